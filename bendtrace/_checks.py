@@ -1,4 +1,4 @@
-"""Checks of arguments, which raise an `InputError` with the option and the value."""
+"""Checks of arguments: they raise an `InputError` with the name and value of the option."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["required_choice", "required_int", "required_number"]
 
 
 def required_choice(name: str, value: Any, *choices: str) -> str:
-    """Return an option that is one of several words."""
+    """Return an option that has to be one of several words."""
     if not isinstance(value, str) or value not in choices:
         words = " or ".join(f'"{choice}"' for choice in choices)
         raise InputError(f"{name}= is {words}, not {value!r}")
@@ -19,22 +19,22 @@ def required_choice(name: str, value: Any, *choices: str) -> str:
 
 
 def required_int(name: str, value: Any, least: int | None = None, *, or_none: bool = False) -> Any:
-    """Return an int, of a smallest size where there is one; None only where that is allowed."""
+    """Return an option that has to be an int, with an optional minimum; None only where allowed."""
     if (or_none and value is None) or (
         type(value) is int and (least is None or value >= least)
     ):  # fmt: skip
         return value
-    kind = {None: "an int", 1: "a positive int"}.get(least, f"an int from {least} on")
+    kind = {None: "an int", 1: "a positive int"}.get(least, f"an int of at least {least}")
     raise InputError(f"{name}= has to be {kind}, not {value!r}")
 
 
 def required_number(
     name: str, value: Any, *, or_none: bool = False, finite: bool = False
 ) -> Any:  # fmt: skip
-    """Return a number that is not negative; None only where that is allowed."""
+    """Return an option that has to be a number of at least 0; None only where allowed."""
     if or_none and value is None:
         return value
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not value >= 0 or (finite and value == math.inf):
-        raise InputError(f"{name}= has to be a number from 0 on, not {value!r}")
+        raise InputError(f"{name}= has to be a number of at least 0, not {value!r}")
     return value

@@ -1,4 +1,4 @@
-"""Whether two values are the same, bit for bit."""
+"""Comparison of two values, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["same_bits"]
 def same_bits(a: Any, b: Any) -> bool:
     """Return whether two values are the same, bit for bit.
 
-    Tensors have to agree on type, dtype, shape, layout, device, `requires_grad` and every bit,
-    floats on every bit (a nan equals a nan with the same payload, 0.0 does not equal -0.0).
-    Containers and objects are looked into and have to agree on their types, dicts on the order
-    of their keys. Everything else is compared by `==`.
+    Tensors have to agree in type, dtype, shape, layout, device, `requires_grad` and every bit: a
+    nan equals a nan with the same payload, and 0.0 does not equal -0.0. Floats are compared bit by
+    bit, too. Containers and objects are compared recursively and by type, dicts also by the order
+    of their keys. Everything else is compared with `==`.
 
     Args:
-        a: one value; it may be nested, and hold itself.
+        a: one value; it may be nested, or contain itself.
         b: the other.
 
     Example:

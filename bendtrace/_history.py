@@ -1,4 +1,4 @@
-"""ModelHistory: the log of a run with all that can be done with it."""
+"""ModelHistory: the log of a run, and the operations on it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["ModelHistory", "load"]
 
 
 class ModelHistory(RunLog):
-    """The log of one run: to print, look up, draw, view, compare and save.
+    """The log of one run: print, look up, draw, view, compare and save it.
 
-    A `Trace` is one with the run still at hand; `bendtrace.load` reads one without its model.
+    A `Trace` is a log that still has its run; `bendtrace.load` reads a log without the model.
 
     Attributes:
-        picture: the picture that `log_forward_pass(vis_opt=...)` was asked for.
+        picture: the picture that `log_forward_pass(vis_opt=...)` drew.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -57,21 +57,21 @@ class ModelHistory(RunLog):
 def load(
     directory: str | os.PathLike[str], *, device: torch.device | str | None = None
 ) -> ModelHistory:
-    """Read what `ModelHistory.save` wrote. The model is not needed, and no code of its is run.
+    """Read what `ModelHistory.save` wrote, without the model and without running any of its code.
 
-    Activations and gradients stay on disk: each `entry.tensor_contents` reads one anew. What could
-    not be stored is None, and `entry.unsaved` says why.
+    Activations and gradients stay on disk: each access to `entry.tensor_contents` reads the value
+    anew. It is None for values that could not be stored, and `entry.unsaved` says why.
 
     Args:
-        directory: where it was saved to.
-        device: where tensors are read to; None for the CPU, wherever they were.
+        directory: the directory that was saved to.
+        device: the device to read tensors to; None for the CPU, wherever they were.
 
     Returns:
         The log, a `ModelHistory`.
 
     Raises:
-        LoadError: there is no save, or it is damaged, unfinished, of another program, or of a
-            newer version of the format. A damaged activation is noticed when it is read.
+        LoadError: there is no save, or it is damaged, unfinished, from another program, or in a
+            newer version of the format. A damaged activation is noticed only when it is read.
 
     Example:
         >>> import tempfile, torch, bendtrace as bt

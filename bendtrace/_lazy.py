@@ -1,16 +1,16 @@
 """Modules that are imported when one of their attributes is first used.
 
-networkx alone takes longer to import than all of this package, and most runs never ask for a
-graph. So it, and what only looks at finished runs, stands here and in the modules that use it as
-a stand-in, which imports the module at the first attribute:
+networkx alone takes longer to import than all of this package, and most runs never ask for a graph.
+So networkx, and everything that only looks at finished runs, is imported through a proxy, here and
+in the modules that use it. The proxy imports the module at the first attribute access:
 
     if TYPE_CHECKING:
         from bendtrace.view import viewer
     else:
         viewer = LazyModule("bendtrace.view.viewer")
 
-That is the only way of importing later in this package, besides the public names themselves
-(`_public.py`). It is for what takes time, never to break a cycle.
+This is the only kind of deferred import in this package, besides the public names themselves
+(`_public.py`). It is for imports that take time, never to break a cycle.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["LazyMethod", "LazyModule", "imported", "networkx", "required_pandas"
 
 
 def imported(name: str) -> ModuleType:
-    """Return a module, imported if it was not before, with the garbage collector paused.
+    """Import a module if necessary, with the garbage collector paused, and return it.
 
-    What an import makes, stays. Python would look for garbage among it, and go through all objects
-    of torch's in doing so, which takes as long as importing this package.
+    Objects made by an import stay alive. A garbage collection during the import would go through
+    all of torch's objects, which takes as long as importing this package.
 
     Args:
         name: full name of the module.
@@ -43,7 +43,7 @@ def imported(name: str) -> ModuleType:
 
 
 def required_pandas() -> Any:
-    """Return the module pandas, which is an extra.
+    """Return the module pandas, which is an optional dependency.
 
     Raises:
         ImportError: it is not installed.
@@ -55,7 +55,7 @@ def required_pandas() -> Any:
 
 
 class LazyModule(ModuleType):
-    """Stands for a module, and imports it when an attribute is asked for.
+    """A proxy that imports a module on first attribute access.
 
     Args:
         name: full name of the module.
@@ -74,11 +74,11 @@ class LazyModule(ModuleType):
 
 
 class LazyMethod:
-    """A function of a module that becomes a method of a class when it is asked for.
+    """A descriptor that imports a function on first access and binds it as a method.
 
     Args:
         module: full name of the module.
-        name: name of the function; its first argument is what it is called on.
+        name: name of the function; its first argument is the instance.
     """
 
     def __init__(self, module: str, name: str) -> None:

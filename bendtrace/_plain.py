@@ -1,8 +1,8 @@
-"""Plain JSON for values that JSON cannot hold, and back without any class of the user's.
+"""Plain JSON for values that JSON cannot hold, and back, without any of the user's classes.
 
-None, booleans, text, lists, dicts with text for keys and the usual numbers stand for themselves.
+None, booleans, text, lists, dicts with text keys and the usual numbers are stored as they are.
 Everything else is an object with one key that begins with a dollar sign: `{"$tuple": [1, 2]}`,
-`{"$float": "nan"}`, `{"$dtype": "float32"}`. What is of no known kind is remembered by its text.
+`{"$float": "nan"}`, `{"$dtype": "float32"}`. A value of an unknown kind is stored as its text.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NESTED = frozenset({list, dict})
 
 
 class Remembered:
-    """Stands for an object of which only the text was kept, such as a member of an enum.
+    """A placeholder for an object of which only the text was kept, such as a member of an enum.
 
     Attributes:
         kind: qualified name of its class.
         text: its `repr`, which is also that of this object.
-        value: for a member of an enum its value, for an instance of a subclass of a plain type
+        value: for a member of an enum its value; for an instance of a subclass of a plain type
             (int, float, str, bytes, bool) the plain value; otherwise None.
     """
 
@@ -52,12 +52,12 @@ class Remembered:
 
 
 class Form(NamedTuple):
-    """A plainer way to write the value of a field whose type is known, if it is of that type.
+    """A plainer way to write a field whose type is known, used if the value is of that type.
 
     Attributes:
         kind: the type.
-        write: how a value of it is written; gets the codec as well.
-        read: how it is read.
+        write: writes a value of that type; receives the codec as well.
+        read: reads it back.
     """
 
     kind: type[Any]
@@ -66,12 +66,13 @@ class Form(NamedTuple):
 
 
 class Codec:
-    """Turns values into plain JSON, and back.
+    """Converts values to plain JSON, and back.
 
     Args:
-        records: classes of ours (named tuples and dataclasses) that are kept field by field.
-        special: for the name of other classes of ours: the class, how one becomes a value that
-            can be written, and how it is made of that.
+        records: bendtrace's own classes (named tuples and dataclasses) that are kept field by
+            field.
+        special: other classes of bendtrace by name: the class, a function that makes an instance
+            writable, and a function that restores an instance.
 
     Example:
         >>> codec = Codec()
@@ -111,8 +112,8 @@ class Codec:
 
         Args:
             value: any value.
-            around: identities of the containers that it is in. What contains itself, or is
-                nested too deeply, is remembered by its text.
+            around: identities of the enclosing containers. A value that contains itself, or is
+                nested too deeply, is stored as its text.
         """
         kind = type(value)
         if value is None or kind is bool:
@@ -159,10 +160,10 @@ class Codec:
         return self._by_text(value)
 
     def decode(self, data: Any) -> Any:
-        """Return the value that plain JSON stands for.
+        """Return the value that plain JSON represents.
 
         Raises:
-            ValueError: if it is not what `encode` gives.
+            ValueError: it is not an output of `encode`.
         """
         kind = type(data)
         if kind is list:
@@ -173,17 +174,17 @@ class Codec:
         for tag in data:
             if tag.startswith("$"):
                 if len(data) != 1 or tag not in self._decoders:
-                    raise ValueError(f"a value of an unknown kind, {tag!r}")
+                    raise ValueError(f"unknown kind of value, {tag!r}")
                 try:
                     return self._decoders[tag](data[tag])
                 except (TypeError, LookupError, AttributeError, RuntimeError, struct.error) as e:
-                    raise ValueError(f"a {tag[1:]} that makes no sense: {e}") from None
+                    raise ValueError(f"invalid {tag[1:]}: {e}") from None
         return {
             key: self.decode(item) if type(item) in _NESTED else item for key, item in data.items()
         }
 
     def write(self, form: Form | None, value: Any) -> Any:
-        """Return a value as plain JSON, in a form if it has one and the value goes with it."""
+        """Return a value as plain JSON, in its form if it has one and the value fits."""
         kind = type(value)
         if value is None or kind is bool or (kind is str and value.isascii()):
             return value if form is None or value is None else {"$other": value}
@@ -197,7 +198,7 @@ class Codec:
         """Return what `write` wrote.
 
         Raises:
-            ValueError: if it makes no sense.
+            ValueError: the JSON is invalid.
         """
         kind = type(data)
         if form is None and kind not in _NESTED:
@@ -207,7 +208,7 @@ class Codec:
         try:
             return form.read(self, data)
         except (TypeError, LookupError, AttributeError) as error:
-            raise ValueError(f"a {form.kind.__name__} that makes no sense: {error}") from None
+            raise ValueError(f"invalid {form.kind.__name__}: {error}") from None
 
     def _record(self, cls: type[Any]) -> Callable[[Any], Any]:
         return lambda content: cls(**{key: self.decode(item) for key, item in content.items()})
@@ -239,7 +240,7 @@ class Codec:
 
 
 def text_of(value: Any) -> str:
-    """Return the repr of any object; objects that have none give the name of their class."""
+    """Return the repr of an object, or the name of its class if its repr fails."""
     try:
         return repr(value)
     except Exception:  # whatever the user's class does
@@ -275,7 +276,6 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _is_sound(text: str) -> bool:
-    """Whether UTF-8 can express a text."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -317,7 +317,7 @@ def _device(name: str) -> Any:
 
 def _list(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise TypeError(f"not a list but {type(value).__name__}")
+        raise TypeError(f"expected a list, got {type(value).__name__}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Where the public names are, for importing each when it is asked for."""
+"""The public names and the modules that define them; each is imported on first use."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ PLACES = {
 
 
 def importer(names: dict[str, Any], places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`, which imports what is asked for.
+    """Return a `__getattr__` for a module that imports names on first use.
 
     Args:
         names: the module's namespace.
-        places: for each name the module that has it.
+        places: the defining module of each name.
     """
 
     def __getattr__(name: str) -> Any:

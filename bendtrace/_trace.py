@@ -1,4 +1,4 @@
-"""Trace: one recorded run of a model, and how to look at it and repeat it."""
+"""Trace: one recorded run of a model, which can be inspected and replayed."""
 
 from __future__ import annotations
 
@@ -66,36 +66,35 @@ def trace(
     stop_after: Any = None,
     **kwargs: Any,
 ) -> Trace:
-    """Run a module, bound method or function on real inputs and record what happens.
+    """Run a module, bound method or function on real inputs and record what it does.
 
     Args:
         function: what to run. It is not changed, and runs as it would without the tracer.
         *args: its positional arguments.
-        save: which activations to keep, as they are when they are computed (later in-place ops
-            do not reach them, and nothing is copied before one comes): "all", "none" (only
-            times and names of gradient functions), or one or several of
+        save: which activations to keep: "all", "none" (only times and names of gradient functions),
+            or one or several of the following. They are kept as they are when computed: nothing is
+            copied until an in-place op is about to change them.
 
             - names of layers and modules, also as patterns: `"relu_1"`, `"features.*"`;
             - positions, also from the end;
-            - modules and classes of modules: their outputs;
+            - modules and classes of modules, for their outputs;
             - entries of another log;
-            - node paths, nodes of a tree, selectors and torch functions. Only the finished run
-              can resolve these, so all values are held until it ends;
-            - functions of the entry, which return what to keep: `True` for the value itself,
-              None for nothing, or something computed from `entry.tensor_contents`.
+            - node paths, tree nodes, selectors and torch functions. Only the finished run can
+              resolve these, so all values are held until it ends;
+            - functions of the entry that return what to keep: `True` for the value itself, None for
+              nothing, or something computed from `entry.tensor_contents`.
 
             None keeps nothing and measures nothing.
-        save_gradients: whether to keep their gradients, too, in the backward pass.
-        save_device: where to keep them; None for where they are.
+        save_gradients: whether to keep their gradients in the backward pass, too.
+        save_device: device to keep them on; None leaves them where they are.
         save_dtype: floating point dtype to keep them in; None for their own.
-        save_to: a directory to write them to while the run goes on, instead of keeping them in
-            memory.
-        keep_graph: whether they are part of the autograd graph, instead of being detached: one can
-            go backward from them, but they are not what later ops have used.
-        stop_after: the run ends here, if given: what `save` takes, as far as it is known while the
-            run goes on. Such a trace has no output.
-        **kwargs: keyword arguments of the function. One that has the name of an option has to be
-            bound beforehand, with `functools.partial`.
+        save_to: a directory to write them to during the run, instead of keeping them in memory.
+        keep_graph: whether they stay part of the autograd graph instead of being detached. One can
+            call backward from them, but they are not the tensors that later ops have used.
+        stop_after: end the run here. Takes what `save` takes, if it can be resolved during the run.
+            Such a trace has no output.
+        **kwargs: keyword arguments of the function. Bind an argument that shares its name with an
+            option beforehand, with `functools.partial`.
 
     Returns:
         The record of the run. `Trace.output` is what `function` returned.
@@ -220,22 +219,22 @@ def _refuse_taken_names(function: Callable[..., Any]) -> None:
     taken = OPTIONS & Signature(function).parameters
     if taken:
         raise InputError(
-            f"{name_of_function(function)} has an argument of its own called {min(taken)}, which "
-            "would be taken for an option: bind it with functools.partial, or use "
+            f"{name_of_function(function)} has an argument called {min(taken)}, which is also "
+            "the name of an option: bind it with functools.partial, or use "
             "bendtrace.log_forward_pass"
         )
 
 
 class Trace(ModelHistory):
-    """The record of one run: its log, and ops, guards and module calls.
+    """The record of one run: its log, ops, guards and module calls.
 
-    Not made by hand: `bendtrace.trace` and `BendedModule.trace` return one.
+    Created by `bendtrace.trace` and `BendedModule.trace`.
 
     Attributes:
-        recording: what the recorder left.
-        run: the views that are derived from it.
-        function: what was run.
-        output: what it returned; None for a trace that a `BendedModule` made when called.
+        recording: the recorder's result.
+        run: the views derived from it.
+        function: the function that was run.
+        output: its return value; None for a trace that a `BendedModule` made during a call.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -281,7 +280,7 @@ class Trace(ModelHistory):
 
     @property
     def ops(self) -> list[Op]:
-        """The recorded calls, in order."""
+        """The recorded ops, in order."""
         return self.recording.tape.ops
 
     @property
@@ -291,7 +290,7 @@ class Trace(ModelHistory):
 
     @property
     def names(self) -> list[str]:
-        """The name of each op's node."""
+        """The node name of each op."""
         return self.run.names
 
     @property
@@ -301,17 +300,17 @@ class Trace(ModelHistory):
 
     @property
     def graph(self) -> Graph:  # type: ignore[override]
-        """The networkx mirror, at op level."""
+        """The networkx mirror at op level."""
         return self.run.graph
 
     @cached_property
     def program(self) -> Program:
-        """The generated replay."""
+        """The generated code that replays the run."""
         return Program(self.recording, self._global_state)
 
     @property
     def guards(self) -> GuardTable:
-        """The conditions under which a replay is right, besides those on structure.
+        """The conditions under which a replay is right, besides those on input structure.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -374,16 +373,16 @@ class Trace(ModelHistory):
                 entry.flop_count = 0
 
     def validate(self, *, seed: int = 0) -> Validation:
-        """Carry out each op again on what was saved, and compare bit by bit.
+        """Recompute each op from the saved values, and compare the results bit by bit.
 
-        Then each value that an op was given is exchanged for another, to see that the op really
-        depends on it. The trace needs all its activations: `save="all"`.
+        Then replace each input of an op by another value, to see that the op really depends on it.
+        The trace needs all its activations: `save="all"`.
 
         Args:
-            seed: for the values that are exchanged.
+            seed: seed of the replacement values.
 
         Returns:
-            What was found; `bool(...)` of it says whether all is well.
+            A report; `bool(report)` says whether all checks passed.
 
         Raises:
             InputError: not all activations were saved in memory.
@@ -392,21 +391,21 @@ class Trace(ModelHistory):
             >>> import torch, bendtrace as bt
             >>> trace = bt.trace(lambda x: x.relu() + 1, torch.randn(3), save="all")
             >>> print(trace.validate())
-            2 ops carried out again: bitwise the same
+            2 ops recomputed: bitwise equal
             2 edges tried
         """
         return validate.validate(self, self._capture, seed)
 
     def output_values(self) -> list[tuple[int, tuple[Any, ...]]]:
-        """Return which values of the tape were given out: ops, and elements of their results."""
+        """Return which values of the tape are outputs: ops, and elements of their results."""
         found = self._tree.outputs
         return [(index, element) for _, index, element in found if index is not None]
 
     def settle(self, capture: Capture) -> None:
-        """Choose the values that only the finished run could tell.
+        """Resolve the requests that only the finished run can resolve.
 
         Raises:
-            LayerKeyError: there is nothing by what was asked for, or it is ambiguous.
+            LayerKeyError: a request matches nothing, or is ambiguous.
         """
         wants = capture.deferred
         keys: list[tuple[int, tuple[Any, ...]]] = []
@@ -419,8 +418,8 @@ class Trace(ModelHistory):
                 raise LayerKeyError(f"save: {error}", want.key, error.near) from None
             if all(entry.kind in ("state", "number") for entry in entries):
                 raise LayerKeyError(
-                    f"save: {want.key!r} is {', '.join(map(repr, entries))}, and only tensors that "
-                    "the run computes are saved",
+                    f"save: {want.key!r} is {', '.join(map(repr, entries))}; only tensors that "
+                    "the run computes can be saved",
                     want.key,
                 )
             want.met = True
@@ -432,10 +431,10 @@ class Trace(ModelHistory):
             capture.choose(keys)
 
     def require_met(self, capture: Capture) -> None:
-        """Raise if there was nothing by a name that was asked for.
+        """Raise if a requested name does not exist.
 
         Raises:
-            LayerKeyError: there was not.
+            LayerKeyError: it does not exist.
         """
         for what, selection in (("save", capture.chosen), ("stop_after", capture.stop)):
             if not isinstance(selection, Selection) or capture.ended:
@@ -443,29 +442,29 @@ class Trace(ModelHistory):
             for key in selection.unmet():
                 if isinstance(key, str) and key in self:
                     hint = (
-                        f"; it is another name of {self[key]!r}, by which it is known only after "
-                        "the run"
+                        f"; it is another name of {self[key]!r}, but this name is known only "
+                        "after the run"
                     )
                     raise LayerKeyError(f"{what}: no layer or module is called {key!r}{hint}", key)
                 if isinstance(key, re.Pattern) and key in self:
                     raise LayerKeyError(
                         f"{what}: no layer or module is called {key.pattern!r}; it matches node "
-                        "paths, which are known only after the run: save what "
-                        "node_selector.matches_path means",
+                        "paths, which are known only after the run: pass "
+                        "node_selector.matches_path(...) instead",
                         key,
                     )
                 near = self._lookup.near(key) if isinstance(key, str) else []
-                hint = f"; near to it: {', '.join(near)}" if near else ""
+                hint = f"; similar names: {', '.join(near)}" if near else ""
                 raise LayerKeyError(
-                    f"{what}: the run came by no layer or module {key!r}{hint}", key, tuple(near)
+                    f"{what}: the run reached no layer or module {key!r}{hint}", key, tuple(near)
                 )
 
     @property
     def code(self) -> str:
-        """The generated Python of the replay.
+        """The generated Python code of the replay.
 
         Raises:
-            NotReplayableError: if there is none, because of what `why_live` says.
+            NotReplayableError: the trace cannot be replayed; `why_live` says why.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -482,19 +481,20 @@ class Trace(ModelHistory):
         return self.program.root.code.text
 
     def replay(self, *args: Any, **kwargs: Any) -> Any:
-        """Repeat the run on other inputs.
+        """Replay the run on other inputs.
 
         Args:
-            *args: positional arguments, as the function takes them.
+            *args: positional arguments of the function.
             **kwargs: keyword arguments.
 
         Returns:
-            What the function would return.
+            What the function would return for these inputs.
 
         Raises:
-            DivergenceError: the inputs lead down another path, be it one more round of a loop.
-                Nothing was run if a guard on the inputs says so; if it is a guard on values,
-                the ops before it have been carried out. `BendedModule` takes it from there.
+            DivergenceError: the inputs lead to another path, if only to one more iteration of a
+                loop. If a guard on the inputs fails, nothing was run; if a guard on a computed
+                value fails, the ops before it were run. `BendedModule` continues from there
+                instead.
             NotReplayableError: the run depends on something that no guard can watch.
 
         Example:
@@ -507,7 +507,9 @@ class Trace(ModelHistory):
         bound = self._signature.bind(args, kwargs)
         expected = tuple(part.label for part in self._arguments())
         if tuple(bound) != expected:
-            raise DivergenceError(f"called with arguments {tuple(bound)}, traced with {expected}")
+            raise DivergenceError(
+                f"called with arguments {tuple(bound)}, but traced with {expected}"
+            )
         values = tuple(bound.values())
         failed = self.program.failing(values)
         if failed is not None:

@@ -1,4 +1,4 @@
-"""Errors raised by the user's own code, and the part of their tracebacks that is the user's."""
+"""Errors raised by the user's own code, and the user's part of their tracebacks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class UsersError(Exception):
-    """Wraps what the user's code raised.
+    """Wraps an error that the user's code raised.
 
     Args:
-        what: which code of theirs ran, as "importing model.py".
-        error: what it raised.
+        what: what was being done, such as "importing model.py".
+        error: the error.
     """
 
     def __init__(self, what: str, error: BaseException) -> None:
@@ -31,7 +31,7 @@ class UsersError(Exception):
         self.error = error
 
     def traceback(self) -> str:
-        """Return the traceback from the user's first frame on; "" if none is the user's."""
+        """Return the traceback from the user's first frame on; "" if no frame is the user's."""
         told = traceback.TracebackException.from_exception(self.error)
         found = _keep_theirs(told)
         return "".join(told.format()) if found or isinstance(self.error, SyntaxError) else ""
@@ -39,7 +39,7 @@ class UsersError(Exception):
 
 @contextmanager
 def during(what: str) -> Iterator[None]:
-    """Mark errors as coming from the user's code."""
+    """Mark errors raised in this context as coming from the user's code."""
     try:
         yield
     except (Exception, SystemExit) as error:

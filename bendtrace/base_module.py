@@ -472,7 +472,7 @@ class BaseModule(ModuleProxy):
             >>> bended = bt.BendedModule(lambda x: x * float(x.numpy().mean()))
             >>> _ = bended(torch.ones(2))
             >>> bended.why_live  # doctest: +ELLIPSIS
-            ('numpy at ...:1 hands the content of a tensor to code that cannot be watched',)
+            ('numpy at ...:1 passes the content of a tensor to code that cannot be watched',)
             >>> bended.stats.live
             1
         """

@@ -1,6 +1,6 @@
 """Bends: callbacks that change activations and weights, and the numbers that control them.
 
-The names are those of torchbend, and so is what they mean.
+The names and their meanings are those of torchbend.
 
 >>> import torch, bendtrace as bt
 >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Identity()))

@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions that carry what was known when it did.
+"""The exceptions that bendtrace raises, with the facts known at that point as attributes.
 
 >>> import torch, bendtrace as bt
 >>> trace = bt.trace(lambda x: x + 1 if x.shape[0] > 2 else x, torch.ones(3))
@@ -66,7 +66,7 @@ class BendtraceError(Exception):
 
 
 class InputError(BendtraceError, ValueError):
-    """Something handed to bendtrace is not what it can work with.
+    """An argument is of a kind or value that bendtrace cannot work with.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -79,11 +79,11 @@ class InputError(BendtraceError, ValueError):
 
 
 class DivergenceError(BendtraceError, RuntimeError):
-    """Inputs do not satisfy a guard of the one trace that was asked to serve them.
+    """The inputs do not satisfy a guard of the one trace that had to serve the call.
 
     Attributes:
         reason: what failed, in one line, with the recorded and the new value.
-        step: the flow step whose guard failed, or None for guards on inputs and state.
+        step: the flow step whose guard failed, or None for guards on inputs and on state.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -104,10 +104,10 @@ class DivergenceError(BendtraceError, RuntimeError):
 
 
 class NotReplayableError(BendtraceError, RuntimeError):
-    """A trace depends on something that no guard can watch, so only the real Python is right.
+    """A trace depends on something that no guard can watch, so only the model's Python is right.
 
     Attributes:
-        reasons: one line for each such thing, naming where it is in the source.
+        reasons: one line for each such dependency, with its place in the source.
 
     Example:
         >>> import numpy, torch, bendtrace as bt
@@ -117,7 +117,7 @@ class NotReplayableError(BendtraceError, RuntimeError):
         ... except bt.errors.NotReplayableError as error:
         ...     print(error)  # doctest: +ELLIPSIS
         ...     print(len(error.reasons))
-        this trace cannot be replayed: numpy at ...:1 hands the content of a tensor to code that
+        this trace cannot be replayed: numpy at ...:1 passes the content of a tensor to code that
         cannot be watched
         1
     """
@@ -128,10 +128,10 @@ class NotReplayableError(BendtraceError, RuntimeError):
 
 
 class NondeterminismError(BendtraceError, RuntimeError):
-    """Resuming a run, the model did other things than it did before with all guards equal.
+    """On resuming a run the model took other steps than before, although all guards were equal.
 
-    It depends on something that bendtrace could not see, such as a setting of torch's that
-    `docs/guarded.md` does not name. Replays of the same operations may have been wrong.
+    It depends on something that bendtrace cannot see, such as a torch setting that
+    `docs/guarded.md` does not name. Earlier replays of the same operations may have been wrong.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -150,9 +150,9 @@ class NondeterminismError(BendtraceError, RuntimeError):
 
 
 class AuditError(BendtraceError, AssertionError):
-    """A replay was wrong: the model itself gives something else (see `BendedModule.audit`).
+    """A replay was wrong: the model itself returns something else (see `BendedModule.audit`).
 
-    This is a fault of bendtrace, or the model depends on something that `docs/limits.md` names.
+    Either bendtrace has a bug, or the model depends on something that `docs/limits.md` names.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -169,19 +169,19 @@ class AuditError(BendtraceError, AssertionError):
 
 
 class RankDivergenceError(BendtraceError, RuntimeError):
-    """Ranks of a process group were about to do different things where they have to act together.
+    """Ranks of a process group would have acted differently where they have to act together.
 
-    Every rank of the group raises it, in place of the collective that each of them came to.
+    Every rank of the group raises it instead of running the collective that it reached.
 
     Attributes:
         group: the name of the process group.
-        ranks: for each rank what it was about to do, and the branches by which it came there.
+        ranks: for each rank, what it was about to do and the branches that led there.
 
     Example:
         >>> import bendtrace as bt
         >>> told = {0: "collective 1 in this call, all_reduce(8 float32)", 1: "the end of the call"}
         >>> print(bt.errors.RankDivergenceError("0", told))  # raised where there are two processes
-        the ranks of process group 0 do not agree:
+        the ranks of process group 0 disagree:
           rank 0: collective 1 in this call, all_reduce(8 float32)
           rank 1: the end of the call
     """
@@ -190,14 +190,14 @@ class RankDivergenceError(BendtraceError, RuntimeError):
         self.group = group
         self.ranks = dict(sorted(told.items()))
         lines = "".join(f"\n  rank {rank}: {text}" for rank, text in self.ranks.items())
-        super().__init__(f"the ranks of process group {group} do not agree:{lines}")
+        super().__init__(f"the ranks of process group {group} disagree:{lines}")
 
     def __reduce__(self) -> Any:
         return type(self), (self.group, self.ranks)
 
 
 class ConversionError(BendtraceError, ValueError):
-    """A graph holds something that the other form of graph cannot express.
+    """A graph contains something that the other graph format cannot express.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -247,11 +247,11 @@ class _NothingThereError(BendtraceError, KeyError):
 
 
 class NodePathError(_NothingThereError):
-    """A node path names no node, or none that can be used there.
+    """A node path names no node, or no node that can be used in that place.
 
     Attributes:
-        path: the path as given.
-        completions: paths that exist where the given one went astray.
+        path: the path, as passed.
+        completions: existing paths that continue the part of the path that is right.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -274,11 +274,11 @@ class NodePathError(_NothingThereError):
 
 
 class LayerKeyError(_NothingThereError):
-    """A log has nothing under a key.
+    """A log has no entry under a key.
 
     Attributes:
-        key: what was asked for.
-        near: keys that look like it.
+        key: the key that was looked up.
+        near: existing keys that look similar.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -299,11 +299,11 @@ class LayerKeyError(_NothingThereError):
 
 
 class HookNameError(_NothingThereError):
-    """A hook manager has nothing of a name.
+    """A hook manager has no entry under a name.
 
     Attributes:
-        name: what was asked for.
-        near: names that look like it.
+        name: the name that was looked up.
+        near: existing names that look similar.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -314,7 +314,7 @@ class HookNameError(_NothingThereError):
         ... except bt.errors.HookNameError as error:
         ...     print(error)
         ...     print(error.near)
-        no hook function is registered as 'shwo'; there is 'show'
+        no hook function is registered as 'shwo'; registered: 'show'
         ('show',)
     """
 
@@ -325,7 +325,7 @@ class HookNameError(_NothingThereError):
 
 
 class NoLayerError(InputError, AttributeError):
-    """A family has no layer of that name.
+    """A family has no layer with that name.
 
     Example:
         >>> import bendtrace as bt
@@ -343,7 +343,7 @@ class NoLayerError(InputError, AttributeError):
 
 
 class InterjectionError(BendtraceError, TypeError):
-    """What an interjection gave cannot take the place of the node's value.
+    """An interjection returned something that cannot replace the node's value.
 
     Attributes:
         path: the node.
@@ -357,8 +357,8 @@ class InterjectionError(BendtraceError, TypeError):
         ... except bt.errors.InterjectionError as error:
         ...     print(error)
         ...     print(error.path)
-        function at relu gave what cannot take the place of the node's value: expected a tensor, got
-        a list of 2
+        function at relu returned a value that cannot replace the node's value: expected a tensor,
+        got a list of 2
         relu
     """
 
@@ -368,12 +368,12 @@ class InterjectionError(BendtraceError, TypeError):
 
 
 class PatchError(InputError):
-    """A patch does not fit the value at its node, or does with it what it must not.
+    """A patch does not fit the value at its node, or changes it in a way that is not allowed.
 
     Attributes:
-        path: path of the node; "" where a patch was called by itself.
-        expected: what would have fitted: `Tensor(2, 3)`.
-        got: what was there.
+        path: path of the node; "" if the patch was called directly.
+        expected: what would fit, such as `Tensor(2, 3)`.
+        got: what the patch received.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -397,10 +397,10 @@ class PatchError(InputError):
 
 
 class BendError(InputError):
-    """A callback cannot bend what it is given.
+    """A callback cannot bend the value that it received.
 
     Attributes:
-        path: node path of what was to be bent; "" if it has none.
+        path: node path of the value; "" if it has none.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -411,7 +411,7 @@ class BendError(InputError):
         ... except bt.errors.BendError as error:
         ...     print(error)
         ...     print(error.path)
-        Permute(dim=2) has dim=2, which the tensor of shape (2, 3) at 'sub_0' has not
+        Permute(dim=2) has dim=2, but the tensor at 'sub_0' has shape (2, 3)
         sub_0
     """
 
@@ -421,12 +421,12 @@ class BendError(InputError):
 
 
 class BendShapeError(BendError, RuntimeError):
-    """A callback that has drawn its numbers for one shape met another.
+    """A callback that drew its numbers for one shape received a value of another shape.
 
     Attributes:
-        old: the shape, or the sizes along the callback's `dim`, that it has numbers for.
-        new: what it met.
-        candidates: values of `dim` under which its numbers would fit both.
+        old: the shape, or the sizes along the callback's `dim`, that its numbers were drawn for.
+        new: the shape or sizes that it received.
+        candidates: values of `dim` for which its numbers would fit both.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -454,7 +454,7 @@ class BendShapeError(BendError, RuntimeError):
 
 
 class SiteError(InputError):
-    """A value at a site cannot be exchanged as it was asked for.
+    """A value at a site cannot be replaced as requested.
 
     Attributes:
         site: the name of the site.
@@ -469,8 +469,8 @@ class SiteError(InputError):
         ... except bt.errors.SiteError as error:
         ...     print(error)
         ...     print(error.site)
-        cannot replace 'relu': relu: the corrupted run did not reach it (missing='nan' gives nan for
-        what cannot be replaced)
+        cannot replace 'relu': relu: the corrupted run did not reach it (missing='nan' uses nan for
+        values that cannot be replaced)
         relu
     """
 
@@ -480,13 +480,13 @@ class SiteError(InputError):
 
 
 class HarvestError(BendtraceError, RuntimeError):
-    """A batch could not be harvested. What was done before is safe, and is gone on from.
+    """A batch could not be harvested. Earlier batches are saved, and harvesting can resume.
 
-    The error that the model, or a function that was given, has raised is its `__cause__`.
+    The error raised by the model, or by a function that was passed in, is its `__cause__`.
 
     Attributes:
         batch: number of the batch, counted from 0.
-        ids: its samples; empty where the ids themselves could not be told.
+        ids: the ids of its samples; empty if the ids themselves could not be determined.
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
@@ -508,9 +508,9 @@ class HarvestError(BendtraceError, RuntimeError):
 
 
 class SaveError(BendtraceError, OSError):
-    """Nothing was saved: the directory is not ours to write to, in use, or could not be written.
+    """Nothing was saved: the directory is foreign or in use, or it could not be written.
 
-    What was saved there before is as it was.
+    Anything saved there before is unchanged.
 
     Attributes:
         path: the directory or file.
@@ -533,11 +533,11 @@ class SaveError(BendtraceError, OSError):
 
 
 class LoadError(BendtraceError, ValueError):
-    """A directory or file holds no save, or one that is damaged, unfinished or too new.
+    """A directory or file contains no save, or one that is damaged, unfinished or too new.
 
     Attributes:
         path: the directory or file.
-        is_newer: whether it was written in a version of the format that is not known here.
+        is_newer: whether it was written in a format version that this bendtrace does not know.
 
     Example:
         >>> import tempfile, bendtrace as bt
@@ -560,9 +560,9 @@ class LoadError(BendtraceError, ValueError):
 
 
 class CompileWarning(UserWarning):
-    """The backend of a `BendedModule` does not work here.
+    """The backend of a `BendedModule` does not work on this machine.
 
-    Nothing is wrong, but calls are replayed as they would be without a backend.
+    Results stay right: calls are replayed as they would be without a backend.
 
     Example:
         >>> import warnings, torch, bendtrace as bt
@@ -580,7 +580,7 @@ class CompileWarning(UserWarning):
 
 
 class NeverFiredWarning(UserWarning):
-    """The context of an insertion has ended, and no run came by a node that it is for.
+    """The context of an insertion has ended, and no run reached a node that it applies to.
 
     Example:
         >>> import warnings, torch, bendtrace as bt
@@ -598,7 +598,7 @@ class NeverFiredWarning(UserWarning):
 class TraceLimitWarning(UserWarning):
     """A model has taken more paths than its `BendedModule` keeps.
 
-    Nothing is wrong, but calls that are traced again and again are slower than the model itself.
+    Results stay right, but calls that are traced again and again are slower than the model itself.
     The message names what makes it diverge so often.
 
     Example:
@@ -615,9 +615,9 @@ class TraceLimitWarning(UserWarning):
 
 
 class IncompatibleVersionWarning(UserWarning):
-    """A part of bendtrace is switched off, since this Python or this torch is not as it expects.
+    """A part of bendtrace is switched off because this Python or torch behaves unexpectedly.
 
-    Given once in a process, at the first trace, when the probes have found such a part.
+    Issued once per process, at the first trace, if the probes have found such a part.
 
     Example:
         >>> import warnings, torch, bendtrace as bt

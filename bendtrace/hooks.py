@@ -1,4 +1,4 @@
-"""Hooks on modules, kept in one place: `HookManager` and what it returns.
+"""Hooks on modules, managed in one place: `HookManager` and the objects it returns.
 
 >>> import torch, bendtrace as bt
 >>> model = torch.nn.ReLU()
@@ -45,29 +45,29 @@ Filter = Literal["all"] | Category
 
 
 class HookManager:
-    """Registers hooks on modules, switches them on and off together, and removes them.
+    """Registers hooks on modules, activates and deactivates them together, and removes them.
 
     - A forward pre-hook `hook(module, inputs)` is called before the module's forward.
     - A forward hook `hook(module, inputs, outputs)` is called after it.
-    - A backward hook `hook(module, grad_in, grad_out)` is called once in each backward pass for
-      each call of the module, with the gradients that passed through this call alone.
+    - A backward hook `hook(module, grad_in, grad_out)` is called once per backward pass for each
+      call of the module, with the gradients that passed through this call alone.
 
-    All of these are tuples of tensors: those among what the module is given and gives, in order,
-    however deep in tuples, lists, dicts and dataclasses; keyword arguments come last. A gradient
-    stands where its tensor stands, and is None if there is none. Each hook may return such a
-    tuple to be used instead (backward hooks: of new `grad_in`), or None. While it runs,
-    `module.name` is the name that the module was registered under, unless the module has a
-    `name` of its own.
+    These arguments are tuples of tensors: those among the module's inputs or outputs, in order,
+    however deeply nested in tuples, lists, dicts and dataclasses; keyword arguments come last. A
+    gradient has the position of its tensor, and is None if there is none. A hook may return such a
+    tuple to replace them (a backward hook: to replace `grad_in`), or None. While a hook runs,
+    `module.name` is the name under which the module was registered, unless the module has a `name`
+    of its own.
 
-    The manager is a context, at the end of which all its hooks are removed. The names are those of
+    The manager is a context manager that removes all its hooks at the end. The names are those of
     TackleBox.
 
     Args:
-        model: modules that are given without a name are called by their names in this. In a
-            `BendedModule` hooks are insertions, and are called in replays as well.
+        model: modules registered without a name get their name in this model. In a `BendedModule`
+            hooks are insertions, and replays call them as well.
 
     Raises:
-        InputError: `model` is no module.
+        InputError: `model` is not a module.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -101,7 +101,7 @@ class HookManager:
 
     @property
     def name_to_hookhandle(self) -> NameTable[HookHandle]:
-        """What is registered where, by `function[module]`."""
+        """The registered pairs, by `function[module]`."""
         return NameTable("hook", {handle.name: handle for handle in self._all_of()})
 
     # Registering
@@ -117,22 +117,21 @@ class HookManager:
     ) -> HookFunction:
         """Register a function to be called after the forward of modules.
 
-        A pair of function and module is registered once: registering it again changes nothing,
-        except that with `activate` it is activated.
+        A pair of function and module is registered once. Registering it again has no effect, except
+        that `activate` activates it.
 
         Args:
             function: called with `(module, inputs, outputs)`.
-            *modules: modules that get the name which they have in the manager's model, or else
-                their `repr`.
-            hook_fn_name: name of the function; the default is its `repr`.
+            *modules: modules; each gets its name in the manager's model, or else its `repr`.
+            hook_fn_name: name of the function; its `repr` by default.
             activate: whether to activate the hooks.
-            **named_modules: modules by the name to give to them.
+            **named_modules: modules by the names to register them under.
 
         Returns:
             The function, as a `HookFunction`.
 
         Raises:
-            InputError: if something has another name already, or a name is taken.
+            InputError: an object is registered under another name, or a name is taken.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -159,7 +158,7 @@ class HookManager:
     ) -> HookFunction:
         """Register a function to be called with `(module, inputs)` before the forward of modules.
 
-        Everything else is as with `register_forward_hook`.
+        Everything else works as in `register_forward_hook`.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -188,8 +187,8 @@ class HookManager:
     ) -> HookFunction:
         """Register a function to be called with `(module, grad_in, grad_out)` in backward passes.
 
-        It sees the calls that begin, and their backward passes as far as they end, while it is
-        active. Everything else is as with `register_forward_hook`.
+        It sees the calls that begin while it is active, and those of their backward passes that end
+        while it is active. Everything else works as in `register_forward_hook`.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -216,11 +215,12 @@ class HookManager:
         named_modules: dict[str, nn.Module],
     ) -> HookFunction:
         if not callable(function):
-            raise InputError(f"a hook has to be callable; {function!r} is not")
+            raise InputError(f"a hook has to be callable, and {function!r} is not")
         if type(activate) is not bool:
             raise InputError(
-                f"activate= says whether to activate the hooks; {activate!r} is no bool. A module "
-                "of that name has to be given without a name, to a HookManager(model)"
+                "activate= says whether to activate the hooks; it has to be a bool, not "
+                f"{activate!r}. Pass a module of that name without a name, to a "
+                "HookManager(model)"
             )
         if not (name is None or isinstance(name, str)):
             raise InputError(f"hook_fn_name= has to be a string, not {name!r}")
@@ -297,20 +297,19 @@ class HookManager:
     def _second_name(self, known: str, wish: str, what: str) -> str:
         """Return the name of what has one already."""
         raise InputError(
-            f"{wish} is registered as {known!r} already, and has one name: use that, or remove "
-            f"{what} first"
+            f"{wish} is already registered as {known!r}: use that name, or remove {what} first"
         )
 
     def _free_name(self, wish: str, by: str, taken: Iterable[str]) -> str:
         """Return a name for what is to have one that is taken."""
         raise InputError(
-            f"the name {wish!r} is taken by {by}: choose another, or remove that one first"
+            f"the name {wish!r} is taken by {by}: choose another name, or remove it first"
         )
 
     # Looking up
 
     def name_of(self, module: nn.Module) -> str:
-        """Return the name that a module is registered under.
+        """Return the name under which a module is registered.
 
         Raises:
             InputError: if it is not registered.
@@ -384,11 +383,11 @@ class HookManager:
         """Activate hooks on all modules.
 
         Args:
-            hook_types: functions: only these.
-            category: "forward_hook", "forward_pre_hook" or "backward_hook": only those.
+            hook_types: functions; only their hooks.
+            category: "forward_hook", "forward_pre_hook" or "backward_hook"; only these hooks.
 
         Raises:
-            InputError: if a function is not registered, or there is no such category.
+            InputError: a function is not registered, or the category does not exist.
         """
         for handle in self._select(None, hook_types, category):
             handle.activate()
@@ -398,7 +397,7 @@ class HookManager:
     def deactivate_all_hooks(
         self, *, hook_types: HookTypes = None, category: Filter = "all"
     ) -> None:
-        """Deactivate hooks on all modules; the arguments are those of `activate_all_hooks`.
+        """Deactivate hooks on all modules; takes the arguments of `activate_all_hooks`.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -419,11 +418,11 @@ class HookManager:
 
         Args:
             *modules: the modules.
-            hook_types: functions: only these.
-            category: "forward_hook", "forward_pre_hook" or "backward_hook": only those.
+            hook_types: functions; only their hooks.
+            category: "forward_hook", "forward_pre_hook" or "backward_hook"; only these hooks.
 
         Raises:
-            InputError: if something is not registered, or there is no such category.
+            InputError: a module or function is not registered, or the category does not exist.
         """
         for handle in self._select(modules, hook_types, category):
             handle.activate()
@@ -431,16 +430,16 @@ class HookManager:
     def deactivate_module_hooks(
         self, *modules: nn.Module, hook_types: HookTypes = None, category: Filter = "all"
     ) -> None:
-        """Deactivate hooks on some modules; arguments as for `activate_module_hooks`."""
+        """Deactivate hooks on some modules; takes the arguments of `activate_module_hooks`."""
         for handle in self._select(modules, hook_types, category):
             handle.deactivate()
 
     def hook_all_context(
         self, *, hook_types: HookTypes = None, category: Filter = "all"
     ) -> HookContext[Self]:
-        """Return a context in which hooks are active; arguments as for `activate_all_hooks`.
+        """Return a context in which hooks are active; takes the arguments of `activate_all_hooks`.
 
-        At its end each of them is what it was before: one that was active stays so.
+        At its end each hook returns to its earlier state: an active hook stays active.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -459,9 +458,9 @@ class HookManager:
     def hook_module_context(
         self, *modules: nn.Module, hook_types: HookTypes = None, category: Filter = "all"
     ) -> HookContext[Self]:
-        """Return a context in which hooks are active; arguments as for `activate_module_hooks`.
+        """Return a context with active hooks; takes the arguments of `activate_module_hooks`.
 
-        At its end each of them is what it was before: one that was active stays so.
+        At its end each hook returns to its earlier state: an active hook stays active.
         """
         self._select(modules, hook_types, category)
         return HookContext(self, lambda: self._select(modules, hook_types, category))
@@ -472,14 +471,14 @@ class HookManager:
         """Remove a function from a module.
 
         Raises:
-            InputError: it is not one of this manager.
+            InputError: it does not belong to this manager.
         """
         if self.name_to_hookhandle[handle.name] is not handle:
-            raise InputError(f"{handle!r} is not one of this manager")
+            raise InputError(f"{handle!r} does not belong to this manager")
         handle.remove()
 
     def remove_hook_by_name(self, name: str) -> None:
-        """Remove a function from a module, by the `function[module]` of the two.
+        """Remove a function from a module, by their `function[module]` name.
 
         Raises:
             KeyError: if there is none of that name.
@@ -501,7 +500,7 @@ class HookManager:
 
         Args:
             function: the function, or its `HookFunction`.
-            category: the kind of hook that it is removed as, if it is registered as several.
+            category: the kind of hook to remove, if the function is registered as several.
 
         Raises:
             InputError: if it is not registered.
@@ -512,7 +511,7 @@ class HookManager:
                 self._remove_function(hook)
 
     def remove_hook_function_by_name(self, name: str) -> None:
-        """Remove the function of a name from all modules.
+        """Remove the function with a name from all modules.
 
         Raises:
             KeyError: if there is none of that name.
@@ -528,7 +527,7 @@ class HookManager:
         self.remove_module_by_name(self.name_of(module))
 
     def remove_module_by_name(self, name: str) -> None:
-        """Remove all functions from the module of a name, and forget it.
+        """Remove all functions from the module with a name, and forget it.
 
         Raises:
             KeyError: if there is none of that name.
@@ -552,7 +551,7 @@ class HookManager:
     # What handles ask for (see `interject.hooks.Owner`)
 
     def place(self, handle: HookHandle) -> Insertion | Attached:
-        """Say what has the module call a hook."""
+        """Make the module call a hook."""
         module, what = handle.module, interjection_of(handle)
         if self._board is not None and self._model is not None:
             if any(module is part for part in self._model.modules()):
@@ -560,7 +559,7 @@ class HookManager:
         return Attached(module, what, handle.module_name)
 
     def activate(self, handle: HookHandle) -> None:
-        """Have the module call a hook, in the order of registration."""
+        """Make the module call a hook, in the order of registration."""
         placed, kind = handle.placed, handle.hook_fn.hook_type
         if isinstance(placed, Attached):
             placed.install()

@@ -1,4 +1,4 @@
-"""BendedModule: a model that is called along its recorded paths, and can be cut into."""
+"""BendedModule: a model that replays its recorded paths and accepts insertions."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = ["BendedModule"]
 class BendedModule(BaseModule):
     """A model that is traced when called, and replayed when it would do the same again.
 
-    It behaves like the model for every input. The first call, and each call that leads down
-    a path not seen before, runs the model's own Python under the tracer; calls along known
-    paths run generated straight-line code with the same operations. Parameters, buffers and
-    submodules are the model's own, not copies.
+    It behaves like the model for every input. The first call, and each call that takes an unknown
+    path, runs the model's own Python under the tracer. Calls along known paths run generated
+    straight-line code with the same operations. Parameters, buffers and submodules are the model's
+    own, not copies.
 
     Args:
         model: a module; a plain function works too.
@@ -102,28 +102,28 @@ class BendedModule(BaseModule):
         every: int | None = None,
         allow_none: bool = False,
     ) -> Insertion:
-        """Insert something in the model: from now on it is called whenever a run comes by.
+        """Insert something in the model: every run that reaches the nodes calls it from now on.
 
         Args:
-            where: at which nodes: a node path (also into a container, `output|sub_0`, of an input
-                of a module, `fc.input`, or of a parameter, `fc.weight`), a node of a tree of paths,
-                a regular expression for paths, a module, a class of modules, a selector, a torch
-                function, a function that says whether a `Candidate` is meant, the name of a layer
-                or an entry of the log, a `NodeRef` of the networkx mirror, or several of these.
-            what: an `Interjection`, or a function of the value that the node gives, or a module
-                that is called with it. What it returns takes the value's place; None keeps it. A
-                function with two arguments is given the `NodePass` as well.
-            passes: in which passes of each node: numbers counted from 0, or from the end where
-                they are negative; or a function of the number.
-            every: in every how manieth pass, beginning with the first.
-            allow_none: whether it is right that no node is meant by `where`.
+            where: the nodes: a node path (also into a container, `output|sub_0`, of an input of a
+                module, `fc.input`, or of a parameter, `fc.weight`), a tree node, a regular
+                expression for paths, a module, a class of modules, a selector, a torch function, a
+                predicate of the `Candidate`, the name of a layer or an entry of the log, a
+                `NodeRef` of the networkx mirror, or several of these.
+            what: an `Interjection`, or a function or module that is called with the node's value.
+                Its return value replaces the value; None keeps it. A function with two arguments
+                also receives the `NodePass`.
+            passes: the passes of each node to apply to: numbers counted from 0, or from the end if
+                negative; or a function of the number.
+            every: apply only in every n-th pass, beginning with the first.
+            allow_none: whether to accept that no node is selected.
 
         Returns:
             A handle, which is also a context manager: `remove()`, `report()`.
 
         Raises:
-            InputError: something given makes no sense.
-            NodePathError: nothing is meant by `where`.
+            InputError: an argument is invalid.
+            NodePathError: `where` selects nothing.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -148,7 +148,7 @@ class BendedModule(BaseModule):
 
     @property
     def insertions(self) -> tuple[Insertion, ...]:
-        """What is inserted in the model, in the order in which it was.
+        """The active insertions of the model, in the order in which they were made.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -163,17 +163,16 @@ class BendedModule(BaseModule):
         return self._board.insertions
 
     def patch(self, patches: Patches) -> PatchContext:
-        """Return a context in which patches are applied at nodes; after it the model is as before.
+        """Return a context in which patches apply at nodes; after it the model is as before.
 
         Args:
-            patches: for each node a patch, or several in the order in which they are to be
-                applied. Nodes are given by their paths, `layers_0.mlp.relu`, `linear.input`,
-                `linear.weight`, `output|sub_0`, as nodes of a tree of paths, or by whatever else
-                `interject` takes.
+            patches: for each node one patch, or several in the order in which they apply. Nodes are
+                given by path (`layers_0.mlp.relu`, `linear.input`, `linear.weight`,
+                `output|sub_0`), as tree nodes, or in any other way that `interject` accepts.
 
         Raises:
-            NodePathError: there are nodes that do not exist, or hold no single value.
-            InputError: something in `patches` is no patch.
+            NodePathError: a node does not exist, or does not hold a single value.
+            InputError: a value in `patches` is not a patch.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -188,7 +187,7 @@ class BendedModule(BaseModule):
 
     @functools.cached_property
     def hooks(self) -> HookManager:
-        """Hooks on the model's modules, by their names; those that are active are `insertions`.
+        """Hooks on the model's modules, by name; active hooks are listed in `insertions`.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -203,7 +202,7 @@ class BendedModule(BaseModule):
 
     @property
     def bending(self) -> Bending:
-        """All that has to do with bending: configurations, versions of weights, captures."""
+        """The bends of the model: configurations, versions of weights, captures."""
         return self._bending
 
     def bend(
@@ -218,19 +217,21 @@ class BendedModule(BaseModule):
 
         Args:
             callback: a bending callback, a function of a tensor, or a `BendingConfig` alone.
-            *where: patterns of names: of activations (see `print_activations`), which they match
-                from the beginning, and of weights, which they have to match in full, last part
-                included (`conv.weight`, `.*bias`). What else says where, as for `interject`.
-            weights: whether patterns mean weights: None for those that they name, True also for
-                the parameters that they match from the beginning, False for none.
-            activations: whether patterns mean activations.
-            allow_none: whether it is right that there is nothing of such a name so far.
+            *where: patterns for names. A pattern for activations (see `print_activations`) matches
+                from the start of the name; a pattern for weights has to match in full, including
+                the last part (`conv.weight`, `.*bias`). Everything else that `interject` accepts is
+                accepted, too.
+            weights: whether patterns apply to weights: None for the weights that they match in
+                full, True also for the parameters that they match from the start, False for no
+                weights.
+            activations: whether patterns apply to activations.
+            allow_none: whether to accept that nothing has such a name so far.
 
         Returns:
             A handle, which is also a context manager: `remove()`, `report()`.
 
         Raises:
-            InputError: nothing has such a name, or something given makes no sense.
+            InputError: nothing has such a name, or an argument is invalid.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -249,7 +250,7 @@ class BendedModule(BaseModule):
         )
 
     def reset(self, *what: Any) -> None:
-        """Bend no more (see `Bending.reset`); what else is inserted stays (see `remove_all`).
+        """Stop bending (see `Bending.reset`). Other insertions stay (see `remove_all`).
 
         Example:
             >>> import torch, bendtrace as bt
@@ -264,7 +265,7 @@ class BendedModule(BaseModule):
         self._bending.reset(*what)
 
     def remove_all(self) -> None:
-        """Take away all that is inserted: interjections, patches, bends, and what workflows put in.
+        """Remove all insertions: interjections, patches, bends, and those of workflows.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -278,7 +279,7 @@ class BendedModule(BaseModule):
         self._board.clear()
 
     def update(self, name: str | None = None, value: Value | None = None) -> None:
-        """Set a parameter of the callbacks, or look anew at what patterns mean.
+        """Set a parameter of the callbacks, or match the patterns again.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -291,7 +292,7 @@ class BendedModule(BaseModule):
         self._bending.update(name, value)
 
     def bended_keys(self) -> list[str]:
-        """Return the names of what is bent: node paths, and names of the state dict.
+        """Return the names of everything that is bent: node paths, and names of the state dict.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -303,7 +304,7 @@ class BendedModule(BaseModule):
         return self._bending.bended_keys()
 
     def bending_config(self, name: str | None = None) -> BendingConfig:
-        """Return what is bent now, or what is kept under a name, as a configuration.
+        """Return the active bends, or those saved under a name, as a configuration.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -322,7 +323,7 @@ class BendedModule(BaseModule):
         return self._bending.bending_config(name)
 
     def activation_names(self, flt: Filter = None, exclude: Filter = None) -> list[str]:
-        """Return the names of the activations that patterns of `bend` are matched with.
+        """Return the names of the activations that the patterns of `bend` are matched against.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -386,26 +387,26 @@ class BendedModule(BaseModule):
         allow_none: bool = False,
         **inputs: Any,
     ) -> Any:
-        """Call the model, and return what nodes gave in that call, by path.
+        """Call the model, and return the outputs of some nodes in that call, by path.
 
         Args:
-            *where: which nodes: paths, regular expressions, modules, and all else that `interject`
-                takes.
+            *where: the nodes: paths, regular expressions, modules, and everything else that
+                `interject` accepts.
             args: the model's positional arguments.
-            kwargs: keyword arguments of the model that cannot be given as they are.
-            passes: in which passes of each node.
+            kwargs: keyword arguments of the model whose names are taken by options.
+            passes: the passes of each node.
             detach: whether to return snapshots, or the tensors themselves.
-            bended: whether to return the values after what is inserted at a node, or before.
-            return_output: whether to return what the model gave, as well.
-            allow_none: whether it is right that the call comes by no node that is meant.
+            bended: whether to return the values after the insertions at a node, or before.
+            return_output: whether to return the output of the model as well.
+            allow_none: whether to accept that the call reaches no selected node.
             **inputs: keyword arguments of the model.
 
         Returns:
             An `Activations`, which is a dict; with `return_output` that and the output.
 
         Raises:
-            NodePathError: nothing is meant.
-            InputError: something given makes no sense.
+            NodePathError: no node is selected.
+            InputError: an argument is invalid.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -422,18 +423,18 @@ class BendedModule(BaseModule):
         """Run the rest of the model from given activations, and return its output.
 
         Args:
-            *args: first the values by node path, as a dict; then the model's positional arguments,
-                as far as the rest needs them. Or as in torchbend, names of nodes alone, and their
-                values by keyword.
-            _bended: whether the values are gone on with as they are, or what is inserted at these
-                nodes is called with them.
-            **kwargs: the model's keyword arguments, likewise.
+            *args: first a dict of values by node path; then the model's positional arguments, as
+                far as the rest needs them. Or, as in torchbend, only the names of nodes, with their
+                values as keyword arguments.
+            _bended: whether the run continues with the values as they are, or first applies the
+                insertions at these nodes.
+            **kwargs: the model's keyword arguments, as far as the rest needs them.
 
         Raises:
             NodePathError: there is no such node.
-            InputError: something that the rest needs is missing.
-            DivergenceError: the rest leads where no recorded run went, and the arguments that are
-                needed for running the model's own Python are missing.
+            InputError: an argument that the rest needs is missing.
+            DivergenceError: the rest takes a path that no recorded run took, and the arguments
+                needed to run the model's own Python are missing.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -511,7 +512,7 @@ class BendedModule(BaseModule):
         """Return what a copy is to have besides the model: names, what is inserted, the backend.
 
         Args:
-            memo: for a deep copy, what was copied already; None where everything is pickled.
+            memo: the objects copied so far, for a deep copy; None when everything is pickled.
         """
         speculation = self._dispatcher.speculation
         return {
@@ -522,7 +523,6 @@ class BendedModule(BaseModule):
         }
 
     def _take_over(self, carried: dict[str, Any]) -> None:
-        """Have what `_carried` returned."""
         self._known.registry.__setstate__(carried["registry"])
         self._board.restore(*carried["insertions"])
         self._bending.restore(carried["bends"])

@@ -1,8 +1,8 @@
-"""Node selectors: which nodes an insertion is for, said as a value.
+"""Node selectors: values that say which nodes to select.
 
-The families of torch's layers are selectors. Their members are attributes, and are selectors too:
-`Activations`, `Convolutions`, `Distance`, `Dropout`, `Linear`, `Loss`, `Normalization`, `Padding`,
-`Pooling`, `Recurrent`, `Shuffle`, `Sparse`, `Transformer`, `Utility` and `Vision`.
+The families of torch's layers are selectors. Their members are attributes of them, and selectors
+too: `Activations`, `Convolutions`, `Distance`, `Dropout`, `Linear`, `Loss`, `Normalization`,
+`Padding`, `Pooling`, `Recurrent`, `Shuffle`, `Sparse`, `Transformer`, `Utility` and `Vision`.
 
 >>> import torch, bendtrace as bt
 >>> trace = bt.trace(lambda x: torch.nn.functional.dropout(x.relu()).tanh(), torch.ones(2))
@@ -12,7 +12,7 @@ The families of torch's layers are selectors. Their members are attributes, and 
 [<node relu: relu>, <node dropout: dropout>]
 
 Others are `is_module` (calls of modules), `has_parameters` (calls of modules that have parameters
-of their own, and of functions that are given one) and `is_parametrized`, also spelled
+of their own, and of functions that receive one) and `is_parametrized`, also spelled
 `is_parametrised` (calls of modules with parametrizations).
 
 >>> trace = bt.trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.ones(1, 2))
@@ -23,14 +23,14 @@ of their own, and of functions that are given one) and `is_parametrized`, also s
 >>> bt.node_selector.is_parametrized
 is_parametrized
 
-The names that TorchWatcher has for families are names of the same selectors: `is_act`, `is_activ`
-and `is_activation` for `Activations`; `is_conv`, `is_convolution` and `is_convolutional` for
-`Convolutions`; `is_dist` and `is_distance` for `Distance`; `is_drop` and `is_dropout` for
-`Dropout`; `is_embed`, `is_embedding` and `is_sparse` for `Sparse`; `is_lin` and `is_linear` for
-`Linear`; `is_loss` for `Loss`; `is_norm`, `is_normalisation` and `is_normalization` for
-`Normalization`; `is_pad` and `is_padding` for `Padding`; `is_pool` and `is_pooling` for `Pooling`;
-`is_recurrent` for `Recurrent`; `is_shuffle` for `Shuffle`; `is_transformer` for `Transformer`;
-`is_util` and `is_utility` for `Utility`; `is_vis`, `is_vision` and `is_visual` for `Vision`.
+TorchWatcher's names for families are aliases: `is_act`, `is_activ` and `is_activation` for
+`Activations`; `is_conv`, `is_convolution` and `is_convolutional` for `Convolutions`; `is_dist` and
+`is_distance` for `Distance`; `is_drop` and `is_dropout` for `Dropout`; `is_embed`, `is_embedding`
+and `is_sparse` for `Sparse`; `is_lin` and `is_linear` for `Linear`; `is_loss` for `Loss`;
+`is_norm`, `is_normalisation` and `is_normalization` for `Normalization`; `is_pad` and `is_padding`
+for `Padding`; `is_pool` and `is_pooling` for `Pooling`; `is_recurrent` for `Recurrent`;
+`is_shuffle` for `Shuffle`; `is_transformer` for `Transformer`; `is_util` and `is_utility` for
+`Utility`; `is_vis`, `is_vision` and `is_visual` for `Vision`.
 
 >>> bt.node_selector.is_conv
 Convolutions
@@ -193,12 +193,12 @@ is_vis = is_vision = is_visual = Vision
 
 
 def nth(selector: Any, index: int) -> Selector:
-    """Mean one of the nodes that a selector means, in the order in which they begin.
+    """Select one of the nodes that a selector selects, in the order in which they begin.
 
     Args:
-        selector: a selector, or what stands for one.
-        index: which one, from 0; negative ones count from the end. Where there are not so many,
-            none is meant.
+        selector: a selector, or any value that converts to one.
+        index: which one, from 0; negative ones count from the end. An index out of range selects no
+            node.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -210,10 +210,10 @@ def nth(selector: Any, index: int) -> Selector:
 
 
 def first(selector: Any) -> Selector:
-    """Mean the first of the nodes that a selector means.
+    """Select the first of the nodes that a selector selects.
 
     Args:
-        selector: a selector, or what stands for one.
+        selector: a selector, or any value that converts to one.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -225,10 +225,10 @@ def first(selector: Any) -> Selector:
 
 
 def last(selector: Any) -> Selector:
-    """Mean the last of the nodes that a selector means.
+    """Select the last of the nodes that a selector selects.
 
     Args:
-        selector: a selector, or what stands for one.
+        selector: a selector, or any value that converts to one.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -245,13 +245,13 @@ def match_slice(
     stop: int | None = None,
     step: int | None = None,
 ) -> Selector:
-    """Mean some of the nodes that a selector means, in the order in which they begin.
+    """Select some of the nodes that a selector selects, in the order in which they begin.
 
     Args:
-        selector: a selector, or what stands for one.
+        selector: a selector, or any value that converts to one.
         start: the first of them, from 0; negative ones count from the end. Or a `slice`.
-        stop: the first of them that is not meant any more.
-        step: how far it is from one to the next.
+        stop: the first of them to leave out again.
+        step: the distance from one to the next.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -267,10 +267,10 @@ def match_slice(
 
 
 def select_all(selector: Any) -> NodeSelector:
-    """Mean all the nodes that a selector means.
+    """Select all the nodes that a selector selects.
 
     Args:
-        selector: a selector, or what stands for one.
+        selector: a selector, or any value that converts to one.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -285,10 +285,10 @@ def select_all(selector: Any) -> NodeSelector:
 
 
 def find(selector: Any, trace: Trace) -> list[Candidate]:
-    """Return the nodes of a recorded run that a selector means, in the order in which they began.
+    """Return the nodes of a recorded run that a selector selects, in the order in which they began.
 
     Args:
-        selector: a selector, or what stands for one.
+        selector: a selector, or any value that converts to one.
         trace: the run.
 
     Example:

@@ -1,6 +1,6 @@
-"""Patches: what is put in the place of the value at a node, in part or as a whole.
+"""Patches: values that replace the value at a node, in part or as a whole.
 
-The names are those of graphpatch, and so is what they mean.
+The names and their meanings are those of graphpatch.
 
 >>> import torch, bendtrace as bt
 >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))

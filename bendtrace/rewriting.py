@@ -1,4 +1,4 @@
-"""Rewriting: nodes replaced, removed or added between others, and modules exchanged.
+"""Rewriting: nodes replaced, removed or added between others, and modules replaced.
 
 >>> import torch, bendtrace as bt
 >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
@@ -43,7 +43,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Replacement(Interjection):
-    """Calls another function in the place of a node."""
+    """Calls another function instead of a node."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -60,7 +60,7 @@ class Replacement(Interjection):
 
 
 class Removal(Interjection):
-    """Gives one of a node's inputs through."""
+    """Passes one of a node's inputs through."""
 
     label = "removed"
 
@@ -69,7 +69,7 @@ class Removal(Interjection):
         self.self_contained = not callable(keep)
 
     def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
-        """Give the input through."""
+        """Return the input."""
         keep = self._keep
         if callable(keep):
             return keep(inputs)
@@ -80,8 +80,8 @@ class Removal(Interjection):
         if not isinstance(value, Tensor):
             what = describe(value) if keep in given else "not there"
             raise InterjectionError(
-                f"{at.path or '<root>'} cannot be removed: input {keep!r}, which would be given "
-                f"through, is {what}; its inputs are {_listed(given)}; say with keep= which it is",
+                f"{at.path or '<root>'} cannot be removed: input {keep!r}, which would replace "
+                f"its output, is {what}; its inputs are {_listed(given)}; choose one with keep=",
                 at.path,
             )
         return value
@@ -100,23 +100,23 @@ def replace(
     every: int | None = None,
     allow_none: bool = False,
 ) -> Insertion:
-    """Have another function called wherever a node comes up.
+    """Call another function wherever a run reaches a node.
 
     Args:
         bended: a `BendedModule`.
-        where: at which nodes: calls of functions, methods or modules; see `BendedModule.interject`.
-        function: called with the node's arguments, also a module: its parameters can be trained.
-            What it returns is what the node gives.
-        passes: in which passes of each node; the others stay what they are.
-        every: in every how manieth pass.
-        allow_none: whether it is right that no node is meant.
+        where: the nodes: calls of functions, methods or modules; see `BendedModule.interject`.
+        function: called with the node's arguments; also a module, whose parameters can be trained.
+            Its return value is the output of the node.
+        passes: the passes of each node to replace; the others keep the original.
+        every: apply only in every n-th pass.
+        allow_none: whether to accept that no node is selected.
 
     Returns:
         The handle: `remove()` puts the node back.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: no node is meant.
+        InputError: an argument is invalid.
+        NodePathError: no node is selected.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -143,23 +143,23 @@ def remove(
     every: int | None = None,
     allow_none: bool = False,
 ) -> Insertion:
-    """Take nodes out: one of their inputs goes on in their place.
+    """Remove nodes: one of their inputs becomes their output.
 
     Args:
         bended: a `BendedModule`.
-        where: at which nodes, as for `replace`.
-        keep: which input: its position, its name if it is given by name, or a function of the
-            `Inputs`. As it stands, the first: `x` of `x.view(2, 3)`, and of `self.dropout(x)`.
-        passes: in which passes of each node; the others stay what they are.
-        every: in every how manieth pass.
-        allow_none: whether it is right that no node is meant.
+        where: the nodes, as for `replace`.
+        keep: the input: its position, its name if it is a keyword argument, or a function of the
+            `Inputs`. By default the first one: `x` in `x.view(2, 3)`, and in `self.dropout(x)`.
+        passes: the passes of each node to apply to; the others stay what they are.
+        every: apply only in every n-th pass.
+        allow_none: whether to accept that no node is selected.
 
     Returns:
         The handle: `remove()` puts the node back.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: no node is meant.
+        InputError: an argument is invalid.
+        NodePathError: no node is selected.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -169,7 +169,9 @@ def remove(
         tensor([-4.])
     """
     if isinstance(keep, bool) or not (isinstance(keep, (int, str)) or callable(keep)):
-        raise InputError(f"keep= is a position, a name or a function of the inputs, not {keep!r}")
+        raise InputError(
+            f"keep= has to be a position, a name or a function of the inputs, not {keep!r}"
+        )
     return bended._board.insert(
         where, Removal(keep), passes=passes, every=every, allow_none=allow_none
     )
@@ -184,26 +186,26 @@ def between(
     passes: Any = None,
     every: int | None = None,
 ) -> Between:
-    """Insert something on the edge between two nodes: other users of the first see nothing of it.
+    """Insert something on the edge between two nodes; other users of the first node do not see it.
 
-    Values are told by what they are: each tensor that `a` has given in this call of the model and
-    that is among the arguments of `b`, unchanged since, is exchanged there for what `what` makes
-    of it. What the edge leads through - a view, a sum - is a node of its own.
+    Values are tracked by identity: each tensor that `a` has output in this call of the model, and
+    that is among the arguments of `b`, unchanged since, is replaced there by what `what` returns
+    for it. Ops on the way, such as a view or a sum, are nodes of their own.
 
     Args:
         bended: a `BendedModule`.
-        a: the node, input, parameter or part of an output that the edge begins at.
-        b: the node that it leads to: the call of a function, method or module.
+        a: the node, input, parameter or part of an output at which the edge begins.
+        b: the node at which it ends: the call of a function, method or module.
         what: a function of the value, a module, or an interjection that works after a node.
         passes: in which passes of `b`.
-        every: in every how manieth pass.
+        every: apply only in every n-th pass.
 
     Returns:
         A handle, which is also a context manager: `remove()`, `report()`, `applied`.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: there is no such node.
+        InputError: an argument is invalid.
+        NodePathError: one of the nodes does not exist.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -218,8 +220,8 @@ def between(
     inner = as_interjection(what)
     if forms_of(inner) & {"before", "instead", "backward", "inputs"}:
         raise InputError(
-            f"{inner.label} works around a node, and between two nodes there is only a value: give "
-            "a function of it, or an interjection that overrides nothing but after()"
+            f"{inner.label} works around a node, but between two nodes there is only a value: "
+            "pass a function of it, or an interjection that overrides only after()"
         )
     sent = Sent()
     edge = Edge(sent, inner)
@@ -241,30 +243,30 @@ def splice(
     every: int | None = None,
     allow_none: bool = False,
 ) -> Splice:
-    """Pass what nodes give through a module, such as a sparse autoencoder.
+    """Pass the outputs of nodes through a module, such as a sparse autoencoder.
 
-    The module is trained like any other: its parameters are its own, not the model's.
+    The module is trained like any other. Its parameters are its own, not the model's.
 
     Args:
         bended: a `BendedModule`.
-        where: at which nodes, inputs or parts of outputs; see `BendedModule.interject`.
+        where: the nodes, inputs or parts of outputs; see `BendedModule.interject`.
         module: called with the value.
-        keep_error: False: what the module makes of the value goes on. True: the value goes on as
-            it is, bit by bit, and gradients go to what the module made of it, and by way of the
-            module on to the value: that of `made + (value - made).detach()`.
-        select: which part of what the module gives is the value, if that is not all of it: an
-            index, a key, the name of an attribute, or a function of it.
-        passes: in which passes of each node.
-        every: in every how manieth pass.
-        allow_none: whether it is right that no node is meant.
+        keep_error: False: the output of the module replaces the value. True: the value stays as it
+            is, bit for bit, and gradients flow both to the module's output and through the module
+            to the value, as those of `made + (value - made).detach()`.
+        select: the part of the module's output that is the value, if not all of it: an index, a
+            key, the name of an attribute, or a function of the output.
+        passes: the passes of each node to apply to.
+        every: apply only in every n-th pass.
+        allow_none: whether to accept that no node is selected.
 
     Returns:
-        A handle, which is also a context manager: `error` is the last error term, `result` all
-        that the module gave last.
+        A handle, which is also a context manager: `error` is the last error term, `result` the last
+        full output of the module.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: no node is meant.
+        InputError: an argument is invalid.
+        NodePathError: no node is selected.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -279,7 +281,9 @@ def splice(
     if isinstance(module, (Interjection, type)) or not callable(module):
         raise InputError(f"splice() takes a module, or a function of the value, not {module!r}")
     if isinstance(module, nn.Module) and any(module is part for part in bended.modules()):
-        raise InputError(f"{type(module).__name__} is a part of the model: splice in another one")
+        raise InputError(
+            f"{type(module).__name__} is a part of the model: splice in a module of its own"
+        )
     spliced = Spliced(module, keep_error, select)
     return Splice(
         bended._board.insert(where, spliced, passes=passes, every=every, allow_none=allow_none),
@@ -298,29 +302,29 @@ def replace_module(
     *,
     allow_none: bool = False,
 ) -> Model:
-    """Return a model in which the modules that a selector means are others.
+    """Return a model in which the modules that a selector selects are replaced.
 
-    The model itself stays as it is. What is returned is a copy of its structure, of the same
-    class, that shares the parameters and buffers of all that stays. A module with several names, or
-    several calls, is replaced in all of them. Functions are no modules: see `replace`.
+    The model itself stays as it is. The result is a copy of its structure, of the same class, that
+    shares the remaining parameters and buffers. A module with several names or several calls is
+    replaced in all of them. Functions are not modules: see `replace`.
 
     Args:
-        model: a module. Without a run, selectors can go by modules and their names; in a
-            `BendedModule` that was called also by what the runs have shown: paths, lines,
-            branches, shapes, flow. Modules that no run came by are then asked about as well.
+        model: a module. Without a run, selectors can use modules and their names. In a
+            `BendedModule` that was called they can also use what the runs have shown: paths, lines,
+            branches, shapes, flow. Modules that no run reached are then considered as well.
         selector: a selector, a class of modules, a module, a regular expression for names, a
             predicate of the `Candidate`, or a list.
-        create_replacement: called with each module of the copy that is meant, inner ones first;
-            returns what takes its place, which may contain it. New modules are put in the training
-            mode of the old one.
-        tracer_kwargs: `{"leaf_modules": [...]}`: what is inside these is not meant.
-        allow_none: whether it is right that no module is meant.
+        create_replacement: called with each selected module of the copy, inner ones first; returns
+            the replacement, which may contain the module. Replacements get the training mode of the
+            modules they replace.
+        tracer_kwargs: `{"leaf_modules": [...]}`: modules inside these are not replaced.
+        allow_none: whether to accept that no module is selected.
 
     Returns:
-        A module; if a `BendedModule` was given, a new one around it, in which nothing is inserted.
+        A module; for a `BendedModule` a new one around it, without insertions.
 
     Raises:
-        InputError: no module is meant, or something given makes no sense.
+        InputError: no module is selected, or an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -337,14 +341,14 @@ def replace_module(
     bended = model if isinstance(model, BendedModule) else None
     root: Any = model if bended is None else bended.model
     if not isinstance(root, nn.Module):
-        raise InputError(f"only a module has modules to replace; {root!r} is none")
+        raise InputError(f"only a module has modules to replace, not {root!r}")
     where = outside(selector, root, leaves_in(tracer_kwargs))
     names = _meant(root, where, [] if bended is None else _graphs(bended))
     if not names and not allow_none:
         known = [name for name, _ in root.named_modules() if name]
         text = selector if isinstance(selector, str) else getattr(selector, "pattern", "")
         raise InputError(
-            f"{describe_where(selector)} means no module; {near_misses(text, known)}"
+            f"{describe_where(selector)} selects no module; {near_misses(text, known)}"
             + (_HINT if bended is None else "")
         )
     made = _with_others(shared_copy(root), names, create_replacement)
@@ -359,15 +363,15 @@ def replace_module_native(
     *,
     allow_none: bool = False,
 ) -> nn.Module:
-    """Return a model in which all modules of a class, or of a subclass, are others.
+    """Return a model in which all modules of a class, or of a subclass, are replaced.
 
     Args:
         model: a module.
         target_class: the class, or several.
         create_replacement: as for `replace_module`.
-        clone: whether the model stays as it is. If so, what is returned is a copy of its structure
-            that shares the parameters and buffers of all that stays; if not, it is the model.
-        allow_none: whether it is right that there are no such modules.
+        clone: whether to leave the model as it is. If so, the result is a copy of its structure
+            that shares the remaining parameters and buffers; if not, it is the model itself.
+        allow_none: whether to accept that there are no such modules.
 
     Raises:
         InputError: there are no such modules, or the model itself is one and cannot be replaced in
@@ -383,24 +387,25 @@ def replace_module_native(
         (GELU(approximate='none'), ReLU(), True)
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"only a module has modules to replace; {model!r} is none")
+        raise InputError(f"only a module has modules to replace, not {model!r}")
     classes = target_class if isinstance(target_class, tuple) else (target_class,)
     if not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
-        raise InputError(f"a class of modules has to be given, not {target_class!r}")
+        raise InputError(f"target_class has to be a class of modules, not {target_class!r}")
     names = {name for name, module in model.named_modules() if isinstance(module, classes)}
     shown = ", ".join(cls.__name__ for cls in classes)
     if not names and not allow_none:
         raise InputError(f"the model has no {shown}")
     if "" in names and not clone:
         raise InputError(
-            f"the model itself is a {shown}, and cannot be replaced in place: leave clone as it is"
+            f"the model itself is a {shown}, and cannot be replaced in place: do not pass "
+            "clone=False"
         )
     return _with_others(shared_copy(model) if clone else model, names, create_replacement)
 
 
 _HINT = (
-    "; without a run, paths, lines, branches and shapes are not known: for selectors that go by "
-    "them, give a BendedModule that was called"
+    "; without a run, paths, lines, branches and shapes are unknown: for selectors that use "
+    "them, pass a BendedModule that was called"
 )
 
 
@@ -424,7 +429,7 @@ def _meant(model: nn.Module, selector: NodeSelector, graphs: list[CandidateGraph
     """Return the qualified names of the modules that a selector means."""
     if not graphs and (selector.looks_ahead or selector.needs_output):
         raise InputError(
-            f"{selector!r} can only be told from a run: give a BendedModule that was called"
+            f"{selector!r} can only be resolved with a run: pass a BendedModule that was called"
         )
     called: set[int] = set()
     meant: set[int] = set()
@@ -436,8 +441,8 @@ def _meant(model: nn.Module, selector: NodeSelector, graphs: list[CandidateGraph
                 continue
             if node.module is None:
                 raise InputError(
-                    f"{selector!r} means {node.path!r}, which is the call of a function: choose "
-                    "modules with & is_module, or exchange the call with replace()"
+                    f"{selector!r} selects {node.path!r}, which is the call of a function: "
+                    "choose modules with & is_module, or replace the call with replace()"
                 )
             meant.add(id(node.module))
     if not selector.looks_ahead and not selector.needs_output:

@@ -269,7 +269,7 @@ def test_a_call_that_does_not_come_by_says_why() -> None:
     with pytest.warns(NeverFiredWarning, match=rf"test_activations.py:{line} `x.sum\(\) > 0`"):
         found = get_activations(bended, ["down", "act"], (torch.ones(1, 4),))
     assert list(found) == ["act"]
-    with pytest.raises(NodePathError, match="did not come by 'down'"):
+    with pytest.raises(NodePathError, match="did not reach 'down'"):
         found["down"]
     assert list(get_activations(bended, "down", (torch.ones(1, 4),), allow_none=True)) == []
     with pytest.raises(
@@ -347,11 +347,11 @@ def test_calls_of_other_threads_are_not_mixed_in() -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ([], "say of which nodes"),
-        (torch.ones(2), "goes by keyword, or into args"),
+        ([], "say which"),
+        (torch.ones(2), "by keyword, or in args=(...)"),
         ("rlu", "did you mean 'relu'"),
-        ("co.*", "means no node"),
-        ("relu(", "no regular expression"),
+        ("co.*", "selects no known node"),
+        ("relu(", "not a regular expression"),
     ],
 )
 def test_what_means_nothing_is_refused(where: Any, message: str) -> None:
@@ -373,7 +373,7 @@ def test_arguments_of_the_model_are_not_taken_for_options() -> None:
 
     bended = bt.BendedModule(f)
     assert inputs_of(bended, {"passes": 2}, {}) == {"passes": 2}
-    with pytest.raises(InputError, match="argument of its own called passes"):
+    with pytest.raises(InputError, match="argument called passes"):
         inputs_of(bended, None, {"x": 1})
     other = bt.BendedModule(Net())
     assert inputs_of(other, {"y": 2}, {"x": 1}) == {"y": 2, "x": 1}
@@ -461,7 +461,7 @@ def test_an_argument_that_is_needed_and_missing_is_named() -> None:
         from_activations(bended, {"relu": normal(2, 4)})
     assert str(error.value) == (
         f"the argument mask is needed as well: 'mul' (test_activations.py:{line} "
-        "`self.fc2(h) * mask`) uses it. Give it, or an activation between"
+        "`self.fc2(h) * mask`) uses it. Pass it, or an activation between"
     )
     with pytest.raises(InputError) as error:
         from_activations(bended, {"fc2": normal(2, 4)}, (), {"mask": torch.ones(2, 1)})
@@ -583,9 +583,7 @@ def test_one_pass_of_a_loop_can_be_given() -> None:
     assert bits(last) == bits((torch.relu(model.cell(y)) + y) * 2)
     # Another number of rounds is another path.
     assert bits(from_activations(bended, {"relu:2": value}, (x, 2))) == bits(wanted(1, 2))
-    with pytest.raises(
-        bt.errors.InputError, match=r"did not come by 'relu:3'.*`range\(n\)` came to 2"
-    ):
+    with pytest.raises(bt.errors.InputError, match=r"did not reach 'relu:3'.*`range\(n\)` was 2"):
         from_activations(bended, {"relu:3": value}, (x, 2))
 
 
@@ -652,7 +650,7 @@ def test_numbers_that_came_out_of_tensors_can_be_given() -> None:
     bended, x = bt.BendedModule(f), torch.ones(4)
     bended(x)
     assert bits(from_activations(bended, {"item": 5.0}, (x,))) == bits(x * 2 + 5)
-    with pytest.raises(InputError, match="is a float, and 5 was given"):
+    with pytest.raises(InputError, match="a float, but 5 was given"):
         from_activations(bended, {"item": 5})
 
 
@@ -673,7 +671,7 @@ def test_what_is_inserted_applies_to_the_rest() -> None:
     assert (handle.report().fired, called) == (5, ["fc1"])
     handle.remove()
     with pytest.raises(
-        bt.errors.InputError, match="nothing has been traced yet with what is inserted"
+        bt.errors.InputError, match="nothing has been traced yet with the current insertions"
     ):
         from_activations(bended, {"relu": v})
     for with_own in (True, False):
@@ -811,7 +809,7 @@ def test_of_the_calls_of_a_module_one_is_meant() -> None:
 
     bended, x, v = bt.BendedModule(made(Model)), torch.ones(2), torch.full((2,), 9.0)
     fc = bended.model.fc
-    with pytest.raises(InputError, match="'fc' means both 'fc' and 'fc_1': name one"):
+    with pytest.raises(InputError, match="'fc' matches both 'fc' and 'fc_1': name one"):
         from_activations(bended, {"fc": v}, (x,))
     bended(x)
     for _ in range(2):
@@ -835,7 +833,7 @@ def test_a_value_that_makes_no_difference_makes_none() -> None:
         from_activations(bended, {"tanh": x})
     bended = bt.BendedModule(lambda x: (x.tanh(), torch.ones(1))[1])
     bended(x)
-    with pytest.raises(InputError, match=r"nothing of what .* depends on 'tanh'"):
+    with pytest.raises(InputError, match=r"no output .* depends on 'tanh'"):
         from_activations(bended, {"tanh": x})
 
 
@@ -844,18 +842,18 @@ def test_what_is_no_activation_cannot_be_given() -> None:
     v = torch.ones(5, 8)
     for node, message in [
         ("fc1.weight", "is a parameter or buffer"),
-        ("fc2.input", "is what a module is given"),
+        ("fc2.input", "is the input of a module"),
         ("fc3", "did you mean 'fc[12]' or 'fc[12]'"),
     ]:
         with pytest.raises((InputError, NodePathError), match=message):
             from_activations(bended, {node: v})
-    with pytest.raises(InputError, match=r"is a Tensor\(5, 8\), and 3 was given"):
+    with pytest.raises(InputError, match=r"a Tensor\(5, 8\), but 3 was given"):
         from_activations(bended, {"fc1": 3})
     with pytest.raises(InputError, match="no activations are given"):
         from_activations(bended, {})
-    with pytest.raises(InputError, match="as a dict by node path"):
+    with pytest.raises(InputError, match="have to be a dict by node path"):
         from_activations(bended, v)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="by node paths, not by 3"):
+    with pytest.raises(InputError, match="by node path, not by 3"):
         from_activations(bended, {3: v})
 
 
@@ -899,7 +897,7 @@ def test_a_model_that_runs_live_needs_its_arguments() -> None:
 
     bended, x = bt.BendedModule(f), torch.tensor([2.0])
     bended(x)
-    with pytest.raises(DivergenceError, match="hands the content of a tensor"):
+    with pytest.raises(DivergenceError, match="passes the content of a tensor"):
         from_activations(bended, {"relu": x})
     assert bits(from_activations(bended, {"relu": x * 3}, (x,))) == bits(x * 6)
 
@@ -997,7 +995,7 @@ def test_a_rest_that_cannot_be_gone_on_with_after_it_changed_state_says_so() -> 
 
     bended, x = traced(Model, normal(8, 4)), normal(8, 4)
     value = normal(8, 2) * 50
-    with pytest.raises(DivergenceError, match="been carried out that change something"):
+    with pytest.raises(DivergenceError, match="changed something that the skipped code"):
         from_activations(bended, {"split|sub_0": value}, (x,))
     bended(normal(8, 4) * 100)
     model = copy.deepcopy(bended.model)
@@ -1161,7 +1159,7 @@ def test_what_another_known_path_needs_besides_is_caught_up_on_if_it_is_not_too_
             bended.model.memory.fill_(1)
             if writes and value.sum() < 5:  # the latest trace has no use for what came before
                 with pytest.raises(
-                    bt.errors.DivergenceError, match="was left out before would see that"
+                    bt.errors.DivergenceError, match="the skipped code before would see"
                 ):
                     from_activations(bended, {"relu": value}, (x * 5,))
                 continue
@@ -1185,7 +1183,7 @@ def test_what_would_come_in_another_order_is_refused() -> None:
 
     bended, x = traced(Model, torch.ones(2)), torch.ones(2)
     memory = bended.model.memory.clone()
-    with pytest.raises(DivergenceError, match="been carried out that change something"):
+    with pytest.raises(DivergenceError, match="changed something that the skipped code"):
         from_activations(bended, {"tanh": x * 50}, (x,))
     assert bits(bended.model.memory) == bits(memory + 50)
     bended.model.memory.fill_(60)
@@ -1193,7 +1191,7 @@ def test_what_would_come_in_another_order_is_refused() -> None:
     with bended.interject("tanh", lambda value: value * 100):
         bended(x)
     bended.model.memory.fill_(1)
-    with pytest.raises(DivergenceError, match="been carried out that change something"):
+    with pytest.raises(DivergenceError, match="changed something that the skipped code"):
         from_activations(bended, {"tanh": x * 50}, (x,))
 
 
@@ -1233,7 +1231,7 @@ def test_values_on_both_sides_of_an_unknown_branch_are_given_to_the_model_itself
         given = from_activations(bended, {"relu": v, "tanh": x * 7}, (x,))
         assert bits(given) == bits(x * 7 + v)
     bended(v)
-    with pytest.raises(InputError, match=r"did not come by 'mul_1'.*`h.sum\(\) > 3`"):
+    with pytest.raises(InputError, match=r"did not reach 'mul_1'.*`h.sum\(\) > 3`"):
         from_activations(bended, {"relu": x * 0.1, ".mul_1": x}, (x,))
 
 
@@ -1246,7 +1244,7 @@ def test_a_node_that_another_trace_has_leads_to_that_trace() -> None:
         for call in [(), (x,)]:
             assert bits(from_activations(bended, {node: v}, call)) == bits(model.head(model.act(v)))
     with pytest.raises(
-        bt.errors.InputError, match=r"did not come by 'down'.*`x.sum\(\) > 0` was taken"
+        bt.errors.InputError, match=r"did not reach 'down'.*`x.sum\(\) > 0` was taken"
     ):
         from_activations(bended, {"down": v}, (torch.ones(1, 4),))
     assert bended.insertions == ()
@@ -1265,7 +1263,7 @@ def test_torchbend_s_form_is_understood() -> None:
     with pytest.raises(InputError, match="no value is given for 'fc2'"):
         told(("relu", "fc2"), {"relu": x})
     for args in [(), (x,), ("relu", x)]:
-        with pytest.raises(InputError, match="a dict of activations by path first"):
+        with pytest.raises(InputError, match="a dict of activations by path, followed by"):
             told(args, {"relu": x})
 
 
@@ -1332,7 +1330,7 @@ def test_a_name_of_the_model_s_own_means_that_and_a_node_itself() -> None:
         for name, message in [
             ("mean", "'mean' is a parameter or buffer, not an activation"),
             (".mean_1", "'.mean_1' is a parameter or buffer, not an activation"),
-            ("sigmoid_1.input", "is what a module is given"),
+            ("sigmoid_1.input", "is the input of a module"),
         ]:
             with pytest.raises(InputError, match=message):
                 from_activations(bended, {name: v}, args)
@@ -1347,7 +1345,7 @@ def test_a_name_of_the_model_s_own_means_that_and_a_node_itself() -> None:
 def test_parameters_and_inputs_are_refused_before_any_call_as_well() -> None:
     for name, message in [
         ("fc1.weight", "is a parameter or buffer"),
-        ("fc2.input", "is what a module is given"),
+        ("fc2.input", "is the input of a module"),
     ]:
         bended = bt.BendedModule(made(Net))
         with pytest.raises(InputError, match=message):
@@ -1364,9 +1362,9 @@ def test_a_value_is_not_given_by_two_names() -> None:
         (at(bended, "sub_0"), "sub_0", normal(3, 2)),
         ("sub_1", "sub_1.output", whole),
     ]:
-        with pytest.raises(InputError, match=r"given twice|mean the same value"):
+        with pytest.raises(InputError, match=r"given twice|select the same value"):
             from_activations(bended, {first: v, second: v})
-    with pytest.raises(InputError, match="mean the same value, or parts of it"):
+    with pytest.raises(InputError, match="select the same value, or overlapping parts of it"):
         from_activations(bended, {"sub_1": whole, "sub_1.output|sub_0": whole[0]})
 
 
@@ -1419,7 +1417,7 @@ def test_a_path_without_a_pass_is_refused_where_the_rest_comes_by_again() -> Non
     bended, x = traced(lambda: f, torch.tensor([2.0])), torch.tensor([2.0])
     assert bits(from_activations(bended, {"div": torch.tensor([0.5])}, (x,))) == bits(x / 4)
     with pytest.raises(
-        bt.errors.InputError, match="'div' has 3 passes with what is given: name one"
+        bt.errors.InputError, match="'div' has 3 passes for these arguments: name one"
     ):
         from_activations(bended, {"div": torch.tensor([4.0])}, (x,))
     bended(x)
@@ -1498,7 +1496,7 @@ def test_the_rest_gives_what_the_model_gives_with_the_values_put_in(name: str) -
             try:
                 found = get_activations(bended, at(bended, path), args, kwargs)
             except NodePathError as error:
-                if "is a number that Python computes with" in str(error):
+                if "is a Python number, which cannot be replaced; choose" in str(error):
                     continue  # which nobody can exchange
                 raise
             assert found

@@ -282,7 +282,7 @@ def test_what_waits_can_be_discarded_and_is_bounded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("bendtrace.analysis.probes._MOST_WAITING", 3)
     for _ in range(3):
         probe.update("x", x, y)
-    with pytest.raises(InputError, match=r"3 batches wait: call train_step\(\)"):
+    with pytest.raises(InputError, match=r"3 batches are pending: call train_step\(\)"):
         probe.update("x", x, y)
     assert list(probe.train_step()) == ["x"]
 
@@ -726,7 +726,7 @@ def test_probes_that_are_not_the_same_are_not_merged() -> None:
     other.update("x", x, y)
     other.train_step()
     before = one.to_dict()
-    with pytest.raises(InputError, match="at 'x': the probes are not the same map"):
+    with pytest.raises(InputError, match="at 'x': the probes have different maps"):
         one.merge(other)
     assert one.to_dict() == before
     with pytest.raises(InputError, match="seed"):
@@ -882,9 +882,9 @@ def test_targets_that_do_not_fit_are_refused_and_change_nothing() -> None:
         (LinearProbe(3), torch.tensor([0, 1]), "there are 2 targets"),
         (LinearProbe(3), torch.tensor([0, 1, 2, 3]), "there is a target 3"),
         (LinearProbe(3), torch.tensor([0, -1, 2, 2]), "there is a target -1"),
-        (LinearProbe(3), torch.rand(4), "leave num_classes out"),
-        (LinearProbe(3), torch.zeros(4, 1, dtype=torch.int64), "targets have the shape"),
-        (LinearProbe(), torch.rand(4, 2, 2), "targets have the shape"),
+        (LinearProbe(3), torch.rand(4), "do not pass num_classes"),
+        (LinearProbe(3), torch.zeros(4, 1, dtype=torch.int64), "targets have shape"),
+        (LinearProbe(), torch.rand(4, 2, 2), "targets have shape"),
         (LinearProbe(), torch.tensor([0, 1, math.nan, 2]), "not finite"),
     ):
         with pytest.raises(InputError, match=message):
@@ -900,7 +900,7 @@ def test_features_and_targets_of_other_sizes_than_before_are_refused() -> None:
         probe.update("x", torch.randn(4, 3), torch.rand(4, 2))
         with pytest.raises(InputError, match="5 features, but 3 before"):
             probe.update("x", torch.randn(4, 5), torch.rand(4, 2))
-        with pytest.raises(InputError, match="targets of 1 values, but of 2 before"):
+        with pytest.raises(InputError, match="targets have 1 values, but 2 before"):
             probe.update("x", torch.randn(4, 3), torch.rand(4))
     big = LinearProbe(3, closed_form=True, max_features=10)
     with pytest.raises(InputError, match="11 features need"):
@@ -928,7 +928,7 @@ def test_steps_and_solutions_are_not_mixed() -> None:
     with pytest.raises(InputError, match="neither an optimizer"):
         LinearProbe(2, SGD, closed_form=True)
     probe = LinearProbe(2, closed_form=True)
-    with pytest.raises(InputError, match="nothing was seen"):
+    with pytest.raises(InputError, match="there is no data: run batches"):
         probe.solve()
     probe.update("x", torch.tensor([[math.nan, 1.0]]), torch.tensor([1]))
     with pytest.raises(InputError, match="at 'x': features or targets were not finite"):

@@ -406,7 +406,7 @@ def test_quantiles_of_a_unit_with_nan_are_nan_and_infinities_are_values() -> Non
 
 @pytest.mark.parametrize("ranks", [[-0.1], [1.1], [math.nan], 0.5])
 def test_ranks_that_are_none_are_refused(ranks: Any) -> None:
-    with pytest.raises(InputError, match="ranks are"):
+    with pytest.raises(InputError, match="ranks have to be"):
         fed(Quantiles(), [torch.ones(3)]).at(ranks)
 
 
@@ -501,7 +501,7 @@ def test_what_was_given_is_not_held_on_to_nor_changed(name: str) -> None:
 def test_rows_of_another_shape_are_refused_before_anything_changes(name: str) -> None:
     made = fed(MAKERS[name](), [rows_of(0, 5, 2)])
     before = copy.deepcopy(vars(made))
-    with pytest.raises(InputError, match="now there are"):
+    with pytest.raises(InputError, match=r"but (now|these)"):
         made.update(rows_of(0, 5, 3))
     with pytest.raises(InputError):
         made.update(torch.tensor(1.0))
@@ -524,7 +524,7 @@ def test_rows_of_another_shape_are_refused_before_anything_changes(name: str) ->
 def test_others_with_other_settings_are_not_merged(one: Any, other: Any) -> None:
     with pytest.raises(InputError, match="cannot be merged"):
         one.merge(other)
-    with pytest.raises(InputError, match="of the same kind"):
+    with pytest.raises(InputError, match="need the same type"):
         merge_states(one, Count())
 
 
@@ -585,9 +585,9 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], Any]) -> None:
 
 
 def test_moments_that_are_not_kept_are_refused() -> None:
-    with pytest.raises(InputError, match="order 4, kept are 2"):
+    with pytest.raises(InputError, match="order 4, but only order 2 is kept"):
         fed(Moments(2), [torch.ones(3)]).skewness  # noqa: B018
-    with pytest.raises(InputError, match="order 2, kept are 1"):
+    with pytest.raises(InputError, match="order 2, but only order 1 is kept"):
         fed(Mean(), [torch.ones(3)]).variance()
 
 

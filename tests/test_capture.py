@@ -1088,14 +1088,14 @@ def test_what_is_not_there_raises_with_what_is_near(option: str, key: Any, near:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"save": 3.5}, "names, positions, modules or functions, not 3.5"),
-        ({"save": ["a", None]}, "names, positions, modules or functions, not None"),
-        ({"stop_after": True}, "names, positions, modules or functions, not True"),
+        ({"save": 3.5}, "names, positions, modules or functions, not by 3.5"),
+        ({"save": ["a", None]}, "names, positions, modules or functions, not by None"),
+        ({"stop_after": True}, "names, positions, modules or functions, not by True"),
         ({"save_dtype": torch.int8}, "floating point dtype, not torch.int8"),
-        ({"save_device": "nowhere"}, "'nowhere' is no device"),
+        ({"save_device": "nowhere"}, "'nowhere' is not a device"),
         ({"save_device": "xpu:7"}, "xpu:7"),
-        ({"save": "none", "save_gradients": True}, "gradients are kept of the values"),
-        ({"keep_graph": True, "save_to": "stream"}, "cannot keep its graph"),
+        ({"save": "none", "save_gradients": True}, "gradients are kept for saved values"),
+        ({"keep_graph": True, "save_to": "stream"}, "cannot keep their graph"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_the_run(
@@ -1108,7 +1108,7 @@ def test_options_that_make_no_sense_are_refused_before_the_run(
 
 
 def test_an_option_that_is_also_an_argument_is_refused() -> None:
-    with pytest.raises(InputError, match="argument of its own called save"):
+    with pytest.raises(InputError, match="argument called save"):
         bt.trace(lambda x, save: x, torch.ones(1), save="all")
     log = bt.log_forward_pass(lambda x, save: x * save, torch.ones(1), {"save": 3})
     assert log["mul_1"].tensor_contents.tolist() == [3.0]

@@ -369,12 +369,12 @@ def test_a_pipe_that_closes_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("models", "'models' does not say what to trace: a target is written package.module:name"),
+        ("models", "'models' does not name a target: a target is written package.module:name"),
         ("modles:Gate", "there is no module 'modles'; did you mean models"),
         ("torch.nn.moduls:Linear", "there is no module 'moduls' in torch.nn; did you mean modules"),
         ("torch.nn.GELU:x", "there is no module 'GELU' in torch.nn; did you mean torch.nn:GELU?"),
         ("torch.nn.functional.gelu:x", "did you mean torch.nn.functional:gelu?"),
-        ("a b:c", "'a b' is not the name of a module"),
+        ("a b:c", "'a b' is not a valid module name"),
         ("model.py:Gate", "there is no file 'model.py'; did you mean models.py?"),
         ("models.py:Gaet", "models.py has no 'Gaet'; did you mean Gate?"),
         ("models.py:thing", "models.py has no 'thing'; it has Gate, Sized, make, plain_make,"),
@@ -384,7 +384,7 @@ def test_a_pipe_that_closes_is_no_error() -> None:
         ("models.py:Sized", "models.py:Sized cannot be called without arguments, it needs size:"),
         ("models.py:number", "models.py:number is of type int and cannot be called"),
         ("models.py:makes_nothing", "so it has to return a model; it returned int"),
-        ("json:JSONDecoder", "json:JSONDecoder is a class, but no nn.Module"),
+        ("json:JSONDecoder", "json:JSONDecoder is a class, but not an nn.Module"),
     ],
 )
 def test_a_target_that_is_none_is_said_with_what_there_is(

@@ -599,9 +599,9 @@ def test_bytes_and_seconds_have_units() -> None:
     ("overlay", "said"),
     [
         ({"linaer_1_1": 1}, "did you mean linear_1_1"),
-        ({"linear_1_1": "high"}, "which is no number"),
-        ("speed", 'an overlay is "time", "memory", "flops"'),
-        (3, "an overlay is a name, a mapping or a function, not int"),
+        ({"linear_1_1": "high"}, "which is not a number"),
+        ("speed", 'overlay= has to be "time", "memory", "flops"'),
+        (3, "overlay= has to be a name, a mapping or a function, not int"),
         ("time", "the run was not timed, as log_forward_pass does"),
         ({}, "no node of the picture has a number"),
     ],
@@ -689,7 +689,7 @@ def test_without_matplotlib_the_extra_is_named(form: Any, monkeypatch: pytest.Mo
         ({"within": "h.9"}, "no module 'h.9' was called in this run; did you mean h."),
         ({"max_nodes": 0}, "max_nodes of at least 1"),
         ({"depth": -1}, "depth of at least 0"),
-        ({"numbers": "some"}, 'numbers is "deciding", "all" or "none"'),
+        ({"numbers": "some"}, 'numbers= has to be "deciding", "all" or "none"'),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:

@@ -210,9 +210,9 @@ def test_dot_quotes_odd_texts() -> None:
         (lambda data: data.clear(), "it lacks 'graph'"),
         (lambda data: data["nodes"][0].pop("id"), "it lacks 'id'"),
         (lambda data: data["nodes"].pop(0), "an edge between 'x' and"),
-        (lambda data: data["nodes"][0].update(shape=7), "a tuple that makes no sense"),
-        (lambda data: data["nodes"][0].update(args={"$jump": 7}), r"an unknown kind, '\$jump'"),
-        (lambda data: data["nodes"].append(3), "this is no node-link data of a mirror"),
+        (lambda data: data["nodes"][0].update(shape=7), "invalid tuple"),
+        (lambda data: data["nodes"][0].update(args={"$jump": 7}), r"value, '\$jump'"),
+        (lambda data: data["nodes"].append(3), "this is not node-link data of a mirror"),
         (lambda data: data["graph"]["flow_steps"][0].pop("line"), "it lacks 'line'"),
     ],
 )

@@ -438,10 +438,13 @@ def test_another_structure_of_an_argument_is_a_divergence() -> None:
     module = bt.trace(model, [one, one + 1], {"scale": 2}).to_fx()
     assert torch.equal(module([one, one], {"scale": 2}), one * 4)
     for args, message in [
-        (([one], {"scale": 2}), "argument xs has other content than when traced"),
+        (([one], {"scale": 2}), "argument xs has different content than when traced"),
         (((one, one), {"scale": 2}), "argument xs was a list when traced and is a tuple now"),
-        (([one, 1], {"scale": 2}), "argument xs[1] was a tensor when traced and is none now"),
-        (([one, one], {}), "argument options has other content than when traced"),
+        (
+            ([one, 1], {"scale": 2}),
+            "argument xs[1] was a tensor when traced and is not a tensor now",
+        ),
+        (([one, one], {}), "argument options has different content than when traced"),
         (([one, one], {"scale": 3}), "argument options['scale'] was 2 when traced and is 3 now"),
     ]:
         with pytest.raises(DivergenceError) as caught:
@@ -607,7 +610,7 @@ def test_a_graph_from_fx_can_be_changed_before_it_goes_back() -> None:
     assert torch.equal(bt.graph.to_fx(graph)(torch.ones(2)), -torch.ones(2))
     graph.remove_node("_0")
     with pytest.raises(
-        bt.errors.ConversionError, match=r"^%_0 is used before it is defined, or is not"
+        bt.errors.ConversionError, match=r"^%_0 is used before it is defined, or does not"
     ):
         bt.graph.to_fx(graph)
 

@@ -241,7 +241,7 @@ def test_a_value_that_is_no_row_for_each_sample_is_refused(tmp_path: Path) -> No
         return torch.relu(x.sum(0))
 
     with pytest.raises(
-        bt.errors.InputError, match=r"'relu' gave a tensor of shape \(3,\) for a batch of"
+        bt.errors.InputError, match=r"'relu' returned a tensor of shape \(3,\) for a batch of"
     ):
         go(model, samples(4, 3).split(2), "relu", tmp_path / "a")
     lstm = nn.LSTM(3, 2, batch_first=True)
@@ -300,7 +300,7 @@ def test_a_number_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
 def test_a_type_that_changes_is_an_error(tmp_path: Path) -> None:
     data = [torch.ones(2, 1), torch.ones(2, 1).double()]
     with pytest.raises(
-        bt.errors.InputError, match=r"gave torch.float32 before, and torch.float64 now"
+        bt.errors.InputError, match=r"returned torch\.float32 before, and torch\.float64 now"
     ):
         go(torch.abs, data, "abs", tmp_path / "a", shard_samples=2)
     assert len(go(torch.abs, data, "abs", tmp_path / "b", dtype=torch.float32)) == 4
@@ -634,16 +634,16 @@ def test_what_makes_no_sense_is_refused_before_anything_is_made(tmp_path: Path) 
     data = [samples(4, 3)]
     bad: list[tuple[dict[str, Any], str]] = [
         ({"reduce": "sum"}, "reduce= takes"),
-        ({"reduce": {"tan": "mean"}}, "reduce= is about 'tan'"),
+        ({"reduce": {"tan": "mean"}}, "reduce= has an entry for 'tan'"),
         ({"batch_axis": "0"}, "batch_axis= takes"),
-        ({"dtype": "float16"}, "dtype= is what"),
-        ({"dtype": torch.int8}, "dtype= is what"),
-        ({"passes": "all"}, "knows one word"),
+        ({"dtype": "float16"}, "dtype= has to be"),
+        ({"dtype": torch.int8}, "dtype= has to be"),
+        ({"passes": "all"}, "accepts is"),
         ({"passes": [0.5]}, "passes= takes"),
         ({"shard_samples": 0}, "shard_samples= has to be"),
         ({"shard_bytes": 1.5}, "shard_bytes= has to be"),
         ({"seed": -1}, "seed= has to be"),
-        ({"format": "hdf5"}, "format= is"),
+        ({"format": "hdf5"}, "format= has to be"),
         ({"keep": 1.5}, "keep= takes"),
         ({"keep": {"a#": 0}}, "can be stored"),
         ({"call": 3}, "call= is called"),
@@ -652,7 +652,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_made(tmp_path: Path) 
     for options, message in bad:
         with pytest.raises(InputError, match=message):
             go(torch.tanh, data, "tanh", out, **options)
-    with pytest.raises(InputError, match="a loader is an iterable of batches"):
+    with pytest.raises(InputError, match="a loader has to be iterable"):
         go(torch.tanh, 3, "tanh", out)
     with pytest.raises(InputError):
         go(3, data, "tanh", out)
@@ -670,9 +670,9 @@ def test_ids_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     batch = {"x": samples(2, 3), "n": [1, 2], "mixed": [1, "a"], "float": [0.5, 1.0]}
     options: dict[str, Any] = {"call": lambda model, batch: model(batch["x"])}
     for ids, message in (
-        ("m", "names 'm', which is not in a batch"),
-        ("mixed", "all of one kind"),
-        ("float", "ints, or text"),
+        ("m", "names 'm', which is not in the batch"),
+        ("mixed", "all strings, not"),
+        ("float", "all ints or"),
         (lambda batch: "text", "one id for each sample"),
         (lambda batch: [2**64, 1], "64 bits"),
         (lambda batch: [1], "for a batch of 1 samples"),
@@ -813,14 +813,14 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="checksum"):
         Harvest.open(tmp_path)
     index.unlink()
-    with pytest.raises(LoadError, match="gone"):
+    with pytest.raises(LoadError, match="is missing"):
         Harvest.open(tmp_path)
     files[2].with_suffix(".json").unlink()
     with pytest.raises(LoadError, match=r"not those in index.json"):
         Harvest.open(tmp_path)
     with pytest.raises(LoadError, match="no such directory"):
         Harvest.open(tmp_path / "nowhere")
-    with pytest.raises(LoadError, match="it is no harvest"):
+    with pytest.raises(LoadError, match="it is not a harvest"):
         Harvest.open(tmp_path.parent)
 
 
@@ -835,19 +835,19 @@ def stopped(
     def stopping() -> Iterator[Any]:
         for number, part in enumerate(data):
             if number == batches:
-                raise OSError("gone")
+                raise OSError("is missing")
             yield part
 
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(OSError, match="is missing"):
         go(model, stopping(), where, out, **options)
 
 
 def test_another_order_is_refused(tmp_path: Path) -> None:
     data = samples(24, 3)
     stopped(data.split(2), tmp_path / "a", 7, shard_samples=4)
-    with pytest.raises(InputError, match="is not the one that was harvested before"):
+    with pytest.raises(InputError, match="differs from the one that was harvested before"):
         go(torch.tanh, data.flip(0).split(2), "tanh", tmp_path / "a", shard_samples=4)
-    with pytest.raises(InputError, match="gave 2 batches, and 7 were harvested"):
+    with pytest.raises(InputError, match="yielded 2 batches, but 7 were harvested"):
         go(torch.tanh, data.split(2)[:2], "tanh", tmp_path / "a", shard_samples=4)
     assert len(Harvest.open(tmp_path / "a")) == 14
     assert len(go(torch.tanh, data.split(2), "tanh", tmp_path / "a", shard_samples=4)) == 24
@@ -876,7 +876,7 @@ def test_what_is_done_is_not_loaded_again_and_a_shuffle_is_noticed(tmp_path: Pat
         go(torch.tanh, loader(1), "tanh", tmp_path / "a", call=call, shard_samples=4)
     done = len(Harvest.open(tmp_path / "a"))
     assert done == 14
-    with pytest.raises(InputError, match="comes in another order"):
+    with pytest.raises(InputError, match="its order has changed"):
         go(torch.tanh, loader(2), "tanh", tmp_path / "a", call=on, shard_samples=4)
     data.loaded.clear()
     on = failing_at(0)
@@ -893,7 +893,7 @@ def test_an_order_that_ends_alike_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(HarvestError):
         go(torch.tanh, first, "tanh", tmp_path, call=call)
     call = failing_at(0)
-    with pytest.raises(InputError, match="comes in another order"):
+    with pytest.raises(InputError, match="its order has changed"):
         go(torch.tanh, other, "tanh", tmp_path, call=call)
     assert len(go(torch.tanh, first, "tanh", tmp_path, call=call)) == 10
 
@@ -904,7 +904,7 @@ def test_other_data_of_the_same_order_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(HarvestError):
         go(torch.tanh, first, "tanh", tmp_path, call=call)
     call = failing_at(0)
-    with pytest.raises(InputError, match="the data set has changed"):
+    with pytest.raises(InputError, match="the data set or its order has changed"):
         go(torch.tanh, other, "tanh", tmp_path, call=call)
 
 

@@ -127,7 +127,7 @@ def test_two_processes_give_what_one_gives_also_after_a_kill(tmp_path: Path) -> 
     assert run("killed 7", tmp_path / "killed").startswith("failed")
     part = Harvest.open(tmp_path / "killed")
     assert 0 < len(part) < COUNT
-    with pytest.raises(InputError, match="2 processes wrote there, and these are 1"):
+    with pytest.raises(InputError, match="2 processes wrote there, but now there are 1"):
         harvested(tmp_path / "killed")
     assert run("batches 0", tmp_path / "killed").count("done") == 2
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "two")
@@ -142,8 +142,8 @@ def test_an_error_of_one_process_is_told_in_all(tmp_path: Path) -> None:
 
 def test_loaders_that_give_each_process_a_part(tmp_path: Path) -> None:
     told = run("parts", tmp_path / "parts")
-    assert told.count("gives 1 of them twice") == 2
-    assert told.count("say sharded=True") == 2
+    assert told.count("yields 1 of them twice") == 2
+    assert told.count("pass sharded=True") == 2
     found = Harvest.open(tmp_path / "parts")
     assert sorted(found.ids) == list(range(40))
     assert torch.equal(found["tanh"].tensor(), data()[found.ids].tanh())

@@ -226,7 +226,7 @@ def test_a_name_of_a_layer_and_of_another_module_finds_neither() -> None:
 
     log = bt.trace(Crossed(), torch.ones(1, 3))
     message = (
-        r"'linear_1' is ambiguous: it names the module linear_1 \('.linear_1'\) and the layer "
+        r"'linear_1' is ambiguous: it matches the module linear_1 \('.linear_1'\) and the layer "
         r"linear_1_1 of the log \('linear_2.linear'\). Write '.linear_1' or 'linear_2.linear'"
     )
     with pytest.raises(LayerKeyError, match=message) as caught:
@@ -243,21 +243,21 @@ def test_slices_go_by_position_or_by_name() -> None:
     assert labels(log[1:3]) == ["getitem_1_1", "norm_1_2:1"]
     assert labels(log["getitem_1_1":"sigmoid_1"]) == labels(log[1 : log["sigmoid_1:1"].ordinal])
     assert labels(log[::-1]) == labels(log)[::-1]
-    with pytest.raises(LayerKeyError, match="item_1 is no layer, and so has no position"):
+    with pytest.raises(LayerKeyError, match="item_1 is not a layer, and so has no position"):
         log["item_1":]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("liner_1", "there is no layer, module or node path 'liner_1'; near to it: linear_1"),
+        ("liner_1", "there is no layer, module or node path 'liner_1'; similar names: linear_1"),
         ("", "there is no layer, module or node path ''"),
-        (99, r"there is no layer 99: there are \d+, from 0 to \d+, or from -\d+ to -1"),
-        (True, "layers are found by name, module, position or node path, not by True"),
+        (99, r"there is no layer 99: the \d+ layers have positions 0 to \d+, or -\d+ to -1"),
+        (True, "layers are looked up by name, module, position or node path, not by True"),
         (2.5, "not by 2.5"),
         ("getitem_1:2", r"'getitem_1:2' is ambiguous: .* Write '.getitem_1' or 'getitem'"),
         ("getitem_1_1:2", "there is no layer, module or node path 'getitem_1_1:2'"),
-        ("step.linr", "near to it: step.linear"),
+        ("step.linr", "similar names: step.linear"),
     ],
 )
 def test_what_is_not_there_is_a_key_error_that_helps(key: Any, message: str) -> None:
@@ -277,7 +277,7 @@ def test_several_entries_print_as_a_table_and_say_that_they_are_several() -> Non
         "---  ------------  -------  ----------------  ------  --------",
         "4    linear_1_4:1  (2, 4)   float32           32 B    step",
     ]
-    with pytest.raises(AttributeError, match=r"linear_1 is \d+ entries, not one: ask one of them"):
+    with pytest.raises(AttributeError, match=r"linear_1 is \d+ entries, not one: use"):
         passes.tensor_contents  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'colour'"):
         passes.colour  # noqa: B018

@@ -669,8 +669,8 @@ def test_names_that_cannot_be_given_are_refused_before_anything_changes(
     before = repr(manager), dict(manager.name_to_module), dict(manager.name_to_hookfn)
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: manager.register_forward_hook(repr, b=b, a=b), "'a' is taken by another module"),
-        (lambda: manager.register_forward_hook(repr, b=b, c=a), "'c' is registered as 'a' already"),
-        (lambda: manager.register_forward_hook(repr, x=b, y=b), "'y' is registered as 'x' already"),
+        (lambda: manager.register_forward_hook(repr, b=b, c=a), "'c' is already registered as 'a'"),
+        (lambda: manager.register_forward_hook(repr, x=b, y=b), "'y' is already registered as 'x'"),
         (
             lambda: manager.register_forward_hook(repr, b=b, hook_fn_name="f"),
             "'f' is taken by the forward_hook <built-in function print>",
@@ -681,12 +681,12 @@ def test_names_that_cannot_be_given_are_refused_before_anything_changes(
         ),
         (
             lambda: manager.register_forward_hook(print, b=b, hook_fn_name="g"),
-            "'g' is registered as 'f' already",
+            "'g' is already registered as 'f'",
         ),
-        (lambda: manager.register_forward_hook(3, b=b), "a hook has to be callable; 3 is not"),
+        (lambda: manager.register_forward_hook(3, b=b), "a hook has to be callable, and 3 is not"),
         (lambda: manager.register_forward_hook(repr, b=3), "on modules; b= is a int"),
         (lambda: manager.register_forward_hook(repr, b, 3), "a positional argument is a int"),
-        (lambda: manager.register_forward_hook(repr, activate=b), "is no bool"),
+        (lambda: manager.register_forward_hook(repr, activate=b), "it has to be a bool, not"),
         (lambda: manager.register_forward_hook(repr, hook_fn_name=3), "has to be a string, not 3"),
         (lambda: manager.activate_all_hooks(category="forward"), "category 'forward': choose one"),
         (lambda: manager.hook_all_context(category="x"), "there is no hook category 'x'"),
@@ -709,7 +709,8 @@ def test_names_that_cannot_be_given_are_refused_before_anything_changes(
 def test_scripted_modules_are_refused(manager: bt.HookManager) -> None:
     scripted = torch.jit.script(nn.ReLU())
     with pytest.raises(
-        bt.errors.InputError, match="a scripted module takes no hooks; relu= is one"
+        bt.errors.InputError,
+        match=("hooks cannot be registered on a scripted module; relu= is a scripted module"),
     ):
         manager.register_forward_hook(print, relu=scripted)
     assert len(manager.name_to_module) == 0
@@ -742,17 +743,17 @@ def test_a_manager_of_a_model_knows_the_names_of_its_modules() -> None:
 def test_names_that_are_not_there_are_told_with_near_ones(manager: bt.HookManager) -> None:
     manager.register_forward_hook(print, first=nn.Identity(), hook_fn_name="show")
     with pytest.raises(
-        bt.errors.HookNameError, match=r"no hook is registered as 'shaw\[first\]'; there"
+        bt.errors.HookNameError, match=r"no hook is registered as 'shaw\[first\]'; registered"
     ):
         manager.remove_hook_by_name("shaw[first]")
     with pytest.raises(KeyError) as error:
         manager.name_to_module["frist"]
-    assert str(error.value) == "no module is registered as 'frist'; there is 'first'"
+    assert str(error.value) == "no module is registered as 'frist'; registered: 'first'"
     assert manager.name_to_module.get("frist") is None
-    with pytest.raises(KeyError, match="no hook function is registered as 'x'; there is 'show'"):
+    with pytest.raises(KeyError, match="no hook function is registered as 'x'; registered: 'show'"):
         manager.remove_hook_function_by_name("x")
     manager.remove_all_hooks()
-    with pytest.raises(KeyError, match="no module is registered as 'first'; there is none"):
+    with pytest.raises(KeyError, match="no module is registered as 'first'; nothing is registered"):
         manager.remove_module_by_name("first")
 
 
@@ -779,7 +780,7 @@ def test_removing_purges_all_tables(manager: bt.HookManager, log: Log) -> None:
     assert repr(handle).endswith("removed>")
     assert a not in handle.hook_fn.module_to_handle
     handle.remove()  # a second time does nothing
-    with pytest.raises(InputError, match="was removed: register it anew"):
+    with pytest.raises(InputError, match="was removed: register it again"):
         handle.activate()
     manager.activate_all_hooks()
     a(leaf(2)).sum().backward()

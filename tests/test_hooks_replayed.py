@@ -412,6 +412,9 @@ def test_a_hook_is_not_activated_within_a_call() -> None:
     bended = bt.BendedModule(nn.Sequential(nn.Tanh(), nn.ReLU()))
     other = bended.hooks.register_forward_hook(print, relu=bended[1], activate=False)
     bended.hooks.register_forward_hook(lambda m, i, o: other.activate(), tanh=bended[0])
-    with pytest.raises(InputError, match="nothing can be inserted in a model while it is called"):
+    with pytest.raises(
+        InputError,
+        match="insertions cannot be added while the model is running",
+    ):
         bended(leaf(2))
     assert not other.handles[0].active

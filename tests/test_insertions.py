@@ -430,10 +430,10 @@ def test_a_parameter_is_handed_out_as_a_copy() -> None:
     [
         ("sigmoyd", "did you mean 'sigmoid'"),
         ("big.lin", "did you mean 'linear'"),
-        (re.compile("conv"), "/conv/ means no node that is known; there are 'a', "),
-        (nn.Conv1d, "Conv1d means no node that is known"),
-        (lambda node: False, "means no node that is known"),
-        (bt.node_selector.Activations.GELU, "means no node that is known"),
+        (re.compile("conv"), "/conv/ selects no known node; there are 'a', "),
+        (nn.Conv1d, "Conv1d selects no known node"),
+        (lambda node: False, "selects no known node"),
+        (bt.node_selector.Activations.GELU, "selects no known node"),
     ],
 )
 def test_what_means_nothing_is_an_error_that_shows_near_misses(where: Any, message: str) -> None:
@@ -507,13 +507,13 @@ def test_a_name_is_looked_for_before_the_first_call_does_anything() -> None:
     [
         (3, lambda v: v, "where= takes a node path"),
         ([], lambda v: v, "where= is empty"),
-        (int, lambda v: v, "of classes only those of modules"),
-        (nn.ReLU(), lambda v: v, "is not one of the model's"),
-        ("a", 3, "has to be an interjection"),
-        ("a", nn.ReLU, "has to be an interjection"),
+        (int, lambda v: v, "of modules"),
+        (nn.ReLU(), lambda v: v, "is not a submodule of the model: pass"),
+        ("a", 3, "only an interjection"),
+        ("a", nn.ReLU, "only an interjection"),
         ("a", bt.Interjection(), "overrides none of"),
         ("norm", lambda v: v, None),
-        ("bool", lambda v: v, "a number that Python computes with"),
+        ("bool", lambda v: v, "a Python number, which cannot be replaced; choose"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_the_door(
@@ -772,7 +772,7 @@ def test_a_loop_that_ended_earlier_is_named() -> None:
     handle = bended.interject("cell", torch.zeros_like)
     bended(torch.tensor([1.0, 1.0]), torch.tensor(0))
     (note,) = handle.report().notes
-    assert re.search(r"`(range\()?rounds.item\(\)\)?` came to 0 for this input$", note)
+    assert re.search(r"`(range\()?rounds.item\(\)\)?` was 0 for this input$", note)
 
 
 def test_of_a_module_that_no_run_came_by_it_is_said_where_it_may_be() -> None:
@@ -805,9 +805,9 @@ def test_a_report_says_if_only_the_passes_or_the_backward_pass_were_missing() ->
     told = bended.interject("relu", Told())
     out = bended(x)
     assert late.report().notes == (
-        "'relu' had one pass, none of which counts (passes [1], from 0)",
+        "'relu' had one pass, none of which is selected (passes [1], from 0)",
     )
-    assert told.report().notes == ("no backward pass came by 'relu'",)
+    assert told.report().notes == ("no backward pass reached 'relu'",)
     out.sum().backward()
     assert told.report().notes == ()
     assert told.report().rows[0].backward == 1
@@ -919,7 +919,7 @@ def test_an_observer_that_changes_a_value_raises() -> None:
     bended = bt.BendedModule(lambda x: x.relu())
     with (
         bended.interject("relu", Liar()),
-        pytest.raises(InterjectionError, match="promised to observe"),
+        pytest.raises(InterjectionError, match="declares observes=True"),
     ):
         bended(torch.ones(2))
 
@@ -1250,7 +1250,7 @@ def test_a_module_that_is_called_inside_of_one_op_is_refused(where: Any) -> None
     plain = bended(x)
     for _ in range(2):
         with (
-            pytest.raises(InterjectionError, match="b is called inside of something"),
+            pytest.raises(InterjectionError, match="b is inserted inside something"),
             bended.interject(where, lambda v: v * 2),
         ):
             bended(x)

@@ -237,7 +237,7 @@ def test_a_layer_of_several_nodes_is_all_of_them() -> None:
     assert inserted_at(bended, "linear_1", x) == ("fc.linear", "fc_1.linear")
     assert inserted_at(bended, "linear_1:2", x) == ("fc_1.linear",)
     assert inserted_at(bended, "fc:2", x) == ("fc_1",)
-    with pytest.raises(InputError, match=r"'linear_1' is ambiguous: it names 'fc.linear' and"):
+    with pytest.raises(InputError, match=r"'linear_1' is ambiguous: it matches 'fc.linear' and"):
         bended.from_activations({"linear_1": x}, x)
 
 
@@ -247,7 +247,7 @@ def test_names_of_the_mirror_are_given_as_references() -> None:
     mirror = [n for n in bended.trace(x).graph if n.startswith("softmax")]
     assert mirror == ["softmax", "softmax_1", "softmax_2"]
     assert inserted_at(bended, NodeRef("softmax_2"), x) == ("h_2.softmax",)
-    with pytest.raises(NodePathError, match=r"a node 'softmax': give 'h_0.softmax', or NodeRef"):
+    with pytest.raises(NodePathError, match=r"a node 'softmax': pass 'h_0.softmax', or NodeRef"):
         bended.interject("softmax", torch.neg)
 
 
@@ -311,7 +311,7 @@ def test_a_layer_that_is_no_node_is_refused() -> None:
     bended = called(lambda: model, torch.ones(2))
     name = bended.trace(torch.ones(2))[2].short_name
     assert name == "setitem_1"
-    with pytest.raises(NodePathError, match=r"is a layer that no node of the tree gives"):
+    with pytest.raises(NodePathError, match="is a layer without a node in the tree"):
         bended.interject(name, torch.neg)
 
 
@@ -355,5 +355,5 @@ def test_messages_call_what_is_inserted_by_its_place() -> None:
         trace = bended.trace(x)
         (gate,) = (op.target for op in trace.ops if "Steps" in str(op.target))
     assert "__" in name_of(gate)
-    assert said_of(gate) == "what is inserted at 'h_1.softmax' (Steps)"
+    assert said_of(gate) == "the insertion at 'h_1.softmax' (Steps)"
     assert said_of(torch.relu) == "relu"

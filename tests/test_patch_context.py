@@ -457,11 +457,11 @@ def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> 
         with pytest.raises(NodePathError):
             pg.patch({path: ZeroPatch()})
     for patches, message in (
-        ({"foo"}, "patches are given as a dict of node paths to patches"),
-        ([ZeroPatch()], "not as list"),
-        ({3: ZeroPatch()}, "3 does not name nodes: give a selector, a node path"),
+        ({"foo"}, "patches have to be a dict from node paths to patches"),
+        ([ZeroPatch()], "not a list"),
+        ({3: ZeroPatch()}, "3 does not select nodes: pass a selector, a node path"),
         ({"relu": 3}, "'relu': 3 is no patch$"),
-        ({"relu": [ZeroPatch(), None]}, "'relu': None is no patch"),
+        ({"relu": [ZeroPatch(), None]}, "'relu': None is not a patch"),
         ({"relu": ZeroPatch}, r"'relu': ZeroPatch is a class; write ZeroPatch\(...\)"),
         ({pg.graph.relu: torch.sin}, r"'relu': .* is no patch; write CustomPatch\(custom_op=..."),
     ):
@@ -816,7 +816,9 @@ def test_numbers_out_of_tensors_are_patched_where_they_come_out() -> None:
                     given, peak = pg(x)
                     assert given.tolist() == (x / 2 if value == 2.0 else x).tolist()
                     assert peak == value * 2
-    with pytest.raises(NodePathError, match="'mul' is a number that Python computes with"):
+    with pytest.raises(
+        NodePathError, match="'mul' is a Python number, which cannot be replaced; choose"
+    ):
         pg.patch({"mul": ZeroPatch()})
 
 

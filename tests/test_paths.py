@@ -926,27 +926,27 @@ def test_a_wrong_attribute_or_key_names_what_there_is() -> None:
         graph.low = 1
     with pytest.raises(AttributeError, match="cannot be deleted"):
         del graph.low
-    with pytest.raises(InputError, match="a node path is a string, not float"):
+    with pytest.raises(InputError, match="a node path has to be a string, not float"):
         graph[1.5]
-    with pytest.raises(InputError, match="a node path is a string or a node, not list"):
+    with pytest.raises(InputError, match="a node path has to be a string or a node, not list"):
         graph._tree.resolve(["low"])
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("low", "'low' is a Graph(5), not a value; in it there are 'low.input', 'low.weight', "
+        ("low", "'low' is a Graph(5), not a value; it contains 'low.input', 'low.weight', "
          "'low.bias', 'low.linear', 'low.output'"),
-        ("", "'<root>' is a Graph(9), not a value; in it there are 'x', 'sum', 'gt', 'bool', "
+        ("", "'<root>' is a Graph(9), not a value; it contains 'x', 'sum', 'gt', 'bool', "
          "'low', 'add', 'last', 'add_1', 'output'"),
-        ("low|linear", "no node 'low|linear': 'low' is a Graph(5): only into tuples, lists, dicts "
-         "and the like can one dig with '|'"),
-        ("x|sub_0", "no node 'x|sub_0': 'x' is a Tensor(2): only into tuples, lists, dicts and the "
-         "like can one dig with '|'"),
+        ("low|linear", "no node 'low|linear': 'low' is a Graph(5): "
+         "'|' leads only into tuples, lists, dicts and other containers"),
+        ("x|sub_0", "no node 'x|sub_0': 'x' is a Tensor(2): "
+         "'|' leads only into tuples, lists, dicts and other containers"),
         ("x.sub_0", "no node 'x.sub_0': 'x' is a Tensor(2) with nothing below it"),
         ("low.linear:2", "no node 'low.linear:2': 'low.linear' has 1 pass, so there is no :2"),
-        ("x:", "no node 'x:': ':' after 'x' means nothing"),
-        ("low.", "no node 'low.': '.' after 'low' means nothing"),
+        ("x:", "no node 'x:': ':' after 'x' has no meaning"),
+        ("low.", "no node 'low.': '.' after 'low' has no meaning"),
         ("low.linear.0", "no node 'low.linear.0': 'low.linear' is a Tensor(2) with nothing below "
          "it"),
         ("hihg.linear", "no node 'hihg.linear': the root has no 'hihg'; it has 'x', 'sum', 'gt', "
@@ -1108,7 +1108,7 @@ def test_a_function_without_tensors_has_a_tree() -> None:
     "damaged", [{}, {"root": {}, "elements": []}, {"root": 3, "elements": None}, [], None]
 )
 def test_what_is_no_stored_tree_is_refused(damaged: Any) -> None:
-    with pytest.raises(InputError, match="this is no stored tree of paths"):
+    with pytest.raises(InputError, match="this is not a stored tree of paths"):
         Tree.from_dict(damaged)
 
 

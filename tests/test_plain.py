@@ -117,7 +117,5 @@ def test_what_contains_itself_or_is_very_deep_is_remembered_by_its_text() -> Non
     ids=str,
 )  # fmt: skip
 def test_json_that_encodes_nothing_is_a_value_error(data: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"unknown kind|makes no sense|invalid literal|Incorrect|arg"
-    ):
+    with pytest.raises(ValueError, match=r"unknown kind|invalid|invalid literal|Incorrect|arg"):
         Codec().decode([data])

@@ -248,7 +248,7 @@ def test_an_input_that_is_no_tensor_is_not_given_through() -> None:
     bended = bt.BendedModule(lambda x: torch.cat([x, x]))
     with remove(bended, "cat"):
         for _ in range(2):
-            with pytest.raises(InterjectionError, match=r"0: a list of 2; say with keep= which"):
+            with pytest.raises(InterjectionError, match="0: a list of 2; choose one with keep="):
                 bended(torch.ones(2))
     with remove(bended, "cat", keep=lambda inputs: inputs[0][1]):
         for _ in range(2):
@@ -312,9 +312,12 @@ def test_in_place_functions_can_be_replaced_and_removed() -> None:
     [
         (lambda b: replace(b, "relu", 3), "takes a function of the node's arguments"),
         (lambda b: replace(b, "relu", nn.GELU), "takes a function of the node's arguments"),
-        (lambda b: remove(b, "relu", keep=1.5), "keep= is a position, a name or a function"),
-        (lambda b: remove(b, "relu", keep=True), "keep= is a position, a name or a function"),
-        (lambda b: between(b, "relu", "mul", 3), "has to be an interjection, a function"),
+        (lambda b: remove(b, "relu", keep=1.5), "keep= has to be a position, a name or a function"),
+        (
+            lambda b: remove(b, "relu", keep=True),
+            "keep= has to be a position, a name or a function",
+        ),
+        (lambda b: between(b, "relu", "mul", 3), "only an interjection, a function"),
         (lambda b: splice(b, "relu", 3), "takes a module, or a function of the value"),
         (lambda b: splice(b, "relu", nn.GELU), "takes a module, or a function of the value"),
     ],
@@ -461,7 +464,7 @@ def test_what_was_written_to_on_the_way_comes_from_elsewhere() -> None:
     handle = between(bended, "relu", "mul", torch.zeros_like)
     for _ in range(2):
         assert torch.equal(bended(x), model(x))
-    with pytest.warns(NeverFiredWarning, match="nothing that 'relu' gave went to 'mul' as it was"):
+    with pytest.warns(NeverFiredWarning, match="no output of 'relu' reached 'mul' unchanged"):
         handle.__exit__(None, None, None)
     with between(bended, "add_", "mul", torch.zeros_like):
         for _ in range(2):
@@ -575,7 +578,7 @@ def test_what_goes_on_an_edge_is_a_function_of_the_value() -> None:
             return inputs + 1
 
     bended = bt.BendedModule(lambda x: x.relu() * 2)
-    with pytest.raises(InputError, match="works around a node, and between two nodes"):
+    with pytest.raises(InputError, match="works around a node, but between two nodes"):
         between(bended, "relu", "mul", Instead())
     with between(bended, "relu", "mul", After()):
         for _ in range(2):
@@ -781,7 +784,11 @@ def test_the_part_that_goes_on_can_be_said(name: str) -> None:
 def test_a_part_that_is_not_there_is_named() -> None:
     bended = bt.BendedModule(lambda x: x.relu() * 2)
     wrong = [
-        (lambda x: (x, x), None, "gave a tuple of 2: say with select= which part"),
+        (
+            lambda x: (x, x),
+            None,
+            "returned a tuple of 2: choose the part that replaces the value with select=",
+        ),
         (lambda x: (x, x), 2, r"in which select= finds nothing \(IndexError"),
         (lambda x: (x, x), "made", r"in which select= finds nothing \(AttributeError"),
         (lambda x: {"made": x}, "lost", r"in which select= finds nothing \(KeyError"),
@@ -1028,15 +1035,24 @@ def test_a_bended_module_gives_a_new_one_and_knows_its_runs() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: replace_module(m, nn.Conv2d, Doubled), "Conv2d means no module; there are"),
+        (lambda m: replace_module(m, nn.Conv2d, Doubled), "Conv2d selects no module; there are"),
         (lambda m: replace_module(m, "firts", Doubled), "did you mean 'first'"),
-        (lambda m: replace_module(m, node_selector.first(nn.ReLU), Doubled), "only be told from a"),
-        (lambda m: replace_module(m, node_selector.with_shape(3), Doubled), "only be told from a"),
-        (lambda m: replace_module(m, nn.ReLU, lambda relu: F.gelu), "has to be a module; create"),
+        (
+            lambda m: replace_module(m, node_selector.first(nn.ReLU), Doubled),
+            "only be resolved with a",
+        ),
+        (
+            lambda m: replace_module(m, node_selector.with_shape(3), Doubled),
+            "only be resolved with a",
+        ),
+        (
+            lambda m: replace_module(m, nn.ReLU, lambda relu: F.gelu),
+            "has to be a module, but create_replacement",
+        ),
         (lambda m: replace_module(m, nn.ReLU, 3), "create_replacement has to be a function"),
         (lambda m: replace_module(lambda x: x, nn.ReLU, Doubled), "only a module has modules"),
         (lambda m: replace_module_native(m, nn.Conv2d, Doubled), "the model has no Conv2d"),
-        (lambda m: replace_module_native(m, F.relu, Doubled), "a class of modules has to be given"),
+        (lambda m: replace_module_native(m, F.relu, Doubled), "a class of modules"),
         (lambda m: replace_module_native(m, Nested, Doubled, clone=False), "cannot be replaced in"),
     ],
 )
@@ -1071,7 +1087,7 @@ def test_a_module_that_runs_have_called_goes_by_the_paths_of_its_calls() -> None
     assert path.startswith("outer.")
     made = replace_module(bended, node_selector.matches_path(path), Doubled)
     assert isinstance(made.fc, Doubled)
-    with pytest.raises(InputError, match="means no module"):
+    with pytest.raises(InputError, match="selects no module"):
         replace_module(bended, node_selector.matches_path("fc"), Doubled)
 
 

@@ -336,7 +336,7 @@ def test_a_mask_for_one_shape_says_on_another_which_dimension_to_give() -> None:
     assert bits(bended(x)) == bits(masked)
     assert torch.equal(masked[masked != 0], module(x)[masked != 0])
     with pytest.raises(
-        tb.errors.BendShapeError, match=r"\(1, 4, 14\), and now meets shape \(4, 4, 30\)"
+        tb.errors.BendShapeError, match=r"\(1, 4, 14\), and now received shape \(4, 4, 30\)"
     ) as caught:
         bended(torch.randn(4, 1, 32))
     assert isinstance(caught.value, RuntimeError), "as a tensor of another shape is for torchbend"

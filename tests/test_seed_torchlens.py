@@ -400,7 +400,7 @@ def test_an_unknown_key_names_its_near_misses(model_history: Any, key: str, near
 @pytest.mark.parametrize("key", [24, -25, 10**6])
 def test_a_position_that_is_not_there_is_told(model_history: Any, key: int) -> None:
     assert key not in model_history
-    with pytest.raises(KeyError, match=r"from 0 to 23, or from -24 to -1"):
+    with pytest.raises(KeyError, match="the 24 layers have positions 0 to 23, or -24 to -1"):
         model_history[key]
 
 

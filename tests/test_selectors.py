@@ -564,13 +564,13 @@ def test_a_node_of_the_tree_can_stand_beside_a_selector_if_it_is_one_as_a_whole(
 
 @pytest.mark.parametrize("other", [None, 3, 2.5, int, {"gelu"}])
 def test_what_says_not_which_nodes_are_meant_is_refused(other: Any) -> None:
-    with pytest.raises(InputError, match=r"does not name nodes|subclasses of nn.Module"):
+    with pytest.raises(InputError, match=r"does not select nodes|subclasses of nn.Module"):
         _ = ns.Activations & other
 
 
 @pytest.mark.parametrize("path", ["output|sub_0", "relu:2", "layers[3].mlp", "layers.3.mlp"])
 def test_text_that_is_no_path_of_a_whole_node_is_refused(path: str) -> None:
-    with pytest.raises(InputError, match=r"paths as the tree prints them, `layers_0.mlp`"):
+    with pytest.raises(InputError, match=r"paths that the tree prints, such as `layers_0.mlp`"):
         _ = ns.Activations & path
 
 
@@ -669,7 +669,7 @@ def test_what_makes_no_sense_is_refused_at_once(wrong: Callable[[], Any]) -> Non
 def test_a_node_alone_cannot_tell_what_needs_the_whole_graph(graph: CandidateGraph) -> None:
     for ahead in (ns.first(ns.is_module), ns.has_following("gelu"), ns.between("add", "relu"),
                   ns.is_module.slice(1) & ns.is_module):  # fmt: skip
-        with pytest.raises(InputError, match="cannot be told from one node alone"):
+        with pytest.raises(InputError, match="cannot be evaluated for one node alone"):
             ahead.matches(graph.nodes["gelu"])
 
 

@@ -118,7 +118,7 @@ def test_other_arguments_than_traced_are_a_divergence() -> None:
     trace = bt.trace(model, ONES)
     with pytest.raises(DivergenceError) as caught:
         trace.replay(ONES, ONES)
-    assert str(caught.value) == "called with arguments ('a', 'b'), traced with ('a',)"
+    assert str(caught.value) == "called with arguments ('a', 'b'), but traced with ('a',)"
 
 
 # Fields
@@ -363,7 +363,7 @@ def of_unknown_origin(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (to_numpy, r"^numpy at {file}:{line} hands the content of a tensor to code that cannot"),
+        (to_numpy, "^numpy at {file}:{line} passes the content of a tensor to code that cannot"),
         (with_numpy_noise, r"^the run draws from Python's or numpy's random generator"),
         (of_unknown_origin, r"unknown origin is used at {file}:{line}"),
     ],

@@ -356,7 +356,7 @@ def test_values_are_found_after_the_caller_and_the_optimizer_wrote_over_theirs()
     log.output.data.zero_()
     found = log.validate()
     assert found, str(found)
-    assert found.skipped == {"linear_1_1": "it reads state that was changed since"}
+    assert found.skipped == {"linear_1_1": "it reads state that has changed since"}
     assert found.ops == 1
 
 
@@ -429,7 +429,7 @@ def test_a_changed_activation_is_found(log: bt.Trace) -> None:
     found = log.validate()
     assert not found
     assert found.wrong == ["mul_1_3", "dropout_1_4"] or found.wrong == ["mul_1_3"]
-    assert str(found).startswith("6 ops carried out again: wrong are mul_1_3")
+    assert str(found).startswith("6 ops recomputed: wrong: mul_1_3")
 
 
 def test_the_least_bit_of_an_activation_counts(log: bt.Trace) -> None:
@@ -474,9 +474,7 @@ def test_draws_without_a_known_state_are_told(log: bt.Trace) -> None:
     capture: Any = log._capture
     del capture.random[op_of(log, "dropout_1").index]
     found = log.validate()
-    assert found.skipped == {
-        "dropout_1_4": "it draws random numbers, in a way that was not foreseen"
-    }
+    assert found.skipped == {"dropout_1_4": "it draws random numbers in an unexpected way"}
 
 
 def test_another_context_is_found() -> None:
@@ -551,9 +549,9 @@ def test_an_edge_that_is_none_is_told() -> None:
 
 
 def test_what_was_found_is_printed(log: bt.Trace) -> None:
-    assert str(log.validate()) == "6 ops carried out again: bitwise the same\n7 edges tried"
+    assert str(log.validate()) == "6 ops recomputed: bitwise equal\n7 edges tried"
     log["add_1"].tensor_contents.zero_()
-    assert str(log.validate()) == "6 ops carried out again: wrong are add_1_6\n5 edges tried"
+    assert str(log.validate()) == "6 ops recomputed: wrong: add_1_6\n5 edges tried"
 
 
 def test_idle_edges_and_what_was_left_out_are_printed() -> None:
@@ -562,15 +560,15 @@ def test_idle_edges_and_what_was_left_out_are_printed() -> None:
         return torch.zeros_like(x) + torch.rand(2, generator=generator)
 
     assert str(logged(model, torch.ones(2)).validate()) == (
-        "2 ops carried out again: bitwise the same\n"
+        "2 ops recomputed: bitwise equal\n"
         "3 edges tried, 1 without effect: input_1_0 -> zeroslike_1_1\n"
-        "not carried out again: rand_1_2 (it was given an object)"
+        "not recomputed: rand_1_2 (it received an object)"
     )
 
 
 def test_one_op_is_not_called_ops() -> None:
     assert str(logged(lambda x: x * 2, torch.ones(2)).validate()) == (
-        "1 op carried out again: bitwise the same\n1 edge tried"
+        "1 op recomputed: bitwise equal\n1 edge tried"
     )
 
 
@@ -583,7 +581,7 @@ def test_one_op_is_not_called_ops() -> None:
 )  # fmt: skip
 def test_a_log_without_all_values_is_refused(options: dict[str, Any]) -> None:
     made = bt.trace(lambda x: x * 2, torch.ones(2), **options)
-    with pytest.raises(InputError, match="needs all activations in memory as they were"):
+    with pytest.raises(InputError, match="needs all activations in memory, unchanged"):
         made.validate()
 
 

@@ -387,7 +387,7 @@ def test_references_leave_the_model_as_it_is() -> None:
         ({"seed": 1.5}, "seed="),
         ({"at": "inside"}, "at="),
         ({"head": 0}, "heads="),
-        ({"heads": 4, "head": 4}, "no head=4 among 4"),
+        ({"heads": 4, "head": 4}, "no head=4; there are 4"),
         ({"channels": "1"}, "channels="),
         ({"where": "blocks.9"}, "blocks"),
     ],
@@ -405,7 +405,7 @@ def test_what_does_not_fit_is_told_of_in_the_call() -> None:
     bended = bt.BendedModule(transformer())
     for options, said in (
         ({"channels": 9}, "axis 1 has size 5, and no position 9"),
-        ({"heads": 3}, "no multiple of 3"),
+        ({"heads": 3}, "not a multiple of 3"),
         ({"how": torch.ones(7)}, r"cannot put shape \(7,\)"),
         ({"how": lambda value: value[0]}, r"has to return a tensor of shape"),
         ({"how": "mean", "over": 4}, "has no axis 4"),

@@ -243,9 +243,9 @@ def test_what_is_no_autoencoder_is_refused() -> None:
     bended = bt.BendedModule(made(Transformer))
     bended(tokens())
     for what, options, message in (
-        (3, {}, "has encode and decode"),
-        (Sae, {}, "has encode and decode"),
-        (autoencoder(), {"encode": torch.relu}, "go together"),
+        (3, {}, "has to have encode and decode"),
+        (Sae, {}, "has to have encode and decode"),
+        (autoencoder(), {"encode": torch.relu}, "have to be passed together"),
         (bended.model.ln_f, {}, "part of the model"),
     ):
         with pytest.raises(InputError, match=message):
@@ -265,12 +265,12 @@ def test_what_is_no_autoencoder_is_refused() -> None:
         ):
             with spliced.edit(change), pytest.raises(InputError, match=message):
                 bended(tokens())
-        with spliced.ablate(99), pytest.raises(InputError, match="no latent 99 among 20"):
+        with spliced.ablate(99), pytest.raises(InputError, match="no latent 99; there are 20"):
             bended(tokens())
         for latents in ("3", [], [1.5]):
             with pytest.raises((InputError, TypeError)):
                 spliced.ablate(latents)
-        with pytest.raises(InputError, match="a function of them"):
+        with pytest.raises(InputError, match="a function of the latents"):
             spliced.edit(3)
     assert bended.insertions == ()
 

@@ -191,7 +191,7 @@ def test_the_end_may_draw_and_count_but_the_model_and_the_generator_stay() -> No
         ({"unembed": ["ln_f"]}, "makes \\(2, 5, 8\\)"),
         ({"sites": "blocks.0.up"}, "cannot take the output"),
         ({"sites": "tokens"}, "floating point"),
-        ({"output": lambda out: out.shape}, "logits are wanted"),
+        ({"output": lambda out: out.shape}, "logits are needed"),
         ({"sites": lambda node: False}, "none of the sites"),
     ],
 )
@@ -341,10 +341,10 @@ def test_training_goes_on_from_a_file_as_if_it_had_not_stopped(tmp_path: Path) -
     third = lens_of(model)
     assert third.fit(iter(data), lr=0.05, checkpoint=path) == history
     same(dict(third.state_dict()), dict(whole.state_dict()))
-    with pytest.raises(InputError, match="not of this one"):
+    with pytest.raises(InputError, match="not to this one"):
         lens_of(model).fit(data, seed=9, checkpoint=path)
     other = TunedLens(model, "blocks.1", ["ln_f", "lm_head"], tokens())
-    with pytest.raises(InputError, match="not of this one"):
+    with pytest.raises(InputError, match="not to this one"):
         other.fit(data, checkpoint=path)
 
 

@@ -285,7 +285,7 @@ def test_a_pass_that_comes_up_only_when_patched_is_told_of() -> None:
         model, clean, corrupted, "relu", torch.sum, positions=[0, 1], axis=0, missing="nan"
     )
     assert found.values.isnan().tolist() == [[True, False]]
-    assert "once more, in pass" in found.missing["relu"]
+    assert "again, in pass" in found.missing["relu"]
 
 
 def test_a_grid_needs_no_trace_for_each_cell() -> None:
@@ -509,7 +509,7 @@ def test_a_call_with_containers_and_a_part_of_what_a_node_gives() -> None:
         ({"positions": "all"}, "positions="),
         ({"axis": "1"}, "axis="),
         ({"heads": 0}, "heads="),
-        ({"heads": 2, "head": 2}, "no head=2 among 2"),
+        ({"heads": 2, "head": 2}, "no head=2; there are 2"),
         ({"head": 1}, "heads="),
         ({"at": "both"}, "at="),
         ({"sites": []}, "sites= is empty"),
@@ -518,7 +518,7 @@ def test_a_call_with_containers_and_a_part_of_what_a_node_gives() -> None:
         ({"metric": lambda out: "high"}, "not 'high'"),
         ({"sites": "blocks.7"}, "blocks"),
         ({"positions": [99]}, "no position 99"),
-        ({"heads": 3}, "no multiple of 3"),
+        ({"heads": 3}, "not a multiple of 3"),
         ({"axis": 5, "positions": [0]}, "no axis 5"),
         ({"heads": 2, "head_axis": 1, "positions": [0]}, "both"),
     ],

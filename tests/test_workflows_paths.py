@@ -386,7 +386,7 @@ def _viewed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "receiver", "said"),
     [
-        (_item, ".mul_1", "number that Python computes with"),
+        (_item, ".mul_1", "Python number, which cannot be replaced; choose"),
         (_assigned, "exp", "a memory edge"),
         (_assigned_before, "cos", "a memory edge"),
         (_assigned_before, "output", "a memory edge"),
@@ -427,7 +427,7 @@ def test_what_is_not_there_is_told_of() -> None:
     bended = bt.BendedModule(model)
     with pytest.raises(SiteError, match=r"no edge .*'a'.*'c'.*paths='all'"):
         path_patching(bended, X, Y, "a", "c", _first)
-    with pytest.raises(SiteError, match="no edge of the mirror leads from 'tanh' to 'c'"):
+    with pytest.raises(SiteError, match="the mirror has no edge from 'tanh' to 'c'"):
         path_patching(bended, X, Y, "a", "c", _first, paths=[["a", "tanh", "c"]])
     with pytest.raises(SiteError, match="does not begin with one of the senders"):
         path_patching(bended, X, Y, "a", "c", _first, paths=[["b", ".tanh_1"]])
@@ -462,14 +462,14 @@ def test_runs_that_differ_raise_or_are_nan() -> None:
     [
         ({"paths": "some"}, "paths="),
         ({"paths": []}, "paths="),
-        ({"paths": [["a"]]}, "a path is a sequence"),
-        ({"paths": ["a", "b"]}, "a path is a sequence"),
+        ({"paths": [["a"]]}, "a path has to be a sequence"),
+        ({"paths": ["a", "b"]}, "a path has to be a sequence"),
         ({"frozen": "b"}, "frozen="),
         ({"direction": "left"}, "direction="),
         ({"senders": []}, "senders="),
         ({"receivers": []}, "receivers="),
         ({"receivers": [["output", "b"]], "paths": "all"}, "by itself"),
-        ({"heads": 2}, "no multiple of 2"),
+        ({"heads": 2}, "not a multiple of 2"),
         ({"metric": None}, "metric="),
     ],
 )

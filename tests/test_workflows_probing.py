@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (model, labelled(), "blocks.0", {"reduce": "max"}, "reduce="),
         (model, labelled(), "blocks.0", {"reduce": lambda v, c: v}, "examples, size"),
         (bended, [(torch.ones(1, 2), label), (-torch.ones(1, 2), label)], ["tanh", "exp"], {},
-         "by their paths"),
+         "by path"),
     ]  # fmt: skip
     for what, loader, where, options, message in cases:
         with pytest.raises(InputError, match=message):
@@ -132,9 +132,9 @@ def test_bools_are_classes() -> None:
 @pytest.mark.parametrize(
     ("features", "labels", "options", "message"),
     [
-        (torch.ones(3), torch.ones(3), {}, "features are"),
-        (torch.ones(3, 2), torch.ones(4), {}, "features are"),
-        (torch.ones(0, 2), torch.ones(0), {}, "features are"),
+        (torch.ones(3), torch.ones(3), {}, "features have to be"),
+        (torch.ones(3, 2), torch.ones(4), {}, "features have to be"),
+        (torch.ones(0, 2), torch.ones(0), {}, "features have to be"),
         (torch.ones(3, 2), torch.ones(3, dtype=torch.long), {}, "all labels are 1"),
         (torch.ones(3, 2), torch.ones(3, 2, dtype=torch.long), {}, "classes are"),
         (torch.ones(3, 2), torch.ones(3), {"ridge": -1}, "a number from 0 on"),

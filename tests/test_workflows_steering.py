@@ -346,8 +346,8 @@ def test_nothing_stays_if_the_block_raises() -> None:
     [
         ({"where": None}, "where="),
         ({"vectors": {}}, "no vectors"),
-        ({"vectors": {"blocks.0": DIRECTION}}, "leave where= out"),
-        ({"vectors": 3.0}, "is a tensor"),
+        ({"vectors": {"blocks.0": DIRECTION}}, "already name their nodes: do not pass where="),
+        ({"vectors": 3.0}, "has to be a tensor"),
         ({"vectors": torch.tensor(3.0)}, "at least one axis"),
         ({"scale": "2"}, "scale="),
         ({"positions": "last"}, "positions="),
@@ -372,7 +372,7 @@ def test_what_makes_no_sense_is_refused_at_the_door(options: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"positions": 9}, "no position 9 among the 5"),
+        ({"positions": 9}, "no position 9"),
         ({"positions": torch.ones(3, dtype=torch.bool)}, "mask of shape"),
         ({"vectors": torch.ones(3)}, "cannot be added"),
         ({"vectors": torch.ones(4, 2, 5, WIDTH)}, "cannot be added"),

@@ -1,4 +1,4 @@
-"""Analysers: statistics of the values of nodes, in memory that does not grow.
+"""Analysers: statistics of the values of nodes, in bounded memory.
 
 >>> import torch, bendtrace as bt
 >>> statistics = bt.analysis.FeatureStatistics(keep=-1)

@@ -29,11 +29,11 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Batch:
-    """The targets and the numbers of the samples of a value.
+    """The targets and sample numbers of a value.
 
     Attributes:
-        targets: (batch, ...), the labels; None where none were given.
-        samples: (batch,), their numbers in the data set; None where none were given.
+        targets: (batch, ...), the labels; None if not given.
+        samples: (batch,), their numbers in the data set; None if not given.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -61,27 +61,27 @@ class Batch:
 class Analyser(Interjection):
     """Summarises the outputs of nodes, over any number of batches.
 
-    One analyser may be inserted at any number of nodes, whose results it keeps apart by their
-    paths, and works without any model, too: `analyser.update("anything", value)`. Its state does
-    not grow with the number of batches, and can be merged with that of another analyser.
+    One analyser may be inserted at any number of nodes, and keeps their results separate by path.
+    It also works without a model: `analyser.update("anything", value)`. The size of its state does
+    not grow with the number of batches, and the state can be merged with that of another analyser.
 
-    Subclasses define three methods: `start` returns the state for a node, `update_state` takes in
-    a value, `result` returns the results. A state is a `Statistic`, or a dict or list of such; then
-    merging, copying, pickling and saving need nothing more. The arguments of the constructor are
-    kept in attributes of the same names: two analysers are merged only if these agree.
+    Subclasses define three methods: `start` returns the state for a node, `update_state` adds a
+    value, `result` returns the results. A state is a `Statistic`, or a dict or list of statistics;
+    then merging, copying, pickling and saving work without further code. The arguments of the
+    constructor are kept in attributes of the same names: two analysers can be merged only if these
+    agree.
 
-    Of an output that is a tuple, a mapping or a dataclass, each tensor has results of its own,
-    under its path: `max|values`, `lstm.output|sub_0`. The first dimension of a tensor counts
-    samples.
+    Each tensor of an output that is a tuple, a mapping or a dataclass has separate results under
+    its path: `max|values`, `lstm.output|sub_0`. The first dimension of a tensor counts samples.
 
     Args:
-        per_pass: whether each pass of a node that runs several times in a call has results of its
-            own, `relu:1`, `relu:2`; else they are taken together.
+        per_pass: whether to keep separate results for each pass of a node that runs several times
+            in a call, `relu:1`, `relu:2`; otherwise they are combined.
 
     Attributes:
-        enabled: while False, nothing is seen, and nothing that is kept changes.
-        needs_targets: whether it is an error to see a value without targets.
-        levels: the kinds of the keys of nested results, from the outside.
+        enabled: while False, values are ignored and the state does not change.
+        needs_targets: whether a value without targets is an error.
+        levels: the kinds of keys of nested results, from the outside.
 
     Example:
         >>> import re, torch, bendtrace as bt
@@ -128,11 +128,11 @@ class Analyser(Interjection):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The kinds of the keys of the results, from the outside: the nodes, and others."""
+        """The kinds of keys of the results, from the outside: the nodes, and others."""
         return ("node",)
 
     def start(self, key: str) -> Any:
-        """Return the state of a node without any values.
+        """Return the state of a node without values.
 
         Args:
             key: path of the node.
@@ -140,31 +140,32 @@ class Analyser(Interjection):
         raise NotImplementedError
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take in a value.
+        """Add a value to the state.
 
-        It is called without gradients, without autocast, and outside of inference mode. The message
-        of an `InputError` that it raises is preceded by the path of the node.
+        It is called without gradients, without autocast, and outside of inference mode. If it
+        raises an `InputError`, the path of the node is put before its message.
 
         Args:
-            state: the state that `start` returned; it is changed.
-            value: (batch, ...), or of no dimensions; not a copy, so it is neither changed nor kept.
-            batch: the targets and the numbers of its samples.
+            state: the state that `start` returned; it is changed in place.
+            value: (batch, ...), or without dimensions; it is not a copy, so it must be neither
+                changed nor kept.
+            batch: its targets and sample numbers.
         """
         raise NotImplementedError
 
     def result(self, state: Any) -> dict[Any, Any]:
-        """Return the results at a node: numbers and tensors by name. The state stays as it is."""
+        """Return the results at a node: numbers and tensors by name. The state does not change."""
         raise NotImplementedError
 
     def merge_state(self, state: Any, other: Any) -> None:
-        """Add the state of another analyser to a state, which is changed."""
+        """Add the state of another analyser to a state, in place."""
         merge_states(state, other)
 
     # The present batch
 
     @property
     def targets(self) -> Tensor | None:
-        """The labels of the next batch, (batch, ...). They stay until others are set."""
+        """The labels of the next batch, (batch, ...). They stay until they are replaced."""
         return self._targets
 
     @targets.setter
@@ -181,7 +182,7 @@ class Analyser(Interjection):
         found = _per_sample(samples, "samples")
         if found is not None and (found.dim() != 1 or found.is_floating_point()):
             raise InputError(
-                f"samples= are whole numbers, (batch,); got {found.dtype}, {tuple(found.shape)}"
+                f"samples= has to be integers, (batch,); got {found.dtype}, {tuple(found.shape)}"
             )
         self._told("_samples", found)
 
@@ -190,7 +191,7 @@ class Analyser(Interjection):
 
     @contextmanager
     def batch(self, targets: Any = None, samples: Any = None) -> Iterator[Self]:
-        """Set targets and numbers of samples for the calls within, and restore the ones before.
+        """Set targets and sample numbers for the calls within, and restore the old ones after.
 
         Args:
             targets: (batch, ...), labels.
@@ -214,7 +215,7 @@ class Analyser(Interjection):
     # Seeing
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        """Take in the output of a node."""
+        """Add the output of a node."""
         if not self.enabled:
             return
         path = at.path or "output"
@@ -231,17 +232,18 @@ class Analyser(Interjection):
         *,
         number: int = 0,
     ) -> None:
-        """Take in a value. Nothing happens while not `enabled`.
+        """Add a value. Does nothing while not `enabled`.
 
         Args:
-            key: the name that its results are kept under, such as a node path.
+            key: the name to keep its results under, such as a node path.
             value: a tensor, or a container of tensors.
-            targets: (batch, ...), its labels; None for those that are set.
-            samples: (batch,), their numbers in the data set; None for those that are set.
-            number: the number of the pass, from 0. With `per_pass` it is in the key, from 1.
+            targets: (batch, ...), its labels; None uses those that are set.
+            samples: (batch,), their numbers in the data set; None uses those that are set.
+            number: the number of the pass, from 0. With `per_pass` the key contains it, counted
+                from 1.
 
         Raises:
-            InputError: it does not fit the values under this key so far, or lacks targets.
+            InputError: it does not fit the earlier values under this key, or lacks targets.
         """
         if not self.enabled:
             return
@@ -277,7 +279,7 @@ class Analyser(Interjection):
 
     @property
     def calls(self) -> dict[str, int]:
-        """The number of values under each key: fewer than batches if a node was skipped."""
+        """The number of values under each key: fewer than batches if some skipped the node."""
         return dict(self._calls)
 
     @property
@@ -287,17 +289,17 @@ class Analyser(Interjection):
             return _ByPath({path: self.result(state) for path, state in self._states.items()})
 
     def to_dict(self) -> dict[str, dict[Any, Any]]:
-        """Return the results with numbers, and lists of numbers, instead of tensors."""
+        """Return the results as numbers and lists of numbers instead of tensors."""
         return {path: plain_results(found) for path, found in self.results.items()}
 
     def to_pandas(self, *, per_unit: bool = False) -> pandas.DataFrame:
         """Return the results as a table, with a row for each node (and class, ...).
 
         Args:
-            per_unit: whether each unit has a row of its own, instead of arrays in the cells.
+            per_unit: whether each unit gets a row of its own, instead of arrays in the cells.
 
         Raises:
-            InputError: `per_unit`, and the tensors at a node are of different shapes.
+            InputError: `per_unit` is set, and the tensors at a node have different shapes.
             ImportError: pandas is not installed.
         """
         return data_frame(self.results, self.levels, per_unit=per_unit)
@@ -306,7 +308,7 @@ class Analyser(Interjection):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments that it was made with, by name."""
+        """The arguments of the constructor, by name."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -314,13 +316,13 @@ class Analyser(Interjection):
         }
 
     def merge(self, other: Self) -> None:
-        """Add the values of another analyser, as if this one had seen them.
+        """Add the values of another analyser, as if this one had received them.
 
         Args:
-            other: of the same class, with the same settings; it stays as it is.
+            other: an analyser of the same class with the same settings; it is not changed.
 
         Raises:
-            InputError: it is of another kind, or has other settings. Nothing has changed then.
+            InputError: it has another class, or other settings. Nothing has changed then.
         """
         self._check_alike(other)
         states = copy.deepcopy(self._states)
@@ -343,7 +345,7 @@ class Analyser(Interjection):
             self.settings,
             other.settings,
             "the other",
-            "only such with the same settings can be merged",
+            "only analysers with the same settings can be merged",
         )
 
     def _check_settings(self, mine: Any, theirs: Any, whose: str, why: str) -> None:
@@ -367,25 +369,25 @@ class Analyser(Interjection):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Forget all values, and take over the state of another analyser.
+        """Forget all values, and load the state of another analyser.
 
         Args:
-            state: the result of its `state_dict`.
+            state: a result of its `state_dict`.
 
         Raises:
-            InputError: it is of another kind, or has other settings. Nothing has changed then.
+            InputError: it belongs to another class, or to other settings. Nothing has changed then.
         """
         if state.get("analyser") != self._name:
             raise InputError(f"this is the state of a {state.get('analyser')}, not {self.label}")
         settings = {name: _noted(value) for name, value in self.settings.items()}
-        why = "make an analyser with the same settings"
+        why = "create an analyser with the same settings"
         self._check_settings(settings, state["settings"], "the state", why)
         states = {path: decoded(plain) for path, plain in state["states"]}
         self._states, self._calls = states, dict(state["calls"])
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the tensors that it holds take."""
+        """The size of its tensors in bytes."""
         return sum(_bytes_in(encoded(state)) for state in self._states.values())
 
     def __repr__(self) -> str:
@@ -409,7 +411,7 @@ class _ByPath(dict[str, dict[Any, Any]]):
 
     def __missing__(self, key: object) -> Any:
         known = ", ".join(map(repr, list(self)[:_SHOWN])) or "nothing yet"
-        raise KeyError(f"no results under {key!r}; by node paths there are {known}")
+        raise KeyError(f"no results under {key!r}; node paths with results: {known}")
 
 
 _OURS = f"{__name__.rpartition('.')[0]}."
@@ -429,9 +431,11 @@ def _per_sample(given: Any, name: str) -> Tensor | None:
     try:
         found = torch.as_tensor(given).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{name}= is a tensor, (batch, ...), not {given!r}: {error}") from error
+        raise InputError(
+            f"{name}= has to be a tensor, (batch, ...), not {given!r}: {error}"
+        ) from error
     if found.dim() == 0:
-        raise InputError(f"{name}= has an entry for each sample, (batch, ...); got one number")
+        raise InputError(f"{name}= needs an entry for each sample, (batch, ...); got one number")
     return found
 
 
@@ -439,13 +443,13 @@ def _check_targets(value: Tensor, targets: Tensor | None) -> None:
     if targets is None:
         raise InputError(
             "targets are needed: set `analyser.targets` to the labels of the batch, (batch,), "
-            "before the model is called, or give them to `update(key, value, targets)`"
+            "before the model is called, or pass them to `update(key, value, targets)`"
         )
     if value.dim() == 0 or value.shape[0] != targets.shape[0]:
         raise InputError(
-            f"there are {targets.shape[0]} targets, but the value has the shape "
-            f"{tuple(value.shape)}, whose first dimension should count the same samples; targets "
-            "are set anew for each batch"
+            f"there are {targets.shape[0]} targets, but the value has shape "
+            f"{tuple(value.shape)}, whose first dimension should count the same samples; set "
+            "the targets again for each batch"
         )
 
 

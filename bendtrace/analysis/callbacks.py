@@ -1,4 +1,4 @@
-"""Analysers as callbacks of Lightning and of the Trainer of Hugging Face."""
+"""Analysers as callbacks of Lightning and of the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["lightning_callback", "trainer_callback"]
 def lightning_callback(evaluation: AnalyserEvaluation) -> Any:
     """Return a `lightning.pytorch.Callback` for `AnalyserEvaluation`.
 
-    The model is the `LightningModule`, unless the evaluation has an `of=`. Batches of
-    validation and of the sanity check are not seen. A step is a batch of training.
+    The model is the `LightningModule`, unless the evaluation has an `of=`. Batches of validation
+    and of the sanity check are ignored. A step is one training batch.
 
     Raises:
         ImportError: Lightning is not installed.
@@ -58,10 +58,10 @@ def lightning_callback(evaluation: AnalyserEvaluation) -> Any:
 def trainer_callback(evaluation: AnalyserEvaluation) -> Any:
     """Return a `transformers.TrainerCallback` for `AnalyserEvaluation`.
 
-    Batches of evaluation are not seen. A step is one of the optimizer, also where gradients are
-    accumulated. Callbacks do not learn of batches: without a loader, the targets are taken from the
-    keyword arguments of the model. Nor do they learn of errors: after one, `evaluation.end()`
-    removes all insertions, as the next training does.
+    Batches of evaluation are ignored. A step is one optimizer step, also with gradient
+    accumulation. These callbacks do not receive batches: without a loader, the targets come from
+    the keyword arguments of the model. Nor are they notified of errors: after an error, call
+    `evaluation.end()` to remove all insertions; otherwise the next training removes them.
 
     Raises:
         ImportError: transformers is not installed.

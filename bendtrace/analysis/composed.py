@@ -1,4 +1,4 @@
-"""Analysers that are made of others: lists, and one for each class of samples."""
+"""Composed analysers: lists of analysers, and one analyser per class of samples."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["AnalyserList", "PerClassAnalyser", "PerClassVersusAnalyser"]
 
 
 class AnalyserList(Analyser):
-    """Several analysers, inserted, fed, merged and saved as one.
+    """Several analysers that are inserted, updated, merged and saved together.
 
-    Each keeps its own results and its own `enabled`; while the list is not `enabled`, none of them
-    sees anything. Targets and sample numbers of the list are set for all. The results have one
-    level more: `{node path: {analyser: {name: value}}}`.
+    Each keeps its own results and its own `enabled`; while the list is not `enabled`, all of them
+    ignore values. Targets and sample numbers of the list are set for all. The results have one more
+    level: `{node path: {analyser: {name: value}}}`.
 
     Args:
-        analysers: the analysers, which get the names of their classes (`RunningMean`,
-            `RunningMean_1`), or a dict of them by name.
+        analysers: the analysers, named after their classes (`RunningMean`, `RunningMean_1`), or a
+            dict of analysers by name.
 
     Raises:
-        InputError: one of them is no analyser.
+        InputError: one of them is not an analyser.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -65,12 +65,12 @@ class AnalyserList(Analyser):
         return len(self.analysers)
 
     def __getitem__(self, key: int | str) -> Analyser:
-        """Return one by its name or position."""
+        """Return one analyser by name or position."""
         try:
             return self.analysers[key] if isinstance(key, str) else list(self)[key]
         except LookupError:
             raise InputError(
-                f"there is no analyser {key!r} here, but {', '.join(self.analysers)}"
+                f"there is no analyser {key!r} here, only {', '.join(self.analysers)}"
             ) from None
 
     @property
@@ -80,17 +80,17 @@ class AnalyserList(Analyser):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The kinds of the keys of the results: nodes, analysers, and those of the analysers.
+        """The kinds of keys of the results: nodes, analysers, and those of the analysers.
 
         Raises:
-            InputError: these are not the same for all.
+            InputError: the analysers have different kinds.
         """
         inner = {item.levels[1:] for item in self}
         if len(inner) > 1:
             listed = ", ".join(f"{name} {item.levels}" for name, item in self.analysers.items())
             raise InputError(
-                f"the results of these analysers go by different levels, {listed}: ask each for "
-                "its own table"
+                f"the results of these analysers have different levels, {listed}: call "
+                "to_pandas() on each analyser"
             )
         return ("node", "analyser", *(inner.pop() if inner else ()))
 
@@ -102,14 +102,14 @@ class AnalyserList(Analyser):
     # Seeing
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        """Hand on the output of a node."""
+        """Pass on the output of a node."""
         for item in self._looking["after"] if self.enabled else ():
             item.after(at, inputs, output)
 
     def backward(
         self, at: NodePass, grad_input: tuple[Any, ...], grad_output: tuple[Any, ...]
     ) -> None:
-        """Hand on the gradients of a node."""
+        """Pass on the gradients of a node."""
         for item in self._looking["backward"] if self.enabled else ():
             item.backward(at, grad_input, grad_output)
 
@@ -122,13 +122,13 @@ class AnalyserList(Analyser):
         *,
         number: int = 0,
     ) -> None:
-        """Hand a value to all of them; see `Analyser.update`."""
+        """Pass a value to all of them; see `Analyser.update`."""
         if self.enabled:
             for item in self:
                 item.update(key, value, targets, samples, number=number)
 
     def reset(self) -> None:
-        """Have all of them forget their values."""
+        """Reset all of them."""
         for item in self:
             item.reset()
 
@@ -139,7 +139,7 @@ class AnalyserList(Analyser):
         return {name: item.start(key) for name, item in self.analysers.items()}
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Have each take in a value."""
+        """Update the state of each with a value."""
         for name, item in self.analysers.items():
             item.update_state(state[name], value, batch)
 
@@ -156,7 +156,7 @@ class AnalyserList(Analyser):
 
     @property
     def calls(self) -> dict[str, int]:
-        """The number of values under each key, of the member with most."""
+        """The number of values under each key; the maximum over the members."""
         found: dict[str, int] = {}
         for item in self:
             for path, calls in item.calls.items():
@@ -192,7 +192,7 @@ class AnalyserList(Analyser):
         return {"analyser": AnalyserList.__name__, "members": members}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Forget all values, and take over the states of another list.
+        """Forget all values, and load the states of another list.
 
         Raises:
             InputError: it has other members. Nothing has changed then.
@@ -202,7 +202,7 @@ class AnalyserList(Analyser):
         members = dict(state["members"])
         if list(members) != list(self.analysers):
             raise InputError(
-                f"this list has {', '.join(self.analysers)}; the state is of one with "
+                f"this list has {', '.join(self.analysers)}; the state belongs to one with "
                 f"{', '.join(members)}"
             )
         made = copy.deepcopy(self.analysers)
@@ -219,7 +219,7 @@ class AnalyserList(Analyser):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the tensors that they hold take."""
+        """The size of their tensors in bytes."""
         return sum(item.nbytes for item in self)
 
     @property
@@ -242,12 +242,16 @@ def _named(analysers: Any) -> dict[str, Analyser]:
     found: dict[str, Analyser] = {}
     for name, item in items:
         if not isinstance(item, Analyser):
-            raise InputError(f"a list of analysers was given, with {item!r} in it, which is none")
+            raise InputError(
+                f"a list of analysers cannot contain {item!r}, which is not an analyser"
+            )
         if any(item is other for other in found.values()):
-            raise InputError(f"{item.label} is in the list twice, and would see everything twice")
+            raise InputError(
+                f"{item.label} is in the list twice, and would receive every value twice"
+            )
         for form in ("before", "instead"):
             if type(item)._overrides(form):
-                raise InputError(f"{item.label} overrides `{form}`: insert it by itself")
+                raise InputError(f"{item.label} overrides `{form}`: insert it on its own")
         found[name if name is not None else _free(item._name, found)] = item
     return found
 
@@ -263,15 +267,15 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
 class PerClassAnalyser(Analyser):
     """One analyser for the samples of each class.
 
-    Set `targets` to the labels of each batch, whole numbers (batch,), before the model is called.
-    The results have one level more: `{node path: {class: {name: value}}}`. A node has the classes
-    of the samples that reached it.
+    Set `targets` to the labels of each batch, integers (batch,), before the model is called. The
+    results have one more level: `{node path: {class: {name: value}}}`. A node has the classes of
+    the samples that reached it.
 
     Args:
-        analyser: the pattern for the analyser of each class, which sees nothing itself.
+        analyser: the template for the analyser of each class; it receives no values itself.
 
     Raises:
-        InputError: it is none, or looks at neither outputs of nodes nor their gradients.
+        InputError: it is not an analyser, or uses neither outputs of nodes nor their gradients.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -303,15 +307,15 @@ class PerClassAnalyser(Analyser):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The kinds of the keys of the results: nodes, classes, and those of the analyser."""
+        """The kinds of keys of the results: nodes, classes, and those of the analyser."""
         return ("node", "class", *self.analyser.levels[1:])
 
     def start(self, key: str) -> Any:
-        """Return the states of the classes at a node: none so far."""
+        """Return the states of the classes at a node: empty at first."""
         return {"key": key, "rows": Count(), "classes": {}}
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Hand the samples of each class to the analyser."""
+        """Pass the samples of each class to the analyser."""
         targets = _labels(batch.targets)
         samples = batch.samples
         if samples is None:  # counted at the node, and not within a class
@@ -330,7 +334,7 @@ class PerClassAnalyser(Analyser):
         state["rows"].update(value)
 
     def merge_state(self, state: Any, other: Any) -> None:
-        """Add the state of another one, class by class."""
+        """Add another state, class by class."""
         state["rows"].merge(other["rows"])
         for label, inner in other["classes"].items():
             if label not in state["classes"]:
@@ -347,11 +351,11 @@ class PerClassVersusAnalyser(PerClassAnalyser):
     """Two analysers for each class: for its samples, and for all samples of the others.
 
     The results are `{node path: {class: {"class": {...}, "rest": {...}}}}`. The rest has the
-    results for all samples of other classes at the node. It is merged from the states of these, so
-    the analyser has to be one that can be merged.
+    results for all samples of other classes at the node. It is merged from their states, so the
+    analyser has to support merging.
 
     Args:
-        analyser: the pattern for the analyser of each side, which sees nothing itself.
+        analyser: the template for the analyser of each side; it receives no values itself.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -364,7 +368,7 @@ class PerClassVersusAnalyser(PerClassAnalyser):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The kinds of the keys of the results: nodes, classes, sides, and the analyser's."""
+        """The kinds of keys of the results: nodes, classes, sides, and the analyser's."""
         return ("node", "class", "side", *self.analyser.levels[1:])
 
     def result(self, state: Any) -> dict[Any, Any]:
@@ -389,22 +393,22 @@ def _takes_gradients(analyser: Analyser) -> bool:
 
 def _check_pattern(analyser: Any) -> None:
     if not isinstance(analyser, Analyser):
-        raise InputError(f"an analyser is needed, to be used for each class; not {analyser!r}")
+        raise InputError(f"an analyser to use for each class is needed, not {analyser!r}")
     if isinstance(analyser, AnalyserList):
         for inner in analyser:
             _check_pattern(inner)
         kinds = {_takes_gradients(inner) and gradients_of(inner) for inner in analyser}
         if len(kinds) > 1 or len(set(map(_per_pass, analyser))) > 1:
             raise InputError(
-                "the analysers of this list do not look at the same: at outputs of nodes, at "
-                "gradients of inputs or of outputs, at all passes together or each apart; give a "
-                "list for each of these"
+                "the analysers of this list use different values: outputs of nodes, or "
+                "gradients of inputs or of outputs, of all passes together or of each "
+                "separately; create one list for each of these"
             )
     elif type(analyser).backward is not see_gradients:
         if type(analyser).after is not Analyser.after:
             raise InputError(
-                f"{analyser.label} has an `after` or a `backward` of its own, so that its values "
-                "cannot be told apart by class"
+                f"{analyser.label} overrides `after` or `backward`, so its values cannot be "
+                "separated by class"
             )
 
 
@@ -417,5 +421,5 @@ def _per_pass(analyser: Analyser) -> bool:
 def _labels(targets: Tensor | None) -> Tensor:
     if targets is None or targets.dim() != 1 or targets.is_floating_point():
         seen = None if targets is None else f"{targets.dtype}, {tuple(targets.shape)}"
-        raise InputError(f"classes are targets of whole numbers, (batch,); these are {seen}")
+        raise InputError(f"classes have to be integer targets, (batch,), not {seen}")
     return targets.to(torch.int64)

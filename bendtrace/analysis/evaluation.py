@@ -1,4 +1,4 @@
-"""Analysers during training: run over a data set at intervals, or on the training batches."""
+"""Analysers during training: on a data set at intervals, or on the training batches."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["AnalyserEvaluation", "Evaluated"]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The results of an analyser at one time in training.
+    """The results of an analyser at one point of the training.
 
     Attributes:
-        step: the number of steps of training by then.
-        epoch: the number of finished epochs by then.
-        results: `analyser.results` then.
+        step: the number of steps of training so far.
+        epoch: the number of finished epochs so far.
+        results: `analyser.results` at that point.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -56,34 +56,33 @@ class Evaluated:
 
 
 class AnalyserEvaluation:
-    """Has an analyser look at a model while it is trained, and keeps the results of each time.
+    """Runs an analyser on a model during training, and keeps the results of each time.
 
-    With a `loader`, the model runs over it every few steps or epochs, in eval mode, and is restored
-    afterwards: training modes, buffers, random generators (those of the loader, too). Without one,
-    the analyser looks at the batches that the model is trained on, as they run; its results are
-    those of the steps since the last time. Either way, training is bit for bit what it would be
-    without.
+    With a `loader`, the model runs over it every few steps or epochs, in eval mode. Afterwards
+    training modes, buffers and random generators (including the loader's) are restored. Without a
+    loader, the analyser uses the batches that the model is trained on, as they run; its results
+    cover the steps since the last time. Either way, training is bit for bit the same as without it.
 
     Use `attached`, `step` and `end_epoch` in a loop of your own, the callback `lightning()` in
     Lightning, the callback `hugging_face()` in a Hugging Face `Trainer`, and `evaluate(model)`
     anywhere.
 
     Args:
-        where: at which nodes, as for `BendedModule.interject`.
-        analyser: the analyser; for several, an `AnalyserList`. Each time it begins from nothing.
-        loader: the batches to look at; None for those of the training.
-        every: after how many steps or epochs.
+        where: the nodes, as for `BendedModule.interject`.
+        analyser: the analyser; for several, an `AnalyserList`. It is reset each time.
+        loader: the batches to use; None uses the training batches.
+        every: the interval in steps or epochs.
         unit: `"epoch"` or `"step"`.
-        of: a function from the trained model to the part to look at, such as
-            `lambda module: module.net`; None for the model itself.
+        of: a function from the trained model to the part to analyse, such as `lambda module:
+            module.net`; None for the model itself.
         inputs: a function from the batch to the inputs of the model, in one of the forms that
-            `Call.of` takes. None: of a pair the first, all of a mapping as keyword arguments, else
-            the batch itself.
-        targets: the targets, as a function of the batch. None: of a pair the second, `labels` of a
-            mapping, else none.
-        loss: a function of the output and the batch, whose gradients are taken, for analysers that
-            look at gradients over a loader; `.grad` of the parameters stays as it is.
-        max_batches: the number of batches of the loader to take.
+            `Call.of` accepts. None uses the first item of a pair, all of a mapping as keyword
+            arguments, or else the batch itself.
+        targets: a function from the batch to the targets. None uses the second item of a pair,
+            `labels` of a mapping, or else no targets.
+        loss: a function of the output and the batch whose gradients are taken, for analysers of
+            gradients with a loader; `.grad` of the parameters is not changed.
+        max_batches: the number of batches of the loader to use.
         allow_none: whether `where` may match no node.
 
     Attributes:
@@ -92,7 +91,7 @@ class AnalyserEvaluation:
         epochs: the number of finished epochs.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -127,16 +126,19 @@ class AnalyserEvaluation:
         allow_none: bool = False,
     ) -> None:
         if not isinstance(analyser, Analyser):
-            raise InputError(f"an analyser is needed, or a list of several; not {analyser!r}")
+            raise InputError(f"an analyser is needed, or a list of analysers, not {analyser!r}")
         if type(every) is not int or every < 1 or unit not in ("epoch", "step"):
-            raise InputError(f'every={every!r} of unit={unit!r}: a number of "step" or "epoch"')
+            raise InputError(
+                f'every={every!r} with unit={unit!r}: pass a positive number as every=, and "step" '
+                'or "epoch" as unit='
+            )
         if isinstance(loader, Iterator):  # `iter(loader)` would draw a random number
             raise InputError(
-                "loader= is run over again and again; this is an iterator, which is used up after "
-                "the first time: give a list or a DataLoader"
+                "loader= is iterated repeatedly, but this is an iterator, which can be used "
+                "only once: pass a list or a DataLoader"
             )
         if loader is None and (inputs or loss or max_batches):
-            raise InputError("inputs=, loss= and max_batches= are for running over a loader=")
+            raise InputError("inputs=, loss= and max_batches= are only for use with loader=")
         self.where = where
         self.analyser = analyser
         self.loader = loader
@@ -158,10 +160,10 @@ class AnalyserEvaluation:
     # Over a loader
 
     def evaluate(self, model: Callable[..., Any] | None = None) -> Evaluated:
-        """Run over the loader now, and note the results.
+        """Run over the loader now, and record the results.
 
         Args:
-            model: the model; None for the one that this is attached to.
+            model: the model; None for the attached model.
 
         Raises:
             InputError: there is no loader, or no model.
@@ -211,15 +213,15 @@ class AnalyserEvaluation:
 
     @contextmanager
     def attached(self, model: Callable[..., Any]) -> Iterator[AnalyserEvaluation]:
-        """Look at a model while it is trained.
+        """Analyse a model while it is trained.
 
         Args:
-            model: the model that is trained. Without a loader the analyser can look at any node of
-                a `BendedModule`; of another module at the calls of its submodules, by hooks, and
+            model: the model to train. Without a loader the analyser can be used at any node of a
+                `BendedModule`; in another module, at the calls of its submodules, with hooks, and
                 under their qualified names.
 
         Raises:
-            InputError: this is attached already, or `where` matches nothing in this model.
+            InputError: a model is attached already, or `where` matches nothing in this model.
         """
         self.begin(model)
         try:
@@ -228,9 +230,9 @@ class AnalyserEvaluation:
             self.end()
 
     def begin(self, model: Callable[..., Any]) -> None:
-        """Do what `attached` does at its beginning; for callbacks."""
+        """Start what `attached` does on entry; for callbacks."""
         if self._attached is not None:
-            raise InputError("this is attached to a model already: end that first")
+            raise InputError("a model is attached already: call end() first")
         with ExitStack() as stack:
             if self.loader is None:
                 stack.enter_context(_ready(self.analyser, is_training=True))
@@ -248,16 +250,16 @@ class AnalyserEvaluation:
             watched = _watched_natively(model, self.where, self.analyser, self._allow_none)
             self._passes = stack.enter_context(watched)
         else:
-            raise InputError(f"{model!r} is no module: wrap it, BendedModule(model)")
+            raise InputError(f"{model!r} is not a module: wrap it, BendedModule(model)")
 
     def at_end(self, callback: Callable[[], Any]) -> None:
-        """Have `end` call a function; for callbacks."""
+        """Make `end` call a function; for callbacks."""
         if self._attached is None:
-            raise InputError("this is attached to no model")
+            raise InputError("no model is attached")
         self._attached.callback(callback)
 
     def end(self) -> None:
-        """Do what `attached` does at its end; for callbacks. A second call does nothing."""
+        """Do what `attached` does on exit; for callbacks. A second call does nothing."""
         stack, self._attached, self._model = self._attached, None, None
         self._bended = None
         if stack is not None:
@@ -268,7 +270,7 @@ class AnalyserEvaluation:
         """Surround one step of training: forward, backward, optimizer.
 
         Args:
-            batch: the batch that the targets are in.
+            batch: the batch that contains the targets.
         """
         self.begin_step(batch)
         try:
@@ -280,21 +282,21 @@ class AnalyserEvaluation:
         self.end_step()
 
     def begin_step(self, batch: Any = None) -> None:
-        """Do what `step` does at its beginning; for callbacks."""
+        """Do what `step` does on entry; for callbacks."""
         if self._attached is None:
-            raise InputError("this is attached to no model: `with evaluation.attached(model):`")
+            raise InputError("no model is attached: use `with evaluation.attached(model):`")
         self._passes.begin()
         if self.loader is None:
             self.analyser.targets = None if batch is None else self._targets(batch)
             self.analyser.enabled = True
 
     def came_by(self, batch: Any) -> None:
-        """Take the targets from the next batch of training; for callbacks."""
+        """Take the targets from the next training batch; for callbacks."""
         if self.loader is None and self.analyser.enabled:
             self.analyser.targets = self._targets(batch)
 
     def end_step(self) -> None:
-        """Do what `step` does at its end; for callbacks."""
+        """Do what `step` does on exit; for callbacks."""
         if self.loader is None:
             self.analyser.enabled = False
         self.steps += 1
@@ -302,7 +304,7 @@ class AnalyserEvaluation:
             self._due()
 
     def end_epoch(self) -> None:
-        """Say that an epoch of training is over."""
+        """Record that an epoch of training is over."""
         self.epochs += 1
         if self.unit == "epoch" and self.epochs % self.every == 0:
             self._due()
@@ -317,8 +319,8 @@ class AnalyserEvaluation:
     def _note(self) -> Evaluated:
         if self.loader is None and not self.analyser.calls and not self._allow_none:
             warnings.warn(
-                f"{self.analyser.label} at {self.where!r} was never called since the last time: "
-                "steps have to be inside of `evaluation.step(batch)`, and reach that node",
+                f"{self.analyser.label} at {self.where!r} was not called since the last time: "
+                "steps have to be inside `evaluation.step(batch)`, and reach that node",
                 NeverFiredWarning,
                 stacklevel=4,
             )
@@ -353,7 +355,7 @@ class AnalyserEvaluation:
     def to_pandas(self, *, per_unit: bool = False) -> pandas.DataFrame:
         """Return the history as a table, with a row for each time and node (and class, ...).
 
-        Each time has a number, counted from 0, and its epoch and step.
+        Each time has a number, counted from 0, an epoch and a step.
 
         Args:
             per_unit: see `Analyser.to_pandas`.
@@ -370,7 +372,7 @@ class AnalyserEvaluation:
         return data_frame(nested, levels, per_unit=per_unit)
 
     def __repr__(self) -> str:
-        over = "the batches of the training" if self.loader is None else "a loader"
+        over = "the training batches" if self.loader is None else "a loader"
         return (
             f"<AnalyserEvaluation of {self.analyser.label} at {self.where!r} over {over}, every "
             f"{self.every} {self.unit}: {len(self.history)} times>"
@@ -395,16 +397,16 @@ def _watched_natively(
     """
     if "backward" in analyser._forms():
         raise InputError(
-            f"{analyser.label} looks at gradients, which hooks of modules do not tell apart by "
-            "call: train the model as a BendedModule"
+            f"{analyser.label} uses gradients, which module hooks cannot separate by call: "
+            "train the model as a BendedModule"
         )
     found: dict[str, nn.Module] = {}
     for item in where if isinstance(where, (list, tuple, set, frozenset)) else [where]:
         matching = dict(_matching(model, item))
         if not matching and not allow_none:
             raise InputError(
-                f"the model has no module {item!r}. In a plain module calls of modules can be "
-                "looked at; for all else train it as a BendedModule"
+                f"the model has no module {item!r}. In a plain module only calls of modules "
+                "can be analysed; for other nodes train it as a BendedModule"
             )
         found.update(matching)
     counts = Counts()
@@ -458,8 +460,8 @@ def _inputs_in(batch: Any) -> Any:
     if type(batch) in (tuple, list):
         if len(batch) > 2 or not batch:
             raise InputError(
-                f"a batch is a {type(batch).__name__} of {len(batch)}: say with inputs= which part "
-                "of it the model takes"
+                f"a batch is a {type(batch).__name__} of {len(batch)}: pass a function from "
+                "the batch to the inputs of the model as inputs="
             )
         return batch[0]
     return batch

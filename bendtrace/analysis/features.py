@@ -1,4 +1,4 @@
-"""Statistics of the outputs and gradients of nodes, one analyser for each kind."""
+"""Statistics of the outputs and gradients of nodes, one class for each kind of statistic."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 def see_gradients(
     self: Analyser, at: NodePass, grad_input: tuple[Any, ...], grad_output: tuple[Any, ...]
 ) -> None:
-    """Take in the gradients of a node that `of` names: the `backward` of gradient analysers."""
+    """Process the gradients selected by `of`: the `backward` method of gradient analysers."""
     if not self.enabled:
         return
     path, grads = at.path or "output", grad_output
@@ -49,21 +49,21 @@ def see_gradients(
 
 
 def gradients_of(analyser: Any) -> str:
-    """Return the gradients that an analyser takes: those of `"output"` or `"input"`."""
+    """Return the gradients that an analyser uses: those of `"output"` or `"input"`."""
     while not hasattr(analyser, "of"):  # a wrapper, or a list of those that look at the same
         analyser = analyser.analyser if hasattr(analyser, "analyser") else analyser[0]
     return str(analyser.of)
 
 
 class UnitAnalyser(Analyser):
-    """An analyser of units: of the entries along some dimensions of a value.
+    """An analyser of units: the entries along some dimensions of a value.
 
     Args:
-        keep: the dimension whose entries are units with results of their own: 1 for the channels
-            of a convolution or the features of a linear layer, -1 for the last one, as in
-            transformers; several, `(1, 3)`; `"units"` for all but the first; `()` for none, one
-            result for the whole value. All other dimensions are taken together. A value of no or
-            one dimension has none to keep.
+        keep: the dimension whose entries are units with separate results: 1 for the channels of a
+            convolution or the features of a linear layer, -1 for the last one, as in transformers;
+            several, `(1, 3)`; `"units"` for all but the first; `()` for none, one result for the
+            whole value. All other dimensions are reduced. A value with fewer than two dimensions
+            has none to keep.
         per_pass: see `Analyser`.
 
     Raises:
@@ -91,7 +91,7 @@ class UnitAnalyser(Analyser):
         return self._new()
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take in a value."""
+        """Add a value."""
         state.update(rows_of(value, self.keep))
 
     def result(self, state: Any) -> dict[Any, Any]:
@@ -115,13 +115,14 @@ class FeatureStatistics(_Corrected):
     """Mean, variance, smallest and largest value, and sparsity of each unit.
 
     The results are `count` (the number of rows), `mean`, `var`, `std`, `min`, `max`, `sparsity`
-    (the fraction of values that are 0), `nonfinite` (how many are nan or infinite) and, if wanted,
-    `skew` and `kurtosis`. They are those of all values at once, in float64 up to rounding;
-    `min` and `max` are exact, in the dtype of the values. A nan makes those of its unit nan.
+    (the fraction of values that are 0), `nonfinite` (the number of nan or infinite values) and, if
+    requested, `skew` and `kurtosis`. They are those of all values at once, in float64 up to
+    rounding; `min` and `max` are exact, in the dtype of the values. A nan makes the results of its
+    unit nan.
 
     Args:
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
-        higher: whether skewness and (excess) kurtosis are wanted, as `scipy.stats` defines them.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
+        higher: whether to compute skewness and (excess) kurtosis, as `scipy.stats` defines them.
         correction: subtracted from the count in the divisor of the variance: 1 as in `torch.var`, 0
             as in `numpy.var`.
         per_pass: see `Analyser`.
@@ -158,7 +159,7 @@ class FeatureStatistics(_Corrected):
         }  # fmt: skip
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take in a value."""
+        """Add a value."""
         rows = rows_of(value, self.keep)
         state["moments"].update(rows)
         state["extremes"].update(rows)
@@ -180,7 +181,7 @@ class RunningMean(UnitAnalyser):
     """The mean of each unit: `count`, `mean`.
 
     Args:
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 
     Example:
@@ -200,7 +201,7 @@ class RunningVariance(_Corrected):
     """Mean and variance of each unit: `count`, `mean`, `var`.
 
     Args:
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         correction: see `FeatureStatistics`.
         per_pass: see `Analyser`.
 
@@ -245,7 +246,7 @@ class RunningMinMax(UnitAnalyser):
     """The smallest and largest value of each unit, in the values' own dtype: `count`, `min`, `max`.
 
     Args:
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 
     Example:
@@ -268,12 +269,12 @@ class RunningQuantile(UnitAnalyser):
 
     Args:
         ranks: which quantiles, from 0 to 1.
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         size: how many values are kept at each level; more is more precise.
         per_pass: see `Analyser`.
 
     Raises:
-        InputError: a rank or the size makes no sense.
+        InputError: a rank or the size is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -304,19 +305,19 @@ class RunningQuantile(UnitAnalyser):
 
 
 class RunningHistogram(UnitAnalyser):
-    """How many values of each unit are in each bin: `count`, `counts`, `below`, `above`, `nan`.
+    """The number of values of each unit in each bin: `count`, `counts`, `below`, `above`, `nan`.
 
-    Whole numbers, as `numpy.histogram` counts them: see `Histogram`.
+    The counts are integers, as in `numpy.histogram`: see `Histogram`.
 
     Args:
-        edges: (bins + 1,), ascending; or how many bins of equal width.
-        low: the beginning of the lowest bin, for a number of bins.
-        high: the end of the highest one.
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        edges: (bins + 1,), ascending; or the number of bins of equal width.
+        low: the lower edge of the lowest bin, for a number of bins.
+        high: the upper edge of the highest one.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 
     Raises:
-        InputError: there is no such histogram.
+        InputError: the edges are invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -338,10 +339,10 @@ class RunningHistogram(UnitAnalyser):
         super().__init__(keep=keep, per_pass=per_pass)
         if isinstance(edges, int):
             if low is None or high is None:
-                raise InputError("a number of bins needs low= and high= as well, or give the edges")
+                raise InputError("a number of bins also needs low= and high=; or pass the edges")
             edges = even_edges(edges, low, high)
         elif low is not None or high is not None:
-            raise InputError("edges say where the bins begin and end: leave out low= and high=")
+            raise InputError("edges already define the bins: do not pass low= and high=")
         self.edges = Histogram(edges).edges
 
     def _new(self) -> Any:
@@ -351,23 +352,23 @@ class RunningHistogram(UnitAnalyser):
 class RunningTopK(UnitAnalyser):
     """The k largest values of each unit, and the samples that they came from.
 
-    The results are `count`, `values`, `samples` and `positions`, (k, units) each; `positions` say
-    where in its sample a value is, counted along the dimensions that are not kept. Of equal values
-    those of the smaller sample number come first, then those of the smaller position.
+    The results are `count`, `values`, `samples` and `positions`, (k, units) each; `positions` are
+    the indices of the values within their samples, counted along the dimensions that are not kept.
+    Equal values are ordered by sample number, then by position.
 
     `samples` of the analyser numbers the samples of a batch; if it is None, they are counted at the
     node. Set it for nodes that some batches do not reach, and to merge the results of several
     workers.
 
     Args:
-        k: how many.
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
-        largest: whether the largest, or the smallest.
-        once: whether each sample counts once, with its best value, or at all positions.
+        k: the number of values.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
+        largest: whether to keep the largest or the smallest values.
+        once: whether each sample counts once, with its best value, or with all positions.
         per_pass: see `Analyser`.
 
     Raises:
-        InputError: k is no positive whole number.
+        InputError: k is not a positive integer.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -397,7 +398,7 @@ class RunningTopK(UnitAnalyser):
         return {"top": TopK(self.k, largest=self.largest), "seen": Tally()}
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take in a value."""
+        """Add a value."""
         value = value.reshape(1) if value.dim() == 0 else value
         many = value.shape[0]
         samples = batch.samples
@@ -405,7 +406,7 @@ class RunningTopK(UnitAnalyser):
             samples = torch.arange(many) + state["seen"].count
         elif samples.shape[0] != many:
             raise InputError(
-                f"{samples.shape[0]} numbers of samples are set, but the value has the shape "
+                f"there are {samples.shape[0]} sample numbers, but the value has shape "
                 f"{tuple(value.shape)}, whose first dimension should count the same samples"
             )
         rows = rows_of(value, self.keep)
@@ -445,21 +446,21 @@ class RunningTopK(UnitAnalyser):
 
 
 class DeadReLU(UnitAnalyser):
-    """Which units are never active over all the data: those of a ReLU, or any other activation.
+    """Finds units that are never active in all the data, after a ReLU or another activation.
 
-    A unit is active where its value is above the threshold; a nan counts as active, since such a
-    unit is not silent but broken. The results are `count` (rows), `active` (for how many of them
-    each unit was, int64), `dead` (whether it never was), `dead_count` and `dead_share`. What was
-    never seen is not dead.
+    A unit is active if its value is above the threshold; a nan counts as active, since such a unit
+    is broken, not silent. The results are `count` (rows), `active` (for how many of them each unit
+    was active, int64), `dead` (whether it never was), `dead_count` and `dead_share`. A unit without
+    data is not dead.
 
     Args:
         threshold: 0 for a ReLU; a little above 0 for GELU and the like.
-        keep: which dimensions are units: see `UnitAnalyser`. With 1 a channel of a convolution is
-            dead if it is so at all positions, with `"units"` each position counts for itself.
+        keep: which dimensions are units: see `UnitAnalyser`. With 1, a channel of a convolution is
+            dead if it is dead at all positions; with `"units"` each position is a separate unit.
         per_pass: see `Analyser`.
 
     Raises:
-        InputError: the threshold is no number.
+        InputError: the threshold is not a number.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -475,14 +476,16 @@ class DeadReLU(UnitAnalyser):
     def __init__(self, *, threshold: float = 0.0, keep: Keep = 1, per_pass: bool = False) -> None:
         super().__init__(keep=keep, per_pass=per_pass)
         if not isinstance(threshold, (int, float)) or math.isnan(threshold):
-            raise InputError(f"threshold={threshold!r}: a number that active values are above")
+            raise InputError(
+                f"threshold={threshold!r} has to be a number; values above it are active"
+            )
         self.threshold = threshold
 
     def _new(self) -> Any:
         return Tally()
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take in a value."""
+        """Add a value."""
         state.update(~(rows_of(value, self.keep) <= self.threshold))
 
     def _found(self, state: Any) -> dict[str, Any]:
@@ -496,14 +499,14 @@ class DeadReLU(UnitAnalyser):
 class GradientAnalyser(UnitAnalyser):
     """An analyser of the gradients that pass through nodes, instead of their outputs.
 
-    Of a node with several outputs (or inputs) that have a gradient, each has results of its own:
+    If a node has several outputs (or inputs) with a gradient, each has separate results:
     `lstm|sub_0` for the first tensor among them. A call whose backward pass does not reach the
-    node, or that ran without gradients, is not seen; an unused output has no gradient.
+    node, or that ran without gradients, is ignored; an unused output has no gradient.
 
     Args:
         of: `"output"`, the gradients of outputs; or `"input"`, of inputs, under `fc.input`. These
             are the gradients through this execution of the node alone.
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 
     Raises:
@@ -536,26 +539,26 @@ class GradientAnalyser(UnitAnalyser):
     ) -> None:
         super().__init__(keep=keep, per_pass=per_pass)
         if of not in ("output", "input"):
-            raise InputError(f'of={of!r}: gradients are those of the "output" or the "input"')
+            raise InputError(f'of={of!r} has to be "output" or "input"')
         self.of = of
 
     backward = see_gradients
 
 
 class GradientAccumulation(GradientAnalyser):
-    """The sum of the gradients at each node, and the norms of those of each sample.
+    """The sum of the gradients at each node, and the norms of the gradients of each sample.
 
     The results are `count` (samples), `sum` and `mean_abs` of each unit (over all samples and
     positions), and `norm_mean`, `norm_std`, `norm_min`, `norm_max`: of the Euclidean norm of the
-    gradient of each sample, over all dimensions but the first. All are added up in float64.
+    gradient of each sample, over all dimensions but the first. All are summed in float64.
 
-    A loss that is a mean over the batch has gradients that are smaller by the size of the batch.
-    It is inserted as any analyser; see `GradientAnalyser` for which gradients are seen.
+    The gradients of a loss that is a mean over the batch are divided by the size of the batch.
+    Insert it like any analyser; see `GradientAnalyser` for the gradients that it uses.
 
     Args:
         of: see `GradientAnalyser`.
-        keep: which dimensions have sums of their own: see `UnitAnalyser`; `"units"` for the sum
-            over samples alone.
+        keep: which dimensions have separate sums: see `UnitAnalyser`; `"units"` sums over samples
+            alone.
         per_pass: see `Analyser`.
 
     Example:
@@ -575,7 +578,7 @@ class GradientAccumulation(GradientAnalyser):
         }  # fmt: skip
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take in the gradient of a value."""
+        """Add the gradient of a value."""
         rows = accumulator(rows_of(value, self.keep))
         state["units"].update(rows)
         state["absolute"].update(rows.abs())

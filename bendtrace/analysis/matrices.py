@@ -1,4 +1,4 @@
-"""Features as matrices of samples by features: their products, ranks, and linear maps of them."""
+"""Features as matrices of samples by features: products, ranks, and linear maps."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def as_matrix(value: Tensor, keep: Keep) -> Tensor:
 
     Args:
         value: (batch, ...); a number is one sample with one feature.
-        keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1
-            for the last, or several. Positions in the others are samples of their own.
+        keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1 for
+            the last, or several. Positions in the others are separate samples.
 
     Example:
         >>> import torch
@@ -42,7 +42,7 @@ def as_matrix(value: Tensor, keep: Keep) -> Tensor:
 def epsilon(dtype: torch.dtype) -> float:
     """Return the precision of features of a dtype: its machine epsilon, at most that of float32.
 
-    Half precision counts as float32, and numbers that are not floating as float64.
+    Half precision counts as float32, and non-floating dtypes as float64.
     """
     single, double = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
     return single if dtype.is_floating_point and dtype != torch.float64 else double
@@ -54,14 +54,14 @@ def in_double(rows: Tensor) -> Tensor:
 
 
 def check_squares(rows: Tensor) -> None:
-    """Refuse rows whose squares float64 cannot hold: a rank of them would be wrong."""
+    """Raise for rows whose squares overflow float64: a rank computed from them would be wrong."""
     if rows.dtype != torch.float64 or not rows.numel():
         return  # all finite values of other types have squares in float64
     largest = float(rows.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
     if largest and not _LEAST < largest < _GREATEST:
         raise InputError(
-            f"values up to {largest:.3g} have squares that float64 cannot hold: scale them, or "
-            "take mode='a' of Rank, which needs no squares"
+            f"the squares of values up to {largest:.3g} overflow float64: scale the values, or "
+            "use mode='a' of Rank, which needs no squares"
         )
 
 
@@ -89,11 +89,11 @@ class Products(Covariance):
 
     @property
     def width(self) -> int | None:
-        """How many features the rows have; None before the first ones."""
+        """The number of features of the rows; None before the first rows."""
         return None if self._shift is None else len(self._shift)
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, (n, d)."""
+        """Add rows, (n, d)."""
         check_width(self.width, rows.shape[1])
         check_squares(rows)
         # Not added up in float32 on devices without float64: ranks need that precision.
@@ -119,7 +119,7 @@ class Products(Covariance):
 
 
 class Rows(Statistic):
-    """All rows, up to a number of them."""
+    """All rows, up to a maximum number."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -129,7 +129,7 @@ class Rows(Statistic):
         self.eps = 0.0
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, (n, d), which are copied."""
+        """Add rows, (n, d), which are copied."""
         self._check(rows)
         self._add(rows.detach().clone(), epsilon(rows.dtype))
 
@@ -141,7 +141,7 @@ class Rows(Statistic):
             self._add(rows, other.eps)
 
     def result(self) -> Tensor:
-        """Return all of them, (n, d), in the order in which they came."""
+        """Return all of them, (n, d), in order."""
         if not self.kept:
             return torch.zeros(0, 0, dtype=torch.float64)
         # On the first one's device, and exact for all of them if their types differ.
@@ -160,18 +160,18 @@ class Rows(Statistic):
         total = self.count + len(rows)
         if total > self.limit:
             raise InputError(
-                f"{total} samples by now, and all of them have to be kept, but max_samples="
-                f"{self.limit}: raise it, show fewer samples, or use mode='aTa', whose memory "
-                "does not grow with them"
+                f"there are {total} samples so far, and all of them have to be kept, but "
+                f"max_samples={self.limit}: raise it, use fewer samples, or use mode='aTa', "
+                "whose memory does not grow with them"
             )
 
 
 def check_width(known: int | None, features: int) -> None:
-    """Raise an `InputError` if there is another number of features than before."""
+    """Raise an `InputError` if the number of features has changed."""
     if known is not None and known != features:
         raise InputError(
-            f"{features} features, but {known} before: for values whose size changes say with "
-            "keep= which dimensions are features, such as 1 for channels, or -1 for the last"
+            f"{features} features, but {known} before: for values whose size changes, pass the "
+            "dimensions of the features as keep=, such as 1 for channels, or -1 for the last"
         )
 
 
@@ -189,14 +189,15 @@ def check_features(features: int, limit: int, instead: str) -> None:
     if features > limit:
         gigabytes = features**2 * 8 / 1e9
         raise InputError(
-            f"{features} features need a matrix of {gigabytes:.1f} GB, and max_features={limit}: "
-            f"raise it, or give keep= (1 for channels, -1 for the last dimension), {instead}"
+            f"{features} features need a matrix of {gigabytes:.1f} GB, but "
+            f"max_features={limit}: raise it, or pass keep= (1 for channels, -1 for the last "
+            f"dimension), {instead}"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Singular values of a matrix of samples by features, and its ranks of several kinds.
+    """Singular values of a matrix of samples by features, and several kinds of ranks.
 
     All measures leave out the singular values that count as zero.
 
@@ -223,23 +224,23 @@ class Spectrum:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the matrix had neither NaN nor infinity in it; all measures are NaN otherwise."""
+        """Whether the matrix was free of NaN and infinity; otherwise all measures are NaN."""
         return bool(self.singular_values.isfinite().all())
 
     @property
     def rank(self) -> float:
-        """How many singular values are above the tolerance: a whole number, or NaN."""
+        """The number of singular values above the tolerance: an integer, or NaN."""
         return len(self._kept) if self.is_finite else math.nan
 
     @property
     def normalized_rank(self) -> float:
-        """The rank, as a part of the largest that a matrix of this shape can have."""
+        """The rank as a fraction of the largest possible rank of a matrix of this shape."""
         largest = min(self.samples, self.features)
         return self.rank / largest if largest else math.nan
 
     @property
     def effective_rank(self) -> float:
-        """Exponential of the entropy of the singular values, which are scaled to a sum of 1.
+        """Exponential of the entropy of the singular values, scaled to sum to 1.
 
         Roy and Vetterli, "The effective rank: a measure of effective dimensionality" (2007).
         Between 1 and the rank; 0 for a matrix of zeros.
@@ -274,7 +275,7 @@ class Spectrum:
         return float(squared.sum().square() / squared.square().sum())
 
     def measures(self) -> dict[str, float]:
-        """Return the measures by name, each of which is an attribute as well."""
+        """Return the measures by name; each is an attribute as well."""
         names = (
             "rank", "normalized_rank", "effective_rank", "stable_rank", "participation_ratio",
         )  # fmt: skip
@@ -295,9 +296,9 @@ class Spectrum:
 
 
 def resolution(samples: int, features: int) -> float:
-    """Return up to which part of the largest a singular value is lost in a float64 Gram matrix.
+    """Return the fraction of the largest singular value that a float64 Gram matrix resolves.
 
-    A Gram matrix holds the squares, with an error of about `max(samples, features)` times the
+    A Gram matrix contains the squares, with an error of about `max(samples, features)` times the
     machine epsilon, relative to the largest of them.
     """
     return math.sqrt(max(samples, features, 1) * _EPS)
@@ -306,20 +307,20 @@ def resolution(samples: int, features: int) -> float:
 def centring_error(samples: int, features: int, mean: Tensor) -> float:
     """Return the largest singular value that rounding can cause when the mean is subtracted.
 
-    A matrix all of whose rows are the mean has the singular value `sqrt(samples) * |mean|`; of that
-    the machine epsilon of float64, times the larger side, may be left.
+    A matrix whose rows all equal the mean has the singular value `sqrt(samples) * |mean|`;
+    subtracting the mean may leave that times the machine epsilon of float64 and the larger side.
     """
     return max(samples, features) * _EPS * math.sqrt(samples) * float(mean.norm())
 
 
 def default_rtol(samples: int, features: int, eps: float) -> float:
-    """Return which part of the largest singular value the tolerance is.
+    """Return the default tolerance as a fraction of the largest singular value.
 
     The number of features times `eps`, the machine epsilon of their dtype (that of float32 for half
-    precision), and at least what a float64 Gram matrix resolves, so that it makes no difference
-    from which matrix the rank is found. `numpy.linalg.matrix_rank` takes the larger side of the
-    matrix in place of the number of features: for a stream of samples that would grow without
-    end, and with it what counts as zero.
+    precision), and at least the resolution of a float64 Gram matrix, so that the rank does not
+    depend on the matrix that it is computed from. `numpy.linalg.matrix_rank` uses the larger side
+    of the matrix instead of the number of features: for a stream of samples that would grow without
+    end, and with it the tolerance.
     """
     return max(features * eps, resolution(samples, features))
 
@@ -336,15 +337,15 @@ def spectrum(
 
     Args:
         matrix: samples by features.
-        centred: whether the mean of each feature is subtracted first. Rounding errors of that
-            count as zero (see `centring_error`).
-        rtol: singular values up to this part of the largest count as zero. None: see
+        centred: whether to subtract the mean of each feature first. Singular values within the
+            rounding errors of that count as zero (see `centring_error`).
+        rtol: singular values up to this fraction of the largest count as zero. None: see
             `default_rtol`; 0 if there is an `atol`.
         atol: singular values up to this count as zero, in the units of the features.
         eps: the precision of the matrix; None for the machine epsilon of its dtype.
 
     Raises:
-        InputError: it is no matrix of real numbers, or a tolerance is negative.
+        InputError: it is not a matrix of real numbers, or a tolerance is negative.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -390,10 +391,10 @@ def spectrum_of_gram(
         eps: the machine epsilon of its dtype.
         rtol: as for `spectrum`.
         atol: as for `spectrum`.
-        least: singular values up to this count as zero, whatever the tolerances are.
+        least: singular values up to this always count as zero.
 
     Raises:
-        InputError: a tolerance is below what the Gram matrix resolves (see `resolution`).
+        InputError: a tolerance is below the resolution of the Gram matrix (see `resolution`).
 
     Example:
         >>> import torch
@@ -412,10 +413,10 @@ def spectrum_of_gram(
     finest = resolution(samples, features) * largest
     if found.tolerance < finest:
         raise InputError(
-            f"singular values up to {found.tolerance:.2g} are to count as zero, but a Gram matrix "
-            f"of {samples} samples and {features} features, the largest of whose singular values "
-            f"is {largest:.4g}, does not tell those up to {finest:.2g} from zero: raise rtol or "
-            "atol, or use mode='a'"
+            f"singular values up to {found.tolerance:.2g} are to count as zero, but a Gram "
+            f"matrix of {samples} samples and {features} features, with {largest:.4g} as the "
+            f"largest singular value, cannot distinguish values up to {finest:.2g} from zero: "
+            "raise rtol or atol, or use mode='a'"
         )
     return found
 
@@ -423,7 +424,7 @@ def spectrum_of_gram(
 def spectrum_of_products(
     products: Products, *, centred: bool, rtol: float | None = None, atol: float = 0.0
 ) -> Spectrum:
-    """Return the singular values of the matrix whose rows went into sums of products."""
+    """Return the singular values of the matrix whose rows were summed as products."""
     size = (products.count, products.width or 0)
     return spectrum_of_gram(
         products.centred if centred else products.uncentred,
@@ -433,7 +434,7 @@ def spectrum_of_products(
 
 
 def check_tolerances(rtol: float | None, atol: float) -> None:
-    """Refuse tolerances that are negative, or no numbers."""
+    """Raise if a tolerance is negative or not a number."""
     required_number("rtol", rtol, or_none=True)
     required_number("atol", atol)
 
@@ -461,18 +462,18 @@ def _unknown(number: int) -> Tensor:
 def ridge(
     sums: Products, outputs: int, alpha: float = 1.0, *, bias: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the linear map with the least squared error, plus `alpha` times its squared weights.
+    """Return the linear map with the least squared error plus `alpha` times its squared weights.
 
-    The bias is not penalised, as in scikit-learn's `Ridge`. With `alpha=0` it is that of least
-    squares; of several the one with the smallest weights, as `numpy.linalg.lstsq` has it.
+    The bias is not penalised, as in scikit-learn's `Ridge`. With `alpha=0` it is the least-squares
+    solution; if there are several, the one with the smallest weights, as in `numpy.linalg.lstsq`.
 
     It is solved by the normal equations in float64, whose condition number is the square of that of
-    the features: with `alpha=0`, directions of features whose singular values are less than about
-    1e-6 of the largest count as having none.
+    the features: with `alpha=0`, directions of features with singular values below about 1e-6 of
+    the largest are treated as absent.
 
     Args:
-        sums: of rows that are features and, after them, targets.
-        outputs: how many of the columns are targets.
+        sums: sums of products of rows that contain the features followed by the targets.
+        outputs: the number of target columns.
         alpha: weight of the penalty.
         bias: whether the map has a bias.
 
@@ -480,8 +481,7 @@ def ridge(
         The weight, (outputs, features), and the bias, (outputs,), which is 0 without one; float64.
 
     Raises:
-        InputError: there are no rows, or features or targets that are not finite; or `alpha` is
-            negative.
+        InputError: there are no rows, features or targets are not finite, or `alpha` is negative.
 
     Example:
         >>> sums = Products()
@@ -491,7 +491,7 @@ def ridge(
     """
     required_number("alpha", alpha, finite=True)
     if not sums.count or sums.width is None:
-        raise InputError("nothing was taken in: show batches, with targets, in training mode")
+        raise InputError("there is no data: run batches with targets in training mode first")
     products = sums.centred if bias else sums.uncentred
     if not bool(products.isfinite().all()):
         raise InputError("features or targets were not finite, so there is no solution")

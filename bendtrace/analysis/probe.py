@@ -1,4 +1,4 @@
-"""One linear probe: its map, its optimizer, its waiting batches, and its scores."""
+"""One linear probe: its map, its optimizer, its pending batches, and its scores."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["ClassScores", "Probe", "ValueScores"]
 
 
 class ClassScores(Statistic):
-    """Loss, accuracy, accuracy among the best k, and accuracy for each class.
+    """Loss, accuracy, top-k accuracy, and accuracy for each class.
 
     Args:
-        classes: how many classes there are.
-        top_k: for which numbers k to count targets that are among the k largest predictions.
+        classes: the number of classes.
+        top_k: the numbers k for the top-k accuracies.
 
     Example:
         >>> scores = ClassScores(2)
@@ -42,7 +42,7 @@ class ClassScores(Statistic):
         self.correct = torch.zeros(classes, dtype=torch.int64)
 
     def add(self, predictions: Tensor, targets: Tensor, loss: float) -> None:
-        """Take in predictions.
+        """Add predictions.
 
         Args:
             predictions: (n, classes), the largest of which is the predicted class.
@@ -69,7 +69,7 @@ class ClassScores(Statistic):
         self.correct += other.correct
 
     def result(self) -> dict[str, Any]:
-        """Return the scores by name; NaN for those of no samples."""
+        """Return the scores by name; NaN without samples."""
         return {
             "samples": self.count,
             "loss": _part(self.loss, self.count),
@@ -86,9 +86,9 @@ class ClassScores(Statistic):
 class ValueScores(Statistic):
     """Loss, mean squared error, and the coefficient of determination of each output.
 
-    R2 is 1 minus the sum of squared errors over that of deviations of the targets from their mean,
-    and the mean of it over the outputs, as in scikit-learn's `r2_score`: of constant targets it is
-    1 where there are no errors, else 0, and NaN for less than two samples.
+    R2 is 1 minus the ratio of the sum of squared errors to that of the targets' deviations from
+    their mean, averaged over the outputs, as in scikit-learn's `r2_score`: for constant targets it
+    is 1 without errors, else 0, and NaN for fewer than two samples.
 
     Example:
         >>> scores = ValueScores(1)
@@ -103,7 +103,7 @@ class ValueScores(Statistic):
         self.targets = Moments()
 
     def add(self, predictions: Tensor, targets: Tensor, loss: float) -> None:
-        """Take in predictions and targets, (n, outputs) each, and the loss summed over them."""
+        """Add predictions and targets, (n, outputs) each, and the loss summed over them."""
         truth = targets.to("cpu", torch.float64)
         self.squares += (predictions.to("cpu", torch.float64) - truth).square().sum(0)
         self.targets.update(truth)
@@ -116,7 +116,7 @@ class ValueScores(Statistic):
         self.loss += other.loss
 
     def result(self) -> dict[str, Any]:
-        """Return the scores by name; NaN for those of no samples."""
+        """Return the scores by name; NaN without samples."""
         count = self.targets.count
         r2 = self._determination(count)
         return {
@@ -142,18 +142,18 @@ def _part(total: float, count: int) -> float:
 
 
 class Probe(Statistic):
-    """The state of one node.
+    """The state of one node's probe.
 
     Attributes:
         linear: the map; None before features were seen, or before it is solved.
         optimizer: None until it is needed.
-        optimizer_state: the state that the optimizer begins with.
-        waiting: features and targets of the next step.
+        optimizer_state: the initial state of the optimizer.
+        waiting: features and targets for the next step.
         steps: the number of steps so far.
-        loss: that of the last one.
-        sums: of products of features and targets, for a closed form.
-        outputs: the number of outputs; 1 while that is not known.
-        scores: None since the map last changed.
+        loss: the loss of the last step.
+        sums: of products of features and targets, for the closed form.
+        outputs: the number of outputs; 1 while unknown.
+        scores: None if the map has changed since.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Probe(Statistic):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Make the map as `nn.Linear` is made after `torch.manual_seed(seed)`."""
+        """Create the map like `nn.Linear` after `torch.manual_seed(seed)`."""
         linear = nn.utils.skip_init(
             nn.Linear, features, outputs, bias=bias, dtype=dtype, device="cpu"
         )
@@ -191,7 +191,7 @@ class Probe(Statistic):
         self.outputs = outputs
 
     def set(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Set the map, and make one if there is none."""
+        """Set the map, and create it if necessary."""
         outputs, features = weight.shape
         with torch.inference_mode(False), torch.no_grad():
             linear = nn.utils.skip_init(
@@ -204,17 +204,17 @@ class Probe(Statistic):
         self.linear, self.outputs = linear, outputs
 
     def check(self, features: int, outputs: int) -> None:
-        """Raise an `InputError` if features or targets are of another number than before."""
+        """Raise an `InputError` if the number of features or targets has changed."""
         width = self.sums.width
         known = None if width is None else width - self.outputs
         if self.linear is not None:
             known = self.linear.in_features
         check_width(known, features)
         if known is not None and outputs != self.outputs:
-            raise InputError(f"targets of {outputs} values, but of {self.outputs} before")
+            raise InputError(f"targets have {outputs} values, but {self.outputs} before")
 
     def taken(self) -> tuple[Tensor, Tensor]:
-        """Return the waiting batches as one batch, and forget them."""
+        """Return the pending batches as one batch, and forget them."""
         waiting, self.waiting = self.waiting, []
         if len(waiting) == 1:
             features, targets = waiting[0]
@@ -227,20 +227,22 @@ class Probe(Statistic):
         return features, targets
 
     def merge(self, other: Self) -> None:
-        """Add another one: sums before they are solved, scores of equal maps."""
+        """Add another one: its sums before they are solved, or its scores if the maps are equal."""
         if (self.linear is None) != (other.linear is None):
-            raise InputError("one probe has a map, the other has none yet")
+            raise InputError("one probe has a map, but the other has none yet")
         if self.linear is None:
             self.check_sums(other)
             self.sums.merge(other.sums)
             self.outputs = other.outputs if other.sums.width is not None else self.outputs
         elif not _equal(self.linear, other.linear):
             raise InputError(
-                "the probes are not the same map: scores are added up of one that was loaded "
-                "everywhere, and sums before they are solved"
+                "the probes have different maps: scores can be merged if the same probe was "
+                "loaded everywhere, and sums before they are solved"
             )
         elif not _equal_sums(self.sums, other.sums):
-            raise InputError("they were solved from different sums: merge these, and then solve")
+            raise InputError(
+                "they were solved from different sums: merge the sums first, and then solve"
+            )
         self.waiting += other.waiting
         if other.scores is not None:
             if self.scores is None:
@@ -249,18 +251,20 @@ class Probe(Statistic):
                 self.scores.merge(other.scores)  # type: ignore[arg-type]
 
     def check_sums(self, other: Self) -> None:
-        """Raise an `InputError` if sums are of other features, or other targets."""
+        """Raise an `InputError` if the other sums have different features or targets."""
         if self.sums.width is not None and other.sums.width is not None:
             check_width(self.sums.width - self.outputs, other.sums.width - other.outputs)
             if self.outputs != other.outputs:
-                raise InputError(f"targets of {other.outputs} values there, of {self.outputs} here")
+                raise InputError(
+                    f"targets have {other.outputs} values there, but {self.outputs} here"
+                )
 
     def result(self) -> dict[str, Any]:
         """Return the scores by name."""
         return {} if self.scores is None else self.scores.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all but the waiting batches, as containers of tensors and numbers."""
+        """Return everything except the pending batches, as containers of tensors and numbers."""
         linear = None
         if self.linear is not None:
             linear = {
@@ -280,7 +284,7 @@ class Probe(Statistic):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the state of another one."""
+        """Load the state of another probe."""
         Probe.__init__(self)
         if state["linear"] is not None:
             self.set(state["linear"]["weight"], state["linear"].get("bias"))

@@ -30,55 +30,56 @@ _MOST_WAITING = 4096
 
 
 class LinearProbe(Analyser):
-    """Linear probes at nodes, which are trained and scored side by side.
+    """Linear probes at nodes, trained and scored side by side.
 
     After Alain and Bengio, "Understanding intermediate layers using linear classifier probes"
     (2016).
 
-    Each node has a linear layer of its own, which is made when its features are first seen, and an
-    optimizer of its own. In training mode (`train()`, as it begins) features wait for
+    Each node has its own linear layer, which is created when its features are first seen, and its
+    own optimizer. In training mode (`train()`, the initial mode) features are kept until
     `train_step()`, which makes one step with each probe; one call of the model serves all. In
-    evaluation mode (`eval()`) nothing is trained, and scores are added up.
+    evaluation mode (`eval()`) nothing is trained, and scores are accumulated.
 
-    No gradients reach the model, whose modes and parameters stay as they are. It may be called
-    under `torch.no_grad()` or `torch.inference_mode()`.
+    No gradients reach the model, whose modes and parameters are not changed. It may be called under
+    `torch.no_grad()` or `torch.inference_mode()`.
 
-    Targets are set before the model is called, `probe.targets = labels`: numbers of classes with
-    `num_classes`, else values of a regression, `(batch,)` or `(batch, outputs)`. Where positions
-    are samples of their own (`keep` without `pool`) there is one for each position.
+    Set the targets before the model is called, `probe.targets = labels`: class indices with
+    `num_classes`, otherwise values of a regression, `(batch,)` or `(batch, outputs)`. If positions
+    are separate samples (`keep` without `pool`), there is one target for each position.
 
     The values of several passes of a node, and of several calls of the model before a
-    `train_step()`, are one batch. A node that a call does not reach has no step. A batch without
-    any samples, or with targets all of which are `ignore_index`, makes none either.
+    `train_step()`, form one batch. A probe makes no step if the calls did not reach its node, or if
+    its batch has no samples or only targets with `ignore_index`.
 
-    Results are, at each node, the scores since the probe last changed, or `reset()`: `samples`,
-    `loss`, and `accuracy`, `top_k_accuracy`, `class_accuracy`, `class_samples`; or `mse`, `r2`,
-    `output_mse`, `output_r2`. Besides, `steps`, how many were made, and `train_loss`, that of the
-    last one.
+    Results are, at each node, the scores since the probe last changed, or since `reset()`:
+    `samples`, `loss`, and `accuracy`, `top_k_accuracy`, `class_accuracy`, `class_samples`; or
+    `mse`, `r2`, `output_mse`, `output_r2`. In addition `steps`, the number of training steps, and
+    `train_loss`, the loss of the last one.
 
     Args:
         num_classes: the number of classes; None for a regression.
         optimizer: a function from the parameters of each probe to an optimizer:
             `torch.optim.Adam`, the default, or `functools.partial(torch.optim.SGD, lr=0.1)`.
-        closed_form: there is no training step; sums of products are kept instead, from which
-            `solve(alpha)` finds the map with the least squares. Of classes it is that of targets
-            of 1 and -1. These probes are float64, and can be merged before they are solved.
+        closed_form: no training steps; sums of products are kept instead, from which `solve(alpha)`
+            computes the least-squares map. For classes the targets are 1 and -1. These probes are
+            float64, and can be merged before they are solved.
         criterion: a function of predictions and targets that returns the mean loss. None: cross
             entropy for classes, mean squared error for a regression.
-        keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1
-            for the last, or several; each position in the others is a sample of its own.
-        pool: whether to take the mean over these positions, so that there is one sample for each
-            in the batch.
-        bias: whether probes have a bias.
-        top_k: for which k to say how often the target is among the k largest predictions.
-        ignore_index: targets of this class do not count.
-        seed: the probes are initialised as `nn.Linear` after `torch.manual_seed(seed)`, each of
-            them. The global random numbers are not touched.
-        max_features: the limit of features with `closed_form`, targets included.
-        per_pass: whether each pass of a node has a probe of its own.
+        keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1 for
+            the last, or several; each position in the others is a separate sample.
+        pool: whether to take the mean over these positions, so that there is one sample per element
+            of the batch.
+        bias: whether the probes have a bias.
+        top_k: the numbers k for which to report how often the target is among the k largest
+            predictions.
+        ignore_index: targets with this class are ignored.
+        seed: each probe is initialised like `nn.Linear` after `torch.manual_seed(seed)`. The global
+            random numbers are not touched.
+        max_features: the limit of features with `closed_form`, including targets.
+        per_pass: whether each pass of a node has its own probe.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -124,9 +125,9 @@ class LinearProbe(Analyser):
             if function is not None and not callable(function):
                 raise InputError(f"{name} has to be a function, not {function!r}")
         if closed_form and (optimizer is not None or criterion is not None):
-            raise InputError("with closed_form there is neither an optimizer nor a criterion")
+            raise InputError("closed_form uses neither an optimizer nor a criterion")
         if keep == "units" and pool:
-            raise InputError("with pool, keep= names the dimensions without positions: 1, or -1")
+            raise InputError("with pool, pass the dimensions of the features as keep=: 1, or -1")
         self.num_classes = num_classes
         self.optimizer = None if closed_form else optimizer or torch.optim.Adam
         self.closed_form = closed_form
@@ -142,7 +143,7 @@ class LinearProbe(Analyser):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments that it was made with, by name; functions by their names."""
+        """The arguments of the constructor, by name; functions by their names."""
         found = super().settings
         for name in ("optimizer", "criterion"):
             found[name] = _called(found[name])
@@ -152,30 +153,30 @@ class LinearProbe(Analyser):
 
     @property
     def training(self) -> bool:
-        """Whether features wait for a training step, or are scored."""
+        """Whether features are kept for a training step, or scored."""
         return self._training
 
     def train(self, mode: bool = True) -> Self:
-        """Train from now on, or with False score."""
+        """Switch to training, or with False to scoring."""
         self._training = bool(mode)
         return self
 
     def eval(self) -> Self:
-        """Score from now on."""
+        """Switch to scoring."""
         return self.train(False)
 
     def reset(self) -> None:
-        """Forget the scores. The probes stay, and so does what waits or was added up for them."""
+        """Forget the scores. The probes, their pending features and their sums stay."""
         for probe in self._states.values():
             probe.scores = None
         self._calls.clear()
 
     def restart(self) -> None:
-        """Forget everything, the probes too."""
+        """Forget everything, including the probes."""
         super().reset()
 
     def discard(self) -> None:
-        """Forget the features that wait for a training step."""
+        """Discard the features that are kept for a training step."""
         for probe in self._states.values():
             probe.waiting.clear()
 
@@ -183,13 +184,13 @@ class LinearProbe(Analyser):
 
     @property
     def probes(self) -> dict[str, nn.Linear]:
-        """The probes by node path, as far as there are any."""
+        """The probes created so far, by node path."""
         found = ((path, probe.linear) for path, probe in self._states.items())
         return {path: linear for path, linear in found if linear is not None}
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """Their optimizers, for schedules of learning rates and the like."""
+        """Their optimizers, for example for learning rate schedules."""
         found = {}
         for path, probe in self._states.items():
             self._ready(probe)
@@ -198,13 +199,13 @@ class LinearProbe(Analyser):
         return found
 
     def train_step(self) -> dict[str, Tensor]:
-        """Make a step with each probe that features wait for.
+        """Make a step with each probe that has pending features.
 
         Returns:
             The loss of each, before the step, by node path.
 
         Raises:
-            InputError: with `closed_form` there are no steps.
+            InputError: `closed_form` is set.
         """
         if self.closed_form:
             raise InputError("with closed_form there are no training steps: call solve()")
@@ -243,16 +244,16 @@ class LinearProbe(Analyser):
         return bool((targets != self.ignore_index).any())
 
     def solve(self, alpha: float = 1.0) -> None:
-        """Set all probes to the maps that fit best all that was seen in training mode.
+        """Set all probes to the best fit for everything seen in training mode.
 
         Args:
             alpha: weight of the penalty, the sum of the squared weights; see `ridge`.
 
         Raises:
-            InputError: it is not of a closed form, nothing was seen, or `alpha` is negative.
+            InputError: `closed_form` is not set, there is no data, or `alpha` is negative.
         """
         if not self.closed_form:
-            raise InputError("probes are solved with LinearProbe(..., closed_form=True) alone")
+            raise InputError("solve() needs LinearProbe(..., closed_form=True)")
         required_number("alpha", alpha, finite=True)
         solved = {}
         for path, probe in self._states.items():
@@ -261,7 +262,7 @@ class LinearProbe(Analyser):
             except InputError as error:
                 raise InputError(f"{self.label} at {path!r}: {error}") from error
         if not solved:
-            raise InputError("nothing was seen so far: show batches, with targets, and then solve")
+            raise InputError("there is no data: run batches with targets first, and then solve")
         for path, (weight, bias) in solved.items():
             probe = self._states[path]
             probe.set(weight, bias if self.bias else None)
@@ -274,7 +275,7 @@ class LinearProbe(Analyser):
         return Probe()
 
     def update_state(self, state: Probe, value: Tensor, batch: Batch) -> None:
-        """Have features wait, add them up, or score the predictions for them."""
+        """Keep features for the next step, add them up, or score the predictions for them."""
         assert batch.targets is not None  # since they are needed
         features, samples = self._features(value)
         targets, outputs = self._targets_for(batch.targets, samples)
@@ -289,8 +290,9 @@ class LinearProbe(Analyser):
         else:
             if len(state.waiting) >= _MOST_WAITING:
                 raise InputError(
-                    f"the features of {_MOST_WAITING} batches wait: call train_step() after each "
-                    "call of the model, discard(), or eval() where nothing is to be trained"
+                    f"the features of {_MOST_WAITING} batches are pending: call train_step() "
+                    "after each call of the model, discard(), or eval() if nothing is to be "
+                    "trained"
                 )
             self._make(state, features, outputs)
             self._ready(state)
@@ -322,7 +324,7 @@ class LinearProbe(Analyser):
             rows = rows.reshape(samples[0], -1, rows.shape[1]).mean(1)
             samples = samples[:1]
         if not rows.shape[1]:
-            raise InputError(f"there are no features in a value of shape {tuple(value.shape)}")
+            raise InputError(f"a value of shape {tuple(value.shape)} has no features")
         return rows, samples
 
     def _targets_for(self, targets: Tensor, samples: tuple[int, ...]) -> tuple[Tensor, int]:
@@ -334,12 +336,12 @@ class LinearProbe(Analyser):
                 raise InputError(_unfit(shape, samples, " or that and one for outputs"))
             found = targets.reshape(-1, *outputs)
             if not bool(found.isfinite().all()):
-                raise InputError("there are targets that are not finite")
+                raise InputError("some targets are not finite")
             return found, outputs[0] if outputs else 1
         if targets.is_floating_point() or targets.is_complex():
             raise InputError(
-                f"targets are numbers of classes, but these are {targets.dtype}; for a regression "
-                "leave num_classes out"
+                f"targets have to be class indices, but these are {targets.dtype}; for a "
+                "regression do not pass num_classes"
             )
         if shape != samples:
             raise InputError(_unfit(shape, samples, ""))
@@ -347,7 +349,7 @@ class LinearProbe(Analyser):
         wrong = ((found < 0) | (found >= self.num_classes)) & (found != self.ignore_index)
         if bool(wrong.any()):
             raise InputError(
-                f"there is a target {int(found[wrong][0])}, but classes are counted from 0 to "
+                f"there is a target {int(found[wrong][0])}, but classes are numbered from 0 to "
                 f"{self.num_classes - 1}"
             )
         return found, self.num_classes
@@ -382,7 +384,7 @@ class LinearProbe(Analyser):
 
     def _score(self, state: Probe, features: Tensor, targets: Tensor, outputs: int) -> None:
         if self.closed_form and state.linear is None:
-            raise InputError("the probe is not solved yet: call solve() before it is scored")
+            raise InputError("the probe is not solved yet: call solve() before scoring")
         self._make(state, features, outputs)
         linear = state.linear
         assert linear is not None
@@ -438,20 +440,20 @@ def _kept(value: Tensor, keep: Keep) -> set[int]:
 def _unfit(shape: tuple[int, ...], samples: tuple[int, ...], more: str) -> str:
     hint = ""
     if len(samples) > 1 and len(shape) < len(samples):
-        hint = "; give one for each position, or pool=True"
+        hint = "; pass one for each position, or pool=True"
     return (
-        f"targets have the shape {shape}, but there are samples of shape {samples}: the two have "
-        f"to be the same{more}{hint}"
+        f"targets have shape {shape}, but the samples have shape {samples}: the two have to be "
+        f"the same{more}{hint}"
     )
 
 
 def _checked_top(top_k: Any, classes: int | None) -> tuple[int, ...]:
     given = (top_k,) if isinstance(top_k, int) else tuple(top_k)
     if given and classes is None:
-        raise InputError("top_k= is for classes: give num_classes")
+        raise InputError("top_k= is for classes: pass num_classes")
     for k in given:
         if type(k) is not int or not 1 <= k <= (classes or 0):
-            raise InputError(f"top_k= are numbers from 1 to {classes}, not {k!r}")
+            raise InputError(f"top_k= has to be numbers from 1 to {classes}, not {k!r}")
     return given
 
 

@@ -69,38 +69,41 @@ class _Spectral(Analyser):
 class Rank(_Spectral):
     """The numerical rank of the features at nodes, over all samples.
 
-    Let A be the matrix of all samples by features. `mode` says how its rank is computed:
+    Let A be the matrix of all samples by features. `mode` selects how to compute its rank:
 
     - `"aTa"`: from the features x features matrix of the inner products of its columns, a sum in
-      float64. Memory does not grow with the samples.
-    - `"aaT"`: from the samples x samples matrix of those of its rows. All samples are kept.
+      float64. Memory does not grow with the number of samples.
+    - `"aaT"`: from the samples x samples matrix of the inner products of its rows. All samples are
+      kept.
     - `"a"`: from its singular values. All samples are kept.
 
-    All modes give the same rank: a singular value of A counts as zero up to a tolerance that is
-    the same for all of them, `rtol` times the largest one. The default of `rtol` is the number of
-    features times the machine epsilon of their dtype, at least what a Gram matrix in float64
-    resolves, which is about 1e-6 for 10,000 samples. Only `"a"` resolves smaller ones.
+    All modes return the same rank: a singular value of A counts as zero up to a tolerance that is
+    the same for all modes, `rtol` times the largest one. The default of `rtol` is the number of
+    features times the machine epsilon of their dtype, and at least the resolution of a Gram matrix
+    in float64, which is about 1e-6 for 10,000 samples. Only `"a"` resolves smaller ones.
 
-    Besides `rank`, results have its part of the largest possible one, the effective rank (Roy and
-    Vetterli 2007), the stable rank (Rudelson and Vershynin 2007), the participation ratio (Gao et
-    al. 2017), and the numbers of samples and features; see `Spectrum`. They are NaN where a
-    feature was.
+    Besides `rank`, results contain its fraction of the largest possible rank, the effective rank
+    (Roy and Vetterli 2007), the stable rank (Rudelson and Vershynin 2007), the participation ratio
+    (Gao et al. 2017), and the numbers of samples and features; see `Spectrum`. They are NaN if a
+    feature was NaN.
 
     Args:
         mode: see above.
-        centred: whether the mean of each feature is subtracted first, as in the covariance matrix.
-        keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1
-            for the last, or several; each position in the others is a sample of its own.
-        rtol: singular values of A up to this part of the largest count as zero.
-        atol: singular values of A up to this count as zero; without an `rtol` it alone decides.
-        max_samples: how many samples may be kept in the modes that keep them.
-        max_features: the limit of features in the mode `"aTa"`; memory is its square.
-        subset: the number of features to look at, if there are more; `seed` chooses them.
-        seed: of that choice. The global random numbers are not touched.
-        per_pass: whether each pass of a node has results of its own.
+        centred: whether to subtract the mean of each feature first, as in the covariance matrix.
+        keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1 for
+            the last, or several; each position in the others is a separate sample.
+        rtol: singular values of A up to this fraction of the largest count as zero.
+        atol: singular values of A up to this count as zero; without an `rtol`, `atol` alone
+            decides.
+        max_samples: the maximum number of samples in the modes that keep them.
+        max_features: the maximum number of features in the mode `"aTa"`; memory grows with its
+            square.
+        subset: the number of features to use, if there are more; `seed` chooses them.
+        seed: seed of that choice. The global random numbers are not touched.
+        per_pass: whether to keep separate results for each pass of a node.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -132,18 +135,18 @@ class Rank(_Spectral):
             per_pass=per_pass,
         )  # fmt: skip
         if mode not in _MODES:
-            raise InputError(f"mode is one of {', '.join(map(repr, _MODES))}, not {mode!r}")
+            raise InputError(f"mode has to be one of {', '.join(map(repr, _MODES))}, not {mode!r}")
         required_int("max_samples", max_samples, 1)
         self.mode = mode
         self.centred = centred
         self.max_samples = max_samples
 
     def start(self, key: str) -> Products | Rows:
-        """Return sums of products, or rows that are kept."""
+        """Return sums of products, or a store of rows."""
         return Products() if self.mode == "aTa" else Rows(self.max_samples)
 
     def update_state(self, state: Products | Rows, value: Tensor, batch: Batch) -> None:
-        """Take in features."""
+        """Add features."""
         rows = self._rows(value, "subset=, or mode='aaT'" if self.mode == "aTa" else None)
         if self.mode == "aaT":
             check_squares(rows)
@@ -182,11 +185,11 @@ class Rank(_Spectral):
 class CovarianceSpectrum(_Spectral):
     """Eigenvalues of the covariance matrix of the features at nodes, over all samples.
 
-    The covariance is added up in float64, in memory that does not grow with the samples.
+    The covariance is summed in float64, in memory that does not grow with the number of samples.
     Results are
 
     - `eigenvalues`: (d,) float64, in descending order; those that rounding has put below zero are
-      zero. NaN where a feature was, or where there are not more samples than `correction`.
+      zero. NaN if a feature was NaN, or if there are not more samples than `correction`.
     - `explained`: (d,), the fraction of the total variance of each of them.
     - `total_variance`: their sum.
     - `rank`, `effective_rank`, `participation_ratio`: see `Spectrum`; here of the centred
@@ -196,21 +199,21 @@ class CovarianceSpectrum(_Spectral):
       count as zero.
 
     Args:
-        keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1
-            for the last, or several; each position in the others is a sample of its own.
-        correction: subtracted from the number of samples in the divisor: 1 as `numpy.cov`, or 0.
+        keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1 for
+            the last, or several; each position in the others is a separate sample.
+        correction: subtracted from the number of samples in the divisor: 1 as in `numpy.cov`, or 0.
         fit: whether to fit a power law: True for all eigenvalues, or the first and the last one to
             use, counted from 1, such as `(11, 500)`.
-        rtol: singular values of the centred matrix up to this part of the largest count as zero,
-            see `Rank`.
+        rtol: singular values of the centred matrix up to this fraction of the largest count as
+            zero, see `Rank`.
         atol: singular values of it up to this count as zero.
-        max_features: how many features there may be; memory is the square of it.
-        subset: the number of features to look at, if there are more; `seed` chooses them.
-        seed: of that choice. The global random numbers are not touched.
-        per_pass: whether each pass of a node has results of its own.
+        max_features: the maximum number of features; memory grows with its square.
+        subset: the number of features to use, if there are more; `seed` chooses them.
+        seed: seed of that choice. The global random numbers are not touched.
+        per_pass: whether to keep separate results for each pass of a node.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -246,11 +249,11 @@ class CovarianceSpectrum(_Spectral):
         return Products()
 
     def update_state(self, state: Products, value: Tensor, batch: Batch) -> None:
-        """Take in features."""
+        """Add features."""
         state.update(self._rows(value, "or subset="))
 
     def result(self, state: Products) -> dict[Any, Any]:
-        """Return the eigenvalues, and the measures of them, by name."""
+        """Return the eigenvalues and their measures, by name."""
         divisor = state.count - self.correction
         features = state.width or 0
         products = state.centred
@@ -289,7 +292,8 @@ def _checked_range(fit: Any) -> tuple[int, int]:
     ):
         return (fit[0], fit[1])
     raise InputError(
-        f"fit= is True, or the first and the last eigenvalue to use, counted from 1, not {fit!r}"
+        "fit= has to be True, or the first and the last eigenvalue to use, counted from 1, "
+        f"not {fit!r}"
     )
 
 
@@ -298,10 +302,10 @@ class PowerLaw:
     """A fit of eigenvalues by `scale * i ** -exponent`, where the largest is the first.
 
     Attributes:
-        exponent: how fast they fall; 0 is a flat spectrum.
+        exponent: how fast the eigenvalues decrease; 0 for a flat spectrum.
         scale: the fitted first eigenvalue.
-        r_squared: which part of the variance of their logarithms the line explains; NaN if all are
-            equal.
+        r_squared: the fraction of the variance of their logarithms that the line explains; NaN if
+            all are equal.
         first: the first eigenvalue used, counted from 1.
         last: the last one used.
 
@@ -322,7 +326,7 @@ class PowerLaw:
 def power_law(
     eigenvalues: Tensor, first: int = 1, last: int | None = None, *, above: float = 0.0
 ) -> PowerLaw:
-    """Fit a power law to eigenvalues: a line through their logarithms over those of their numbers.
+    """Fit a power law to eigenvalues: a line through their logarithms over those of their indices.
 
     This is the exponent of the eigenspectrum as in Stringer et al., "High-dimensional geometry of
     population responses in visual cortex" (2019), by ordinary least squares with equal weights, and
@@ -335,10 +339,11 @@ def power_law(
         above: eigenvalues up to this one are left out.
 
     Returns:
-        The fit; one of NaN if there are less than two eigenvalues to fit, or some are not finite.
+        The fit; it is NaN if there are fewer than two eigenvalues to fit, or if some are not
+        finite.
 
     Raises:
-        InputError: `first` and `last` make no range.
+        InputError: `first` and `last` are not a valid range.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -348,8 +353,8 @@ def power_law(
     """
     if first < 1 or (last is not None and last <= first):
         raise InputError(
-            f"the eigenvalues {first} to {last} make no range: they are counted from 1, and a line "
-            "needs two"
+            f"the eigenvalues {first} to {last} are not a valid range: they are counted from "
+            "1, and a line needs two"
         )
     values = eigenvalues.detach().to("cpu", torch.float64)
     end = len(values) if last is None else min(last, len(values))

@@ -32,17 +32,17 @@ Keep = int | tuple[int, ...] | Literal["units"]
 
 
 def parts_of(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Take a value apart into tensors, with the paths of these.
+    """Split a value into tensors, with their paths.
 
     Args:
-        path: of the node that gave it.
-        value: a tensor, a number (one sample without dimensions), or a tuple, list, mapping or
-            dataclass of such values, however deep. Parts of containers have the paths under which
-            they can be inserted at: `max|values`, `lstm.output|sub_1.sub_0`. None, strings and
-            other objects in containers are left out.
+        path: path of the node that returned it.
+        value: a tensor, a number (one sample without dimensions), or a nested tuple, list, mapping
+            or dataclass of such values. Parts of containers have the paths that insertions use for
+            them: `max|values`, `lstm.output|sub_1.sub_0`. None, strings and other objects in
+            containers are left out.
 
     Raises:
-        InputError: there is neither a tensor nor a number in it.
+        InputError: it contains neither a tensor nor a number.
 
     Example:
         >>> import torch
@@ -52,8 +52,8 @@ def parts_of(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     found = list(_parts(path, value))
     if not found and not _is_empty(value):
         raise InputError(
-            f"an analyser looks at tensors and numbers; {path!r} gave a "
-            f"{type(value).__qualname__} with none in it"
+            f"an analyser needs tensors or numbers; {path!r} returned a "
+            f"{type(value).__qualname__} without any"
         )
     yield from found
 
@@ -98,16 +98,18 @@ def _readable(path: str, value: Tensor) -> Tensor:
         value = whole()
     if value.is_complex():
         raise InputError(
-            f"{path!r} gave complex numbers, which have no order and several variances: look at "
-            "`torch.view_as_real` or the absolute value of it, a node after it"
+            f"{path!r} returned complex numbers, which have no order and several variances: "
+            "analyse `torch.view_as_real` or the absolute value of it, at a node after it"
         )
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
         raise InputError(
-            f"{path!r} gave a tensor of layout {value.layout}, nested or quantized; an analyser "
-            "looks at dense ones"
+            f"{path!r} returned a tensor of layout {value.layout}, nested or quantized; an "
+            "analyser needs dense tensors"
         )
     if value.dtype == torch.uint64:
-        raise InputError(f"{path!r} gave uint64, which few operations know: make int64 of it")
+        raise InputError(
+            f"{path!r} returned uint64, which few operations support: convert it to int64"
+        )
     # Those that torch has hardly any operations for (2.13), as what holds all their values.
     value = value.to(_WIDER.get(value.dtype, value.dtype))
     # Of an inference tensor nothing could be kept, not even a view.
@@ -122,10 +124,10 @@ _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64} | {
 
 
 def check_keep(keep: Any) -> Keep:
-    """Return which dimensions have statistics of their own, as an int, a tuple or `"units"`.
+    """Return the dimensions with separate statistics, as an int, a tuple or `"units"`.
 
     Raises:
-        InputError: it is none of these, or dimension 0, which counts the samples.
+        InputError: it is not valid, or is dimension 0, which counts the samples.
     """
     if keep == "units" or (type(keep) is int and keep != 0):
         return keep  # type: ignore[no-any-return]
@@ -134,9 +136,9 @@ def check_keep(keep: Any) -> Keep:
         if all(type(dim) is int and dim != 0 for dim in dims) and len(set(dims)) == len(dims):
             return dims
     raise InputError(
-        f"keep={keep!r}: give a dimension that keeps statistics of its own (1 for channels, -1 "
-        'for the last), several, () for none, or "units" for all but the first; dimension 0 '
-        "counts the samples"
+        f"keep={keep!r}: pass a dimension with separate statistics (1 for channels, -1 for the "
+        'last), several, () for none, or "units" for all but the first; dimension 0 counts '
+        "the samples"
     )
 
 
@@ -145,14 +147,14 @@ def rows_of(value: Tensor, keep: Keep) -> Tensor:
 
     Args:
         value: (batch, ...); a tensor without dimensions is one sample.
-        keep: the dimensions that stay, in that order; `"units"` for all but the first. A tensor of
-            no or one dimension has none to keep, whatever is said.
+        keep: the dimensions to keep, in that order; `"units"` for all but the first. A tensor with
+            fewer than two dimensions has none to keep, whatever `keep` is.
 
     Returns:
-        (n, *kept), where the samples come in order, and the positions of a sample too.
+        (n, *kept), with the samples in order, and the positions of a sample in order.
 
     Raises:
-        InputError: the value has no such dimension, or it is the batch's.
+        InputError: the value does not have the dimension, or it is the batch dimension.
 
     Example:
         >>> import torch
@@ -183,15 +185,15 @@ def rows_of(value: Tensor, keep: Keep) -> Tensor:
 
 
 def accumulator(rows: Tensor) -> Tensor:
-    """Return rows in the precision that is added up in: float64, float32 where there is none.
+    """Return rows in the precision for sums: float64, or float32 if the device has no float64.
 
-    Integers are exact up to 2**53, and truth values count as 0 and 1.
+    Integers are exact up to 2**53, and bools count as 0 and 1.
     """
     return rows.detach().to(torch.float32 if rows.device.type == "mps" else torch.float64)
 
 
 def plain_results(value: Any) -> Any:
-    """Return results with numbers and lists instead of tensors.
+    """Return results as numbers and lists instead of tensors.
 
     Example:
         >>> import torch
@@ -213,13 +215,13 @@ def data_frame(
     """Return a table of results, with a row for each innermost dict.
 
     Args:
-        results: dicts in dicts, the innermost of which hold numbers and tensors by name.
-        levels: the kinds of the keys of the outer ones.
-        per_unit: whether there is a row for each element of the tensors, which have to be of one
-            shape within a node; else tensors of more than one element are arrays in the cells.
+        results: nested dicts, the innermost of which map names to numbers and tensors.
+        levels: the kinds of keys of the outer ones.
+        per_unit: whether there is a row for each element of the tensors, which need equal shapes
+            within a node; else tensors with more than one element are arrays in the cells.
 
     Raises:
-        InputError: tensors of one node are of different shapes.
+        InputError: tensors of one node have different shapes.
         ImportError: pandas is not installed.
 
     Example:
@@ -276,7 +278,7 @@ def _units(
     if len(shapes) > 1:
         listed = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise InputError(
-            f"results of {key[0]!r} are of different shapes, so there is no row for each unit: "
+            f"results of {key[0]!r} have different shapes, so there is no row for each unit: "
             f"{listed}"
         )
     shape = shapes.pop() if shapes else ()

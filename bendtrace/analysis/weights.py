@@ -1,4 +1,4 @@
-"""Ranks and spectra of weights, which need no run of the model."""
+"""Ranks and spectra of weights, without running the model."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ class WeightRank:
 
     Attributes:
         name: the name of the weight: `layers.0.weight`.
-        module: the class of the module that it belongs to; "" where that is not known.
+        module: the class of the module that it belongs to; "" if unknown.
         shape: shape of the weight.
-        groups: the number of matrices along the first axis; 1 but for grouped convolutions.
-        spectrum: the singular values, `samples` x `features` being rows x columns of the matrix.
+        groups: the number of matrices along the first axis; 1 except for grouped convolutions.
+        spectrum: the singular values; `samples` and `features` are the rows and columns of the
+            matrix.
         shared_with: other names of the same parameter.
 
     Example:
@@ -66,7 +67,7 @@ class WeightRank:
 
     @property
     def rank(self) -> float:
-        """The numerical rank: a whole number; NaN for weights that are not finite."""
+        """The numerical rank: an integer; NaN for weights that are not finite."""
         return self.spectrum.rank
 
     def __repr__(self) -> str:
@@ -96,33 +97,34 @@ def weight_ranks(
 ) -> dict[str, WeightRank]:
     """Return rank and spectrum of the weights of a model, by name.
 
-    Each weight counts as the matrix that it multiplies with: `(out, in)` of linear layers and of
-    embeddings, `(out, in * kernel)` of convolutions. A convolution of several groups is the
-    block-diagonal matrix of them, that of a transposed one has `(in, out * kernel)`. Other
-    parameters are flattened from their second axis on; those of one axis are left out.
+    Each weight is treated as the matrix that it multiplies by: `(out, in)` for linear layers and
+    embeddings, `(out, in * kernel)` for convolutions. A convolution with several groups is their
+    block-diagonal matrix; that of a transposed one is `(in, out * kernel)`. Other parameters are
+    flattened from their second axis on; parameters with one axis are left out.
 
-    Computed weights are those that the next call of the module would compute: parametrizations,
-    `weight_norm`, `spectral_norm` and pruning of either kind. Nothing of the model changes, neither
-    the vectors of `spectral_norm` nor the random numbers. Their sources are listed if `where` names
-    them. Of layers with low-rank adapters (those of PEFT) the base weight and the factors are
-    listed, and the product that each adapter adds, as `name.delta.adapter`.
+    Computed weights have the values that the next call of the module would compute:
+    parametrizations, `weight_norm`, `spectral_norm` and both kinds of pruning. The model is not
+    changed, including the vectors of `spectral_norm` and the random numbers. The parameters that
+    they are computed from are listed if `where` names them. For layers with low-rank adapters
+    (those of PEFT) the base weight and the factors are listed, and the product that each adapter
+    adds, as `name.delta.adapter`.
 
     Args:
         model: a module; or weights by name, such as a state dict.
-        where: of which modules, inside them included: the name of a module or of one weight, a
-            module, a class of modules, a regular expression for names of weights, a selector or
-            predicate of a `Candidate` that needs no run, or a list of these. None: all.
-        rtol: singular values up to this part of the largest count as zero. None:
-            `max(rows, columns)` times the machine epsilon of the dtype (at least that of float32),
-            as `numpy.linalg.matrix_rank` has it; 0 if there is an `atol`.
+        where: the modules, including nested ones: the name of a module or of one weight, a module,
+            a class of modules, a regular expression for names of weights, a selector or predicate
+            of a `Candidate` that needs no run, or a list of these. None: all.
+        rtol: singular values up to this fraction of the largest count as zero. None: `max(rows,
+            columns)` times the machine epsilon of the dtype (at least that of float32), as in
+            `numpy.linalg.matrix_rank`; 0 if there is an `atol`.
         atol: singular values up to this count as zero.
 
     Returns:
-        A `WeightRank` for each. One parameter with several names is there once, under the first
-        that matches.
+        A `WeightRank` for each. A parameter with several names is listed once, under the first that
+        matches.
 
     Raises:
-        InputError: there is no such weight, one cannot be read, or a tolerance is negative.
+        InputError: a weight does not exist or cannot be read, or a tolerance is negative.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -141,18 +143,19 @@ def weight_ranks(
 class LayerWeightRank(Analyser):
     """Ranks and spectra of weights over the steps of a training.
 
-    `measure(model)` records them, without any run. Inserted at nodes, it records the weights of the
-    modules that are called there, once for each `step`, under the paths of the nodes.
+    `measure(model)` records them, without running the model. Inserted at nodes, it records the
+    weights of the modules that are called there, once for each `step`, under the paths of the
+    nodes.
 
-    Results have, for each weight and each step, what `WeightRank.to_dict` returns. They grow with
-    the number of steps, by the singular values.
+    For each weight and step, results contain the output of `WeightRank.to_dict`. They grow with the
+    number of steps, by the singular values.
 
     Args:
         rtol: as for `weight_ranks`.
         atol: as for `weight_ranks`.
 
     Attributes:
-        step: the number of the step that results are kept under. Set it as training goes on.
+        step: the number of the step that results are kept under. Set it as training proceeds.
 
     Raises:
         InputError: a tolerance is negative.
@@ -184,12 +187,12 @@ class LayerWeightRank(Analyser):
     @step.setter
     def step(self, step: int) -> None:
         if type(step) is not int:
-            raise InputError(f"step= is a whole number, not {step!r}")
+            raise InputError(f"step= has to be an integer, not {step!r}")
         self._step = step
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The kinds of the keys of the results."""
+        """The kinds of keys of the results."""
         return ("weight", "training_step")
 
     def measure(
@@ -199,7 +202,7 @@ class LayerWeightRank(Analyser):
         *,
         step: int | None = None,
     ) -> None:
-        """Record the weights of a model. Nothing happens while not `enabled`.
+        """Record the weights of a model. Does nothing while not `enabled`.
 
         Args:
             model: as for `weight_ranks`.
@@ -217,7 +220,7 @@ class LayerWeightRank(Analyser):
         self._take_down("", found)
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        """Record the weights of a called module, unless that was done already."""
+        """Record the weights of a called module, unless they are recorded already."""
         if not self.enabled or at.module is None:
             return
         if (at.path, self._step) in self._taken:
@@ -232,7 +235,7 @@ class LayerWeightRank(Analyser):
         self._taken.clear()
 
     def start(self, key: str) -> _History:
-        """Return no steps so far."""
+        """Return a state without steps."""
         return _History()
 
     def update_state(self, state: _History, value: Tensor, batch: Any) -> None:
@@ -263,11 +266,10 @@ class _History(Statistic):
         for step in self.found.keys() & other.found.keys():
             mine, theirs = self.found[step]["singular_values"], other.found[step]["singular_values"]
             if not torch.equal(mine.view(torch.int64), theirs.view(torch.int64)):  # NaN too
-                raise InputError(f"the weight was another one in step {step} there")
+                raise InputError(f"the weight was different in step {step} there")
         self.found = dict(sorted({**other.found, **self.found}.items()))
 
     def result(self) -> dict[int, dict[str, Any]]:
-        """Return them."""
         return {step: dict(found) for step, found in sorted(self.found.items())}
 
 
@@ -323,9 +325,11 @@ def _chosen(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
         ]
         for name, tensor in root.items():
             if not isinstance(tensor, Tensor):
-                raise InputError(f"{name!r} is no tensor, but a {type(tensor).__name__}")
+                raise InputError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
     else:
-        raise InputError(f"only modules, and mappings of tensors, have weights; {root!r} has none")
+        raise InputError(
+            f"weights are read from modules and mappings of tensors, not from {root!r}"
+        )
     items = where if isinstance(where, (list, tuple, set, frozenset)) else [where]
     named = {item for item in items if isinstance(item, str)}
     chosen = [weight for weight in weights if not weight.is_part]
@@ -359,7 +363,7 @@ def _matching(where: Any, weights: list[_Weight], root: Any) -> list[_Weight]:
     elif isinstance(root, nn.Module):
         selector = outside(where, root, ())
         if selector.looks_ahead or selector.needs_output:
-            raise InputError(f"{selector!r} needs a run, and weights have none")
+            raise InputError(f"{selector!r} needs a run, and weights have no run")
         modules = {node.module_path for node in unrun_modules(root) if selector.matches(node)}
         found = [weight for weight in own if _is_inside(weight.inside, modules)]
     if not found:
@@ -459,12 +463,12 @@ def _checked(weight: _Weight, tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         raise InputError(f"{name!r} is on the device 'meta', and has no values")
     if type(tensor).__module__.startswith("torch.distributed"):
-        raise InputError(f"{name!r} is sharded: give its full_tensor(), as {{name: tensor}}")
+        raise InputError(f"{name!r} is sharded: pass its full_tensor(), as {{name: tensor}}")
     if tensor.dim() < 2:
-        raise InputError(f"{name!r} has the shape {tuple(tensor.shape)}, and is no matrix")
+        raise InputError(f"{name!r} has the shape {tuple(tensor.shape)}, and is not a matrix")
     if not tensor.is_floating_point() or tensor.layout is not torch.strided:
         raise InputError(
-            f"{name!r} is of {tensor.dtype} and layout {tensor.layout}; ranks are those of dense "
-            "real numbers"
+            f"{name!r} has {tensor.dtype} and layout {tensor.layout}; ranks are only supported "
+            "for dense real numbers"
         )
     return tensor.detach()

@@ -1,4 +1,4 @@
-"""The model that `python -m bendtrace` traces when it is not given one."""
+"""The model that `python -m bendtrace` traces by default."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["AdaptiveBlock"]
 
 
 class AdaptiveBlock(nn.Module):
-    """Refines its input until a further step changes little, as equilibrium models do.
+    """Refines its input until a further step changes it only slightly, as equilibrium models do.
 
     Args:
         width: number of features; inputs with fewer are padded.
         limit: inputs with a larger value are scaled down first.
-        tolerance: largest change of a feature that counts as little.
+        tolerance: the largest change of a feature that counts as slight.
     """
 
     def __init__(self, width: int = 8, limit: float = 4.0, tolerance: float = 0.4) -> None:
@@ -26,7 +26,7 @@ class AdaptiveBlock(nn.Module):
         self.width, self.limit, self.tolerance = width, limit, tolerance
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take and return (batch, features)."""
+        """Take and return a tensor of shape (batch, features)."""
         missing = self.width - x.shape[1]
         if missing > 0:  # a shape decides
             x = F.pad(x, (0, missing))

@@ -1,4 +1,4 @@
-"""Inputs written as small expressions, `x=randn(2, 3)`, or in files. Nothing of them is run."""
+"""Inputs written as small expressions, `x=randn(2, 3)`, or in files; no code in them runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SAFETENSORS = ".safetensors"
 
 
 def is_tensor_file(text: str) -> bool:
-    """Whether a text is the name of a file that `load` would take."""
+    """Return whether a text is the name of a file that `load` accepts."""
     return text.endswith((*_TORCH_FILES, _SAFETENSORS))
 
 
@@ -40,7 +40,8 @@ def load(path: str) -> Any:
         path: a file of `torch.save`, or a safetensors file, read as a dict of tensors.
 
     Raises:
-        InputError: if there is no such file, or it holds more than tensors and plain values.
+        InputError: the file does not exist, or contains other objects than tensors and plain
+            values.
     """
     path = os.path.expanduser(path)
     if not is_tensor_file(path):
@@ -65,8 +66,9 @@ def _load_torch(path: str) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(
-            f"{path!r} was not loaded: it holds more than tensors and plain values, or is damaged,"
-            " and loading it could run code; save the tensors alone, with torch.save"
+            f"{path!r} was not loaded: it contains other objects than tensors and plain "
+            "values, or is damaged, and loading it could run code; save only the tensors, "
+            "with torch.save"
         ) from None
     except Exception as error:
         reason = shorten(str(error), 200, placeholder=" ...") or type(error).__name__
@@ -79,7 +81,7 @@ def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
     except ImportError:
         raise InputError(
-            f"reading {path!r} takes the safetensors package: pip install bendtrace[safetensors]"
+            f"reading {path!r} needs the safetensors package: pip install bendtrace[safetensors]"
         ) from None
     try:
         tensors: dict[str, torch.Tensor] = load_file(path)
@@ -94,14 +96,14 @@ class Maker:
 
     Attributes:
         function: the function.
-        names: names of its parameters; the first may stand for all positional ones (`*size`).
+        names: names of its parameters; the first may cover all positional ones (`*size`).
     """
 
     function: Callable[..., Any]
     names: tuple[str, ...]
 
     def allows(self, name: str) -> bool:
-        """Whether the function has a parameter of this name."""
+        """Return whether the function has a parameter with this name."""
         return name in (*(n.lstrip("*") for n in self.names), "dtype", "requires_grad")
 
 
@@ -131,7 +133,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.UAdd: operator.pos,
 }
 
-_KNOWN = f"known are {', '.join(MAKERS)}, load, inf, nan and torch's dtypes"
+_KNOWN = f"known names: {', '.join(MAKERS)}, load, inf, nan and torch's dtypes"
 
 
 @dataclass(frozen=True)
@@ -139,14 +141,15 @@ class Inputs:
     """The arguments of one call, as written.
 
     Attributes:
-        texts: an expression, or a file of tensors, for each; positional unless `name=` leads.
+        texts: an expression, or a file of tensors, for each argument; positional unless it starts
+            with `name=`.
     """
 
     texts: tuple[str, ...]
 
     @classmethod
     def split(cls, text: str) -> Inputs:
-        """Take apart the arguments of one call, written as `x=randn(2, 3); n=3`.
+        """Split the arguments of one call, written as `x=randn(2, 3); n=3`.
 
         Example:
             >>> Inputs.split("x=randn(2); mode='a;b'").texts
@@ -159,7 +162,7 @@ class Inputs:
         """Return new positional and keyword arguments.
 
         Raises:
-            InputError: something is written wrong, or cannot be made.
+            InputError: an expression is invalid, or cannot be evaluated.
         """
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -168,7 +171,7 @@ class Inputs:
                 if name is None:
                     args.append(value)
                 elif name in kwargs:
-                    raise InputError(f"there are two inputs called {name!r}")
+                    raise InputError(f"two inputs are called {name!r}")
                 else:
                     kwargs[name] = value
         return tuple(args), kwargs
@@ -197,20 +200,20 @@ def _arguments(text: str) -> Iterator[tuple[str | None, Any]]:
         yield from content.items()
     else:
         raise InputError(
-            f"{text!r} holds a {type(content).__name__}; to be the inputs it has to hold a tensor"
-            f" or a dict with names as keys. For one input, name it: `x={text}`"
+            f"{text!r} contains a {type(content).__name__}; as the inputs it has to contain a "
+            f"tensor or a dict with names as keys. For one input, name it: `x={text}`"
         )
 
 
 def read(text: str) -> Any:
-    """Return the value of an expression, made of literals, arithmetic and known functions.
+    """Return the value of an expression made of literals, arithmetic and known functions.
 
     Args:
         text: such as `randn(2, 3)`, `[1, 2.5]`, `4 * ones(2, dtype=int64)`,
             `load("batch.pt")["x"]`.
 
     Raises:
-        InputError: it is not such an expression, or torch cannot make what it says.
+        InputError: it is not such an expression, or torch cannot evaluate it.
 
     Example:
         >>> read("full((2, 2), 1.5, dtype=float64)")
@@ -292,7 +295,7 @@ class _Reader:
             match node:
                 case ast.Call(args=[ast.Constant(value=str() as path)], keywords=[]):
                     return load(path)
-            raise InputError(f'`{self._piece(node)}`: it is written load("file.pt")')
+            raise InputError(f'`{self._piece(node)}`: write load("file.pt")')
         if name not in MAKERS:
             raise self._unknown(node.func)
         maker = MAKERS[name]
@@ -301,7 +304,7 @@ class _Reader:
         kwargs = {}
         for argument in node.keywords:
             if argument.arg is None or not maker.allows(argument.arg):
-                raise InputError(f"{self._where(argument)}: it is written {form}")
+                raise InputError(f"{self._where(argument)}: write {form}")
             kwargs[argument.arg] = self._plain(argument.value)
         return self._tried(node, lambda: maker.function(*args, **kwargs), form)
 
@@ -314,7 +317,9 @@ class _Reader:
             if isinstance(item, (list, tuple)):
                 todo += item
             elif not isinstance(item, (int, float, torch.dtype)):
-                raise InputError(f"{self._where(node)}: it takes numbers, and lists of them")
+                raise InputError(
+                    f"{self._where(node)}: only numbers and lists of numbers are allowed"
+                )
         return value
 
     def _tried(self, node: ast.expr, make: Callable[[], Any], form: str = "") -> Any:
@@ -323,7 +328,7 @@ class _Reader:
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if isinstance(error, TypeError) and form:
-                reason = f"it is written {form}"
+                reason = f"write {form}"
             raise InputError(f"cannot make `{self._piece(node)}`: {reason}") from None
 
     def _named(self, node: ast.expr) -> Any:

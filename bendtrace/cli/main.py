@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: arguments; those of the process if None.
+        argv: the arguments; None uses those of the process.
 
     Returns:
         The exit status: 0 if all outputs were equal to eager's, 1 if not, 2 for an error.

@@ -1,4 +1,4 @@
-"""What the command line prints."""
+"""The output of the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NARROWEST = 40
 
 
 def as_json(run: Run) -> str:
-    """Return a run as one JSON object. Numbers that JSON has no word for become strings."""
+    """Return a run as one JSON object. Numbers that JSON cannot represent become strings."""
     return json.dumps(_finite(run.to_dict()), indent=2, allow_nan=False)
 
 
@@ -44,10 +44,10 @@ def as_text(run: Run, *, source: bool = False, full: bool = False, width: int = 
     """Return a run as text for a terminal.
 
     Args:
-        run: what to tell about.
-        source: whether to begin with the source of the model's forward.
+        run: the run to report.
+        source: whether to start with the source of the model's forward.
         full: whether to print the graph, and every line of long sections.
-        width: columns of the terminal; 0 to ask it.
+        width: columns of the terminal; 0 detects it.
     """
     width = max(width or shutil.get_terminal_size((100, 24)).columns, _NARROWEST) - len(_INDENT)
     trace, steps = run.trace, run.trace.flow_steps
@@ -58,7 +58,7 @@ def as_text(run: Run, *, source: bool = False, full: bool = False, width: int = 
         "Result": [*_wrapped(_verdict(run), width), *_wrapped(repr(run.stats), width)],
         f"Flow: {counted(len(steps), 'step')}": flow,
         "Calls": list(_calls(run, width)),
-        "torch.fx": _wrapped(run.fx_error or "traces it too, and is right on these inputs", width),
+        "torch.fx": _wrapped(run.fx_error or "also traces it, and is right on these inputs", width),
     }
     graph = f"Graph: {counted(len(trace.graph), 'node')}"
     if full:

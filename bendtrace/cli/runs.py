@@ -1,4 +1,4 @@
-"""Tracing a model, calling it again, and comparing each call with the model itself."""
+"""Traces a model, calls it again, and compares each call with the model itself."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def check(model: Callable[..., Any], args: Any, kwargs: Any, target: str) -> Non
     """Raise if a call does not fit the signature.
 
     Args:
-        model: what is called.
+        model: the function or module to call.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        target: what to call the model.
+        target: the name of the model, for messages.
 
     Raises:
-        InputError: there are too many arguments, too few, or others.
+        InputError: there are too many, too few or unknown arguments.
     """
     try:
         signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
@@ -58,7 +58,7 @@ def check(model: Callable[..., Any], args: Any, kwargs: Any, target: str) -> Non
 
 
 def describe(model: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, str]:
-    """Return what each argument is, by name."""
+    """Return a description of each argument, by name."""
     bound = Signature(model).bind(args, kwargs)
     return {name: _described(value) for name, value in bound.items()}
 
@@ -76,15 +76,15 @@ def _described(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a model, by its `BendedModule` and by itself.
+    """One call of a model, through its `BendedModule` and directly.
 
     Attributes:
         given: the inputs, as written.
-        inputs: what they came to, by argument.
+        inputs: descriptions of their values, by argument.
         how: "trace" for the first; then "replay", "retrace", "resume" or "live".
         mismatch: why it was not a replay, if a guard failed.
-        equal: whether outputs, what became of inputs, parameters and buffers, and the state
-            of torch's random numbers are the same, bit for bit.
+        equal: whether outputs, changes of inputs, parameters and buffers, and the state of torch's
+            random numbers are the same, bit for bit.
     """
 
     given: str
@@ -96,15 +96,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Run:
-    """What there is to tell about a model.
+    """The results for a model.
 
     Attributes:
         target: what was traced, as written.
         fx_error: what goes wrong with torch.fx; None if nothing does.
         trace: the first call.
-        calls: all calls, the first included.
+        calls: all calls, including the first.
         stats: how they were served.
-        why_live: why some were not replays, for good.
+        why_live: why some calls can never be replays.
     """
 
     target: str
@@ -120,7 +120,7 @@ class Run:
         return all(call.equal for call in self.calls)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it all as plain values, ready for JSON."""
+        """Return it as plain values, ready for JSON."""
         return {
             "target": self.target,
             "fx_error": self.fx_error,
@@ -142,15 +142,15 @@ def run(
     """Trace a model on the first inputs, call it on the others, and compare.
 
     Args:
-        target: what the model is called.
+        target: the name of the model.
         model: the model.
-        calls: the inputs. Number `k` is made, and the model run on it, under `seed + k`.
+        calls: the inputs. Number `k` is created, and the model run on it, with the seed `seed + k`.
         seed: seed of the first call.
         grad: whether autograd records.
 
     Raises:
         UsersError: the model raised.
-        BendtraceError: the model runs, but something else is wrong.
+        BendtraceError: the model runs, but another step fails.
     """
     session = _Session(target, model, seed)
     with torch.set_grad_enabled(grad):
@@ -176,8 +176,8 @@ class _Session:
             return copy.deepcopy(model)
         except Exception as error:
             raise InputError(
-                f"{self.target} cannot be copied, so there is nothing to compare with:"
-                f" {one_line(error)}"
+                f"{self.target} cannot be copied, so there is nothing to compare with: "
+                f"{one_line(error)}"
             ) from None
 
     def call(self, number: int, inputs: Inputs) -> Call:
@@ -210,8 +210,8 @@ class _Session:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = place_text(last.filename, last.lineno)
             raise BendtraceError(
-                f"{self.target} runs, but not under bendtrace, which is a bug in bendtrace:"
-                f" {one_line(error)} ({where})"
+                f"{self.target} runs, but not under bendtrace, which is a bug in bendtrace: "
+                f"{one_line(error)} ({where})"
             ) from error
 
 
@@ -278,7 +278,7 @@ def _made(inputs: Inputs, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of torch, Python and, where it is in use, numpy."""
+    """Seed the generators of torch, Python and, if it is in use, numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")

@@ -1,4 +1,4 @@
-"""What to trace, found from `package.module:name` or `path/to/file.py:name`."""
+"""Finds the model to trace from `package.module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bendtrace.errors import InputError
 
 __all__ = ["build", "find"]
 
-_FORM = "a target is written package.module:name or path/to/file.py:name"
+_FORM = "write a target as package.module:name or path/to/file.py:name"
 
 
 def find(text: str) -> Any:
@@ -31,12 +31,12 @@ def find(text: str) -> Any:
         text: module or file, a colon, and a name inside (dots lead into classes).
 
     Raises:
-        InputError: there is no such thing.
+        InputError: the target does not exist.
         UsersError: importing it raised.
     """
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
-        raise InputError(f"{text!r} does not say what to trace: {_FORM}")
+        raise InputError(f"{text!r} does not name a target: {_FORM}")
     is_file = place.endswith(".py") or os.sep in place
     module = _import_file(place) if is_file else _import_module(place)
     found: Any = module
@@ -51,26 +51,26 @@ def find(text: str) -> Any:
 
 
 def build(target: Any, text: str) -> Callable[..., Any]:
-    """Make the model that a target stands for.
+    """Create the model for a target.
 
     A subclass of nn.Module is instantiated. A function without parameters, or whose return
     annotation is an nn.Module, is called. A function whose parameters all have defaults is called
-    to see whether it returns an nn.Module: if not, or if it raises, it is the model itself, as is
-    anything else that can be called.
+    to see whether it returns an nn.Module: if not, or if it raises, the function itself is the
+    model. Any other callable is the model itself, too.
 
     Args:
         target: what `find` returned.
         text: the target as written, for messages.
 
     Raises:
-        InputError: there is no way to make a model of it.
-        UsersError: making it raised.
+        InputError: no model can be made from it.
+        UsersError: creating it raised.
     """
     if isinstance(target, nn.Module):
         return target
     if isinstance(target, type):
         if not issubclass(target, nn.Module):
-            raise InputError(f"{text} is a class, but no nn.Module")
+            raise InputError(f"{text} is a class, but not an nn.Module")
         return cast(nn.Module, _make(target, text))
     if not callable(target):
         raise InputError(f"{text} is of type {type(target).__name__} and cannot be called")
@@ -100,8 +100,8 @@ def _make(factory: Callable[..., Any], text: str) -> Any:
     needed = [p.name for p in _parameters(factory) if p.default is p.empty and p.kind in _NEEDED]
     if needed:
         raise InputError(
-            f"{text} cannot be called without arguments, it needs {', '.join(needed)}:"
-            " name a function without parameters that makes the model"
+            f"{text} cannot be called without arguments, it needs {', '.join(needed)}: name a "
+            "function without parameters that returns the model"
         )
     with during(f"making {text}"):
         return factory()
@@ -141,7 +141,7 @@ def _import_module(name: str) -> ModuleType:
         sys.path.insert(0, os.getcwd())
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise InputError(f"{name!r} is not the name of a module: {_FORM}")
+        raise InputError(f"{name!r} is not a valid module name: {_FORM}")
     module: ModuleType | None = None
     for depth, part in enumerate(parts, 1):
         path = ".".join(parts[:depth])

@@ -1,4 +1,4 @@
-"""The words of five other libraries: a script for one of them changes one line, its import.
+"""The names of five other libraries: a script for one of them only changes its import.
 
 | was | is |
 |---|---|
@@ -8,8 +8,8 @@
 | `from torchwatcher.interjection import ...` | `from bendtrace.compat.torchwatcher import ...` |
 | `from tacklebox.hook_management import ...` | `from bendtrace.compat.tacklebox import ...` |
 
-Each module holds what only that library has: its names and its conventions, on top of the same
-insertions, traces and replays as all else.
+Each module contains what only that library has: its names and its conventions, based on the same
+insertions, traces and replays as everything else.
 
 >>> import torch, bendtrace as bt
 >>> bended = bt.compat.torchbend.BendedModule(torch.nn.ReLU())

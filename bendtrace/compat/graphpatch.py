@@ -24,12 +24,12 @@ __all__.sort()
 
 
 class PatchableGraph(BendedModule):
-    """A model that was run once on an example, and whose values are known by their paths.
+    """A model that was run once on an example, so that its values are known by path.
 
-    The name, and that of its `graph`, are those of graphpatch. It is called like the model, and is
-    traced and replayed as any `BendedModule`. The example is an ordinary call of the model: random
-    numbers are drawn, and buffers such as those of a batch norm in training mode are brought up to
-    date. Put the model in eval mode first, or seed, if that is not wanted.
+    The class and its `graph` have their names from graphpatch. It is called like the model, and is
+    traced and replayed like any `BendedModule`. The example is an ordinary call of the model: it
+    draws random numbers and updates buffers, such as those of a batch norm in training mode. To
+    avoid that, put the model in eval mode or seed it first.
 
     Args:
         model: a module; a plain function works too.
@@ -37,8 +37,8 @@ class PatchableGraph(BendedModule):
         **example_kwargs: keyword arguments of the example.
 
     Raises:
-        InputError: if `model` cannot be called.
-        Exception: whatever the model raises, as it is.
+        InputError: `model` cannot be called.
+        Exception: whatever the model raises, unchanged.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -66,7 +66,7 @@ class PatchableGraph(BendedModule):
 
     @property
     def graph(self) -> Node:  # type: ignore[override]
-        """The tree of the example: prints, completes, and leads to every value by its path.
+        """The tree of the example: it prints, completes, and leads to every value by its path.
 
         Example:
             >>> import torch, bendtrace as bt

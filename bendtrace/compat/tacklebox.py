@@ -21,15 +21,15 @@ __all__ = ["HookFunction", "HookHandle", "HookManager"]
 
 
 class HookManager(hooks.HookManager):
-    """A `bendtrace.HookManager` that refuses no name.
+    """A `bendtrace.HookManager` that accepts every name.
 
-    A second name for a module or function is ignored, and a name that is taken gets a number. All
-    else is as in `bendtrace.HookManager`: contexts restore what was active, `module.name` is there
-    while a hook runs, and gradients are those of one call.
+    A second name for a module or function is ignored, and a name that is taken gets a number.
+    Everything else is as in `bendtrace.HookManager`: contexts restore the active hooks,
+    `module.name` exists while a hook runs, and gradients are those of one call.
 
     Args:
-        model: modules that are given without a name are called by their names in this; hooks on
-            a `BendedModule`'s modules are insertions.
+        model: modules registered without a name get their name in this model; hooks on the modules
+            of a `BendedModule` are insertions.
 
     Example:
         >>> import torch, bendtrace as bt

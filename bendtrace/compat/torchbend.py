@@ -26,15 +26,15 @@ __all__.sort()
 
 
 class BendedModule(module.BendedModule):
-    """A `bendtrace.BendedModule` whose traces are read as torchbend's are.
+    """A `bendtrace.BendedModule` with torchbend's form of traces.
 
-    Everything else is as in `bendtrace.BendedModule`: calls with other inputs are right, where
+    Everything else is as in `bendtrace.BendedModule`: calls with other inputs are right, while
     torchbend's graph is that of one example.
 
     Args:
         model: a module; a plain function works too.
         max_traces: how many paths to keep; None for all.
-        backend: what compiles paths that are taken often; None for replays bit by bit.
+        backend: a compiler for paths that are taken often; None for bitwise replays.
         backend_options: for the backend.
         cache_dir: a directory that keeps what inductor compiles; None for none.
         audit: what share of the replays the model itself does again.
@@ -62,9 +62,9 @@ class BendedModule(module.BendedModule):
             **kwargs: keyword arguments of the method.
 
         Returns:
-            The graph of the run, whose `flow_steps` are a list of the branches that were taken.
-            With `_return_out` that, and the outputs as a tuple, of one item where the model
-            returns one thing.
+            The graph of the run, whose `flow_steps` are a list of the taken branches. With
+            `_return_out`, a pair of that and a tuple of the outputs, with one item if the model
+            returns one value.
         """
         if fn is None and args and isinstance(args[0], str) and hasattr(self.model, args[0]):
             fn, args = args[0], args[1:]

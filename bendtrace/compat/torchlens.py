@@ -44,8 +44,8 @@ def log_forward_pass(
 ) -> Trace:
     """Run a model and log everything that it computes.
 
-    The same as `bendtrace.trace(model, *input_args, save=..., **input_kwargs)` in the words of
-    TorchLens, with options that cannot be mistaken for arguments of the model.
+    The same as `bendtrace.trace(model, *input_args, save=..., **input_kwargs)` with the names of
+    TorchLens, whose options cannot be confused with arguments of the model.
 
     Args:
         model: what to run. It is not changed.
@@ -53,25 +53,25 @@ def log_forward_pass(
         input_kwargs: its keyword arguments.
         layers_to_save: "all", "none", or names of layers or modules, positions, modules or
             functions; see `bendtrace.trace`.
-        vis_opt: whether to draw the run, with the passes of a layer together ("rolled") or each
-            on its own ("unrolled"). The picture is `ModelHistory.picture`, which notebooks show.
+        vis_opt: whether to draw the run, with the passes of a layer merged ("rolled") or separate
+            ("unrolled"). The picture is `ModelHistory.picture`, which notebooks show.
         vis_outpath: a file to draw into (.svg, .png, .pdf, .html, .dot); None for no file.
-        save_gradients: whether to keep gradients, too, in the backward pass.
-        save_device: where to keep activations; None for where they are.
+        save_gradients: whether to keep gradients in the backward pass, too.
+        save_device: device to keep activations on; None leaves them where they are.
         save_dtype: floating point dtype to keep them in; None for their own.
         save_to: a directory to stream them to; None to keep them in memory.
         keep_graph: whether they stay part of the autograd graph.
         stop_after: a layer, module or position after which the run ends.
-        random_seed: for the run; the state of torch's generators is as before afterwards. None
-            runs as an untraced call would.
+        random_seed: seed of the run; torch's generators are restored afterwards. None runs like an
+            untraced call.
 
     Returns:
         The log, a `ModelHistory`.
 
     Raises:
-        InputError: an option makes no sense; nothing was run.
-        LayerKeyError: there is nothing by a name that was asked for. The run has taken place.
-        Exception: whatever the model raises, as it is.
+        InputError: an option is invalid; nothing was run.
+        LayerKeyError: a requested name does not exist. The run has taken place by then.
+        Exception: whatever the model raises, unchanged.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -81,13 +81,13 @@ def log_forward_pass(
         ['relu_1_2', 'output_1_3']
     """
     if vis_opt not in ("none", "rolled", "unrolled"):
-        raise InputError(f"vis_opt is 'none', 'rolled' or 'unrolled', not {vis_opt!r}")
+        raise InputError(f"vis_opt has to be 'none', 'rolled' or 'unrolled', not {vis_opt!r}")
     if vis_outpath is not None and vis_opt == "none":
         raise InputError("vis_outpath needs vis_opt='rolled' or 'unrolled'")
     if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
         raise InputError(
-            "input_kwargs are the model's keyword arguments, by name, not "
-            f"{type(input_kwargs).__name__}: layers_to_save comes after them"
+            "input_kwargs has to be a dict of the model's keyword arguments, not a "
+            f"{type(input_kwargs).__name__}: layers_to_save comes after it"
         )
     args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
     options = SaveOptions(
@@ -120,17 +120,16 @@ def show_model_graph(
         model: what to run. It is not changed.
         input_args: its positional argument, or a list or tuple of them.
         input_kwargs: its keyword arguments.
-        vis_opt: whether the passes of a layer are drawn together ("rolled") or each on its own
-            ("unrolled").
+        vis_opt: whether the passes of a layer are merged ("rolled") or separate ("unrolled").
         vis_outpath: a file to draw into (.svg, .png, .pdf, .html, .dot); None for no file.
-        random_seed: for the run; see `log_forward_pass`.
+        random_seed: seed of the run; see `log_forward_pass`.
 
     Returns:
         The picture, which notebooks show.
 
     Raises:
-        InputError: an option makes no sense; nothing was run.
-        Exception: whatever the model raises, as it is.
+        InputError: an option is invalid; nothing was run.
+        Exception: whatever the model raises, unchanged.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -139,7 +138,7 @@ def show_model_graph(
         True
     """
     if vis_opt not in ("rolled", "unrolled"):
-        raise InputError(f"vis_opt is 'rolled' or 'unrolled', not {vis_opt!r}")
+        raise InputError(f"vis_opt has to be 'rolled' or 'unrolled', not {vis_opt!r}")
     trace = log_forward_pass(
         model, input_args, input_kwargs, "none", vis_opt,
         vis_outpath=vis_outpath, random_seed=random_seed,

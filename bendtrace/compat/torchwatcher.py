@@ -83,10 +83,11 @@ class _Module(Interjection, nn.Module, ABC):
 
 
 class ForwardInterjection(_Module):
-    """Sees what a node gives, and may exchange it. Subclasses override `process`.
+    """Sees the output of a node, and may replace it. Subclasses override `process`.
 
-    One object can be inserted at many nodes, whose paths tell them apart. It is an `nn.Module`, and
-    can have parameters, which are trained like any others and are no part of the model's state.
+    One object can be inserted at many nodes, which it distinguishes by path. It is an `nn.Module`,
+    and can have parameters, which are trained like any others and are not part of the model's
+    state.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -101,15 +102,15 @@ class ForwardInterjection(_Module):
 
     @abstractmethod
     def process(self, name: str, module: nn.Module | None, inputs: Any) -> Any:
-        """Called with what a node gave.
+        """Called with the output of a node.
 
         Args:
             name: path of the node.
             module: the module called; None for functions and methods.
-            inputs: what the node gave, as it is: a tensor, a tuple, a dict.
+            inputs: the output of the node, unchanged: a tensor, a tuple, a dict.
 
         Returns:
-            What goes on in its place, of the same structure; None to keep it.
+            The replacement, with the same structure; None to keep the output.
         """
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
@@ -119,7 +120,7 @@ class ForwardInterjection(_Module):
 
 
 class WrappedForwardInterjection(_Module):
-    """Sees what a node is given and what it gives, and may exchange the latter.
+    """Sees the inputs and the output of a node, and may replace the output.
 
     Subclasses override `process`.
 
@@ -138,18 +139,18 @@ class WrappedForwardInterjection(_Module):
 
     @abstractmethod
     def process(self, name: str, module: nn.Module | None, inputs: Any, outputs: Any) -> Any:
-        """Called with what a node was given, and what it gave.
+        """Called with the inputs and the output of a node.
 
         Args:
             name: path of the node.
             module: the module called; None for functions and methods.
-            inputs: the arguments that have a tensor in them, positional ones first. One by itself
-                is given as it is, several as a tuple. A node that changes its input in place has
-                done so.
-            outputs: what the node gave, as it is.
+            inputs: the arguments that contain a tensor, positional ones first. A single one is
+                passed as it is, several as a tuple. If the node changes its input in place, it has
+                done so already.
+            outputs: the output of the node, unchanged.
 
         Returns:
-            What goes on in the place of `outputs`, of the same structure; None to keep them.
+            The replacement of `outputs`, with the same structure; None to keep them.
         """
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
@@ -159,10 +160,10 @@ class WrappedForwardInterjection(_Module):
 
 
 class WrappedForwardBackwardInterjection(_Module):
-    """Sees the gradients that go through a node, and may exchange those of its inputs.
+    """Sees the gradients that pass through a node, and may replace those of its inputs.
 
-    Subclasses override `process_backward`, and `process` if they want what
-    `WrappedForwardInterjection` sees as well.
+    Subclasses override `process_backward`, and `process` to see also what
+    `WrappedForwardInterjection` sees.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -189,7 +190,7 @@ class WrappedForwardBackwardInterjection(_Module):
         return super()._overrides(name)
 
     def process(self, name: str, module: nn.Module | None, inputs: Any, outputs: Any) -> Any:
-        """Called in the forward pass, as `WrappedForwardInterjection.process` is."""
+        """Called in the forward pass, like `WrappedForwardInterjection.process`."""
 
     @abstractmethod
     def process_backward(
@@ -201,19 +202,19 @@ class WrappedForwardBackwardInterjection(_Module):
     ) -> Any:
         """Called in the backward pass with the gradients through this call of the node alone.
 
-        What else becomes of a tensor does not count: where `x` is used twice, each use has a
-        `grad_input` of its own.
+        Other uses of a tensor do not count: if `x` is used twice, each use has a separate
+        `grad_input`.
 
         Args:
             name: path of the node.
             module: the module called; None for functions and methods.
-            grad_input: gradients of the tensors that the node was given, in the order of the
-                arguments, None where none arrives. That of one tensor is given as it is, those of
-                several as a tuple.
-            grad_output: gradients of the tensors that the node gave, likewise.
+            grad_input: gradients of the node's input tensors, in the order of the arguments, None
+                for a tensor without a gradient. A single one is passed as it is, several as a
+                tuple.
+            grad_output: gradients of the node's output tensors, in the same form.
 
         Returns:
-            What takes the place of `grad_input`, of the same shapes; None to keep it.
+            The replacement of `grad_input`, with the same shapes; None to keep it.
         """
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
@@ -247,25 +248,24 @@ def interject_by_match(
     every: int | None = None,
     allow_none: bool = False,
 ) -> BendedModule:
-    """Insert something at all nodes that a selector means.
+    """Insert something at all nodes that a selector selects.
 
     Args:
-        model: a model, which stays as it is, or a `BendedModule`, in which it is inserted besides
-            what is there.
+        model: a model, which is not changed, or a `BendedModule`, which keeps its other insertions.
         selector: a selector, a regular expression, a predicate of the `Candidate`, or a list.
-        interjection: what is inserted; also a function of the value.
-        tracer_kwargs: `{"leaf_modules": [...]}`: classes of modules, modules or qualified names
-            that are not looked into. Their calls are nodes, what is in them is not meant.
-        passes: in which passes of each node, as for `BendedModule.interject`.
-        every: in every how manieth pass.
-        allow_none: whether it is right that no node is meant.
+        interjection: what to insert; also a function of the value.
+        tracer_kwargs: `{"leaf_modules": [...]}`: classes of modules, modules or qualified names.
+            Their calls are nodes, but the nodes inside them are not selected.
+        passes: the passes of each node to apply to, as for `BendedModule.interject`.
+        every: apply only in every n-th pass.
+        allow_none: whether to accept that no node is selected.
 
     Returns:
         The `BendedModule`; `.insertions[-1]` is the handle.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: no node is meant; without a run so far, the first call says so.
+        InputError: an argument is invalid.
+        NodePathError: no node is selected; if there was no run yet, the first call raises it.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -292,25 +292,26 @@ def interject_by_module_class(
     every: int | None = None,
     allow_none: bool = False,
 ) -> BendedModule:
-    """Insert something at all calls of modules of a class, those of subclasses included.
+    """Insert something at all calls of modules of a class, including subclasses.
 
-    Functions that do the same are not meant: `F.relu` is no `nn.ReLU`. A selector means both.
+    Functions that do the same are not selected: `F.relu` is not an `nn.ReLU`. A selector selects
+    both.
 
     Args:
         model: a model, or a `BendedModule`, as for `interject_by_match`.
         target_module_class: the class, or several.
-        interjection: what is inserted; also a function of the value.
+        interjection: what to insert; also a function of the value.
         tracer_kwargs: as for `interject_by_match`.
-        passes: in which passes of each node, as for `BendedModule.interject`.
-        every: in every how manieth pass.
-        allow_none: whether it is right that no node is meant.
+        passes: the passes of each node to apply to, as for `BendedModule.interject`.
+        every: apply only in every n-th pass.
+        allow_none: whether to accept that no node is selected.
 
     Returns:
         The `BendedModule`; `.insertions[-1]` is the handle.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: no node is meant.
+        InputError: an argument is invalid.
+        NodePathError: no node is selected.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -339,21 +340,21 @@ def interject_by_module(
     every: int | None = None,
     allow_none: bool = False,
 ) -> BendedModule:
-    """Insert something at all calls of one module, wherever they are.
+    """Insert something at all calls of one module, wherever they occur.
 
     Args:
         model: a model, or a `BendedModule`, as for `interject_by_match`.
-        module: the module, one of the model's.
-        interjection: what is inserted; also a function of the value.
-        passes: in which passes of each node, as for `BendedModule.interject`.
-        every: in every how manieth pass.
-        allow_none: whether it is right that the module is not called.
+        module: the module, a submodule of the model.
+        interjection: what to insert; also a function of the value.
+        passes: the passes of each node to apply to, as for `BendedModule.interject`.
+        every: apply only in every n-th pass.
+        allow_none: whether to accept that the module is not called.
 
     Returns:
         The `BendedModule`; `.insertions[-1]` is the handle.
 
     Raises:
-        InputError: something given makes no sense.
+        InputError: an argument is invalid.
         NodePathError: no run so far has called the module.
 
     Example:
@@ -389,18 +390,19 @@ def interject_by_name(
         model: a model, or a `BendedModule`, as for `interject_by_match`.
         name: a node path (`layers_0.mlp.relu`), a qualified name (`layers.0.mlp`), the name of a
             layer of the log, or several of these.
-        interjection: what is inserted; also a function of the value.
-        tracer_kwargs: taken for TorchWatcher's sake. What is named is meant wherever it is.
-        passes: in which passes of each node, as for `BendedModule.interject`.
-        every: in every how manieth pass.
-        allow_none: whether it is right that there is no such node.
+        interjection: what to insert; also a function of the value.
+        tracer_kwargs: accepted for compatibility with TorchWatcher. Names select nodes inside leaf
+            modules, too.
+        passes: the passes of each node to apply to, as for `BendedModule.interject`.
+        every: apply only in every n-th pass.
+        allow_none: whether to accept that the node does not exist.
 
     Returns:
         The `BendedModule`; `.insertions[-1]` is the handle.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: there is no such node; without a run so far, the first call says so.
+        InputError: an argument is invalid.
+        NodePathError: the node does not exist; if there was no run yet, the first call raises it.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -427,24 +429,24 @@ def interject_by_module_class_native(
     *,
     allow_none: bool = False,
 ) -> nn.Module:
-    """Insert something at the calls of modules of a class by hooks, without any tracing.
+    """Insert something at the calls of modules of a class with hooks, without tracing.
 
-    `name` is the qualified name of the module. A tensor that a module is given in several places is
-    one tensor, and has in all of them the gradient of these together.
+    `name` is the qualified name of the module. A tensor that a module receives in several positions
+    is one tensor, and its gradient is the sum over all of them.
 
     Args:
         model: the model.
         target_module_class: the class.
-        interjection: what is inserted; also a function of the value. It cannot be one that works
-            instead of the node.
-        clone: whether the model stays as it is. What is returned shares its parameters and buffers.
-        allow_none: whether it is right that there are no such modules.
+        interjection: what to insert; also a function of the value. It cannot be one that replaces
+            the node.
+        clone: whether to leave the model as it is. The result shares its parameters and buffers.
+        allow_none: whether to accept that there are no such modules.
 
     Returns:
         The model with the hooks: a module of the same class.
 
     Raises:
-        InputError: something given makes no sense, or there are no such modules.
+        InputError: an argument is invalid, or there are no such modules.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -457,13 +459,15 @@ def interject_by_module_class_native(
         (tensor([0.5000, 0.5000]), tensor([0.7311, 0.7311]))
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"hooks are for modules; {model!r} is none")
+        raise InputError(f"hooks can only be used with modules, not with {model!r}")
     if not (isinstance(target_module_class, type) and issubclass(target_module_class, nn.Module)):
-        raise InputError(f"a class of modules has to be given, not {target_module_class!r}")
+        raise InputError(
+            f"target_module_class has to be a class of modules, not {target_module_class!r}"
+        )
     what = as_interjection(interjection)
     if "instead" in forms_of(what):
         raise InputError(
-            f"{what.label} works in place of a node, which no hook can: insert it with "
+            f"{what.label} replaces a node, which hooks cannot do: insert it with "
             "BendedModule.interject, or use replace_module_native"
         )
     model = shared_copy(model) if clone else model

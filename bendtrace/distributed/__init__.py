@@ -1,6 +1,7 @@
-"""Models on several processes: DDP, FSDP2, DTensors, collectives of the model's own.
+"""Models on several processes: DDP, FSDP2, DTensors, the model's own collectives.
 
-They are traced, replayed and cut into like others; ranks agree before they act together.
+They are traced, replayed and accept insertions like other models; ranks agree before they
+communicate.
 
 >>> import torch, bendtrace as bt
 >>> bt.distributed.whole({"loss": torch.ones(2)})

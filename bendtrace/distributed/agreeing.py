@@ -1,4 +1,4 @@
-"""Which calls ranks agree upon, and what that takes."""
+"""Which calls ranks agree on, and the cost of agreeing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Agreement", "Traffic", "agree", "agreement", "traffic"]
 
 
 class Agreement:
-    """What was agreed, until it is taken back: a handle, and a context manager.
+    """An agreement that is active until removed: a handle, and a context manager.
 
     Example:
         >>> import bendtrace as bt
@@ -33,7 +33,7 @@ class Agreement:
         self._undo: Callable[[], None] | None = undo
 
     def remove(self) -> None:
-        """Take it back; a second time does nothing."""
+        """End the agreement; further calls have no effect."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -49,44 +49,44 @@ class Agreement:
 
 
 def agree(model: Callable[..., Any], group: Any = None) -> Agreement:
-    """Have ranks agree at the end of each call of a model, whatever is known of the model.
+    """Make ranks agree at the end of each call of a model, in any case.
 
-    Calls that come to a collective are agreed upon without that (see `docs/distributed.md`). This
-    is for models of which nothing tells that they may communicate: then a rank that takes another
-    branch is noticed at the end of that very call. All ranks have to ask for it, and have to call
-    the model equally often from then on.
+    Calls that reach a collective are agreed on anyway (see `docs/distributed.md`). This function is
+    for models that may communicate in ways that bendtrace cannot see: then a rank that takes
+    another branch is detected at the end of that very call. All ranks have to call it, and have to
+    call the model equally often from then on.
 
     Args:
         model: a `BendedModule`, a module, or a function.
-        group: the process group that has to agree; None for all ranks.
+        group: the process group whose ranks have to agree; None for all ranks.
 
     Returns:
         A handle, which is also a context manager.
 
     Raises:
-        InputError: no process group has been initialised, this rank is not in the group, or
-            `model` or `group` is something else.
+        InputError: no process group has been initialised, this rank is not in the group, or `model`
+            or `group` has an unsupported type.
 
     Example:
         >>> import torch, bendtrace as bt
         >>> bt.distributed.agree(bt.BendedModule(torch.nn.Linear(2, 2)))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        bendtrace.errors.InputError: ranks can agree only once torch.distributed is initialised: ...
+        bendtrace.errors.InputError: ranks can agree only after torch.distributed is ...
     """
     inner = model.model if isinstance(model, BendedModule) else model
     if not core.can_be_known(inner):
         raise InputError(
-            f"ranks can agree upon the calls of a module or a function, not of {type(model)!r}"
+            f"ranks can agree on the calls of a module or a function, not of {type(model)!r}"
         )
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
-            "ranks can agree only once torch.distributed is initialised: call "
+            "ranks can agree only after torch.distributed is initialised: call "
             "torch.distributed.init_process_group first"
         )
     chosen: Any = dist.group.WORLD if group is None else group
     if group is not None and group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise InputError("this rank is not a member of the process group that is to agree")
+        raise InputError("this rank is not a member of the process group")
     if not isinstance(chosen, dist.ProcessGroup):
         raise InputError(
             f"`group` has to be a process group, not {type(group)!r}; those of a mesh are "
@@ -99,21 +99,21 @@ def agree(model: Callable[..., Any], group: Any = None) -> Agreement:
 
 
 def agreement(*, enabled: bool | None = None, timeout: float | None = None) -> Agreement:
-    """Set how ranks agree, in this process, from now on or within a context.
+    """Configure how ranks agree, in this process, from now on or within a context.
 
-    All ranks have to set the same, at the same point.
+    All ranks have to use the same settings, at the same point.
 
     Args:
-        enabled: whether ranks agree before collectives at all; otherwise they rely on doing the
-            same, as without bendtrace. None leaves it as it is.
-        timeout: after how many seconds a rank that did not come is given up, which is an error
-            on all those that wait for it. None leaves it as it is: half an hour.
+        enabled: whether ranks agree before collectives at all; otherwise they are assumed to do the
+            same, as without bendtrace. None keeps the setting.
+        timeout: the number of seconds to wait for a missing rank; then all waiting ranks raise.
+            None keeps the setting, initially half an hour.
 
     Returns:
-        A handle, which is also a context manager: what was set before comes back at its end.
+        A handle, which is also a context manager that restores the earlier settings at its end.
 
     Raises:
-        InputError: `timeout` is not a positive number, or `enabled` is no bool.
+        InputError: `timeout` is not a positive number, or `enabled` is not a bool.
 
     Example:
         >>> import bendtrace as bt
@@ -144,11 +144,11 @@ def agreement(*, enabled: bool | None = None, timeout: float | None = None) -> A
 
 
 class Traffic(NamedTuple):
-    """What agreeing has taken so far, on this rank.
+    """The cost of agreeing so far, on this rank.
 
     Attributes:
-        meetings: how often ranks have told each other what they are about to do.
-        messages: requests to the store for that. Collectives are none among them.
+        meetings: how often ranks have exchanged what they are about to do.
+        messages: requests to the store for that. Collectives are not counted.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -162,7 +162,7 @@ class Traffic(NamedTuple):
 
 
 def traffic() -> Traffic:
-    """Return what agreeing has taken so far, on this rank.
+    """Return the cost of agreeing so far, on this rank.
 
     Example:
         >>> import bendtrace as bt

@@ -1,4 +1,4 @@
-"""Values of a model that is spread over ranks, put together."""
+"""Values of a model that is distributed over ranks, assembled."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["whole"]
 
 
 def whole(value: Any) -> Any:
-    """Return a value with each DTensor in it replaced by the tensor that it is a part of.
+    """Return a value with each DTensor in it replaced by its full tensor.
 
-    All ranks of the tensors' meshes have to call it, since they send each other their parts. In
-    an interjection that is one of the collectives that ranks agree upon.
+    All ranks of the tensors' meshes have to call it, since they send each other their parts. In an
+    interjection this is one of the collectives that ranks agree on.
 
     Args:
-        value: a tensor of any shape, or tuples, lists and dicts (and what torch knows as a
-            container besides) with tensors in them. What is no DTensor stays as it is.
+        value: a tensor of any shape, or tuples, lists and dicts (and other containers that torch
+            knows) that contain tensors. Values that are not DTensors stay as they are.
 
     Returns:
         The same structure. Gradients flow back to the parts.

@@ -16,7 +16,7 @@ __all__ = ["control_of"]
 
 
 class Control(NamedTuple):
-    """Under which flow steps things of a run happened, by number, outermost first.
+    """The flow steps that parts of a run depend on, by number, outermost first.
 
     Attributes:
         ops: the steps that led to each op.
@@ -28,7 +28,7 @@ class Control(NamedTuple):
 
 
 def control_of(recording: Recording) -> Control:
-    """Return under which flow steps the ops and calls of a run happened, derived once."""
+    """Return the flow steps that the ops and calls of a run depend on; computed once."""
     return recording.view(_control)
 
 

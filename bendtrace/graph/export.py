@@ -50,7 +50,7 @@ def to_node_link(graph: Graph) -> dict[str, Any]:
     """Return a mirror as node-link data: plain values, ready for JSON.
 
     `networkx.node_link_graph(data, edges="edges")` reads it, as do D3 and others. Functions are
-    there by name; a value that JSON cannot hold is an object with one key that begins with a
+    stored by name; a value that JSON cannot hold is an object with one key that begins with a
     dollar sign, such as `{"$node": "relu"}` for the value of another node in `args`.
 
     Args:
@@ -78,14 +78,14 @@ def to_node_link(graph: Graph) -> dict[str, Any]:
 def from_node_link(data: Mapping[str, Any]) -> Graph:
     """Return the graph that `to_node_link` wrote.
 
-    It looks like the mirror that it was, prints the same and has the same flow steps, but holds
-    names instead of functions, and so is neither run nor converted to torch.fx.
+    It looks and prints like the original mirror and has the same flow steps, but contains names
+    instead of functions, so it can be neither run nor converted to torch.fx.
 
     Args:
         data: node-link data.
 
     Raises:
-        ConversionError: if it is something else.
+        ConversionError: the data is not node-link data of a mirror.
     """
     codec = GRAPH_CODEC
     graph = Graph()
@@ -101,12 +101,14 @@ def from_node_link(data: Mapping[str, Any]) -> Graph:
         for row in data["edges"]:
             ends = codec.decode(row["source"]), codec.decode(row["target"])
             if not all(end in graph for end in ends):
-                raise ValueError(f"an edge between {ends[0]!r} and {ends[1]!r}, which are no nodes")
+                raise ValueError(
+                    f"there is an edge between {ends[0]!r} and {ends[1]!r}, which are not nodes"
+                )
             about = {k: codec.decode(row[k]) for k in row if k not in ("source", "target", "key")}
             graph.add_edge(*ends, key=codec.decode(row["key"]), **about)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ConversionError(f"this is no node-link data of a mirror: {reason}") from None
+        raise ConversionError(f"this is not node-link data of a mirror: {reason}") from None
     return graph
 
 
@@ -120,10 +122,10 @@ def _written(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_graphml(graph: Graph) -> str:
-    r"""Return a mirror as GraphML, as Gephi, yEd and others read it.
+    r"""Return a mirror as GraphML, for Gephi, yEd and others.
 
-    Attributes are numbers, truth values or text: shapes, arguments and values are there as Python
-    would print them. Characters that XML cannot hold are written as Python writes them, `\x1b`.
+    Attributes are numbers, bools or text: shapes, arguments and values are text as Python prints
+    it. Characters that XML cannot hold are escaped as in Python, `\x1b`.
 
     Args:
         graph: the mirror of a trace.
@@ -195,13 +197,13 @@ def _escaped(match: re.Match[str]) -> str:
 def to_dot(graph: Graph, *, modules: bool = True, control: bool = True) -> str:
     r"""Return a mirror as text for Graphviz and other programs that read DOT.
 
-    Tensors flow along solid lines. A dashed one leads from a condition to what ran because of
-    it; the first of each condition says which, and how it came out.
+    Tensors flow along solid lines. A dashed line leads from a condition to nodes that ran because
+    of it; the first line of each condition has the condition and its outcome as a label.
 
     Args:
         graph: the mirror of a trace.
-        modules: whether modules are drawn as boxes around their nodes.
-        control: whether conditions are drawn.
+        modules: whether to draw modules as boxes around their nodes.
+        control: whether to draw conditions.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -263,7 +265,6 @@ class _Box:
         return box
 
     def lines(self, indent: str) -> Iterator[str]:
-        """Yield the text for it, inner boxes first."""
         for part, box in self.inside.items():
             yield f"{indent}subgraph {_id(f'cluster_{box.path}')} {{"
             yield f"{indent}  label={_label(part)};"
@@ -326,7 +327,7 @@ _CLASSES = {
 
 
 def flow_rows(steps: Iterable[FlowStep], codec: Codec) -> list[dict[str, Any]]:
-    """Return flow steps as plain JSON: `FlowStep.to_dict` with nothing lost."""
+    """Return flow steps as plain JSON: a lossless `FlowStep.to_dict`."""
     rows = []
     for step in steps:
         row = step.to_dict() | {"value": step.value, "offset": step.place.offset}
@@ -338,8 +339,8 @@ def flow_steps_of(rows: Iterable[Mapping[str, Any]], codec: Codec) -> FlowSteps:
     """Return the flow steps that rows describe.
 
     Raises:
-        ValueError: if a value makes no sense.
-        LookupError: if something is missing.
+        ValueError: a value is invalid.
+        LookupError: a field is missing.
     """
     return FlowSteps([_step_of_row({key: codec.decode(row[key]) for key in row}) for row in rows])
 

@@ -1,8 +1,8 @@
 """Conversion between the mirror of a trace and `torch.fx`.
 
 The fx graph is one path: it does what the model did for the traced inputs. So that it is never
-silently wrong for others, it tests the guards where they were put, and raises
-`DivergenceError` where one does not hold.
+silently wrong for other inputs, it contains the guards, and raises `DivergenceError` if one does
+not hold.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ def to_fx(
     """Convert the mirror of a trace to a runnable `torch.fx.GraphModule`.
 
     Args:
-        graph: the mirror, as `Trace.graph` gives it, or what `from_fx` made of a graph module.
-        fold: whether calls of leaf modules become one `call_module` node each, as torch.fx
-            has them; or a function that says which modules to fold.
-        guards: whether the graph tests the guards of the trace and raises `DivergenceError`
-            where one does not hold. Without them it is right for the traced path only.
+        graph: the mirror from `Trace.graph`, or a result of `from_fx`.
+        fold: whether calls of leaf modules become one `call_module` node each, as in torch.fx; or a
+            predicate that selects the modules to fold.
+        guards: whether the graph tests the guards of the trace and raises `DivergenceError` if one
+            does not hold. Without them it is right for the traced path only.
 
     Returns:
         A module that takes the arguments of the traced call. Parameters, buffers and folded
         submodules are the model's own.
 
     Raises:
-        ConversionError: the trace does something that an fx graph cannot express, such as
-            setting an attribute of the model; or the graph is of another origin.
+        ConversionError: the trace does something that an fx graph cannot express, such as setting
+            an attribute of the model; or the graph comes from elsewhere.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -314,27 +314,27 @@ def _check_part(part: Captured, arguments: tuple[Any, ...]) -> None:
         now = part.read(arguments)
     except (LookupError, AttributeError, TypeError):
         raise DivergenceError(
-            f"argument {part.label} was there when traced and is not now"
+            f"argument {part.label} was passed when traced and is missing now"
         ) from None
     if part.kind is CaptureKind.TENSOR:
         if not isinstance(now, torch.Tensor):
-            raise DivergenceError(f"argument {part.label} was a tensor when traced and is none now")
+            raise DivergenceError(
+                f"argument {part.label} was a tensor when traced and is not a tensor now"
+            )
     elif part.kind is CaptureKind.PLAIN:
         if not identical(now, part.value):
             was = f"{part.value!r} when traced and is {now!r} now"
             raise DivergenceError(f"argument {part.label} was {was}")
     elif part.kind in (CaptureKind.MODULE, CaptureKind.IDENTITY):
         if now is not part.value:
-            raise DivergenceError(
-                f"argument {part.label} is not the object that it was when traced"
-            )
+            raise DivergenceError(f"argument {part.label} is not the same object as when traced")
     elif type(now) is not part.type:
         was, is_now = part.type.__name__, type(now).__name__
         raise DivergenceError(
             f"argument {part.label} was a {was} when traced and is a {is_now} now"
         )
     elif _content(part, now) != part.size:
-        raise DivergenceError(f"argument {part.label} has other content than when traced")
+        raise DivergenceError(f"argument {part.label} has different content than when traced")
 
 
 def _content(part: Captured, now: Any) -> Any:
@@ -352,13 +352,13 @@ def _content(part: Captured, now: Any) -> Any:
 
 
 def check_guard(value: Any, test: str, expected: Any, what: str) -> None:
-    """Raise `DivergenceError` if a value of a converted graph is not as recorded.
+    """Raise `DivergenceError` if a value of a converted graph differs from the recording.
 
     Args:
         value: the value.
         test: name of the `Test`.
         expected: the recorded outcome.
-        what: what the model asked there, and where: "if `x.sum() > 0` at model.py:41".
+        what: the test of the model and its place: "if `x.sum() > 0` at model.py:41".
     """
     if test == Test.TRUTH.value:
         now: Any = bool(value)
@@ -368,7 +368,7 @@ def check_guard(value: Any, test: str, expected: Any, what: str) -> None:
         now = kind_of(value)
     elif test in (Test.SAME.value, Test.OTHER.value):
         if (value is expected) is not (test == Test.SAME.value):
-            raise DivergenceError(f"{what}: whether a tensor is a copy is not as when traced")
+            raise DivergenceError(f"{what}: whether a tensor is a copy differs from the trace")
         return
     else:
         now = value
@@ -387,7 +387,7 @@ def _back_to_fx(graph: Graph) -> fx.GraphModule:
     def with_nodes(value: Any) -> Any:
         if isinstance(value, NodeRef):
             if value.name not in nodes:
-                raise ConversionError(f"{value} is used before it is defined, or is not there")
+                raise ConversionError(f"{value} is used before it is defined, or does not exist")
             return nodes[value.name]
         return value
 
@@ -409,8 +409,8 @@ def from_fx(module: fx.GraphModule) -> Graph:
         module: the graph module.
 
     Returns:
-        A graph with the nodes, targets and arguments of the fx graph. It has no flow steps:
-        fx does not record any.
+        A graph with the nodes, targets and arguments of the fx graph. It has no flow steps, because
+        fx does not record them.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -431,7 +431,7 @@ def from_fx(module: fx.GraphModule) -> Graph:
 
 @dataclass
 class Folding:
-    """Calls that stand for the ops inside them.
+    """Calls that replace the ops inside them.
 
     Attributes:
         call_of: for each op inside a folded call, the call.
@@ -447,7 +447,7 @@ class Folding:
 
 
 def results(call: ModuleCall) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Yield each op that a call's output holds, with the keys that lead to it."""
+    """Yield each op in the output of a call, with the keys that lead to it."""
     yield from _paths(call.output, ())
 
 
@@ -463,10 +463,10 @@ def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, 
 
 
 def folding(recording: Recording, is_leaf: Callable[[nn.Module], bool]) -> Folding:
-    """Choose the outermost calls of leaf modules that one node can stand for.
+    """Choose the outermost calls of leaf modules that one node can represent.
 
-    A call is left open if something outside uses a value from within that it does not return,
-    or if it was given something that is not on the tape.
+    A call is not folded if an op outside uses a value from inside that the call does not return, or
+    if an input of the call is not on the tape.
     """
     found = Folding()
     tape = recording.tape

@@ -31,20 +31,20 @@ __all__ = ["Graph", "NodeRef", "mirror"]
 class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when running
     """A trace as a networkx multigraph: every networkx algorithm works on it.
 
-    Nodes are named as in torch.fx (`conv1d`, `gt`, `gt_1`) and carry
+    Nodes are named as in torch.fx (`conv1d`, `gt`, `gt_1`) and have the attributes
 
     - `op`: "placeholder", "get_attr", "call_function", "call_method", "call_module" or
       "output"; `target`, `args` and `kwargs` as in torch.fx, with `NodeRef` for nodes;
     - `shape`, `dtype` and `device` for tensors, `value` for traced scalars;
-    - `module_path` of the module call it happened in and the call's number, `pass_`;
+    - `module_path` of the module call that they ran in, and the call's number, `pass_`;
     - `site` ("file:line"), `text` (source of the expression), `index` (position on the tape);
-    - `context`, the grad, inference and autocast state that it ran under, and `raised`, the name
-      of the exception, for a call that raised one that the model caught.
+    - `context`, the grad, inference and autocast state of the op, and `raised`, the name of the
+      exception, for a call that raised one that the model caught.
 
-    Edges carry `kind`: "data" with `argument`, the place in the arguments that the value goes
-    to (`args[0]`, `kwargs['dim']`, `args[0][1]`), "control" with `step`, the number of the flow
-    step under whose condition the target ran, or "memory" from an op that wrote into a tensor, in
-    place or through a view, to those that read it afterwards under another node's name.
+    Edges have the attribute `kind`: "data" with `argument`, the position of the value in the
+    arguments (`args[0]`, `kwargs['dim']`, `args[0][1]`), "control" with `step`, the number of the
+    flow step whose condition the target depends on, or "memory" from an op that wrote into a
+    tensor, in place or through a view, to ops that read it afterwards under another node's name.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -67,7 +67,7 @@ class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when runn
         return steps
 
     def add_op(self, name: str, **data: Any) -> None:
-        """Add a node and the data edges that its arguments imply."""
+        """Add a node, and the data edges for its arguments."""
         self.add_node(name, **data)
         for argument, source in _positions(data.get("args", ()), data.get("kwargs", {})):
             self.add_edge(source, name, kind="data", argument=argument)
@@ -153,7 +153,7 @@ def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
 
     Args:
         recording: the run.
-        function: what was run.
+        function: the function that was run.
     """
     graph, names, steps = Graph(), recording.names, steps_of(recording)
     graph.graph.update(recording=recording, flow_steps=steps, root=function)

@@ -26,11 +26,11 @@ class Batch(NamedTuple):
     """One batch of the loader.
 
     Attributes:
-        number: how many batches of the loader come before it.
-        is_loaded: whether it has a content, and was not skipped.
+        number: the number of batches of the loader before it.
+        is_loaded: whether it was loaded, not skipped.
         content: the batch itself.
-        indices: a checksum of the indices of its items; 0 where the loader does not tell.
-        size: the number of its items; None where the loader does not tell.
+        indices: a checksum of the indices of its items; 0 if the loader does not expose them.
+        size: the number of its items; None if the loader does not expose it.
     """
 
     number: int
@@ -43,12 +43,12 @@ class Batch(NamedTuple):
 def batches_of(loader: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[Batch]:
     """Yield the batches of a loader.
 
-    A `DataLoader` of items with indices does not load those that are not wanted; they have no
-    content. Others load all.
+    A `DataLoader` of items with indices skips loading batches that are not wanted. Other loaders
+    load all batches.
 
     Args:
         loader: an iterable of batches.
-        wanted: whether the batch of a number is wanted; called once for each, in order.
+        wanted: whether the batch with a number is wanted; called once for each, in order.
     """
     if not _is_picking(loader):
         for number, content in enumerate(loader):
@@ -154,16 +154,16 @@ def ids_of(batch: Any, said: Any, start: int, size: int | None) -> Ids:
 
     Args:
         batch: the batch.
-        said: None for running numbers; a key of the batch, or a function of it.
-        start: the first of the running numbers.
+        said: None for consecutive numbers; a key of the batch, or a function of it.
+        start: the first of the consecutive numbers.
         size: the number of samples.
     """
     if said is None:
         if size is None:
             raise InputError(
-                "the number of samples of a batch is that of its first tensor, and there is none "
-                f"in this {type(batch).__name__}: give ids=, a key of the batch or a function of "
-                "it that returns one id for each sample"
+                "the number of samples of a batch is that of its first tensor, but this "
+                f"{type(batch).__name__} has no tensor: pass ids=, a key of the batch or a "
+                "function of it that returns one id for each sample"
             )
         return range(start, start + size)
     found = said(batch) if callable(said) else part_of(batch, said, "ids")
@@ -171,13 +171,13 @@ def ids_of(batch: Any, said: Any, start: int, size: int | None) -> Ids:
         found = found.tolist()
     if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
         raise InputError(
-            f"ids= has to give one id for each sample, not {type(found).__name__} {found!r:.60}"
+            f"ids= has to return one id for each sample, not {type(found).__name__} {found!r:.60}"
         )
     ids = [_plain(item) for item in found]
     if len({type(item) for item in ids}) > 1 or any(type(i) not in (int, str) for i in ids):
-        raise InputError(f"ids have to be ints, or text, all of one kind; there are {ids[:4]!r}")
+        raise InputError(f"ids have to be all ints or all strings, not {ids[:4]!r}")
     if any(type(i) is int and not -(2**63) <= i < 2**63 for i in ids):
-        raise InputError("ids that are ints have to fit in 64 bits; give text instead")
+        raise InputError("int ids have to fit in 64 bits; use strings instead")
     return ids
 
 
@@ -186,7 +186,7 @@ def _plain(item: Any) -> Any:
 
 
 def part_of(batch: Any, key: Any, option: str) -> Any:
-    """Return a part of a batch, which an option names."""
+    """Return the part of a batch that an option names."""
     if isinstance(batch, Call):
         batch = batch.kwargs if isinstance(key, str) else batch.args
     try:
@@ -194,7 +194,7 @@ def part_of(batch: Any, key: Any, option: str) -> Any:
     except (LookupError, TypeError):
         held = f" with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
         raise InputError(
-            f"{option}= names {key!r}, which is not in a batch, a {type(batch).__name__}{held}"
+            f"{option}= names {key!r}, which is not in the batch, a {type(batch).__name__}{held}"
         ) from None
 
 

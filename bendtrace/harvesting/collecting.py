@@ -133,14 +133,14 @@ def _named(name: str, axis: int | None, feature_axis: int) -> Callable[[Tensor],
             kept.add(axis % dims)
         others = [d for d in range(dims) if d not in kept]
         if any(not shape[d] for d in others):
-            raise InputError(f"there is no {name} of a value of shape {shape}: an axis is empty")
+            raise InputError(f"a value of shape {shape} has no {name}: an axis is empty")
         if not others:
             made = value
         elif name == "mean":
             if not value.is_floating_point() and not value.is_complex():
                 raise InputError(
-                    f"there is no mean of {value.dtype} without rounding: give a function, such as "
-                    "lambda value: value.double().mean(1)"
+                    f"the mean of {value.dtype} cannot be computed without rounding: pass a "
+                    "function, such as lambda value: value.double().mean(1)"
                 )
             made = value.mean(others, keepdim=True)
         elif name == "max":
@@ -158,16 +158,16 @@ def _named(name: str, axis: int | None, feature_axis: int) -> Callable[[Tensor],
 
 
 class Collector:
-    """Insertions that copy the outputs of nodes to the shard that is being filled.
+    """Insertions that copy the outputs of nodes to the current shard.
 
     Args:
         bended: the model.
         settings: the options of the harvest.
-        several: whether the model may be called several times for a batch.
+        several: whether the model may be called several times per batch.
 
     Attributes:
         filling: the shard.
-        places: the places of the reached nodes in the source, by path.
+        places: the source locations of the reached nodes, by path.
     """
 
     def __init__(self, bended: BendedModule, settings: Settings, several: bool = True) -> None:
@@ -222,7 +222,7 @@ class Collector:
     # Batches
 
     def begin(self, batch: Any, size: int) -> None:
-        """Begin a batch of some number of samples."""
+        """Begin a batch with some number of samples."""
         self._batch, self._size = batch, size
         self._runs = []
         if self._most:
@@ -248,7 +248,7 @@ class Collector:
             self._before.update(self._most)
 
     def take(self, at: NodePass, rule: _Rule, value: Any) -> None:
-        """Take the output of a node in a pass."""
+        """Store the output of a node in a pass."""
         if self._takes_all and rule.takes_all and not at.number and type(value) is Tensor:
             column = self.filling.columns.get(at.path)
             if column is not None and self.places.get(at.path) == at.place:
@@ -279,8 +279,9 @@ class Collector:
                 shapes = {tuple(rows.shape) for _, rows in passes}
                 if len(shapes) > 1:
                     raise InputError(
-                        f"the passes of {path!r} differ in shape ({sorted(shapes)}), and cannot be "
-                        "stacked: leave passes= away, and each has a name of its own"
+                        f"the passes of {path!r} differ in shape ({sorted(shapes)}), and "
+                        "cannot be stacked: do not pass passes=, and each pass has a separate "
+                        "name"
                     )
                 rule = passes[0][0]
                 axis = 0 if rule.axis is None else 1
@@ -306,9 +307,10 @@ class Collector:
             return value
         if not -value.dim() <= axis < value.dim() or value.shape[axis] != size:
             raise InputError(
-                f"{(at.path or _OUTPUT)!r} gave a tensor of shape {tuple(value.shape)} for a batch "
-                f"of {size} samples, which are not its axis {axis}: say which is with batch_axis=, "
-                "or None to store it once for each batch, or make rows of it with reduce="
+                f"{(at.path or _OUTPUT)!r} returned a tensor of shape {tuple(value.shape)} for "
+                f"a batch of {size} samples, which are not its axis {axis}: pass their axis as "
+                "batch_axis=, or None to store the tensor once for each batch, or make rows "
+                "of it with reduce="
             )
         return value if axis == 0 else value.movedim(axis, 0)
 
@@ -332,9 +334,9 @@ def _no_tensor(at: NodePass, rule: _Rule, value: Any) -> str:
     if isinstance(value, (tuple, list, Mapping)) and rule.change is None:
         part = next(iter(value), "key") if isinstance(value, Mapping) else "sub_0"
         return (
-            f"{what}, and only tensors can be stored: name a part, such as '{inside}|{part}', or "
-            "pick one with reduce="
+            f"{what}, but only tensors can be stored: name a part, such as '{inside}|{part}', "
+            "or select one with reduce="
         )
     if type(value) in (bool, int, float):
-        return f"{what}, one for the whole batch: say so with batch_axis=None"
-    return f"{what}, and only tensors can be stored: make one with reduce="
+        return f"{what}, one for the whole batch: pass batch_axis=None"
+    return f"{what}, but only tensors can be stored: convert it with reduce="

@@ -1,4 +1,4 @@
-"""The rows of one node for the samples of a harvest, read from disk as far as they are used."""
+"""The rows of one node for the samples of a harvest, read from disk as needed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Piece(NamedTuple):
 
     Attributes:
         shard: the shard.
-        start: their first element among those of the shard.
-        shape: the shape of the rows together.
+        start: the index of their first element in the shard.
+        shape: the shape of all rows together.
         first: the number of rows of the column before them.
-        position: the number of samples before the batch; for a row of the batch as a whole, of
+        position: the number of samples before the batch; for a row per batch, the number of
             batches.
     """
 
@@ -53,14 +53,14 @@ class Piece(NamedTuple):
 class Taken:
     """The samples of all batches that took a path, or had some outcome of a branch.
 
-    A branch on a batch is a property of the batch; where `per_sample` is True, it is one of each
-    sample.
+    A branch on a batch is a property of the batch; if `per_sample` is True, it is a property of
+    each sample.
 
     Attributes:
         ids: the samples' ids.
-        positions: where they are in the harvest: int64 of shape (samples,).
+        positions: their positions in the harvest: int64 of shape (samples,).
         batches: the numbers of the batches, counted from 0: int64 of shape (batches,).
-        per_sample: whether all these batches are of one sample.
+        per_sample: whether all these batches have one sample.
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
@@ -100,11 +100,11 @@ class Taken:
 class Column:
     """The rows of one node, as a sequence.
 
-    `column[3]` and `column[2:5]` read no more than these rows, and `tensor()` reads all.
+    `column[3]` and `column[2:5]` read only these rows; `tensor()` reads all.
 
     Attributes:
         name: the name of the node in the files.
-        dtype: of the elements.
+        dtype: dtype of the elements.
         per_sample: whether there is a row for each sample, or one for each batch.
 
     Example:
@@ -139,7 +139,7 @@ class Column:
 
     @cached_property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of all rows together: (rows, ...); None if they differ in shape."""
+        """The shape of all rows together: (rows, ...); None if the rows have different shapes."""
         rest = {piece.rest for piece in self._pieces if piece.rows}
         if len(rest) > 1:
             return None
@@ -147,25 +147,26 @@ class Column:
 
     @cached_property
     def positions(self) -> Tensor:
-        """For each row its sample, counted from 0; for rows of batches the batch.
+        """The sample of each row, counted from 0; for rows per batch, the batch.
 
-        An int64 tensor of shape (rows,). Some are missing if not all batches reached the node.
+        An int64 tensor of shape (rows,). Some numbers are missing if not all batches reached the
+        node.
         """
         parts = [torch.arange(p.position, p.position + p.rows) for p in self._pieces]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def __getitem__(self, which: int | slice | Sequence[int] | Tensor | Taken) -> Any:
-        """Return one row, or several: as one tensor, or as a list if they differ in shape.
+        """Return one row, or several: as one tensor, or as a list if they have different shapes.
 
-        What is returned is the caller's own, to write into.
+        The result is a copy that the caller may write to.
 
         Args:
             which: number of a row, a slice, numbers, a mask with an entry for each row, or samples
-                that took a path: of these those that have a row.
+                that took a path; samples without a row are skipped.
 
         Raises:
-            IndexError: there is no such row, or a mask is of another length.
-            InputError: `which` is of another kind.
+            IndexError: the row does not exist, or a mask has another length.
+            InputError: `which` has an unsupported type.
         """
         if isinstance(which, Taken):
             which = self._rows_of(which)
@@ -173,25 +174,25 @@ class Column:
             return self._several(range(len(self))[which])
         if isinstance(which, (str, bytes, tuple)):
             raise InputError(
-                f"{self.name!r} is indexed by rows: a number, a slice, numbers or a mask, not "
-                f"{which!r}"
+                f"{self.name!r} is indexed by rows: pass a number, a slice, numbers or a mask, "
+                f"not {which!r}"
             )
         try:
             rows = torch.as_tensor(which)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"{which!r} are no numbers of rows: {error}") from error
+            raise InputError(f"{which!r} are not row numbers: {error}") from error
         if rows.dtype is torch.bool:
             if rows.shape != (len(self),):
                 raise IndexError(
-                    f"a mask for {self.name!r} has an entry for each of its {len(self)} rows, and "
-                    f"this is of shape {tuple(rows.shape)} (`positions` says which samples have a "
-                    "row)"
+                    f"a mask for {self.name!r} needs an entry for each of its {len(self)} "
+                    f"rows, but has shape {tuple(rows.shape)} (`positions` lists the samples "
+                    "that have a row)"
                 )
             rows = rows.nonzero().flatten()
         elif rows.dim() > 1 or (rows.numel() and (rows.is_floating_point() or rows.is_complex())):
             raise InputError(
-                f"rows of {self.name!r} are chosen by one number, or a list of them, not by "
-                f"{rows.dtype} of shape {tuple(rows.shape)}"
+                f"rows of {self.name!r} are selected by one number, or a list of numbers, not "
+                f"by {rows.dtype} of shape {tuple(rows.shape)}"
             )
         return self._one(int(rows)) if rows.dim() == 0 else self._several(rows.tolist())
 
@@ -202,7 +203,7 @@ class Column:
     def _one(self, row: int) -> Tensor:
         number = row + len(self) if row < 0 else row
         if not 0 <= number < len(self):
-            raise IndexError(f"{self.name!r} has {len(self)} rows, and none {row}")
+            raise IndexError(f"{self.name!r} has {len(self)} rows, and no row {row}")
         piece = self._pieces[bisect_right(self._firsts, number) - 1]
         return self._of(piece)[number - piece.first].clone()
 
@@ -241,20 +242,20 @@ class Column:
         """Read all rows, as one tensor of shape (rows, ...).
 
         Raises:
-            InputError: they differ in shape.
+            InputError: they have different shapes.
         """
         if self.shape is None:
             shapes = sorted({piece.rest for piece in self._pieces})
             raise InputError(
-                f"the rows of {self.name!r} differ in shape ({str(shapes)[1:-1]:.80}), and make no "
-                "tensor: take them one by one, or batch by batch with batches()"
+                f"the rows of {self.name!r} have different shapes ({str(shapes)[1:-1]:.80}), "
+                "and do not form a tensor: read them one by one, or by batch with batches()"
             )
         return self._range(range(len(self)))
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield for each batch the positions of its samples, and their rows.
 
-        Rows of one batch are of one shape: int64 of shape (rows,), and (rows, ...).
+        Rows of one batch have the same shape: int64 of shape (rows,), and (rows, ...).
         """
         for piece in self._pieces:
             positions = torch.arange(piece.position, piece.position + piece.rows)
@@ -271,5 +272,5 @@ class Column:
         dtype = str(self.dtype).removeprefix("torch.")
         each = "" if self.per_sample else ", one for each batch"
         if self.shape is None:
-            return f"<{self.name}: {len(self)} rows of {dtype}, of several shapes{each}>"
+            return f"<{self.name}: {len(self)} rows of {dtype}, with several shapes{each}>"
         return f"<{self.name}: {dtype}{list(self.shape)}{each}>"

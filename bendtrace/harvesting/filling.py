@@ -1,4 +1,4 @@
-"""A shard that is being filled: buffers for the values of nodes, and the index of its samples."""
+"""The current shard: buffers for the values of nodes, and the index of its samples."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Filling", "Record", "Rows", "require_place"]
 
 
 class Rows:
-    """The rows of one node, for several batches, in a buffer that is used again and again.
+    """The rows of one node, for several batches, in a buffer that is reused.
 
     Args:
         asked: the text that the node was requested by, if it was text.
-        dtype: of the elements.
+        dtype: dtype of the elements.
         per_sample: whether there is a row for each sample, or one for each batch.
-        room: the size of the buffer, about, in bytes.
+        room: the approximate size of the buffer, in bytes.
 
     Attributes:
-        shapes: for each batch that has rows, the shape of all of them.
+        shapes: the shape of the rows of each batch that has rows.
         batches: the numbers of these batches in the shard.
     """
 
@@ -49,9 +49,9 @@ class Rows:
         self._bytes = 0
 
     def put_alike(self, value: Tensor, rows: int) -> bool:
-        """Copy the rows of a batch if they are like those of the batch before; say whether.
+        """Copy the rows of a batch if they match those of the batch before; return whether.
 
-        This is the fast path of nearly all batches; `put` is for all.
+        This is the fast path for nearly all batches; `put` handles the others.
         """
         start = self._used
         stop = start + rows
@@ -72,7 +72,7 @@ class Rows:
 
         Args:
             value: the rows.
-            rows: the number of rows of the whole shard, about.
+            rows: the approximate number of rows of the whole shard.
         """
         stop = self._used + value.shape[0]
         self._shape = None
@@ -94,7 +94,7 @@ class Rows:
         self._buffer, self._rest, self._room_for = grown, rest, most
 
     def keep(self, batch: int) -> int:
-        """Keep the rows that were put last; return their bytes."""
+        """Keep the latest rows; return their size in bytes."""
         pending = self._pending
         if pending is None:
             return 0
@@ -119,7 +119,7 @@ class Rows:
         return self._pending is not None
 
     def drop(self) -> None:
-        """Drop the rows that were put last."""
+        """Drop the latest rows."""
         self._pending = self._shape = None
 
     def clear(self) -> None:
@@ -130,13 +130,13 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of all rows together; None if they differ in shape."""
+        """The shape of all rows together; None if they have different shapes."""
         if self._others:
             return None
         return (self._used, *self._buffer.shape[1:])
 
     def joined(self) -> Tensor:
-        """Return all rows as one tensor, or their elements if they differ in shape."""
+        """Return all rows as one tensor, or their elements if they have different shapes."""
         if not self._others:
             return self._buffer[: self._used]
         parts = []
@@ -150,7 +150,7 @@ class Rows:
         return torch.cat(parts)
 
     def row(self, batches: int) -> dict[str, Any]:
-        """Return the facts for the index of a shard with some number of batches."""
+        """Return the entry for the index of a shard with some number of batches."""
         shape = self.shape
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -164,15 +164,15 @@ class Rows:
 
 @dataclass
 class Record:
-    """The part of a shard's index that is the same while it is filled and on disk.
+    """The part of a shard's index that is the same in memory and on disk.
 
     Attributes:
-        number: of the shard, counted from 1.
-        batches: numbers of the batches, of all batches of the loader.
+        number: number of the shard, counted from 1.
+        batches: the numbers of its batches, among all batches of the loader.
         sizes: the number of samples of each.
-        taken: for each batch the name of its path.
+        taken: the name of the path of each batch.
         paths: the paths by name.
-        places: the places of nodes in the source, by path.
+        places: the source locations of nodes, by path.
         order: a checksum of the order of the data set up to the last batch.
         mark: a checksum of the last batch; 0 if it was written to.
         changed: the parts of the model that changed while it ran.
@@ -195,14 +195,14 @@ class Filling(Record):
     """A shard that is being filled.
 
     Args:
-        rows: how many samples close it.
-        room: how many bytes close it.
+        rows: the number of samples that completes it.
+        room: the number of bytes that completes it.
 
     Attributes:
         columns: the rows, by key.
         ids: the ids of each batch's samples.
         samples: the number of samples.
-        nbytes: the bytes of all rows.
+        nbytes: the size of all rows.
     """
 
     def __init__(self, rows: int, room: int) -> None:
@@ -219,7 +219,7 @@ class Filling(Record):
     def add(
         self, key: str, asked: str, value: Tensor, per_sample: bool, dtype: torch.dtype
     ) -> None:
-        """Copy rows of the present batch.
+        """Copy rows of the current batch.
 
         Args:
             key: their name.
@@ -236,22 +236,22 @@ class Filling(Record):
             column = self.columns[key] = Rows(asked, dtype, per_sample, self.room)
         elif column.dtype != dtype:
             raise InputError(
-                f"{key!r} gave {column.dtype} before, and {dtype} now: say with dtype= what to "
-                "store it as"
+                f"{key!r} returned {column.dtype} before, and {dtype} now: pass the dtype to "
+                "store as dtype="
             )
         if column.is_pending:
-            raise InputError(f"two things that are harvested are both called {key!r}")
+            raise InputError(f"two harvested values have the same name {key!r}")
         kept = column.put(value, self.rows + len(value))
         if dtype != value.dtype and _is_smaller(dtype, value.dtype):
             lost = ~kept.isfinite() & value.to("cpu").isfinite()
             if lost.any():
                 raise InputError(
-                    f"{key!r} gave {value.abs().max().item():g}, which does not fit in {dtype}: "
-                    "choose another dtype=, such as torch.bfloat16"
+                    f"{key!r} returned {value.abs().max().item():g}, which does not fit in "
+                    f"{dtype}: choose another dtype=, such as torch.bfloat16"
                 )
 
     def end_batch(self, number: int, ids: Ids, path: Path) -> None:
-        """Keep the present batch."""
+        """Keep the current batch."""
         place, size = len(self.batches), len(ids)
         for column in self.columns.values():
             self.nbytes += column.keep(place)
@@ -267,7 +267,7 @@ class Filling(Record):
         return sorted((key, column) for key, column in self.columns.items() if column.batches)
 
     def drop_batch(self) -> None:
-        """Drop the present batch."""
+        """Drop the current batch."""
         for column in self.columns.values():
             column.drop()
 
@@ -281,7 +281,7 @@ class Filling(Record):
         self._begin(before.number + 1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by their keys in the file, those of larger elements first."""
+        """Return all tensors by their keys in the file, largest elements first."""
         found: dict[str, Tensor] = {}
         sizes = self.sizes
         for key, column in self._used():
@@ -321,13 +321,14 @@ class Filling(Record):
 
 
 def require_place(key: str, known: str, place: str) -> None:
-    """Refuse two nodes of one name, at different places in the source."""
+    """Raise if two nodes at different source locations have the same name."""
     if known != place:
         raise InputError(
-            f"{key!r} was the node at {known.partition(' < ')[0] or '?'} in a harvest "
-            f"before or by another process, and is the one at {place.partition(' < ')[0] or '?'} "
-            "here: of several nodes the one that a process runs first has the plain name. Give "
-            "a BendedModule that was called with the same inputs first, so that all have names"
+            f"{key!r} was the node at {known.partition(' < ')[0] or '?'} in an earlier harvest "
+            f"or in another process, and is the one at {place.partition(' < ')[0] or '?'} "
+            "here: of several nodes, the one that a process runs first gets the plain name. "
+            "Pass a BendedModule that was first called with the same inputs, so that all "
+            "nodes have names"
         )
 
 

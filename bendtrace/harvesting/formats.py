@@ -1,4 +1,4 @@
-"""The formats of the files of tensors: safetensors, and groups of zarr, which is an extra."""
+"""The formats of the files of tensors: safetensors, and groups of zarr (an extra)."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Form(Protocol):
     ending: str
 
     def write(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Write a file, or folder, to the disk; return the facts to read it by."""
+        """Write a file, or folder, to the disk; return the facts needed to read it."""
 
     def open(self, path: str, about: dict[str, Any]) -> Held:
-        """Open one to read it."""
+        """Open a file to read it."""
 
 
 class Held(Protocol):
     """The tensors of a shard that is being read."""
 
     def elements(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the elements of a tensor, as one dimension, if it can be without reading them."""
+        """Return the elements of a tensor, as one dimension, without reading them if possible."""
 
     def verify(self) -> None:
         """Read everything, and compare it with the checksums.
@@ -59,25 +59,25 @@ def form_of(name: str) -> Form:
     """Return the format of a name.
 
     Raises:
-        InputError: there is none, or it needs a package that is not installed.
+        InputError: the format does not exist, or needs a package that is not installed.
     """
     if name not in ("safetensors", "zarr"):
-        raise InputError(f"format= is 'safetensors' or 'zarr', not {name!r}")
+        raise InputError(f"format= has to be 'safetensors' or 'zarr', not {name!r}")
     return SafetensorsForm() if name == "safetensors" else ZarrForm()
 
 
 class SafetensorsForm:
     """Files of safetensors.
 
-    Written straight from the memory in which the values were collected, which is this process's
-    own; the tensors that `bendtrace.storage` writes belong to the model, and are copied piece by
-    piece.
+    Written directly from the memory in which the values were collected, which belongs to this
+    process; the tensors that `bendtrace.storage` writes belong to the model, and are copied piece
+    by piece.
     """
 
     ending = "safetensors"
 
     def write(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Write a file to the disk; return the facts to read it by."""
+        """Write a file to the disk; return the facts needed to read it."""
         rows, pieces, extents = {}, [], {}
         stop = 0
         for key, tensor in tensors.items():
@@ -107,12 +107,12 @@ class SafetensorsForm:
         }
 
     def open(self, path: str, about: dict[str, Any]) -> MappedFile:
-        """Open one to read it."""
+        """Open a file to read it."""
         return MappedFile(path, about)
 
 
 class MappedFile:
-    """A file whose tensors lie in memory as far as they are read."""
+    """A memory-mapped file of tensors, read as needed."""
 
     def __init__(self, path: str, about: dict[str, Any]) -> None:
         self._path = path
@@ -133,7 +133,7 @@ class MappedFile:
             raise LoadError(path, "the file is damaged: its header has changed")
 
     def elements(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the elements of a tensor, as one dimension, in the memory of the file."""
+        """Return the elements of a tensor, as one dimension, in the mapped memory of the file."""
         start, nbytes, _ = self._extents[key]
         if not nbytes:
             return torch.empty(0, dtype=dtype)
@@ -162,9 +162,9 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def checksum(bits: Tensor) -> int:
-    """Return a checksum of bytes: the sums of the words of each 64 KiB, and a CRC-32 of these.
+    """Return a checksum of bytes: a CRC-32 of the sums of the words of each 64 KiB.
 
-    At ten times the speed of a CRC-32 of everything, it notices every change within one word, and
+    It is ten times as fast as a CRC-32 of everything, and detects every change within one word, and
     every block that has moved.
 
     Args:
@@ -182,8 +182,8 @@ def checksum(bits: Tensor) -> int:
 class ZarrForm:
     """Folders, each a group of zarr with an array for each tensor.
 
-    Types that numpy does not have, such as bfloat16, are stored as the integers of their bits;
-    complex numbers in zarr's own way.
+    Types that numpy does not have, such as bfloat16, are stored as integers with the same bits;
+    complex numbers are stored in zarr's own way.
 
     Raises:
         InputError: zarr is not installed.
@@ -201,7 +201,7 @@ class ZarrForm:
         self._zarr: Any = zarr
 
     def write(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Write a folder to the disk; return the facts to read it by."""
+        """Write a folder to the disk; return the facts needed to read it."""
         group = self._zarr.open_group(path, mode="w")
         checksums = {}
         for key, tensor in tensors.items():
@@ -221,7 +221,7 @@ class ZarrForm:
         return {"crc32": checksums}
 
     def open(self, path: str, about: dict[str, Any]) -> _Group:
-        """Open one to read it."""
+        """Open a folder to read it."""
         try:
             group = self._zarr.open_group(path, mode="r")
         except (OSError, ValueError, KeyError) as error:
@@ -242,7 +242,6 @@ class _Group:
         return torch.from_numpy(self._group[key][...].reshape(-1)).view(dtype)
 
     def verify(self) -> None:
-        """Read everything, and compare it with the checksums."""
         for key, checksum in self._checksums.items():
             try:
                 found = zlib.crc32(self._group[key][...].tobytes())

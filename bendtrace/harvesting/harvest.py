@@ -64,55 +64,56 @@ def harvest(
 ) -> Harvest:
     r"""Stream the outputs of nodes for all batches of a data set to files.
 
-    The same call resumes a harvest that was interrupted, and its files then are bit for bit those
-    of one that was not. Runs under `torch.no_grad()`, in the mode that the model is in.
+    The same call resumes an interrupted harvest; the files are then bit for bit those of an
+    uninterrupted one. Runs under `torch.no_grad()`, in the current mode of the model.
 
     Args:
         model: a module or function, or a `BendedModule`, whose insertions stay active.
         loader: an iterable of batches. A batch is the inputs of a call: a tensor, a tuple or list
             of positional arguments, a mapping of keyword arguments, or a `Call`; see `call` for
             others.
-        where: the nodes: everything that `BendedModule.interject` takes, or a list of these. The
-            empty `()` stores only the path of each batch.
-        out: the directory, which has to be empty, or hold the beginning of this very harvest.
-        reduce: how values are reduced: `"mean"`, `"max"` or `"last"` over all axes besides those
-            of samples and features; a function of the value, or of the value and the batch;
-            or a dict of these, by the items of `where`.
-        feature_axis: which axis `"mean"`, `"max"` and `"last"` keep: -1, or 1 where
-            channels come first.
-        passes: which passes of a node that is executed several times in a batch: numbers from 0,
-            or from the end where negative, or a function of the number; one number keeps the
-            name of the node. None for all, which are called `relu`, `relu:2`, `relu:3`.
-            `"stack"` puts them along a new axis after that of the samples.
-        batch_axis: which axis of a value counts the samples; None for values that have none, which
-            are stored once for each batch; or a dict of these, by the items of `where`.
-        dtype: the type to store floating point numbers as; None for their own.
+        where: the nodes: anything that `BendedModule.interject` accepts, or a list. The empty `()`
+            stores only the path of each batch.
+        out: the directory, which has to be empty, or contain the beginning of this very harvest.
+        reduce: how to reduce values: `"mean"`, `"max"` or `"last"` over all axes other than those
+            of samples and features; a function of the value, or of the value and the batch; or a
+            dict of these, by the items of `where`.
+        feature_axis: the axis that `"mean"`, `"max"` and `"last"` keep: -1, or 1 if channels come
+            first.
+        passes: the passes of a node that runs several times per batch: numbers from 0, or from the
+            end if negative, or a function of the number; a single number keeps the name of the
+            node. None for all, which are named `relu`, `relu:2`, `relu:3`. `"stack"` puts them
+            along a new axis after that of the samples.
+        batch_axis: the axis of a value that counts the samples; None for values without such an
+            axis, which are stored once for each batch; or a dict of these, by the items of `where`.
+        dtype: the dtype to store floating point numbers as; None keeps theirs.
         call: a function that calls the model: `call(bended, batch)`.
         ids: the ids of samples: a key of the batch, or a function of the batch that returns as many
-            ints, or strings; None for running numbers from 0.
-        keep: parts of the batch to store besides: its keys, or a dict of names and keys or
+            ints or strings; None for consecutive numbers from 0.
+        keep: further parts of the batch to store: its keys, or a dict of names and keys or
             functions of the batch.
-        allow_none: whether no batch may reach some of `where`.
-        seed: each batch begins with random numbers that depend on this and its number, and restores
-            torch's generators. None leaves the generators alone.
-        shard_samples: how many samples close a shard, at the end of a batch.
-        shard_bytes: how many bytes of values close one. Memory for about two such shards is held.
+        allow_none: whether to accept that no batch reaches some of `where`.
+        seed: each batch starts with random numbers that depend on the seed and the batch's number;
+            torch's generators are restored afterwards. None leaves the generators alone.
+        shard_samples: the number of samples that completes a shard, at the end of a batch.
+        shard_bytes: the number of bytes that completes a shard. The harvest holds memory for about
+            two such shards.
         format: `"safetensors"`, or `"zarr"`, which needs the extra `zarr`.
-        sharded: with several processes, whether the loader of each has its own part of the data,
-            and `ids=` tells samples apart. If not, all loaders have the same batches, and the
+        sharded: with several processes, whether the loader of each has a separate part of the data,
+            with samples identified by `ids=`. If not, all loaders have the same batches, and the
             processes take turns.
-        check_weights: whether to compare the weights with those of the harvest that is resumed. The
+        check_weights: whether to compare the weights with those of the resumed harvest. The
             structure of the model and its training modes are always compared.
-        resume: whether to resume a harvest that is there. If not, it is an error.
+        resume: whether to resume an existing harvest. If not, an existing harvest is an error.
         progress: whether to show a progress bar.
 
     Returns:
         The `Harvest`, which reads the files.
 
     Raises:
-        InputError: an argument makes no sense, or belongs to another harvest than the one that is
-            there; nothing has changed.
-        SaveError: `out` is something else, or cannot be written to.
+        InputError: an argument is invalid, or belongs to another harvest than the existing one;
+            nothing has changed.
+        SaveError: `out` is not a harvest, or cannot be written to.
         NodePathError: an item of `where` matches no node.
         HarvestError: a batch failed; it names the samples. The batches before it are kept.
 
@@ -137,9 +138,11 @@ def harvest(
     )  # fmt: skip
     form = form_of(format)
     if call is not None and not callable(call):
-        raise InputError(f"call= is called with the model and a batch, and {call!r} cannot be")
+        raise InputError(
+            f"call= is called with the model and a batch, but {call!r} is not callable"
+        )
     if not isinstance(loader, Iterable):
-        raise InputError(f"a loader is an iterable of batches, and {loader!r} is not")
+        raise InputError(f"a loader has to be iterable, and {loader!r} is not")
     bended = bended_of(model)
     workers = Workers()
     directory = os.path.abspath(os.fspath(out))
@@ -154,7 +157,7 @@ def harvest(
         checked = workers.together(lambda: _checked(bended, settings, about))
         if len(set(checked)) > 1:
             raise InputError(
-                "the processes were given different settings, or models with different weights"
+                "the processes received different settings, or models with different weights"
             )
         site = _Site(directory, about, check_weights, resume)
         with site.opened(workers) as is_complete:
@@ -196,8 +199,8 @@ def _named(keep: Any) -> Mapping[str, Any]:
     wrong = [key for key in keys if type(key) not in (str, int)]
     if wrong:
         raise InputError(
-            "keep= takes keys of the batch, or a dict of names and keys or functions of it, not "
-            f"{wrong[0]!r}"
+            "keep= takes keys of the batch, or a dict of names and keys or functions of it, "
+            f"not {wrong[0]!r}"
         )
     return {str(key): key for key in keys}
 
@@ -206,7 +209,7 @@ class _Site:
     """The directory of a harvest.
 
     Args:
-        directory: where it is.
+        directory: its directory.
         about: the description of the harvest: its settings, the model, the number of processes.
         check_weights: whether the weights have to be those of the beginning.
         resume: whether a harvest that is there may be resumed.
@@ -251,7 +254,8 @@ class _Site:
                 shown = ", ".join((others or names)[:3])
                 raise SaveError(
                     self.directory,
-                    f"it is no harvest and holds other files ({shown}); choose another directory",
+                    f"it is not a harvest and contains other files ({shown}); choose another "
+                    "directory",
                 )
             if SETTINGS not in names:
                 replace(path, HARVEST, self._about)
@@ -262,17 +266,16 @@ class _Site:
                 os.remove(f"{path}.tmp")
 
     def _compare(self, there: dict[str, Any]) -> None:
-        """Refuse another harvest."""
         if not self._resume:
             raise InputError(
-                f"{self.directory!r} holds a harvest, and resume=False forbids to resume one: "
-                "choose another directory"
+                f"{self.directory!r} contains a harvest, and resume=False does not allow "
+                "resuming it: choose another directory"
             )
         differences = list(_differences(there, self._about, self._check_weights))
         if differences:
             raise InputError(
-                f"{self.directory!r} holds another harvest: {'; '.join(differences)}. Choose "
-                "another directory, or the same settings"
+                f"{self.directory!r} contains another harvest: {'; '.join(differences)}. "
+                "Choose another directory, or the same settings"
             )
 
     def complete(self) -> None:
@@ -287,7 +290,7 @@ class _Site:
             if twice:
                 raise InputError(
                     f"{len(twice)} ids occur more than once, such as {twice[:3]}: with "
-                    "sharded=True each sample has to be in the part of one process"
+                    "sharded=True each sample has to be in the part of one process only"
                 )
         with writing(self.directory):
             replace(os.path.join(self.directory, INDEX), HARVEST, made.index())
@@ -299,11 +302,11 @@ def _differences(there: dict[str, Any], here: dict[str, Any], check_weights: boo
         if old != new:
             yield f"{key}= was {old!r} there, and is {new!r}"
     if there["processes"] != here["processes"]:
-        yield f"{there['processes']} processes wrote there, and these are {here['processes']}"
+        yield f"{there['processes']} processes wrote there, but now there are {here['processes']}"
     old, new = there["model"], here["model"]
     if old["class"] != new["class"]:
         yield f"the model was a {old['class']}, and is a {new['class']}"
     elif old["structure"] != new["structure"]:
-        yield "the model has other modules, parameters or training modes than it had there"
+        yield "the model's modules, parameters or training modes differ from those there"
     elif check_weights and old["weights"] != new["weights"]:
         yield "the weights of the model have changed since then (check_weights=False allows that)"

@@ -1,4 +1,4 @@
-"""The path of a call in words: conditions in source text, and their outcomes."""
+"""The path of a call in words: conditions as source text, and their outcomes."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _TEXTS = frozenset({"format", "repr", "str"})
 
 @dataclass(frozen=True)
 class Condition:
-    """A place where values decided the course of the model's Python, and the outcome.
+    """A place where values decided what the model's Python did next, and the outcome.
 
     Attributes:
         kind: the construct: "if", "while", "for", "index", ...
-        text: source of the expression that decided.
+        text: source of the deciding expression.
         outcome: True or False for a branch; the number of iterations for a loop as a whole; the
             number for an index, or for a value that became a plain int.
         file: name of the source file, without directories.
         line: line in it, counted from 1.
         module: qualified name of the module whose forward was running.
-        iteration: in which iteration of each loop around it, counted from 0, outermost first.
+        iteration: the iteration of each loop around it, counted from 0, outermost first.
         is_loop: whether it is a loop as a whole.
 
     Example:
@@ -83,14 +83,14 @@ class Condition:
 
 @dataclass(frozen=True)
 class Path:
-    """A way through the model.
+    """A path through the model.
 
     Two batches are on the same path if all conditions have the same outcomes, and the same
     operations ran in the same order.
 
     Attributes:
         name: 12 hexadecimal digits, the same in each process and harvest of the same source.
-        conditions: the conditions on the way, in order.
+        conditions: the conditions on the path, in order.
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
@@ -112,10 +112,10 @@ class Path:
         return _told(self.conditions)
 
     def told_apart(self, others: Iterable[Path]) -> str:
-        """Return the conditions that are not the same on all of some other paths.
+        """Return the conditions whose outcomes differ among some other paths.
 
         Args:
-            others: the other paths, this one may be among them.
+            others: the other paths; they may include this one.
         """
         known = [set(path.conditions) for path in others]
         if not known:
@@ -136,7 +136,7 @@ def _told(conditions: Sequence[Condition]) -> str:
 
 
 class PathNames:
-    """Finds the paths of runs, and remembers the latest."""
+    """Finds the paths of runs, and caches the latest."""
 
     def __init__(self) -> None:
         # By identity, with the run itself so that no identity is used twice.
@@ -144,7 +144,7 @@ class PathNames:
         self._joined: OrderedDict[tuple[str, ...], Path] = OrderedDict()
 
     def of(self, runs: Sequence[Recording]) -> Path:
-        """Return the path of the runs of one batch, one after the other."""
+        """Return the path of the consecutive runs of one batch."""
         if len(runs) == 1:
             known = self._known.get(id(runs[0]))
             return self._path(runs[0]) if known is None else known[1]

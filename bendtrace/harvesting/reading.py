@@ -1,4 +1,4 @@
-"""A harvest on disk, read as far as it is complete."""
+"""A harvest on disk, readable as far as it is complete."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class _Batch(NamedTuple):
 class Harvest:
     """The files of a harvest: a column for each node, and an index of samples and their paths.
 
-    Samples are in the order of the loader, also of several processes. A harvest that is not
-    complete can be read as far as it goes.
+    Samples are in the order of the loader, even with several processes. An incomplete harvest can
+    be read as far as it goes.
 
     Args:
-        directory: where it is.
+        directory: its directory.
 
     Attributes:
-        directory: where it is.
+        directory: its directory.
         settings: the options of `harvest`, as plain values.
-        is_complete: whether all of the data set is there.
+        is_complete: whether it covers the whole data set.
 
     Raises:
-        LoadError: there is none, or it is damaged.
+        LoadError: there is no harvest, or it is damaged.
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
@@ -69,7 +69,7 @@ class Harvest:
             raise LoadError(self.directory, "there is no such directory")
         path = os.path.join(self.directory, SETTINGS)
         if not os.path.exists(path):
-            raise LoadError(self.directory, f"it is no harvest: there is no {SETTINGS}")
+            raise LoadError(self.directory, f"it is not a harvest: there is no {SETTINGS}")
         about = read(path)
         self.settings: dict[str, Any] = about["settings"]
         self.is_complete = os.path.exists(os.path.join(self.directory, INDEX))
@@ -86,10 +86,10 @@ class Harvest:
         """Open a harvest; the same as the constructor.
 
         Args:
-            directory: where it is.
+            directory: its directory.
 
         Raises:
-            LoadError: there is none, or it is damaged.
+            LoadError: there is no harvest, or it is damaged.
         """
         return cls(directory)
 
@@ -126,7 +126,7 @@ class Harvest:
         return found
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
         return sum(shard.samples for shard in self.shards)
 
     @cached_property
@@ -141,7 +141,7 @@ class Harvest:
 
     @property
     def is_per_sample(self) -> bool:
-        """Whether all batches are of one sample, so that paths are those of samples."""
+        """Whether all batches have one sample, so that paths are those of samples."""
         return all(batch.size == 1 for batch in self._batches)
 
     # Values
@@ -153,7 +153,7 @@ class Harvest:
 
     @property
     def kept(self) -> dict[str, Column]:
-        """The parts of the batches that were kept, by name."""
+        """The stored parts of the batches, by name."""
         return {
             key.removeprefix(_KEPT): self._columns[key]
             for key in self._columns
@@ -167,7 +167,7 @@ class Harvest:
             name: the name of the node in the files, or the text that it was requested by.
 
         Raises:
-            NodePathError: there is none of this name.
+            NodePathError: no node has this name.
         """
         found = self._columns.get(name)
         if found is None and isinstance(name, str):
@@ -215,7 +215,7 @@ class Harvest:
                 fact = kept.dtype, kept.per_sample
                 if facts.setdefault(key, fact) != fact:
                     raise LoadError(
-                        shard.file, f"{key!r} is {kept.dtype} here, and {facts[key][0]} elsewhere"
+                        shard.file, f"{key!r} is {kept.dtype} here, but {facts[key][0]} elsewhere"
                     )
                 for place, start, shape in kept.pieces(shard.sizes):
                     there.setdefault((shard.file, place), []).append((key, start, shape))
@@ -255,7 +255,7 @@ class Harvest:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How many samples took each path, by the path's name."""
+        """The number of samples that took each path, by the path's name."""
         found = {path.name: 0 for path in self.paths}
         for batch in self._batches:
             found[batch.shard.taken[batch.place]] += batch.size
@@ -279,16 +279,16 @@ class Harvest:
     def took(self, branch: str | int, outcome: bool | int = True) -> Taken:
         """Return the samples of the batches with some outcome of a branch.
 
-        A branch that a batch reached several times counts if one of its outcomes is this one.
+        A branch that a batch reached several times matches if one of its outcomes does.
 
         Args:
             branch: its condition in source text, `x.sum() > 0`; or its line, `12`, or
                 `"model.py:12"`.
-            outcome: True or False; for a loop as a whole how many iterations it had; for an index
-                its value.
+            outcome: True or False; for a whole loop the number of iterations; for an index its
+                value.
 
         Raises:
-            InputError: no batch reached such a branch, or its outcomes are of another kind.
+            InputError: no batch reached such a branch, or its outcomes have another type.
         """
         found = {
             path.name: [c for c in path.conditions if _is_meant(c.text, c.file, c.line, branch)]
@@ -298,12 +298,12 @@ class Harvest:
             known = {c.text: None for path in self.paths for c in path.conditions}
             near = get_close_matches(str(branch), known, n=3) or list(known)[:_SHOWN]
             listed = ", ".join(map(repr, near)) or "none"
-            raise InputError(f"no batch reached a branch {branch!r}; there are: {listed}")
+            raise InputError(f"no batch reached a branch {branch!r}; known branches: {listed}")
         outcomes = dict.fromkeys((type(c.outcome), c.outcome) for cs in found.values() for c in cs)
         if not any(kind is type(outcome) for kind, _ in outcomes):
             listed = ", ".join(repr(known) for _, known in list(outcomes)[:_SHOWN])
             raise InputError(
-                f"the outcomes of {branch!r} are {listed}; none is of the kind of {outcome!r}"
+                f"the outcomes of {branch!r} are {listed}; none has the type of {outcome!r}"
             )
         wanted = {
             name
@@ -331,18 +331,18 @@ class Harvest:
     # Tables
 
     def dataset(self, *names: str) -> Rows:
-        """Return the samples as a data set of torch, to train a probe for example.
+        """Return the samples as a torch data set, for example to train a probe.
 
         Args:
             *names: nodes, and `kept/...`; each item is a tuple of their rows. Without names
                 an item is a dict of all rows of the sample, and its `id`.
 
         Returns:
-            The data set, of those samples that have all of these.
+            The data set of those samples that have all of these.
 
         Raises:
-            NodePathError: there is no such name.
-            InputError: a name is of batches, not of samples.
+            NodePathError: a name does not exist.
+            InputError: a name has rows per batch, not per sample.
         """
         return Rows(self, names)
 
@@ -350,7 +350,7 @@ class Harvest:
         """Return the index: a row for each sample.
 
         Columns: `id`, `path` (its name), `batch` (counted from 0), `batch_size`, `process` and
-        `shard` (the number of the file), and for each node whether there is a value of it.
+        `shard` (the number of the file), and for each node whether it has a value.
         """
         rows: dict[str, list[Any]] = {"id": self.ids, "path": [], "batch": [], "batch_size": []}
         rows |= {"process": [], "shard": []}
@@ -393,7 +393,7 @@ class Harvest:
 
 
 class Rows(Dataset[Any]):
-    """Samples of a harvest as a data set of torch (see `Harvest.dataset`)."""
+    """Samples of a harvest as a torch data set (see `Harvest.dataset`)."""
 
     def __init__(self, harvest: Harvest, names: tuple[str, ...]) -> None:
         self._harvest = harvest
@@ -416,7 +416,7 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"there are {len(self)} samples, and none {index}")
+            raise IndexError(f"there are {len(self)} samples, and no sample {index}")
         position = int(self.positions[index])
         rows = {name: int(rows[position]) for name, rows in self._rows.items()}
         if self._names:

@@ -41,7 +41,7 @@ class Run:
     """The harvest of one process.
 
     Attributes:
-        done: how many samples were harvested before.
+        done: the number of samples harvested before.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Run:
             if shard.changed:
                 raise InputError(
                     f"this harvest cannot be resumed: the model changes {shard.changed[0]!r} "
-                    "while it runs, so that the rest would not be that of an uninterrupted one. "
-                    "Put it in eval mode, and begin anew in another directory"
+                    "while it runs, so the rest would differ from that of an uninterrupted "
+                    "harvest. Put it in eval mode, and start again in another directory"
                 )
             if shard.draws and self._settings.seed is None:
                 raise InputError(
                     "this harvest cannot be resumed: the model draws random numbers, which "
-                    "would not be those of an uninterrupted one. Give seed=, or put it in eval "
-                    "mode, and begin anew in another directory"
+                    "would differ from those of an uninterrupted harvest. Pass seed=, or put "
+                    "it in eval mode, and start again in another directory"
                 )
 
     # The loop
@@ -117,8 +117,9 @@ class Run:
         """Compare the loader with a harvest that is complete."""
         for number, _, _ in self._own():
             raise InputError(
-                f"the loader gives a batch {number}, and there were only {len(self._past)} when "
-                "this was harvested: it is not the data set of then. Choose another directory"
+                f"the loader yields a batch {number}, but there were only {len(self._past)} "
+                "when this was harvested: it is not the same data set. Choose another "
+                "directory"
             )
 
     def _own(self) -> Iterator[tuple[int, Batch, int]]:
@@ -162,8 +163,8 @@ class Run:
             start += self._size_of_last
         if seen < len(past):
             raise InputError(
-                f"the loader gave {seen} batches, and {len(past)} were harvested before: it is not "
-                "the data set of then"
+                f"the loader yielded {seen} batches, but {len(past)} were harvested before: it "
+                "is not the same data set"
             )
 
     def _size(self, content: Any) -> int | None:
@@ -208,13 +209,15 @@ class Run:
         if self._settings.ids is None:
             if self._world > 1 and batch.size not in (None, len(ids)):
                 raise InputError(
-                    f"a batch of {batch.size} items has {len(ids)} samples, so that running "
-                    "numbers cannot be told across processes: give ids="
+                    f"a batch of {batch.size} items has {len(ids)} samples, so samples cannot "
+                    "be numbered across processes: pass ids="
                 )
         elif len(ids):
             kind = type(ids[0])
             if self._kind not in (None, kind):
-                raise InputError(f"ids have to be of one kind; {ids[0]!r} is none of those before")
+                raise InputError(
+                    f"ids have to be of one type; {ids[0]!r} differs from those before"
+                )
             self._kind = kind
 
     def _keep(self, name: str, what: Any, content: Any, size: int) -> None:
@@ -224,13 +227,13 @@ class Run:
                 value = torch.as_tensor(value)
             except (TypeError, ValueError, RuntimeError):
                 raise InputError(
-                    f"keep= stores tensors, and {name!r} is a {type(value).__name__}: give a "
-                    "function of the batch that makes one of it"
+                    f"keep= stores tensors, but {name!r} is a {type(value).__name__}: pass a "
+                    "function of the batch that returns a tensor"
                 ) from None
         if not value.dim() or value.shape[0] != size:
             raise InputError(
-                f"keep= stores a row for each of the {size} samples of a batch, and {name!r} is of "
-                f"shape {tuple(value.shape)}"
+                f"keep= stores a row for each of the {size} samples of a batch, but {name!r} "
+                f"has shape {tuple(value.shape)}"
             )
         self._collector.filling.add(f"kept/{name}", "", value.detach(), True, value.dtype)
 
@@ -284,7 +287,7 @@ class Run:
             if self._collector.filling.batches and self._has_new:
                 self._files.write(self._finish(), is_partial=True)
         except SaveError as other:
-            error.add_note(f"the samples since the last shard could not be kept: {other}")
+            error.add_note(f"the samples since the last shard could not be saved: {other}")
 
     def _state_now(self) -> dict[str, int]:
         """Return marks of the parameters and buffers, which change with them."""
@@ -338,9 +341,9 @@ class _Past:
                 same = shard.mark in (0, mark_of(batch.content))
         if not same:
             raise InputError(
-                f"batch {number} of the loader is not the one that was harvested before: the data "
-                "set has changed, or comes in another order. Shuffle with a generator of a fixed "
-                "seed, or not at all"
+                f"batch {number} of the loader differs from the one that was harvested before: "
+                "the data set or its order has changed. Shuffle with a generator that has a "
+                "fixed seed, or not at all"
             )
         return size
 
@@ -373,9 +376,9 @@ class _Past:
 
 
 def refuse_repeats(loader: Any, workers: Workers, settings: Settings) -> None:
-    """Refuse loaders that give samples to several processes, or several times."""
+    """Raise for loaders that yield samples in several processes, or several times."""
     if settings.is_dealt and workers.world > 1 and settings.ids is None:
-        raise InputError("sharded=True needs ids= to tell the samples of the processes apart")
+        raise InputError("sharded=True needs ids= to identify the samples of the processes")
     if not isinstance(loader, DataLoader):
         return
     for owner in (loader, loader.batch_sampler):
@@ -383,21 +386,21 @@ def refuse_repeats(loader: Any, workers: Workers, settings: Settings) -> None:
         if isinstance(sampler, DistributedSampler):
             if not settings.is_dealt:
                 raise InputError(
-                    "the loader has a DistributedSampler, so each process is given another part: "
-                    "say sharded=True, and give ids=. Or give a loader of the whole data set, "
-                    "whose batches are dealt out"
+                    "the loader has a DistributedSampler, so each process gets a different "
+                    "part: pass sharded=True and ids=. Or pass a loader of the whole data "
+                    "set, whose batches are distributed"
                 )
             items: Any = sampler.dataset
             if sampler.total_size > len(items):
                 raise InputError(
                     f"a DistributedSampler of {len(items)} items for {sampler.num_replicas} "
-                    f"processes gives {sampler.total_size - len(items)} of them twice: give a "
-                    "loader of the whole data set, whose batches are dealt out"
+                    f"processes yields {sampler.total_size - len(items)} of them twice: pass a "
+                    "loader of the whole data set, whose batches are distributed"
                 )
 
 
 def total_of(loader: Any, workers: Workers, settings: Settings) -> int | None:
-    """Return how many samples this process will harvest, about; None if that is not known."""
+    """Return the approximate number of samples that this process will harvest; None if unknown."""
     sampler = getattr(loader, "sampler", None)
     try:
         total = len(sampler)  # type: ignore[arg-type]

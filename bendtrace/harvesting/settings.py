@@ -1,4 +1,4 @@
-"""The settings of a harvest, checked, and descriptions to compare them and the model by."""
+"""The checked settings of a harvest, and descriptions to compare settings and models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of `harvest` that decide the content of the files, checked."""
+    """The checked options of `harvest` that determine the content of the files."""
 
     where: tuple[Any, ...]
     reduce: Any
@@ -65,7 +65,7 @@ class Settings:
         for option, said in (("reduce", self.reduce), ("batch_axis", self.batch_axis)):
             if isinstance(said, Mapping) and only_named and not named >= said.keys():
                 wrong = next(key for key in said if key not in named)
-                raise InputError(f"{option}= is about {wrong!r}, which is not among where=")
+                raise InputError(f"{option}= has an entry for {wrong!r}, which is not in where=")
         for rule in self.reduce.values() if isinstance(self.reduce, Mapping) else (self.reduce,):
             if rule is not None and rule not in _REDUCTIONS and not callable(rule):
                 raise InputError(
@@ -76,30 +76,35 @@ class Settings:
         for axis in axes.values() if isinstance(axes, Mapping) else (axes,):
             if axis is not None and type(axis) is not int:
                 raise InputError(
-                    "batch_axis= takes the number of an axis, None for what has no samples, or a "
-                    f"dict of these for each node; not {axis!r}"
+                    "batch_axis= takes the number of an axis, None for values without "
+                    f"samples, or a dict of these for each node, not {axis!r}"
                 )
         if type(self.feature_axis) is not int:
-            raise InputError(f"feature_axis= takes the number of an axis, not {self.feature_axis}")
+            raise InputError(
+                f"feature_axis= has to be the number of an axis, not {self.feature_axis}"
+            )
         if not (isinstance(self.passes, str) and self.passes == STACK):
             if isinstance(self.passes, str):
-                raise InputError(f"passes= knows one word, {STACK!r}, and not {self.passes!r}")
+                raise InputError(
+                    f"the only string that passes= accepts is {STACK!r}, not {self.passes!r}"
+                )
             Passes(self.passes)
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise InputError(
-                "dtype= is what floating point numbers are stored as: torch.float64, float32, "
-                f"float16 or bfloat16, not {self.dtype!r}"
+                f"dtype= has to be torch.float64, float32, float16 or bfloat16, not {self.dtype!r}"
             )
         for option in ("shard_samples", "shard_bytes"):
             required_int(option, getattr(self, option), 1)
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
-            raise InputError(f"seed= has to be an int from 0 below 2^63, not {self.seed!r}")
+            raise InputError(
+                f"seed= has to be an int of at least 0 and below 2^63, not {self.seed!r}"
+            )
         for name in self.keep:
             if not isinstance(name, str) or not name or "#" in name or not name.isprintable():
-                raise InputError(f"keep= gives names, and {name!r} is none that can be stored")
+                raise InputError(f"keep= contains the name {name!r}, which cannot be stored")
 
     def told(self) -> dict[str, Any]:
-        """Return them as plain values, to be compared with those of a later call."""
+        """Return them as plain values, for comparison with those of a later call."""
         apart = ("allow_none", "dtype", "where")
         plain = {name: told(value) for name, value in vars(self).items() if name not in apart}
         plain["where"] = [describe_where(item) for item in self.where]
@@ -125,16 +130,16 @@ _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def told(value: Any, *, whole: bool = True) -> Any:
-    """Return a description in plain values, which is equal for things that do the same.
+    """Return a description in plain values, which is equal for objects that do the same.
 
     Functions are described by their code, defaults and closures; partial functions and bound
     methods by their parts; tensors and modules by checksums of their values; everything in
     installed packages by its name.
 
     Args:
-        value: the thing.
-        whole: whether lists, dicts, objects and globals that functions reach count as well. They
-            do not where they may count calls.
+        value: the object.
+        whole: whether to include the lists, dicts, objects and globals that functions use. They are
+            left out if they may count calls.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -165,7 +170,6 @@ class _Words:
         self._kept: list[Any] = []  # so that no identity is used twice
 
     def digest(self, value: Any) -> str:
-        """Return a checksum of the parts."""
         text = "\n".join(self._of(value, 0))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -273,8 +277,8 @@ def fingerprint(model: Callable[..., Any]) -> dict[str, str]:
     """Return a fingerprint of a model: of its structure, and of the values of its weights.
 
     The structure consists of its modules with their plain attributes, and the code of their classes
-    outside of installed packages. Of parameters above 16 MiB only about 4 million elements, evenly
-    spaced, count.
+    outside installed packages. Of parameters above 16 MiB only about 4 million evenly spaced
+    elements count.
     """
     structure = hashlib.sha256()
     weights = 0

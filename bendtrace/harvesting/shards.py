@@ -1,7 +1,7 @@
-"""Shards on disk: a file of tensors each, and an index, without which it does not count.
+"""Shards on disk: each has a file of tensors and an index; without its index it does not count.
 
-Both are written under another name, brought to the disk, and renamed; the index last. So at each
-moment there are some complete shards, and leftovers that are ignored.
+Both are written under another name, flushed to disk, and renamed; the index last. So at each moment
+there are complete shards, and leftovers that are ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAME = re.compile(r"shard-(\d{4})-(\d{6})(\.partial)?\.(json|safetensors|zarr)(
 
 
 def replace(path: str, kind: str, content: dict[str, Any]) -> None:
-    """Write a file of plain values, as a whole or not at all."""
+    """Write a file of plain values, completely or not at all."""
     draft = f"{path}.tmp"
     _delete(draft)
     replace_sealed(path, {"format": kind, "version": _VERSION, **content}, draft)
@@ -60,10 +60,11 @@ class Kept:
     """The rows of a shard under one key.
 
     Attributes:
-        dtype: of the elements.
+        dtype: dtype of the elements.
         per_sample: whether there is a row for each sample, or one for each batch.
         batches: the batches of the shard that have rows; None for all.
-        rest: the shape of each row, if all are the same; else a list, of the rows of each batch.
+        rest: the shape of each row, if all are the same; else a list of the row shapes of each
+            batch.
         asked: the text that the node was requested by, if it was text.
     """
 
@@ -74,7 +75,7 @@ class Kept:
     asked: str
 
     def pieces(self, sizes: list[int]) -> Iterator[tuple[int, int, torch.Size]]:
-        """Yield for each batch with rows its number, their first element, and their shape."""
+        """Yield the number of each batch with rows, their first element, and their shape."""
         start = 0
         places = range(len(sizes)) if self.batches is None else self.batches
         for ordinal, place in enumerate(places):
@@ -91,10 +92,10 @@ class Shard(Record):
     Attributes:
         file: path of the file of tensors.
         rank: the process that wrote it.
-        is_partial: whether it was written where a harvest stopped, and is not full yet.
-        about: the facts to read the file by.
+        is_partial: whether a harvest stopped while writing it, so that it is not full yet.
+        about: the facts needed to read the file.
         columns: the rows, by key.
-        ids: the ids, if they are text.
+        ids: the ids, if they are strings.
     """
 
     file: str = ""
@@ -117,7 +118,7 @@ class Shard(Record):
 
 
 class ShardFiles:
-    """The shards that the process of a rank writes to a directory, in a format."""
+    """The shards that the process of a rank writes to a directory, in one format."""
 
     def __init__(self, directory: str, rank: int, form: Form) -> None:
         self.directory = directory
@@ -125,7 +126,7 @@ class ShardFiles:
         self.form = form
 
     def write(self, filling: Filling, is_partial: bool = False) -> None:
-        """Write a shard, as a whole or not at all.
+        """Write a shard, completely or not at all.
 
         Raises:
             SaveError: it cannot be written.
@@ -176,7 +177,7 @@ def _delete(path: str) -> None:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file in a directory is one that a harvest writes."""
+    """Return whether a file in a directory is one that a harvest writes."""
     known = (SETTINGS, INDEX, f"{SETTINGS}.tmp", f"{INDEX}.tmp")
     return name in known or _NAME.fullmatch(name) is not None
 
@@ -185,7 +186,7 @@ def shards_in(directory: str, rank: int | None = None) -> list[Shard]:
     """Return the complete shards of one process, or of all, in the order of their numbers.
 
     Raises:
-        LoadError: one is missing in between, or the index of one is damaged.
+        LoadError: one in between is missing, or the index of one is damaged.
     """
     found: dict[tuple[int, int, bool], str] = {}
     for name in os.listdir(directory):
@@ -200,7 +201,7 @@ def shards_in(directory: str, rank: int | None = None) -> list[Shard]:
         path = os.path.join(directory, name)
         if number != last.get(of, 0) + 1:
             raise LoadError(
-                path, f"shard {last.get(of, 0) + 1} of process {of}, before it, is gone"
+                path, f"shard {last.get(of, 0) + 1} of process {of}, before it, is missing"
             )
         last[of] = number
         shards.append(_shard(path, of, number, is_partial))

@@ -1,4 +1,4 @@
-"""The helpers of a harvest: its processes, the thread that writes, and the progress bar."""
+"""The helpers of a harvest: its processes, its writer thread, and the progress bar."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Progress", "Workers", "Writer", "peak_memory"]
 
 
 class Workers:
-    """The processes that harvest together. An error of one becomes an error of all.
+    """The processes that harvest together. An error in one raises in all.
 
     Attributes:
         rank: number of this process.
@@ -42,7 +42,8 @@ class Workers:
         """Run a step in each process, and return the results of all of them.
 
         Raises:
-            BendtraceError: the step raised somewhere; an error of this process is raised as it is.
+            BendtraceError: the step raised in another process; an error in this process is raised
+                unchanged.
         """
         if self.world == 1:
             return [step()]
@@ -71,7 +72,7 @@ class Workers:
 class Writer:
     """Writes one shard while the next one is filled.
 
-    There are two sets of buffers, which take turns: that is all the memory a harvest holds.
+    There are two sets of buffers, which take turns: they are all the memory that a harvest holds.
     """
 
     def __init__(self, files: ShardFiles, spare: Filling) -> None:
@@ -81,10 +82,10 @@ class Writer:
         self._written: Future[None] | None = None
 
     def exchange(self, full: Filling) -> Filling:
-        """Begin to write a shard, and return another one to fill.
+        """Start writing a shard, and return another one to fill.
 
         Raises:
-            SaveError: the one before could not be written.
+            SaveError: the earlier shard could not be written.
         """
         self.wait()
         spare, self._spare = self._spare, full
@@ -110,7 +111,7 @@ class Writer:
 
 
 def peak_memory() -> int | None:
-    """Return the most memory that the process has held so far, in bytes; None if unknown."""
+    """Return the peak memory of the process so far, in bytes; None if unknown."""
     try:
         resource = importlib.import_module("resource")
     except ImportError:  # Windows
@@ -120,12 +121,12 @@ def peak_memory() -> int | None:
 
 
 class Progress:
-    """A bar of samples, with the rate, and the most memory held so far.
+    """A progress bar of samples, with the rate and the peak memory so far.
 
     Args:
         shown: whether there is one.
-        total: the number of samples; None if that is not known.
-        done: how many were done before.
+        total: the number of samples; None if unknown.
+        done: the number of samples done before.
     """
 
     def __init__(self, shown: bool, total: int | None, done: int) -> None:
@@ -137,7 +138,7 @@ class Progress:
         self._said = 0.0
 
     def advance(self, samples: int) -> None:
-        """Note that some more are done."""
+        """Advance by some samples."""
         bar = self._bar
         if bar is None:
             return

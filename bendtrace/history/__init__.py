@@ -1,1 +1,1 @@
-"""The layer log: every tensor of a run with what is known of it, and how to find it."""
+"""The layer log: every tensor of a run with its properties, and how to look it up."""

@@ -1,4 +1,4 @@
-"""From a recorded run to its log."""
+"""Builds the log of a recorded run."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Log:
     """A run as plain data.
 
     Attributes:
-        name: of the model.
-        entries: a value each, in the order of the run.
-        modules: a call of a module each, in the order in which they began.
+        name: name of the model.
+        entries: one entry per value, in the order of the run.
+        modules: one entry per module call, in the order in which the calls began.
         flow_steps: where the model's Python depended on the inputs.
-        step_labels: for each of them, the label of the entry whose value was consumed.
-        parameters: how many elements the parameters have that the run computed with.
+        step_labels: for each step, the label of the entry with the value that it used.
+        parameters: the number of elements of the parameters used in the run.
         parameter_bytes: their size.
         places: the entries of the values on the tape, by op and element.
-        given_out: for outputs that were written to since their op gave them, the op.
+        given_out: the op of each output that was written to after its op returned it.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Log:
 
 
 def build_log(recording: Recording, name: str, tree: Tree) -> Log:
-    """Return the log of a run, without what only a capture knows.
+    """Return the log of a run, without the data that only a capture has.
 
     Args:
         recording: the run.
-        name: how to call the model.
+        name: the name of the model.
         tree: the node paths.
     """
     builder = _Builder(recording, name, tree)
@@ -95,13 +95,13 @@ class _Builder:
         self._nodes = recording.names
         self._tree = tree
         self._namer = Namer()
-        # What is known of layers and calls only at the end: how many passes there are.
+        # The number of passes of layers and calls is known only at the end.
         self._layers: list[tuple[LayerEntry, Layer]] = []
         self._scopes: dict[int, tuple[str, ...]] = {}
         self._uses: dict[int, ParameterUse] = {}
         self._states: dict[int, LayerEntry] = {}
         self._parents: list[tuple[LayerEntry, list[Key]]] = []
-        # For tensors that were written to under their own name, the op that did last.
+        # For tensors that were written to under their own name, the last op that wrote.
         self._written: dict[int, int] = {}
         self._sources: dict[tuple[int, Site], Source] = {}
 
@@ -195,7 +195,7 @@ class _Builder:
         return entry
 
     def _read(self, op: Op) -> Iterator[Key]:
-        """Yield the values that an op computes with, those of writers included."""
+        """Yield the values that an op computes with, including those of writers."""
         for ref in refs_in((op.args, op.kwargs)):
             writer = op.reads.get(ref.index)
             if writer is not None:
@@ -209,7 +209,7 @@ class _Builder:
             yield from self._values(ref)
 
     def _values(self, ref: Ref) -> list[Key]:
-        """Return the value that a reference stands for; several for a result as a whole."""
+        """Return the values that a reference represents; several for a whole result."""
         op = self._tape.ops[ref.index]
         element: tuple[Any, ...] = ()
         while (
@@ -226,7 +226,7 @@ class _Builder:
         found = [key for key in exact or inside if key in self.log.places]
         if found or op.kind is not OpKind.CALL:
             return found
-        # A read that has no entry, of a shape for instance: what it reads.
+        # A read without an entry, of a shape for instance: return the values that it reads.
         return [key for ref in refs_in((op.args, op.kwargs)) for key in self._values(ref)]
 
     def _outputs(self) -> None:
@@ -248,7 +248,7 @@ class _Builder:
             self._add(entry, layer, None)
 
     def _given_out(self, index: int, source: LayerEntry) -> Iterator[Key]:
-        """Yield the values that an output consists of, those of writers included."""
+        """Yield the values of an output, including those of writers."""
         writer = self._recording.output_reads.get(index)
         if writer is not None:
             yield writer, ()
@@ -259,7 +259,7 @@ class _Builder:
         yield (source.index, source.element) if direct is None else (direct, ())
 
     def _source_of(self, index: int, element: tuple[Any, ...]) -> LayerEntry | None:
-        """Return the entry of a value that was given out."""
+        """Return the entry of an output value."""
         found = self.log.places.get((index, element))
         if found is not None or element:
             return found
@@ -311,7 +311,7 @@ class _Builder:
                     given.output_of = (*given.output_of, entry.label)
 
     def _held(self, value: Any) -> Iterator[LayerEntry]:
-        """Yield the entries of what is in a module's arguments or output."""
+        """Yield the entries in a module's arguments or output."""
         for ref in refs_in(value):
             for key in self._values(ref):
                 yield self.log.places[key]
@@ -377,7 +377,7 @@ class _Builder:
 
 
 class _Word:
-    """Prints as it is."""
+    """Prints without quotes."""
 
     def __init__(self, word: str) -> None:
         self.word = word

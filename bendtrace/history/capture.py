@@ -1,4 +1,4 @@
-"""Keeping activations, gradients and times of a run while it happens."""
+"""Keeps activations, gradients and times of a run while it is recorded."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _RANDOM = re.compile(
 
 
 class State(NamedTuple):
-    """A tensor that was there before the run, when the run first used it.
+    """A tensor that existed before the run, at its first use in the run.
 
     Attributes:
-        tensor: the tensor, weakly.
+        tensor: a weak reference to the tensor.
         version: how often it had been written to.
-        copy: what it held, for small ones.
+        copy: its content, for small tensors.
     """
 
     tensor: weakref.ref[Tensor]
@@ -62,7 +62,7 @@ class State(NamedTuple):
     copy: Tensor | None
 
     def read(self) -> Tensor | None:
-        """Return what it held; None if that is not known any more."""
+        """Return its content at that point; None if it is no longer known."""
         tensor = self.tensor()
         if self.copy is not None or tensor is None:
             return self.copy
@@ -70,15 +70,15 @@ class State(NamedTuple):
 
 
 class Store(Protocol):
-    """Takes values out of memory while a run goes on."""
+    """Moves values out of memory during a run."""
 
     def add(self, name: str, tensor: Tensor) -> Any:
-        """Write a tensor; return what reads it again, or a `Refusal`."""
+        """Write a tensor; return an object that reads it back, or a `Refusal`."""
 
 
 @runtime_checkable
 class Refusal(Protocol):
-    """Says why a tensor could not be written."""
+    """The reason why a tensor could not be written."""
 
     reason: str
 
@@ -88,27 +88,27 @@ class Capture:
 
     Args:
         chosen: which values to keep; True for all, None for none.
-        stop: after which value or module to end the run; None to let it end by itself.
-        convert: what to do with values before they are kept, such as moving them to a device.
-        detach: whether kept values are free of the autograd graph.
-        gradients: whether to keep gradients of the chosen values, too.
-        store: where to put kept values; None for memory.
+        stop: the value or module after which to end the run; None to run to the end.
+        convert: applied to values before they are kept, for example to move them to a device.
+        detach: whether kept values are detached from the autograd graph.
+        gradients: whether to keep gradients of the chosen values as well.
+        store: where to keep values; None for memory.
 
     Attributes:
-        saved: what was kept, by op and element.
-        gradients: those of the chosen values; None if they are not kept.
-        reread: what was read of tensors that were written to since their op gave them, by the
-            op that read and the op of the tensor.
+        saved: the kept values, by op and element.
+        gradients: the gradients of the chosen values; None if they are not kept.
+        reread: the values read from tensors that were written to after their op returned them, by
+            the reading op and the op of the tensor.
         random: state of torch's generator before each op that is known to draw from it.
-        times: nanoseconds that each op took.
+        times: the time of each op in nanoseconds.
         grad_fns: name of the gradient function of each value that has one.
         chosen: as given.
         stop: as given.
-        states: the tensors that were there before the run, by op.
+        states: the tensors that existed before the run, by op.
         ended: where the run was ended early; "" if it was not.
-        error: what a function of the caller's raised.
-        seconds: what the whole run took.
-        seed: of torch's generator when the run began.
+        error: an error raised by a user function.
+        seconds: the duration of the whole run.
+        seed: the seed of torch's generator at the start of the run.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Capture:
         self._store = store
         selections = [each for each in (chosen, stop) if isinstance(each, Selection)]
         self._namer = Namer() if selections else None
-        # Whether all there is to be done about a value without a graph is to keep a copy.
+        # Whether keeping a copy is all that a value without a graph needs.
         self._is_simple = self.is_exact and self.gradients is None and not selections
         last = max((each.last for each in selections), default=0)
         self._last: collections.deque[tuple[Key, int, Tensor, Tensor]] = collections.deque(
@@ -151,23 +151,23 @@ class Capture:
         # Of functions, by identity (the tape keeps them): whether they draw random numbers, and
         # whether they change sizes in place.
         self._kinds: dict[int, tuple[bool, bool]] = {}
-        # Memory that others may know by its address has to stay where it is.
+        # Memory whose address others may know must not move.
         self._fixed: set[int] = set()
-        # Everything, where only the finished run can tell what was asked for.
+        # Everything, if only the finished run can resolve the request.
         self._waiting: dict[Key, Tensor] | None = None
         if isinstance(chosen, Selection) and chosen.deferred:
             self._waiting = {}
 
     @property
     def deferred(self) -> list[Any]:
-        """What was asked for that only the finished run can tell."""
+        """The requests that only the finished run can resolve."""
         return self.chosen.deferred if isinstance(self.chosen, Selection) else []
 
     def choose(self, keys: Iterable[Key]) -> None:
         """Keep some values of the finished run, and forget the others.
 
         Args:
-            keys: the values that `deferred` means.
+            keys: the values selected by `deferred`.
         """
         waiting, self._waiting = self._waiting or {}, None
         for key in keys:
@@ -178,14 +178,14 @@ class Capture:
             self.gradients.wanted = self.saved.keys()
 
     def finish(self, result: Any, outputs: Callable[[], list[Key]]) -> None:
-        """Take note that the run has ended.
+        """Record that the run has ended.
 
         Args:
-            result: what it gave.
-            outputs: says which values of the tape that is, in order.
+            result: its result.
+            outputs: returns the values of the tape in a result, in order.
         """
         for tensor in tensors_in(result):
-            materialize(tensor)  # what the caller is given is an ordinary tensor
+            materialize(tensor)  # the caller receives an ordinary tensor
         if isinstance(self.chosen, Selection) and self._namer is not None:
             # Finding the outputs takes a walk along the whole run.
             left = self.chosen.last or self.chosen.unmet()
@@ -194,7 +194,7 @@ class Capture:
         self._keys = None
 
     def _choose_from_the_end(self, outputs: list[Key]) -> None:
-        """Keep what is meant by positions from the end, and by names of outputs."""
+        """Keep the values selected by positions from the end, and by names of outputs."""
         assert isinstance(self.chosen, Selection)
         assert self._namer is not None
         count = self._namer.count + len(outputs)
@@ -225,7 +225,7 @@ class Capture:
         self._take(op, (), tensor)
 
     def state(self, op: Op, tensor: Tensor) -> None:
-        """Take note of a tensor that was there before the run."""
+        """Record a tensor that existed before the run."""
         self._fixed.add(storage_of(tensor))
         copy = None
         if self.is_exact and not isinstance(tensor, nn.Parameter) and _is_small(tensor):
@@ -244,12 +244,12 @@ class Capture:
             self.states[index] = state._replace(copy=copy)
 
     def reads(self, position: int, index: int, tensor: Tensor) -> None:
-        """Keep what is read, where that is not what was kept of the tensor."""
+        """Keep a value that is read, if it differs from the kept value of the tensor."""
         if self.is_exact:
             self.reread[position, index] = self._copy(tensor)
 
     def heeds(self, function: Any) -> bool:
-        """Whether a function draws random numbers, changes sizes, or may not run any more."""
+        """Return whether a function draws random numbers, changes sizes, or may not run again."""
         can_end = self.stop is not None or isinstance(self.chosen, Selection)
         return can_end or any(self._kind_of(function))
 
@@ -262,7 +262,7 @@ class Capture:
         return kind
 
     def begins(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
-        """Keep the state of the generator, if an op is going to draw from it."""
+        """Keep the state of the generator, if an op is about to draw from it."""
         if self.ended:
             raise StopRun(self.ended)  # also if the model has caught it before
         draws, resizes = self._kind_of(op.target)
@@ -273,11 +273,11 @@ class Capture:
                 materialize(tensor)
 
     def gave(self, op: Op, out: Any) -> None:
-        """Keep what an op gave."""
+        """Keep the result of an op."""
         if op.target == _DATA:
             self._keep_states(out)
         if isinstance(out, Tensor):
-            # Nearly all values of nearly all logs: what follows costs as little as it can.
+            # Nearly all values of nearly all logs take this path, so it has to be cheap.
             if self._is_simple and type(out) is Tensor and not out.requires_grad:
                 if (copy := lazily_copied_unless(out, self._fixed)) is not None:
                     self.saved[op.index, ()] = copy
@@ -291,11 +291,11 @@ class Capture:
                 self._take(op, element, tensor)
 
     def wrote(self, op: Op, tensor: Tensor) -> None:
-        """Keep what an op made of a tensor."""
+        """Keep the content of a tensor that an op has written to."""
         self._take(op, (), tensor)
 
     def left(self, call: ModuleCall, output: Any) -> None:
-        """Keep what a module gave, or end the run, if that was asked for."""
+        """Keep the output of a module, or end the run, if requested."""
         if self._keys is None:
             return
         names = (call.path, f"{call.path}:{call.number + 1}") if call.path else ()
@@ -349,7 +349,7 @@ class Capture:
             self._end(f"after {layer.name}", is_running=op.kind is not OpKind.INPUT)
 
     def _make(self, key: Key, entry: LayerEntry, tensor: Tensor) -> None:
-        """Keep what a function makes of an entry."""
+        """Keep the result of a function for an entry."""
         assert isinstance(self.chosen, Selection)
         made = self._asked(self.chosen, entry)
         if made is True:
@@ -359,12 +359,12 @@ class Capture:
             self._put(key, made)
 
     def _asked(self, selection: Selection, entry: LayerEntry) -> Any:
-        """Return what a selection's functions make of an entry; end the run if one raises."""
+        """Return the results of a selection's functions for an entry; end the run if one raises."""
         try:
             return selection.made_of(entry)
         except Exception as error:
             self.error = error  # kept from the model's own handlers
-            why = f"because a function of the caller's raised {type(error).__name__}"
+            why = f"because a user function raised {type(error).__name__}"
             self._end(why, is_running=entry.kind != "input")
             return None
 
@@ -396,7 +396,7 @@ class Capture:
         self.saved[key] = value
 
     def _copy(self, tensor: Tensor, converted: bool = True) -> Tensor:
-        """Return a tensor with the values that one has now, without copying them if possible."""
+        """Return a tensor with the present values of another, without copying them if possible."""
         value = tensor.detach() if self._detach else tensor
         if self._convert is not None and converted:
             moved = self._convert(value)
@@ -408,7 +408,7 @@ class Capture:
         self, op: Op, element: tuple[Any, ...], layer: Layer, passed: int, position: int,
         tensor: Tensor,
     ) -> LayerEntry:  # fmt: skip
-        """Return an entry with what is known while the run is going on."""
+        """Return an entry with the properties known during the run."""
         entry = LayerEntry(
             "input" if op.kind is OpKind.INPUT else "op",
             layer.layer_type, layer.name, layer.short_name, passed, ordinal=position,
@@ -424,11 +424,11 @@ class Capture:
         return entry
 
     def attach(self, entries: list[LayerEntry], given_out: dict[str, Any], end: int) -> None:
-        """Give the entries of a finished run what was kept of them.
+        """Attach the kept data to the entries of a finished run.
 
         Args:
             entries: all of them.
-            given_out: for outputs that were written to since an op gave them, the op.
+            given_out: the op of each output that was written to after its op returned it.
             end: length of the tape.
         """
         labels: dict[str, LayerEntry] = {}
@@ -462,16 +462,16 @@ class SaveOptions:
     """What to keep of a run, and how.
 
     Attributes:
-        save: "all", "none", or what `Selection` takes.
+        save: "all", "none", or a spec of `Selection`.
         gradients: whether to keep gradients as well.
-        stop_after: after what to end the run; what `Selection` takes.
-        device: where to keep values; None for where they are.
-        dtype: of kept floating point values; None for their own.
+        stop_after: where to end the run; a spec of `Selection`.
+        device: the device to keep values on; None leaves them where they are.
+        dtype: dtype of kept floating point values; None keeps theirs.
         keep_graph: whether kept values stay part of the autograd graph.
         directory: where to stream kept values to; None to keep them in memory.
 
     Raises:
-        InputError: one of them cannot be meant.
+        InputError: an option is invalid.
     """
 
     save: Any = "all"
@@ -486,32 +486,30 @@ class SaveOptions:
         if self.dtype is not None and not (
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
-            raise InputError(f"saved values are kept in a floating point dtype, not {self.dtype!r}")
+            raise InputError(f"saved values need a floating point dtype, not {self.dtype!r}")
         if self.device is not None:
             try:
                 torch.empty(0, device=self.device)
             except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-                raise InputError(f"{self.device!r} is no device to save on: {error}") from error
+                raise InputError(f"{self.device!r} is not a device to save on: {error}") from error
         if self.keep_graph and self.directory is not None:
-            raise InputError("what is streamed to a directory cannot keep its graph")
+            raise InputError("values streamed to a directory cannot keep their graph")
         if self.gradients and self.selection() is None:
-            raise InputError(
-                "gradients are kept of the values that are saved: none are, with save='none'"
-            )
+            raise InputError("gradients are kept for saved values only, and save='none' saves none")
         if self.stop_after is not None and Selection(self.stop_after).deferred:
             raise InputError(
-                "stop_after takes what is known while the run goes on: names of layers and "
-                "modules, positions, modules, and functions of an entry; only the finished run "
-                f"can tell which node {self.stop_after!r} is"
+                "stop_after takes names of layers and modules, positions, modules, and "
+                "functions of an entry, which are known during the run; only the finished run "
+                f"can resolve {self.stop_after!r}"
             )
         if self.stop_after is not None and Selection(self.stop_after).last:
             raise InputError(
-                "stop_after cannot be counted from the end, which is not known before the run is "
-                f"over: {self.stop_after!r}"
+                "stop_after does not support positions from the end, which are not known "
+                f"before the run is over: {self.stop_after!r}"
             )
 
     def selection(self, model: Any = None) -> Selection | bool | None:
-        """Return which values of a run of a model to keep: True for all, None for none."""
+        """Return the values to keep in a run of a model: True for all, None for none."""
         if self.save is None or (isinstance(self.save, str) and self.save == "none"):
             return None
         if isinstance(self.save, str) and self.save == "all":
@@ -521,7 +519,7 @@ class SaveOptions:
         return Selection(self.save, model)
 
     def capture(self, store: Store | None, model: Any) -> Capture:
-        """Return an observer that keeps what was asked for of a run of a model."""
+        """Return an observer that keeps the requested values in a run of a model."""
         return Capture(
             self.selection(model),
             stop=None if self.stop_after is None else Selection(self.stop_after),

@@ -1,4 +1,4 @@
-"""What is kept of values: copies that are made only once somebody writes, and gradients."""
+"""Kept values: copies that are made only when the original is written to, and gradients."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _is_shared = torch._C._is_cow_tensor  # type: ignore[attr-defined]  # missing in
 
 
 def lazily_copied(value: Tensor) -> Tensor:
-    """Return a tensor with the values that another has now; nothing is copied before a write.
+    """Return a tensor with the present values of another; nothing is copied before a write.
 
-    What torch cannot copy lazily is copied at once.
+    Tensors that torch cannot copy lazily are copied at once.
     """
-    # Not for quantised values, whose copy would have no quantizer, nor for those that are only
-    # marked as conjugated or negated: the copy would lose that, and its values with it.
+    # Not for quantised values, whose copy would have no quantizer, nor for tensors that are only
+    # marked as conjugated or negated: the copy would lose the mark, and with it the values.
     if (
         value.dtype in _LAZY
         and type(value) in _PLAIN
@@ -49,8 +49,8 @@ def lazily_copied(value: Tensor) -> Tensor:
         and not value.is_neg()
     ):
         try:
-            # Private to torch (seen in 2.13 to 2.15). tests/test_capture.py notices if later
-            # writes reach what was kept, or if anything is copied without one.
+            # Private to torch (seen in 2.13 to 2.15). tests/test_capture.py notices if later writes
+            # reach kept values, or if anything is copied without a write.
             return value._lazy_clone()
         except RuntimeError:  # memory of others, such as numpy's, or none at all
             pass
@@ -58,11 +58,11 @@ def lazily_copied(value: Tensor) -> Tensor:
 
 
 def lazily_copied_unless(value: Tensor, fixed: Container[int]) -> Tensor | None:
-    """Copy an exact `Tensor` lazily, in one go; None if that takes a closer look.
+    """Copy an exact `Tensor` lazily; return None if it needs a closer look.
 
     Args:
-        value: what to copy.
-        fixed: storages (see `storage_of`) that have to stay where they are.
+        value: the value to copy.
+        fixed: storages (see `storage_of`) that must not move.
     """
     if value.layout is not torch.strided or value.dtype not in _LAZY or value.is_neg():
         return None
@@ -75,7 +75,7 @@ def lazily_copied_unless(value: Tensor, fixed: Container[int]) -> Tensor | None:
 
 
 def copied(value: Tensor) -> Tensor:
-    """Return a copy with the same strides, also where they overlap or leave gaps, and alignment."""
+    """Return a copy with the same alignment and strides, even if they overlap or leave gaps."""
     if (
         type(value) not in _PLAIN
         or value.layout is not torch.strided
@@ -100,9 +100,9 @@ _ALIGNMENT = 64  # bytes, of memory that torch allocates
 
 
 def _shift(value: Tensor) -> int:
-    """Return how many elements a tensor lies behind an address that torch would give it.
+    """Return the offset of a tensor, in elements, from an address that torch would choose.
 
-    Kernels that are given vectors at another alignment can round otherwise.
+    Kernels can round differently for other alignments.
     """
     try:
         address = _address(value) + value.storage_offset() * value.itemsize
@@ -112,9 +112,9 @@ def _shift(value: Tensor) -> int:
 
 
 def materialize(tensor: Tensor) -> None:
-    """Give a tensor memory of its own, if it shares some until one writes.
+    """Give a tensor memory of its own, if it shares memory until a write.
 
-    torch cannot change the size of shared memory, and nobody can be told of writes by its address.
+    torch cannot change the size of shared memory, and writes through its address go unnoticed.
     """
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return
@@ -149,12 +149,12 @@ class Gradients:
     """The gradients of the latest backward pass through a run.
 
     Args:
-        convert: what to do with them before they are kept; None for nothing.
+        convert: applied to gradients before they are kept; None for nothing.
 
     Attributes:
         kept: the gradients, by op and element.
-        watched: the values whose gradients are asked for.
-        wanted: those of them whose gradients are kept; None for all.
+        watched: the values whose gradients are requested.
+        wanted: those whose gradients are kept; None for all.
     """
 
     def __init__(self, convert: Callable[[Tensor], Tensor] | None) -> None:
@@ -163,16 +163,16 @@ class Gradients:
         self.watched: set[Key] = set()
         self.wanted: Container[Key] | None = None
         self._entries: dict[Key, list[LayerEntry]] = {}
-        # How many values besides leaves have hooks, and in which backward pass one was called.
+        # How many values other than leaves have hooks, and in which backward pass one was called.
         self._inner, self._task = 0, -1
 
     def attach(self, key: Key, entry: LayerEntry) -> None:
-        """Give an entry its gradient, now or when it comes."""
+        """Give an entry its gradient, now or when it is computed."""
         entry.gradient = self.kept.get(key)
         self._entries.setdefault(key, []).append(entry)
 
     def watch(self, key: Key, tensor: Tensor) -> None:
-        """Have the gradient of a tensor kept, as long as there is someone to keep it."""
+        """Keep the gradient of a tensor, as long as an owner is alive."""
         if not requires_grad(tensor):
             return
         self.watched.add(key)
@@ -189,7 +189,7 @@ class Gradients:
             weakref.finalize(self, handle.remove)
 
     def _keep(self, key: Key, gradient: Tensor, is_leaf: bool) -> None:
-        """Keep a gradient, unless it is a leaf's and comes from something besides the run."""
+        """Keep a gradient, except that of a leaf from outside the run."""
         task = torch._C._current_graph_task_id()
         if not is_leaf:
             self._task = task
@@ -200,7 +200,7 @@ class Gradients:
         with torch.no_grad():
             try:
                 value = gradient.detach()
-            except RuntimeError:  # one of a batch of gradients is no tensor that could be kept
+            except RuntimeError:  # one of a batch of gradients is not a tensor that could be kept
                 return
             if self._convert is not None:
                 value = self._convert(value)

@@ -1,6 +1,6 @@
-"""What the log holds: an entry for each value of a run, and one for each call of a module.
+"""The content of the log: an entry for each value of a run, and one for each call of a module.
 
-Entries are plain data. They name each other by label, so that a log can be stored and read
+Entries are plain data. They refer to each other by label, so that a log can be stored and read
 again without the model.
 """
 
@@ -32,13 +32,13 @@ __all__ = [
 
 
 class About(Protocol):
-    """What an entry asks the log that it is in."""
+    """The interface that an entry uses to query its log."""
 
     def count_flops(self) -> None:
         """Count the floating point operations of all entries."""
 
     def describe(self, entry: LayerEntry) -> str:
-        """Return all about an entry as text."""
+        """Return a text that describes an entry in full."""
 
     def keys_of(self, entry: LayerEntry) -> list[str]:
         """Return the keys that find an entry."""
@@ -46,7 +46,7 @@ class About(Protocol):
 
 @runtime_checkable
 class Readable(Protocol):
-    """A value that is kept somewhere else, on disk for instance."""
+    """A value that is stored elsewhere, for example on disk."""
 
     def read(self) -> Tensor:
         """Return the value."""
@@ -56,13 +56,13 @@ EntryKind = Literal["input", "op", "number", "state", "output"]
 
 
 class Source(NamedTuple):
-    """Where in the user's code something happened.
+    """A place in the user's code.
 
     Attributes:
         file: path of the source file.
         line: its line, counted from 1.
         function: name of the function that the line is in.
-        text: source text of the expression, white space folded.
+        text: source text of the expression, with collapsed white space.
         statement: source text of the whole line.
     """
 
@@ -80,7 +80,7 @@ class ParameterUse(NamedTuple):
     """A parameter or buffer that an op computed with.
 
     Attributes:
-        name: its qualified name in the model (`features.0.weight`), or the place of a tensor
+        name: its qualified name in the model (`features.0.weight`), or the location of a tensor
             that belongs to no module.
         shape: its shape.
         numel: its number of elements.
@@ -99,49 +99,49 @@ class ParameterUse(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class LayerEntry:
-    """One value of a run: an input, what an op gave, a number out of a tensor, or an output.
+    """One value of a run: an input, a result of an op, a number from a tensor, or an output.
 
     Attributes:
-        kind: "input", "op" (a tensor that an op gave), "number" (a Python number that came out
-            of a tensor, or was computed from such), "state" (a parameter, buffer or other tensor
-            that was there before the run), or "output".
-        layer_type: what it is called after: `conv2d`, `relu`, `input`.
-        name: `conv2d_3_7` for the third convolution, which is the seventh layer; numbers and
-            state are not counted as layers: `item_1`, `features.0.weight`.
+        kind: "input", "op" (a tensor returned by an op), "number" (a Python number taken from a
+            tensor, or computed from such numbers), "state" (a parameter, buffer or other tensor
+            that existed before the run), or "output".
+        layer_type: the base of its name: `conv2d`, `relu`, `input`.
+        name: `conv2d_3_7` for the third convolution, which is the seventh layer; numbers and state
+            do not count as layers: `item_1`, `features.0.weight`.
         short_name: the same without the position, `conv2d_3`.
-        pass_number: which pass of the layer this is, from 1.
-        passes: how many passes the layer has. An op is passed again when the same call, at the
+        pass_number: the pass of the layer, counted from 1.
+        passes: the number of passes of the layer. An op has another pass when the same call, at the
             same place of the same module, runs again.
         ordinal: position among all layers, from 0; None for numbers and state.
         index: position of its op on the tape; None for outputs.
-        element: for a result with several tensors, the keys that lead to this one.
+        element: for an op with several result tensors, the keys that lead to this one.
         node: name of its op's node in the networkx mirror; for an output the mirror's output.
         node_path: its path in `Trace.tree`, such as `features.sub_6.conv2d`.
         shape: its shape; None for numbers.
         dtype: its dtype; None for numbers.
-        device: where it is; None for numbers.
-        nbytes: its size in bytes, without regard to sharing.
-        value: the number, for numbers.
-        parents: labels of the entries that it was computed from, without state.
+        device: its device; None for numbers.
+        nbytes: its size in bytes, ignoring shared memory.
+        value: the number itself, for numbers.
+        parents: labels of the entries that it was computed from, except state.
         children: labels of the entries that were computed from it.
         state: the state it was computed from, parameters first.
-        function: name of the function that gave it, such as `conv2d` or `__add__`.
+        function: name of the function that returned it, such as `conv2d` or `__add__`.
         target: the function's qualified name, such as `torch.conv2d`.
         arguments: how the function was called, as text with labels for values.
-        grad_fn: name of its gradient function (`ConvolutionBackward0`); None if it has none, or
-            if nothing was captured.
+        grad_fn: name of its gradient function (`ConvolutionBackward0`); None if it has none, or if
+            nothing was captured.
         inplace: whether the op worked in place.
         module: name of the innermost module it was computed in, "" for the root.
         scopes: the calls of modules around it, outermost first and without the root, as labels
             of `ModuleEntry`: `("features:1", "features.6:1")`.
-        output_of: the module calls that gave it out, innermost first.
-        source: where it happened; None for inputs and state.
+        output_of: the module calls that returned it, innermost first.
+        source: its place in the source; None for inputs and state.
         flow: numbers of the flow steps that it ran under, outermost first.
-        time: seconds that the op took; None if nothing was captured.
-        flop_count: what is known already of `flops`.
-        saved: what was kept of its value; see `tensor_contents`.
-        unsaved: why what was kept could not be stored, for a log that was loaded.
-        gradient: what was kept of its gradient; see `grad_contents`.
+        time: duration of the op in seconds; None if nothing was captured.
+        flop_count: the value of `flops`, if already known.
+        saved: the kept value; see `tensor_contents`.
+        unsaved: why the kept value could not be stored, for a log that was loaded.
+        gradient: the kept gradient; see `grad_contents`.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -191,10 +191,10 @@ class LayerEntry:
     gradient: Any = None
 
     def belong(self, log: Callable[[], About | None]) -> None:
-        """Say in which log it is.
+        """Set the log that it belongs to.
 
-        The log is known weakly, but by entries that were looked up: one that nobody holds on to
-        takes its activations with it at once.
+        The log is referenced weakly, except by entries that were looked up: when nobody holds the
+        log, its activations are freed at once.
         """
         self.__dict__["_log"] = log
 
@@ -209,15 +209,15 @@ class LayerEntry:
 
     @property
     def is_layer(self) -> bool:
-        """Whether it counts as a layer: an input, a tensor that an op gave, or an output."""
+        """Whether it counts as a layer: an input, a tensor returned by an op, or an output."""
         return self.ordinal is not None
 
     @property
     def flops(self) -> int | None:
-        """Floating point operations by torch's own formulas, those of `torch.utils.flop_counter`.
+        """Floating point operations by the formulas of `torch.utils.flop_counter`.
 
-        They count multiplications of matrices, convolutions and attention; None where an op
-        could not be counted. They are computed when first asked for, for the whole log.
+        They count matrix multiplications, convolutions and attention; None if an op could not be
+        counted. They are computed on first access, for the whole log.
         """
         about = self._about()
         if self.flop_count is None and about is not None:
@@ -226,12 +226,12 @@ class LayerEntry:
 
     @property
     def macs(self) -> int | None:
-        """Multiplications with the addition that follows: half the floating point operations."""
+        """Multiply-add pairs: half the floating point operations."""
         return None if self.flops is None else self.flops // 2
 
     @property
     def lookup_keys(self) -> list[str]:
-        """The keys that find it in its log; its label alone if nobody holds the log any more."""
+        """The keys that find it in its log; only its label if the log no longer exists."""
         about = self._about()
         return [self.label] if about is None else about.keys_of(self)
 
@@ -244,8 +244,8 @@ class LayerEntry:
     def tensor_contents(self) -> Any:
         """Its value, as it was when it was computed; None if it was not saved.
 
-        What a function given as `save=` made of it, if there was one. Where values are streamed
-        to disk, or were loaded, it is read anew each time.
+        If `save=` was a function, its result for the entry. Values that are streamed to disk, or
+        were loaded, are read anew on each access.
         """
         return _read(self.saved)
 
@@ -266,7 +266,7 @@ class LayerEntry:
 
 
 def _read(kept: Any) -> Any:
-    if kept is None or isinstance(kept, Tensor):  # asking for a protocol is slow
+    if kept is None or isinstance(kept, Tensor):  # checking for a protocol is slow
         return kept
     return kept.read() if isinstance(kept, Readable) else kept
 
@@ -277,15 +277,15 @@ class ModuleEntry:
 
     Attributes:
         name: qualified name, "" for the traced module itself.
-        pass_number: which call of the module this is, from 1.
-        passes: how often it is called in the run.
+        pass_number: the number of this call of the module, counted from 1.
+        passes: how often the module is called in the run.
         class_name: name of its class.
-        parent: label of the call it happened in; "" for calls by the root.
-        parameters: how many elements its own parameters have, without those of submodules.
+        parent: label of the enclosing call; "" for calls by the root.
+        parameters: the number of elements of its own parameters, without those of submodules.
         training: whether it was in training mode.
-        inputs: labels of the entries that it was given.
-        outputs: labels of the entries that it gave.
-        source: where it was called from.
+        inputs: labels of its input entries.
+        outputs: labels of its output entries.
+        source: the place of the call.
         flow: numbers of the flow steps that the call ran under, outermost first.
     """
 
@@ -303,19 +303,19 @@ class ModuleEntry:
 
     @property
     def label(self) -> str:
-        """`features.6:1`: the name with the number of the call, also if there is only one."""
+        """`features.6:1`: the name with the number of the call, even if there is only one."""
         return f"{self.name}:{self.pass_number}"
 
 
 @dataclass(slots=True)
 class Layer:
-    """What has one name: all passes of one op, at one place of one module.
+    """All values with one name: all passes of one op, at one place of one module.
 
     Attributes:
-        layer_type: what it is called after.
-        number: how many layers of that type came before it, plus 1.
-        position: how many layers came before it; None for numbers, which are no layers.
-        passes: how often it has been passed so far.
+        layer_type: the base of the name.
+        number: its number among the layers of that type, counted from 1.
+        position: the number of layers before it; None for numbers, which are not layers.
+        passes: the number of passes so far.
     """
 
     layer_type: str
@@ -335,10 +335,10 @@ class Layer:
 
 
 class Namer:
-    """Names what ops give, in the order in which they do.
+    """Names the results of ops, in the order in which the ops return them.
 
     Attributes:
-        count: how many layers have been named, each pass counting for one.
+        count: the number of layers named so far, each pass counted separately.
     """
 
     def __init__(self) -> None:
@@ -348,11 +348,11 @@ class Namer:
         self._positions = 0
 
     def name(self, op: Op, element: tuple[Any, ...] = ()) -> tuple[Layer, int]:
-        """Return the layer of a tensor that an op gave, and which pass of it this is."""
+        """Return the layer of a tensor that an op returned, and the number of its pass."""
         return self._pass(op, layer_type(op), element, is_layer=True)
 
     def name_number(self, op: Op, kind: str) -> tuple[Layer, int]:
-        """Return how a number is called, and which pass this is."""
+        """Return the name of a number, and the number of its pass."""
         # Of a shape that was read once, several sizes can be used.
         element = op.args[1:] if op.target is operator.getitem else ()
         return self._pass(op, kind, element, is_layer=False)
@@ -378,7 +378,7 @@ class Namer:
 
 
 def layer_type(op: Op) -> str:
-    """Return what a tensor is called after: the function that gave it, as one word."""
+    """Return the base of a tensor's name: the function that returned it, as one word."""
     if op.kind is OpKind.INPUT:
         return "input"
     if op.kind is OpKind.UNKNOWN:
@@ -387,7 +387,7 @@ def layer_type(op: Op) -> str:
 
 
 def number_type(op: Op, ops: list[Op]) -> str | None:
-    """Return what a number is called after; None for what is none, or not worth a name."""
+    """Return the base of a number's name; None for values that get no name."""
     if type(op.meta) not in (int, float, bool, complex):
         return None
     if op.kind is OpKind.INPUT:
@@ -405,7 +405,7 @@ def number_type(op: Op, ops: list[Op]) -> str | None:
 
 
 def tensors_of(meta: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], TensorMeta]]:
-    """Return the tensors in what is kept of an op's result, with the keys that lead to them."""
+    """Return the tensors in the kept result of an op, with the keys that lead to them."""
     if isinstance(meta, TensorMeta):
         return [(path, meta)]
     found = []
@@ -416,7 +416,7 @@ def tensors_of(meta: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, .
 
 
 def nbytes_of(meta: TensorMeta) -> int:
-    """Return how many bytes a tensor takes; dimensions that are ragged do not count."""
+    """Return the size of a tensor in bytes; ragged dimensions are ignored."""
     count = 1
     for size in meta.shape:
         count *= size if type(size) is int and size >= 0 else 1

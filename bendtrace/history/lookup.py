@@ -1,4 +1,4 @@
-"""Finding entries: by name, module, position or node path."""
+"""Looking up entries: by name, module, position or node path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEAR = 6
 
 
 class Entries(Sequence[LayerEntry]):
-    """Several entries: a slice of a log, the passes of a layer, or all that a module gives."""
+    """Several entries: a slice of a log, the passes of a layer, or all outputs of a module."""
 
     def __init__(self, entries: Sequence[LayerEntry], name: str = "") -> None:
         self._entries = list(entries)
@@ -46,8 +46,8 @@ class Entries(Sequence[LayerEntry]):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         labels = [repr(entry.label) for entry in self._entries]
         raise AttributeError(
-            f"{self._name or 'this'} is {counted(len(self), 'entry')}, "
-            f"not one: ask one of them for its {name} ({listed(labels)})"
+            f"{self._name or 'this'} is {counted(len(self), 'entry')}, not one: use {name} of "
+            f"one of them ({listed(labels)})"
         )
 
     def __repr__(self) -> str:
@@ -81,14 +81,14 @@ def _told(entry: LayerEntry) -> tuple[object, str, str]:
 class Lookup:
     """All keys of a log.
 
-    Strings are looked up by `Names`, as everywhere else, and one that names two things is refused.
-    Only the whole label of an entry always finds that entry, unless it is also that of a module.
+    Strings are resolved by `Names`, as everywhere else, and ambiguous ones raise. Only the full
+    label of an entry always finds that entry, unless it is also the label of a module.
 
     Args:
         log: the log.
         tree: the node paths.
-        select: returns the paths of the nodes that a selector, or what stands for one, means;
-            None for a log whose model is not there, in which regular expressions alone are.
+        select: returns the paths of the nodes that a selector, or any value that converts to one,
+            selects; None for a log without its model, where only regular expressions work.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class Lookup:
             self._found.setdefault(name, list(dict.fromkeys(several)))
 
     def find(self, key: Any) -> LayerEntry | Entries:
-        """Return the entry, or the entries, that a key leads to.
+        """Return the entry, or the entries, for a key.
 
         Raises:
-            LayerKeyError: there is none.
+            LayerKeyError: there is no such entry.
         """
         if isinstance(key, slice):
             return Entries(self.layers[self._bounds(key)])
@@ -153,8 +153,8 @@ class Lookup:
                 return self.layers[key]
             except IndexError:
                 raise LayerKeyError(
-                    f"there is no layer {key}: there are {len(self.layers)}, from 0 to "
-                    f"{len(self.layers) - 1}, or from -{len(self.layers)} to -1",
+                    f"there is no layer {key}: the {len(self.layers)} layers have positions 0 "
+                    f"to {len(self.layers) - 1}, or -{len(self.layers)} to -1",
                     key,
                 ) from None
         if not isinstance(key, str):
@@ -174,20 +174,20 @@ class Lookup:
         return self._at(Node(self._tree, *meanings[0].places[0]), key)
 
     def all(self, key: Any) -> list[LayerEntry]:
-        """Return the entries that a key leads to, as a list."""
+        """Return the entries for a key, as a list."""
         found = self.find(key)
         return [found] if isinstance(found, LayerEntry) else list(found)
 
     def _meant(self, key: Any) -> LayerEntry | Entries:
-        """Return the entries of the nodes that a selector, or what stands for one, means."""
+        """Return the entries of the nodes that a selector selects."""
         found: dict[LayerEntry, None] = {}
         try:
             if isinstance(key, tuple):
-                raise InputError("several are given in a list")
+                raise InputError("pass several keys as a list")
             paths = list((self._select or self._matched)(key))
         except InputError as error:
             raise LayerKeyError(
-                f"layers are found by name, module, position or node path, not by {key!r}", key
+                f"layers are looked up by name, module, position or node path, not by {key!r}", key
             ) from error
         for path in paths:
             node = NodePath(path) if path else self._tree.root
@@ -201,7 +201,7 @@ class Lookup:
     def _matched(self, key: Any) -> Iterator[str]:
         if not isinstance(key, re.Pattern):
             raise InputError(
-                "of selectors, a log without its model takes regular expressions alone"
+                "a log without its model supports only regular expressions as selectors"
             )
         waiting = [(self._tree.data, "")]
         while waiting:
@@ -214,14 +214,14 @@ class Lookup:
             waiting += [(child, inner) for child in reversed(node.children.values())]
 
     def _bounds(self, key: slice) -> slice:
-        """Turn names at the ends of a slice into positions; the last one is left out, as ever."""
+        """Turn names at the ends of a slice into positions; the last one is excluded, as usual."""
         ends: list[Any] = []
         for end in (key.start, key.stop):
             if isinstance(end, str):
                 found = self.find(end)
                 first = found if isinstance(found, LayerEntry) else found[0]
                 if first.ordinal is None:
-                    raise LayerKeyError(f"{end} is no layer, and so has no position", end)
+                    raise LayerKeyError(f"{end} is not a layer, and so has no position", end)
                 end = first.ordinal
             ends.append(end)
         return slice(ends[0], ends[1], key.step)
@@ -235,12 +235,12 @@ class Lookup:
             if entry is not None and entry not in found:
                 found.append(entry)
         if not found:
-            raise LayerKeyError(f"the node {key} holds no value that is in the log", key)
+            raise LayerKeyError(f"the node {key} has no value in the log", key)
         return found[0] if len(found) == 1 else Entries(found, key)
 
     def _unknown(self, key: str) -> LayerKeyError:
         near = self.near(key)
-        hint = f"; near to it: {', '.join(near)}" if near else ""
+        hint = f"; similar names: {', '.join(near)}" if near else ""
         return LayerKeyError(
             f"there is no layer, module or node path {key!r}{hint}. Keys are names of layers "
             "(conv2d_3_7, conv2d_3, conv2d_3:2), of modules (features.6, features.6:1), "
@@ -250,11 +250,11 @@ class Lookup:
         )
 
     def near(self, key: str) -> list[str]:
-        """Return the keys that look most like one."""
+        """Return the most similar keys."""
         return near_names(key, (name for name in self.keys() if not name.endswith(":1")), _NEAR)
 
     def keys(self) -> Iterator[str]:
-        """Yield every name that finds something, for completion: layers, modules, node paths."""
+        """Yield every valid name, for completion: layers, modules, node paths."""
         for name in self._found:
             if name in self._labels or len(self._names.meanings(name)) == 1:
                 yield name
@@ -264,7 +264,7 @@ class Lookup:
                 yield path if len(self._names.meanings(path)) == 1 else f".{path}"
 
     def keys_of(self, entry: LayerEntry) -> list[str]:
-        """Return the keys that find just this entry."""
+        """Return the keys that find exactly this entry."""
         names = [entry.name] if entry.passes == 1 else []
         names.append(f"{entry.name}:{entry.pass_number}")
         for label in entry.output_of:

@@ -1,4 +1,4 @@
-"""What a string names in a run: a module, a parameter, a node of the tree, a layer of the log."""
+"""What a string names in a run: a module, parameter, node of the tree, or layer of the log."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _PASS = re.compile(r"(.+):(\d+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Meaning:
-    """One thing that a string names in a run.
+    """One possible meaning of a string in a run.
 
     Attributes:
-        kind: what it is.
+        kind: the kind of object.
         text: the string.
-        places: the nodes, and which of their passes.
-        values: the values of the run that the nodes stand for.
-        label: for layers, the whole name.
+        places: the nodes, and their passes.
+        values: the values of the run that the nodes represent.
+        label: for layers, the full name.
     """
 
     kind: Literal["state", "module", "node", "layer"]
@@ -65,16 +65,16 @@ class Meaning:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the string is the very path of the node."""
+        """Whether the string is exactly the path of the node."""
         return self.kind == "node" and self.paths == (plain_path(self.text),)
 
     @property
     def is_alias(self) -> bool:
-        """Whether the string is another name that a node answers to: `fc` for `fc_1`."""
+        """Whether the string is an alias of the node: `fc` for `fc_1`."""
         return self.kind == "node" and not self.is_exact
 
     def covers(self, other: Meaning) -> bool:
-        """Whether another meaning is one of these nodes, or the same value inside of one."""
+        """Whether another meaning is one of these nodes, or the same value inside of it."""
         own, others = self.paths, other.paths
         if self.is_owned and others and set(others) <= set(own):
             return True
@@ -89,13 +89,13 @@ class Meaning:
 class Names:
     """The names of one run.
 
-    Every place that is given a string as a name asks this class: the log, insertions, patches,
-    activations. So a string names the same everywhere, or is refused everywhere.
+    Everything that accepts names as strings uses this class: the log, insertions, patches,
+    activations. So a string has the same meaning everywhere, or is rejected everywhere.
 
     Args:
         tree: the node paths.
         log: returns the log of the run; None if there is none.
-        layer_types: the types of the layers in the log; None if they are not known without it.
+        layer_types: the types of the layers in the log; None if unknown without the log.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Names:
         self._layer_types = layer_types
 
     def meanings(self, text: str) -> list[Meaning]:
-        """Return the different things that a string names; more than one if it is ambiguous."""
+        """Return the different meanings of a string; more than one if it is ambiguous."""
         if is_path_only(text):
             return list(self._node(text))
         stem, number = text, None
@@ -127,7 +127,7 @@ class Names:
         return found
 
     def clear(self, meaning: Meaning, others: Iterable[Names] = ()) -> str:
-        """Return a string that names this and nothing else, in other runs as well."""
+        """Return a string with only this meaning, in other runs as well."""
         options = [meaning.label] if len(meaning.places) != 1 else []
         for node, chosen in meaning.places:
             path = str(Node(self.tree, node, chosen)._path)
@@ -142,7 +142,7 @@ class Names:
         return meaning.label or meaning.text
 
     def listed(self) -> Iterator[str]:
-        """Yield what there is to name: modules, layers of the log, and nodes."""
+        """Yield all names: modules, layers of the log, and nodes."""
         yield from self._calls
         if self._log is not None:
             yield from self._by_layer
@@ -261,15 +261,15 @@ class Names:
 
 
 def is_layer_name(text: str) -> bool:
-    """Whether a string looks like the name of a layer of the log: `conv2d_3`, `conv2d_3_7:2`."""
+    """Return whether a string looks like the name of a layer: `conv2d_3`, `conv2d_3_7:2`."""
     return _LAYER.fullmatch(re.sub(r":\d+$", "", text)) is not None
 
 
 def near_names(text: str, names: Iterable[str], most: int = 6) -> list[str]:
-    """Return the names that look most like one that there is nothing by.
+    """Return the names most similar to one that does not exist.
 
-    First those that end with it (`transformer.h.1` for `h.1`), then those that are spelled almost
-    alike, then those whose last part is.
+    First the names that end with it (`transformer.h.1` for `h.1`), then those with almost the same
+    spelling, then those whose last part has almost the same spelling.
     """
     said, text = text, re.sub(r":\d+$", "", text)
     listed = list(dict.fromkeys(name for name in names if name and name != said))
@@ -297,11 +297,11 @@ def layers_by_name(entries: list[LayerEntry]) -> dict[str, list[LayerEntry]]:
 
 
 def ambiguity(text: str, meanings: list[tuple[Names, Meaning]]) -> tuple[str, tuple[str, ...]]:
-    """Say what an ambiguous string names, and return names that are not ambiguous.
+    """Return a description of an ambiguous string, and names that are not ambiguous.
 
     Args:
         text: the string.
-        meanings: what it names, each with the names of its run.
+        meanings: its meanings, each with the names of its run.
     """
     runs = list({id(names): names for names, _ in meanings}.values())
     found = [(meaning, names.clear(meaning, runs)) for names, meaning in meanings]
@@ -311,7 +311,7 @@ def ambiguity(text: str, meanings: list[tuple[Names, Meaning]]) -> tuple[str, tu
         + (f" ({name!r})" if name != text else "")
         for meaning, name in found
     )
-    return f"{text!r} is ambiguous: it names {said}. Write {' or '.join(map(repr, clear))}", clear
+    return f"{text!r} is ambiguous: it matches {said}. Write {' or '.join(map(repr, clear))}", clear
 
 
 _KINDS = {
@@ -323,7 +323,7 @@ _KINDS = {
 
 
 def values_of(data: TreeNode, chosen: Chosen) -> Iterator[Value]:
-    """Yield the values that a node stands for; for a graph, those that it gives."""
+    """Yield the values that a node represents; for a graph, its outputs."""
     if data.kind == "graph":
         for child, below in children_of(data, chosen):
             if child.role == "output":

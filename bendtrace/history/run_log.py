@@ -1,4 +1,4 @@
-"""RunLog: the log of a run, to print and to look things up in."""
+"""RunLog: the log of a run, for printing and looking up values."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ _MOST = 50  # layers that are printed
 class RunLog:
     """The log of one run: every tensor that was computed, and every flow step.
 
-    Entries are found by key: the name of a layer (`conv2d_3_7`, `conv2d_3`, `conv2d_3_7:1`), of a
-    module that gave it (`features.6`, `features.6:1`), a position (`7`, `-17`), a node path
-    (`features_6.conv2d`), a regular expression, a slice or a list of keys; with the model at hand
-    also by a selector, a module, a class of modules, a torch function or a function of a node.
+    Entries are looked up by key: the name of a layer (`conv2d_3_7`, `conv2d_3`, `conv2d_3_7:1`), of
+    a module that returned it (`features.6`, `features.6:1`), a position (`7`, `-17`), a node path
+    (`features_6.conv2d`), a regular expression, a slice or a list of keys; if the model is
+    available, also a selector, a module, a class of modules, a torch function or a function of a
+    node.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -72,22 +73,22 @@ class RunLog:
     graph: Graph
 
     def _claim(self, log: Log) -> None:
-        """Make entries known as those of this log."""
+        """Mark entries as those of this log."""
         for entry in log.entries:
             entry.belong(weakref.ref(self))
 
     def parts(self) -> tuple[Log, Tree, Graph, Facts, list[dict[str, Any]]]:
-        """Return what another log of the same run can be made of."""
+        """Return the parts from which another log of the same run can be made."""
         return self._log, self._tree, self.graph, self._facts, self.guard_rows()
 
     @property
     def name(self) -> str:
-        """What was run: the class of the model, or the name of the function."""
+        """The name of what was run: the class of the model, or the name of the function."""
         return self._log.name
 
     @property
     def entries(self) -> list[LayerEntry]:
-        """All values of the run in order: inputs, what ops gave, numbers, state, outputs."""
+        """All values of the run in order: inputs, results of ops, numbers, state, outputs."""
         return self._log.entries
 
     @property
@@ -97,7 +98,7 @@ class RunLog:
 
     @property
     def modules(self) -> list[ModuleEntry]:
-        """The calls of modules in the order in which they began, without the model's own."""
+        """The module calls in the order in which they began, without that of the model."""
         return self._log.modules
 
     @property
@@ -107,12 +108,12 @@ class RunLog:
 
     @property
     def step_labels(self) -> list[str]:
-        """For each flow step, the label of the entry whose value was consumed."""
+        """For each flow step, the label of the entry with the value that it used."""
         return self._log.step_labels
 
     @property
     def flow_table(self) -> str:
-        """The flow steps as a table that calls values by their labels."""
+        """The flow steps as a table that refers to values by label."""
         return flow_text(self._log)
 
     @property
@@ -133,17 +134,17 @@ class RunLog:
 
     @property
     def seed(self) -> int | None:
-        """The seed of torch's generator when the run began; None if nothing was captured."""
+        """The seed of torch's generator at the start of the run; None if nothing was captured."""
         return self._facts.seed
 
     @property
     def time(self) -> float | None:
-        """Seconds that the run took; None if nothing was captured."""
+        """The duration of the run in seconds; None if nothing was captured."""
         return self._facts.seconds
 
     @property
     def why_live(self) -> tuple[str, ...]:
-        """Why the run must not be replayed; empty if it can be."""
+        """The reasons why the run cannot be replayed; empty if it can."""
         return tuple(self._facts.live)
 
     def guard_rows(self) -> list[dict[str, Any]]:
@@ -181,11 +182,11 @@ class RunLog:
     # Telling
 
     def describe(self, entry: LayerEntry) -> str:
-        """Return all about an entry as text."""
+        """Return a text that describes an entry in full."""
         return entry_text(entry, self._log, self._lookup)
 
     def keys_of(self, entry: LayerEntry) -> list[str]:
-        """Return the keys that find just this entry.
+        """Return the keys that find exactly this entry.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -204,9 +205,9 @@ class RunLog:
         return log_text(self._log, self._lookup, self._facts, layers)
 
     def rolled_graph(self) -> nx.DiGraph[str]:
-        """Return a networkx graph with a node for each layer, whatever the number of its passes.
+        """Return a networkx graph with one node per layer, with all its passes merged.
 
-        Its edges carry `back`, whether they lead from one pass to a later one.
+        Its edges have the attribute `back`: whether they lead from one pass to a later one.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -221,10 +222,10 @@ class RunLog:
         return rolled_graph(self.entries_without_state())
 
     def rolled(self, most: int | None = _MOST) -> str:
-        """Return a table with a line for each layer, whatever the number of its passes.
+        """Return a table with one line per layer, with all its passes merged.
 
         Args:
-            most: how many to list; None for all.
+            most: the maximum number of lines; None for all.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -245,7 +246,7 @@ class RunLog:
         return rolled_table(self.entries_without_state(), most)
 
     def entries_without_state(self) -> list[LayerEntry]:
-        """Return the entries that something was computed for in this run."""
+        """Return the entries that were computed in this run."""
         return [entry for entry in self.entries if entry.kind != "state"]
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -329,7 +330,7 @@ class RunLog:
         return hash_of(self.entries, self.flow_steps)
 
     def count_flops(self) -> None:
-        """Count floating point operations; a log without its run has those that were counted."""
+        """Count floating point operations; a log without its run has only earlier counts."""
 
     def __str__(self) -> str:
         return self.to_text()

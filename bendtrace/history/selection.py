@@ -1,4 +1,4 @@
-"""Saying which values of a run are meant, while it is going on."""
+"""Selecting values of a run during the run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _DEFERRED = (Node, NodePath, NodeRef, NodeSelector)
 
 @dataclass(eq=False)
 class _Want:
-    """One thing that was asked for."""
+    """One request."""
 
     key: Any
     met: bool = False
@@ -62,27 +62,27 @@ class _Want:
 
 
 class Selection:
-    """Values that are meant by names, modules, positions or functions.
+    """Values selected by names, modules, positions or functions.
 
     Args:
         spec: one of these, or several in a list:
 
             - a name of a layer, with or without position and pass (`conv2d_3_7`, `relu_1:2`);
-            - a name of a module, with or without pass (`features.6`): the values it gives;
+            - a name of a module, with or without pass (`features.6`): the outputs of the module;
             - a pattern for such names, with `*`, or compiled;
             - a position, also counted from the end;
-            - a module, or a class of modules: the values that they give;
-            - a function of the entry: whatever it returns is kept, the value itself for True,
-              nothing for False and None;
-            - a node path, a node of a tree of paths or of a mirror, an entry of a log, a selector
-              or a torch function. Only the finished run can tell which values these are.
-        model: what is going to be run.
+            - a module, or a class of modules: their outputs;
+            - a function of the entry: its result is kept; True keeps the value itself, False and
+              None keep nothing;
+            - a node path, a tree node or a node of a mirror, an entry of a log, a selector or a
+              torch function. Only the finished run can resolve these.
+        model: the model to run.
 
     Attributes:
-        deferred: what only the finished run can tell.
+        deferred: the requests that only the finished run can resolve.
 
     Raises:
-        InputError: it is none of these.
+        InputError: the spec is none of these.
     """
 
     def __init__(self, spec: Spec, model: Any = None) -> None:
@@ -98,7 +98,8 @@ class Selection:
                 isinstance(key, (str, int, re.Pattern, nn.Module, *_DEFERRED)) or callable(key)
             ):
                 raise InputError(
-                    f"what to save is said by names, positions, modules or functions, not {key!r}"
+                    "values to save are selected by names, positions, modules or functions, "
+                    f"not by {key!r}"
                 )
         modules = _module_names(model)
         self.deferred = [_Want(key) for key in keys if _is_deferred(key, modules)]
@@ -110,21 +111,21 @@ class Selection:
 
     @property
     def last(self) -> int:
-        """How many of the last layers can be meant by positions from the end."""
+        """How many of the last layers positions from the end can select."""
         return -min((key for key in self._positions if key < 0), default=0)
 
     @property
     def asks_for_results(self) -> bool:
-        """Whether what modules, or the run, give can be meant."""
+        """Whether outputs of modules, or of the run, can be selected."""
         return bool(self._names or self._modules or self._positions)
 
     @property
     def needs_entries(self) -> bool:
-        """Whether entries have to be made to tell what is meant."""
+        """Whether entries are needed to decide what is selected."""
         return bool(self._functions)
 
     def layer(self, names: tuple[str, ...], position: int) -> bool:
-        """Whether a layer is meant by its names or its position."""
+        """Return whether a layer is selected by its names or its position."""
         found = False
         for want in self._names:
             if want.matches(names):
@@ -135,14 +136,14 @@ class Selection:
         return found
 
     def from_the_end(self, position: int, count: int) -> bool:
-        """Whether a layer is meant by its position from the end."""
+        """Return whether a layer is selected by its position from the end."""
         want = self._positions.get(position - count)
         if want is not None:
             want.met = True
         return want is not None
 
     def module(self, module: nn.Module | None, names: tuple[str, ...]) -> bool:
-        """Whether what a module gives is meant."""
+        """Return whether the outputs of a module are selected."""
         found = False
         for want in self._names:
             if want.matches(names):
@@ -154,9 +155,9 @@ class Selection:
         return found
 
     def made_of(self, entry: LayerEntry) -> Any:
-        """Return what the functions make of an entry: True for the value, None for nothing.
+        """Return the results of the functions for an entry: True for the value, None for nothing.
 
-        They do not shift the random numbers of the run, and nothing of them is recorded.
+        They do not advance the random numbers of the run, and are not recorded.
         """
         for want in self._functions:
             state = unwatched(torch.get_rng_state, (), {})
@@ -168,7 +169,7 @@ class Selection:
         return None
 
     def unmet(self) -> list[Any]:
-        """Return what was asked for and did not come up."""
+        """Return the requests that matched nothing."""
         wants = [*self._names, *self._modules, *self._positions.values(), *self.deferred]
         return [want.key for want in wants if not want.met]
 
@@ -178,12 +179,12 @@ def _called(entry: ModuleEntry) -> str:
 
 
 def _module_names(model: Any) -> frozenset[str] | None:
-    """Return the names of the modules of a model; None if nobody asked for them."""
+    """Return the names of the modules of a model; None if they are not needed."""
     return None if model is None else frozenset(modules_in(model))
 
 
 def _is_deferred(key: Any, modules: frozenset[str] | None) -> bool:
-    """Whether only the finished run can tell what a key means.
+    """Return whether only the finished run can resolve a key.
 
     Args:
         key: the key.
@@ -196,7 +197,7 @@ def _is_deferred(key: Any, modules: frozenset[str] | None) -> bool:
     if modules is None or _WILD.search(key):
         return False
     name = re.sub(r":\d+$", "", key)
-    if is_layer_name(name):  # a module can be called like a layer, and then the name is ambiguous
+    if is_layer_name(name):  # a module can have the name of a layer, and then the name is ambiguous
         return any(name in (module, module.replace(".", "_")) for module in modules)
     return name not in modules
 

@@ -1,4 +1,4 @@
-"""Sizes, counts, times and places as a person reads them."""
+"""Sizes, counts, times and places in human-readable form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["counted", "listed", "number_text", "place_text", "size_text", "time_
 
 
 def size_text(nbytes: int) -> str:
-    """Say how many bytes something takes: `253.5 KB`, with 1024 bytes to the KB."""
+    """Return a size in bytes as text: `253.5 KB`, with 1024 bytes to the KB."""
     if nbytes < 1024:
         return f"{nbytes} B"
     size = float(nbytes)
@@ -20,12 +20,12 @@ def size_text(nbytes: int) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Say how long something took."""
+    """Return a duration as text."""
     return f"{seconds:.3f}s"
 
 
 def number_text(value: object) -> str:
-    """Return a value as Python prints it, long floats with six digits.
+    """Return a value as Python prints it, with six digits for long floats.
 
     Example:
         >>> number_text(0.30000001192092896), number_text(0.5), number_text("a")
@@ -36,7 +36,7 @@ def number_text(value: object) -> str:
 
 
 def place_text(file: str, line: int | None) -> str:
-    """Return the file's own name and the line: `model.py:12`."""
+    """Return the file name and the line: `model.py:12`."""
     return f"{os.path.basename(file)}:{line}"
 
 
@@ -50,6 +50,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def listed(names: list[str], most: int = 8) -> str:
-    """Return names joined by commas, with a word on how many were left out."""
+    """Return names joined by commas, with the number of omitted ones."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -38,11 +38,11 @@ _HIERARCHY = 30  # lines
 
 @dataclasses.dataclass
 class Facts:
-    """What the head of a log says besides what its entries do.
+    """Facts for the head of a log that its entries do not contain.
 
     Attributes:
-        seed: of torch's generator when the run began; None if nothing was captured.
-        seconds: that the run took; None likewise.
+        seed: the seed of torch's generator at the start of the run; None if nothing was captured.
+        seconds: the duration of the run; None if nothing was captured.
         saved: the entries whose value was kept.
         live: why the run cannot be replayed.
     """
@@ -58,11 +58,12 @@ def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None) -> str:
     Args:
         log: the log.
         lookup: its keys.
-        facts: what else is known.
-        most: how many layers, and half as many flow steps, to list; None for all.
+        facts: further facts.
+        most: the maximum number of layers, and twice the maximum number of flow steps; None for
+            all.
     """
     saved = [entry for entry in lookup.layers if entry.has_contents]
-    # An op that gives several tensors has several entries, and computes with its parameters once.
+    # An op with several result tensors has several entries, but its parameters count once.
     uses = len({
         (entry.index, use.name) for entry in log.entries for use in entry.state
         if use.is_parameter and entry.index is not None
@@ -106,7 +107,7 @@ _ALL = "(all of them: print(log.to_text(None)), where log is this one)"
 
 
 def flow_text(log: Log, most: int | None = None) -> str:
-    """Return the flow steps as a table that names entries."""
+    """Return the flow steps as a table that refers to entries."""
     steps = [
         dataclasses.replace(step, name=label or step.name)
         for step, label in zip(log.flow_steps, log.step_labels, strict=True)
@@ -119,10 +120,10 @@ def flow_text(log: Log, most: int | None = None) -> str:
 
 
 def entry_text(entry: LayerEntry, log: Log, lookup: Lookup) -> str:
-    """Return all about an entry as text."""
+    """Return a text that describes an entry in full."""
     lines = [_head(entry, lookup)]
     if entry.layer_type == "unknown":
-        lines.append("\tA tensor of unknown origin: nothing that was recorded has made it")
+        lines.append("A tensor of unknown origin: no recorded op returned it")
     if entry.kind == "number":
         lines.append(f"\tValue: {entry.value!r}")
     elif entry.shape is not None:
@@ -167,7 +168,7 @@ def entry_text(entry: LayerEntry, log: Log, lookup: Lookup) -> str:
 
 
 def step_text(step: FlowStep) -> str:
-    """Say what a flow step did: ``if `x.sum() > 0` was True (model.py:3)``."""
+    """Return a flow step as text: ``if `x.sum() > 0` was True (model.py:3)``."""
     value = f"was {step.value!r}"
     if isinstance(step, LoopFlowStep):
         value = f"ran {step.how_often}"
@@ -319,11 +320,11 @@ def data_frame(entries: Sequence[LayerEntry]) -> pandas.DataFrame:
 
 
 def rolled_graph(entries: Sequence[LayerEntry]) -> nx.DiGraph[str]:
-    """Return a graph with a node for each layer, whatever the number of its passes.
+    """Return a graph with one node per layer, with all its passes merged.
 
-    Nodes carry `kind`, `layer_type`, `module`, `passes`, `shapes` (each once, in order) and
-    `labels`. Edges carry `count`, of how many pairs of passes they stand for, and `back`, whether
-    a value goes from one pass to a later one of a layer before it: what makes a loop a loop.
+    Nodes have `kind`, `layer_type`, `module`, `passes`, `shapes` (without repetitions, in order)
+    and `labels`. Edges have `count`, the number of pairs of passes, and `back`: whether a value
+    goes from one pass to a later pass of an earlier layer, which closes a loop.
     """
     graph: nx.DiGraph[str] = nx.DiGraph()
     by_label = {entry.label: entry for entry in entries}
@@ -355,7 +356,7 @@ def rolled_graph(entries: Sequence[LayerEntry]) -> nx.DiGraph[str]:
 
 
 def rolled_table(entries: Sequence[LayerEntry], most: int | None) -> str:
-    """Return a table with a line for each layer, whatever the number of its passes."""
+    """Return a table with one line per layer, with all its passes merged."""
     graph = rolled_graph(entries)
     rows = []
     for name, node in graph.nodes(data=True):

@@ -1,4 +1,4 @@
-"""Carrying out each op of a log again on what was saved, to see that the log tells the truth."""
+"""Recomputes each op of a log from the saved values, to check the log."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ __all__ = ["MISSING", "Validation", "Validator", "flops_of", "validate"]
 
 @dataclass
 class Validation:
-    """What carrying out each op of a log again has shown.
+    """The result of recomputing each op of a log.
 
     Attributes:
-        ops: how many ops were carried out again and compared, bit by bit.
-        wrong: labels of those that gave something else.
-        skipped: why others could not be carried out again, by label.
-        edges: how many edges were tried: a value was exchanged for another one.
-        idle: (parent, child) of edges where that changed nothing. Some ops look only at the
-            shape of what they are given, and some values make no difference (`relu` of what is
-            negative): these are no mistakes, but worth a look.
+        ops: the number of ops that were recomputed and compared, bit by bit.
+        wrong: labels of the ops with a different result.
+        skipped: why other ops could not be recomputed, by label.
+        edges: the number of edges that were tested by replacing a value.
+        idle: (parent, child) of edges for which that changed nothing. Some ops use only the shape
+            of an input, and some values make no difference (`relu` of negative ones): these are not
+            errors, but worth a look.
     """
 
     ops: int = 0
@@ -65,13 +65,13 @@ class Validation:
 
     def __str__(self) -> str:
         told = [
-            f"{counted(self.ops, 'op')} carried out again: "
-            + ("bitwise the same" if not self.wrong else f"wrong are {listed(self.wrong)}"),
+            f"{counted(self.ops, 'op')} recomputed: "
+            + ("bitwise equal" if not self.wrong else f"wrong: {listed(self.wrong)}"),
             f"{counted(self.edges, 'edge')} tried"
             + (f", {len(self.idle)} without effect: " if self.idle else "")
             + listed([f"{parent} -> {child}" for parent, child in self.idle]),
         ]
-        told += [f"not carried out again: {label} ({why})" for label, why in self.skipped.items()]
+        told += [f"not recomputed: {label} ({why})" for label, why in self.skipped.items()]
         return "\n".join(told)
 
 
@@ -79,8 +79,8 @@ def validate(trace: Any, capture: Capture | None, seed: int) -> Validation:
     """Check a trace with all its activations; see `Trace.validate`."""
     if capture is None or not capture.is_exact:
         raise InputError(
-            "validating needs all activations in memory as they were: trace with save='all', and "
-            "without save_device, save_dtype or save_to"
+            "validation needs all activations in memory, unchanged: trace with save='all', "
+            "and without save_device, save_dtype or save_to"
         )
     labels = {
         (entry.index, entry.element): entry.label
@@ -101,13 +101,13 @@ class Kept(Protocol):
 
 
 class Validator:
-    """Carries ops out again, one by one, on what was saved.
+    """Recomputes ops, one by one, from the saved values.
 
     Args:
         ops: the tape.
-        capture: what was saved.
-        labels: what to call ops, in errors.
-        seed: for the values that edges are tried with.
+        capture: the saved values.
+        labels: the names of ops, for errors.
+        seed: seed of the replacement values for edges.
     """
 
     def __init__(self, ops: list[Op], capture: Kept, labels: dict[Any, str], seed: int) -> None:
@@ -118,7 +118,7 @@ class Validator:
         self._graphs = {index for index, _ in capture.grad_fns}
 
     def run(self) -> Validation:
-        """Carry all of them out; the random generator is put back."""
+        """Recompute all of them; the random generator is restored."""
         found = Validation()
         state = torch.get_rng_state()
         try:
@@ -141,15 +141,15 @@ class Validator:
         for index, value in given.items():
             if value is MISSING:
                 is_state = self._ops[index].kind is OpKind.STATE
-                why = "state that was changed since" if is_state else "a value that was not saved"
+                why = "state that has changed since" if is_state else "a value that was not saved"
                 found.skipped[label] = f"it reads {why}"
                 return
         try:
             again = self.carry_out(op, given)
         except _Random:
-            found.skipped[label] = "it draws random numbers, in a way that was not foreseen"
+            found.skipped[label] = "it draws random numbers in an unexpected way"
             return
-        except Exception:  # on what the log says it was given, it cannot have been carried out
+        except Exception:  # it cannot have run on what the log lists as its inputs
             found.wrong.append(label)
             return
         found.ops += 1
@@ -166,38 +166,38 @@ class Validator:
                     found.idle.append((self._label(self._ops[index]), label))
 
     def _is_element(self, op: Op) -> bool:
-        """Whether an op only names a part of what another one gave."""
+        """Return whether an op only names a part of another op's output."""
         if op.target is tuple:
             return True
         return op.target is operator.getitem and isinstance(op.args[0], Ref)
 
     def unable(self, op: Op) -> str | None:
-        """Say why an op cannot be carried out again; None if it can."""
+        """Return why an op cannot be recomputed; None if it can."""
         if op.raised is not None:
             return f"it raised {op.raised.type.__name__}"
         known = is_torchs_function(op.target) or isinstance(op.target, types.MethodWrapperType)
         if op.kind is OpKind.CALL and not known:
-            return "it is no function of torch's"
+            return "it is not a torch function"
         name = name_of(op.target)
         if name in UNINITIALIZED or (isinstance(op.target, type) and self._gives_sizes(op)):
-            return "it gives memory as it finds it"
+            return "it returns uninitialised memory"
         if name == "storage_offset":
-            return "where a value lies in its memory is no part of it"
+            return "it depends on memory addresses"
         if name in ("grad", "grad_fn", "backward"):
             return "it reads the autograd graph"
         if name == "data" and getattr(op.target, "__name__", "") == "__set__":
             return "it gives a tensor the memory of another one"
         if not all(map(_is_plain, (*op.args, *op.kwargs.values()))):
-            return "it was given an object"
+            return "it received an object"
         return None
 
     def _gives_sizes(self, op: Op) -> bool:
-        """Whether all that a constructor is given are sizes: `torch.FloatTensor(2, 3)`."""
+        """Return whether a constructor receives only sizes: `torch.FloatTensor(2, 3)`."""
         metas = (self._ops[a.index].meta if type(a) is Ref else a for a in op.args)
         return bool(op.args) and all(type(meta) in (int, tuple) for meta in metas)
 
     def value(self, op: Op, ref: Ref) -> Any:
-        """Return what an op was given for a reference, as it was then; `MISSING` if not saved."""
+        """Return the value of an op's input at that time; `MISSING` if it was not saved."""
         reread = self._capture.reread.get((op.index, ref.index))
         if reread is not None:
             return reread
@@ -271,11 +271,11 @@ class Validator:
         return True
 
     def _matters(self, op: Op, given: dict[int, Any], index: int, again: Any) -> bool:
-        """Whether an op gives something else for another value."""
+        """Return whether an op has another result for another value."""
         for scale in (1.0, 100.0):
             other = _other(given[index], scale, self._generator)
             if other is None:
-                return True  # there is no other
+                return True  # there is no other value
             try:
                 result = self.carry_out(op, {**given, index: other})
             except Exception:  # it cares
@@ -297,10 +297,10 @@ class Validator:
 
 
 class _Random(Exception):
-    """An op has drawn random numbers."""
+    """Raised when an op draws random numbers."""
 
 
-MISSING = object()  # in the place of a value that was not saved
+MISSING = object()  # in place of a value that was not saved
 
 
 def _is_plain(value: Any) -> bool:
@@ -326,7 +326,7 @@ def _copied(value: Any, with_graph: bool) -> Any:
     if isinstance(value, Tensor):
         if value.is_nested:
             return value.detach().clone()
-        # Kernels can depend on it: those of RNNs do, and torch.matmul asks even under no_grad.
+        # Kernels can depend on it: RNN kernels do, and torch.matmul asks even under no_grad.
         graph = with_graph or (
             isinstance(value, nn.Parameter) and value.requires_grad and not value.is_inference()
         )
@@ -351,17 +351,17 @@ def _plainly(value: Any) -> Any:
     return value
 
 
-# What the text of a tensor says of the autograd graph, which a copy does not have (torch 2.13).
+# The part of a tensor's text about the autograd graph, which a copy lacks (torch 2.13).
 _GRAPH = re.compile(r",\s+(grad_fn=<\w+>|requires_grad=True)(?=[,)])")
 
 
 def _without_graph(text: str) -> str:
-    """Return the text of a tensor without what it says of the autograd graph."""
+    """Return the text of a tensor without the part about the autograd graph."""
     return _GRAPH.sub("", text)
 
 
 def _other(tensor: Tensor, scale: float, generator: torch.Generator) -> Tensor | None:
-    """Return a tensor like another one with other values; None if there is none to be had."""
+    """Return a tensor like another one with other values; None if there is none."""
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
         return None
     if tensor.device.type != "cpu":
@@ -374,11 +374,11 @@ def _other(tensor: Tensor, scale: float, generator: torch.Generator) -> Tensor |
         if tensor.dtype.itemsize > 2:
             wide = tensor.dtype
         return (tensor.detach().to(wide) + noise).to(tensor.dtype)
-    return None  # an index that is not there would be an error of its own
+    return None  # an index out of range would be a different error
 
 
 def flops_of(ops: list[Op]) -> dict[int, int | None]:
-    """Return the floating point operations of each op of a tape; None where nobody can tell."""
+    """Return the floating point operations of each op of a tape; None where they are unknown."""
     # Imports a good part of torch's compiler, which warns where there is no numpy.
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -402,7 +402,7 @@ def flops_of(ops: list[Op]) -> dict[int, int | None]:
 
 
 def _carry_out(op: Op, ops: list[Op]) -> bool:
-    """Run an op on tensors without values; say whether that was possible."""
+    """Run an op on tensors without values; return whether that was possible."""
 
     def stand_in(ref: Ref) -> Any:
         meta: Any = ops[ref.index].meta
@@ -416,6 +416,6 @@ def _carry_out(op: Op, ops: list[Op]) -> bool:
             return False
         args = tuple("meta" if isinstance(value, torch.device) else value for value in args)
         op.target(*args, **{**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
-    except Exception:  # it asks for values, or knows no tensors without them
+    except Exception:  # it needs values, or does not support tensors without them
         return False
     return True

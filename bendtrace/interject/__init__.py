@@ -1,1 +1,1 @@
-"""Cutting in: user code at the nodes of a model, in every way its runs can take."""
+"""Interjections: user code at the nodes of a model, on every path that its runs can take."""

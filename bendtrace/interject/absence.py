@@ -1,4 +1,4 @@
-"""Saying why a node was not come by: which decision of a run led past it."""
+"""Explains why a run did not reach a node: which decision of the run led past it."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def why_past(
     others: Iterable[Recording],
     runs: Iterable[Recording],
 ) -> str:
-    """Say which decision led runs past a node that others came by; "" if that is unknown.
+    """Return a text that names the decision that led runs past a node; "" if it is unknown.
 
-    It is the innermost condition in the source that the node is under, and that a run asked and
-    found otherwise; where none was, what the run decided first that the most similar one of the
-    others did not.
+    It is the innermost condition around the node in the source whose outcome was different in a
+    run. If there is none, it is the first decision of a run that differs in the most similar run
+    that reached the node.
 
     Args:
         path: the node.
         nodes: the known nodes by path.
-        others: runs that came by it.
-        runs: runs that did not.
+        others: runs that reached it.
+        runs: runs that did not reach it.
     """
     others = list(others)
     furthest, found = -1, ""
@@ -61,7 +61,7 @@ def why_past(
 
 
 def _denied(path: str, nodes: Mapping[str, Candidate], steps: FlowSteps) -> FlowStep | None:
-    """Return the step at which the innermost condition that a node is under was not met."""
+    """Return the step at which the innermost condition around a node was not met."""
     while path:
         node = nodes.get(path)
         for place in () if node is None or node.site is None else node.site.places:
@@ -82,7 +82,7 @@ def _asks(step: FlowStep, branch: Branch, file: str) -> bool:
 
 
 def _parting(one: Recording, other: Recording) -> tuple[int, int | None]:
-    """Return how many decisions two runs have in common, and the second's guard of the next."""
+    """Return the number of decisions that two runs have in common, and the second's next guard."""
     depth = 0
     for (_, mine), (number, theirs) in zip(_decisions(one), _decisions(other), strict=False):
         here = None if mine.site is None else mine.site.identity
@@ -107,11 +107,11 @@ def _told(step: FlowStep) -> str:
     where = f"{os.path.basename(step.file)}:{step.line} `{step.text}`"
     if isinstance(step.value, bool):
         return f"branch at {where} {'was' if step.value else 'was not'} taken for this input"
-    return f"{step.kind} at {where} came to {step.value!r} for this input"
+    return f"{step.kind} at {where} was {step.value!r} for this input"
 
 
 def unseen(branch: BranchCoverage) -> Iterator[str]:
-    """Yield the source of what runs on those sides of a branch that were not seen."""
+    """Yield the source of the branch sides that were not seen."""
     file = source_file(branch.file)
     for node in file.parents:
         if isinstance(node, BRANCHES) and node.test.lineno == branch.line:

@@ -1,4 +1,4 @@
-"""Handing out activations: what nodes gave in one call of a model."""
+"""Activations: the outputs of nodes in one call of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bendtrace.paths.view import Node, NodePath
 
 __all__ = ["Activations", "get_activations", "inputs_of"]
 
-# What no node path has in it, and regular expressions have.
+# Characters that occur in regular expressions, but not in node paths.
 _PATTERN = re.compile(r"[\\^$*+?(){}]")
 _OPTIONS = frozenset(
     {"allow_none", "args", "bended", "detach", "kwargs", "passes", "return_output"}
@@ -33,40 +33,41 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class InsertionRegistry(Protocol):
-    """What keeps the insertions of a model."""
+    """The store of a model's insertions."""
 
     @property
     def insertions(self) -> tuple[Insertion, ...]:
-        """What is inserted."""
+        """The active insertions."""
 
     def make(self, where: Any, what: Any, *, allow_none: bool = False) -> Insertion:
-        """Make an insertion without putting it in."""
+        """Create an insertion without activating it."""
 
     def add(self, *insertions: Insertion) -> None:
-        """Put insertions in."""
+        """Activate insertions."""
 
     def remove(self, *insertions: Insertion) -> None:
-        """Take insertions away."""
+        """Remove insertions."""
 
 
 class Bended(Protocol):
-    """A model that things can be inserted in."""
+    """A model that accepts insertions."""
 
     _board: Any
     _model: Callable[..., Any]
     _signature: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Call the model."""
 
 
 class Activations(dict[str, Any]):
-    """What nodes gave, by their paths.
+    """The outputs of nodes, by node path.
 
-    A node that was executed several times has a path for each pass: `relu:1`, `relu:2`. What
-    gave a container is here as such a container. Whatever else a node was asked for by, as a
-    key finds it too, if it is the only one. The keys are `NodePath`: strings that mean these nodes
-    wherever they are given, also where the same text typed by hand would be ambiguous.
+    A node that ran several times has one path per pass: `relu:1`, `relu:2`. If a node's output is a
+    container, the value here is the same kind of container. Any other name of a node works as a
+    key, too, if it selects a single value. The keys are `NodePath`, strings that name exactly these
+    nodes in every function that takes nodes, even where the same text typed by hand would be
+    ambiguous.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -86,7 +87,7 @@ class Activations(dict[str, Any]):
         self._names = dict(names)
 
     def passes(self, path: str) -> list[Any]:
-        """Return what a node gave, for each pass that is here, in order."""
+        """Return the outputs of a node, one for each pass that is here, in order."""
         if path in self:
             return [self[path]]
         start = f"{path}:"
@@ -103,18 +104,18 @@ class Activations(dict[str, Any]):
             listed = ", ".join(map(repr, several))
             raise NodePathError(f"{key!r} is {listed}: name one", key, tuple(several))
         if key in self._names:
-            raise NodePathError(f"this call did not come by {key!r}", key, tuple(self))
+            raise NodePathError(f"this call did not reach {key!r}", key, tuple(self))
         listed = ", ".join(map(repr, self)) or "nothing"
         raise NodePathError(f"there is no {key!r} among these activations: {listed}", key)
 
 
 class _Observer(Interjection):
-    """Keeps what nodes give.
+    """Keeps the outputs of nodes.
 
     Args:
         passes: which passes are kept.
         detach: whether snapshots are kept, instead of the tensors themselves.
-        late: whether it sees what others at the node have made of it.
+        late: whether it sees the values after other insertions at the node.
     """
 
     observes = True
@@ -131,12 +132,10 @@ class _Observer(Interjection):
 
     @property
     def label(self) -> str:
-        """What reports call it."""
         return "get_activations"
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        """Keep it."""
-        if threading.get_ident() != self._thread:  # of a call that somebody else makes
+        if threading.get_ident() != self._thread:  # of a call that other code makes
             return
         path = at.path or "output"
         self.counts[path] = max(self.counts.get(path, 0), at.number + 1)
@@ -144,7 +143,6 @@ class _Observer(Interjection):
             self.kept[path, at.number] = _snapshot(output) if self._detach else output
 
     def rows(self, names_passes: bool) -> dict[str, Any]:
-        """Return what was kept, by path."""
         found: dict[str, Any] = {}
         for (path, number), value in self.kept.items():
             total = self.counts[path]
@@ -173,38 +171,38 @@ def get_activations(
     return_output: bool = False,
     allow_none: bool = False,
 ) -> Any:
-    r"""Call a `BendedModule` once, and return what nodes gave in that call.
+    r"""Call a `BendedModule` once, and return the outputs of nodes in that call.
 
-    The call is an ordinary one: along known paths as far as they go, with whatever is inserted in
-    the model, with random numbers drawn and buffers changed.
+    The call is an ordinary one: it replays known paths as far as possible, applies the model's
+    insertions, draws random numbers and updates buffers.
 
     Args:
         model: the `BendedModule`.
-        where: which nodes: a node path (also of a part, `lstm|sub_0`, of an input, `fc.input`, of
-            a pass, `relu:2`), a name of a module, and all else that `BendedModule.interject`
-            takes, or several of these. A string with one of `\ ^ $ * + ? ( ) { }` in it is a
-            regular expression: it means the activations that have a name which it matches from
-            the beginning.
+        where: the nodes: a node path (also of a part, `lstm|sub_0`, of an input, `fc.input`, of a
+            pass, `relu:2`), a name of a module, everything else that `BendedModule.interject`
+            accepts, or several of these. A string that contains one of `\ ^ $ * + ? ( ) { }` is a
+            regular expression: it selects the activations with a name that it matches from the
+            start.
         args: the model's positional arguments.
         kwargs: its keyword arguments.
-        passes: which passes of each node: numbers from 0, or from the end where negative, or a
-            function of the number; None for all.
-        detach: whether to return snapshots: copies without a graph, which nothing can change any
-            more. Else the tensors themselves: gradients can be taken with respect to them, and
-            what the model does to them in place is seen.
-        bended: whether to return the values that the model goes on with, or those before anything
-            inserted at the node was called.
-        return_output: whether to return what the model gave, as well.
-        allow_none: whether it is right that the call comes by no node that is meant. If not, a
+        passes: the passes of each node: numbers from 0, or from the end if negative, or a function
+            of the number; None for all.
+        detach: whether to return snapshots: copies without a graph, which nothing changes later.
+            Otherwise the tensors themselves are returned: they support gradients, and show in-place
+            changes by the model.
+        bended: whether to return the values that the model continues with, or those from before the
+            insertions at the node.
+        return_output: whether to return the output of the model as well.
+        allow_none: whether to accept that the call reaches no selected node. If not, a
             `NeverFiredWarning` says why it did not.
 
     Returns:
-        An `Activations`, which is a dict, by node path, with the number of the pass if the node
-        had several (`relu:1`, `relu:2`). With `return_output` that and the output.
+        An `Activations`, which is a dict, by node path, with the number of the pass if the node had
+        several (`relu:1`, `relu:2`). With `return_output`, a pair of that and the output.
 
     Raises:
-        NodePathError: nothing is meant.
-        InputError: something given makes no sense.
+        NodePathError: no node is selected.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -223,7 +221,7 @@ def get_activations(
     board: InsertionRegistry = model._board
     items = list(_flat(where))
     if not items:
-        raise InputError("say of which nodes the activations are wanted")
+        raise InputError("say which activations to return: pass at least one node")
     admitted = Passes(passes)
     made: list[tuple[Any, _Observer, Insertion]] = []
     for item in items:
@@ -250,21 +248,21 @@ def get_activations(
 def inputs_of(
     model: Bended, kwargs: Mapping[str, Any] | None, inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the model's keyword arguments, some of which came among options.
+    """Return the model's keyword arguments, some of which were passed like options.
 
     Args:
         model: the `BendedModule`.
-        kwargs: those that came as a dict.
-        inputs: those that came as they are.
+        kwargs: those passed as a dict.
+        inputs: those passed directly.
 
     Raises:
-        InputError: the model has an argument by the name of an option, or one was given twice.
+        InputError: an argument of the model has the name of an option, or one was given twice.
     """
     taken = _OPTIONS & model._signature.parameters
     if taken and inputs:
         raise InputError(
-            f"the model has an argument of its own called {min(taken)}, which would be taken for "
-            "an option: give its arguments in args=(...) and kwargs={...}"
+            f"the model has an argument called {min(taken)}, which is also the name of an "
+            f"option: pass its arguments in args=(...) and kwargs={{...}}"
         )
     twice = inputs.keys() & (kwargs or {}).keys()
     if twice:
@@ -273,7 +271,7 @@ def inputs_of(
 
 
 def _users_level() -> int:
-    """The `stacklevel` by which a warning of what is called here names the line of the user."""
+    """The `stacklevel` with which a warning from here shows the user's line."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame, level = frame.f_back, level + 1
@@ -310,8 +308,8 @@ def _made(
 ) -> Insertion:
     if isinstance(item, Tensor):
         raise InputError(
-            "get_activations is told which nodes; what the model is given goes by keyword, or "
-            "into args=(...)"
+            "get_activations takes nodes as positional arguments; pass the inputs of the "
+            "model by keyword, or in args=(...)"
         )
     if isinstance(item, str) and _PATTERN.search(item):
         item = NamedActivations((compiled(item),), leaves_of(model))

@@ -1,4 +1,4 @@
-"""Cut points: from a node path to where on a tape the value of the node is defined."""
+"""Cut points: from a node path to the positions on a tape that define its value."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["Spot", "is_named", "path_in", "spots_of", "values_for"]
 
 @dataclass(frozen=True)
 class Spot:
-    """A place on a tape from which on a given value, or a part of it, counts.
+    """A position on a tape from which a given value, or a part of it, replaces a recorded one.
 
     Attributes:
         index: the op whose value it replaces.
-        start: the first position at which it counts.
-        call: the call of a module that gives it; None if it is the op.
-        keys: what leads to it in the value of the node.
+        start: the first position at which it applies.
+        call: the module call that outputs it; None if it is the op.
+        keys: its position inside the value of the node.
         node: the part of the node.
     """
 
@@ -41,38 +41,38 @@ class Spot:
 
 
 def path_in(tree: Tree, text: str) -> str:
-    """Return the path under which a tree has a node that another run has under a path.
+    """Return the path that a tree uses for a node that has a given path in another run.
 
     Raises:
-        NodePathError: there is none.
+        NodePathError: the tree has no such node.
     """
     try:
         find(tree.data, text)
     except NodePathError:
         around, _, last = text.rpartition(".")
-        if last == "output":  # which has another name where it is of another type
+        if last == "output":  # which has another name if it has another type
             return path_in(tree, around) if around else ""
         raise
     return text
 
 
 def is_named(node: TreeNode, text: str) -> bool:
-    """Whether a text is the very path of a node, and not another name that it answers to."""
+    """Return whether a text is the path of a node itself, not one of its other names."""
     return plain_path(node.path) in (plain_path(text), plain_path(text).removesuffix(".output"))
 
 
 def spots_of(recording: Recording, tree: Tree, text: str, *, bended: bool) -> tuple[Spot, ...]:
-    """Return where on the tape of a run the value of a node is given.
+    """Return where on the tape of a run the value of a node is defined.
 
     Args:
         recording: the run.
         tree: its tree.
         text: the path of the node.
-        bended: whether it is the value after what is inserted at the node.
+        bended: whether it is the value after the insertions at the node.
 
     Raises:
         NodePathError: the run has no such node.
-        InputError: the node is none whose value can be given.
+        InputError: the value of the node cannot be given.
     """
     node, chosen = find(tree.data, path_in(tree, text))
     passes = list(range(len(node.passes))) if chosen is None else list(chosen)
@@ -81,12 +81,12 @@ def spots_of(recording: Recording, tree: Tree, text: str, *, bended: bool) -> tu
             f"{text!r} has {len(passes)} passes in this run: name one, as in '{node.path}:1'"
         )
     if not _has_values(node, passes[0]):
-        raise InputError(f"{text!r} gave no value in this run")
+        raise InputError(f"{text!r} has no value in this run")
     return tuple(_Spots(recording, tree, bended).of(node, passes[0], text))
 
 
 def _has_values(node: TreeNode, number: int) -> bool:
-    """Whether there is a value of the run in a pass of a node."""
+    """Return whether a pass of a node has a value of the run."""
     if node.kind == "graph":
         return any(
             _has_values(child, inner)
@@ -111,10 +111,9 @@ class _Spots:
         self._bended = bended
 
     def of(self, node: TreeNode, number: int, text: str) -> Iterator[Spot]:
-        """Yield the spots of a pass of a node."""
         if node.role == "state":
             raise InputError(
-                f"{text!r} is a parameter or buffer, not an activation: bend it, or patch it"
+                f"{text!r} is a parameter or buffer, not an activation: bend or patch it"
             )
         if node.role == "call":
             output = next(c for c, _ in children_of(node, [number]) if c.role == "output")
@@ -128,8 +127,8 @@ class _Spots:
         elif node.role == "input":
             if holder is not self._tree.data:
                 raise InputError(
-                    f"{text!r} is what a module is given: give the value of the node that it "
-                    "comes from"
+                    f"{text!r} is the input of a module: give the value of the node that "
+                    "computes it"
                 )
             for index, _, inner, below in self._leaves(node, number):
                 yield Spot(index, index + 1, None, below, inner)
@@ -140,7 +139,7 @@ class _Spots:
     def _of_op(
         self, node: TreeNode, number: int, keys: tuple[Any, ...], gate: Op | None
     ) -> Iterator[Spot]:
-        """Yield the spots of what a function gave, or of a part of that."""
+        """Yield the spots of a function's result, or of a part of it."""
         made = node.passes[number]
         assert made.index is not None
         index = self._op_of(made.index, made.element)
@@ -156,7 +155,7 @@ class _Spots:
         within: int,
         keys: tuple[Any, ...],
     ) -> Iterator[Spot]:
-        """Yield the spots of what a call gave, or of a part of that."""
+        """Yield the spots of a call's output, or of a part of it."""
         made = holder.passes[number].index
         call = self._recording.root if made is None else self._tape.calls[made]
         stop = len(self._tape.ops) if made is None or holder is self._tree.data else call.stop
@@ -179,8 +178,8 @@ class _Spots:
         if gate is None:
             yield Spot(index, start, call, below, node)
             return
-        # Whoever uses the value after what is inserted there has it from the gate; unless that
-        # changed nothing, as for parts of containers, which keep their own name then.
+        # Users of the value after the insertions there read it from the gate; unless the insertions
+        # changed nothing, as for parts of containers, which then keep their own name.
         after = gate.index + 1
         yield Spot(index, max(after, index + 1), call, below, node)
         leaf = _leaf_at(gate.target.shape, keys)
@@ -207,7 +206,7 @@ class _Spots:
                 yield index, number, node, keys
 
     def _op_of(self, index: int, element: tuple[Any, ...]) -> int | None:
-        """Return the op by whose name a part of a result is used; None if it is not."""
+        """Return the op under whose name a part of a result is used; None if there is none."""
         if not element:
             return index
         return next(
@@ -219,7 +218,7 @@ class _Spots:
     ) -> tuple[list[tuple[TreeNode, int]], tuple[Any, ...]]:
         """Return a value, the containers around it and the graph, each with its pass; and keys.
 
-        The keys are what leads from the outermost container to the value.
+        The keys lead from the outermost container to the value.
         """
         line = [self._tree.data]
         for name in node.path.split("."):
@@ -234,7 +233,7 @@ class _Spots:
         return chain, tuple(reversed(keys))
 
     def _gate(self, path: str, number: int) -> Op | None:
-        """Return the op of what is inserted after a pass of a node, if it counts."""
+        """Return the op of the gate after a pass of a node, if it counts."""
         if not self._bended:
             return None
         for op in self._tape.ops:
@@ -248,7 +247,7 @@ class _Spots:
 
 
 def _leaf_at(shape: Any, keys: tuple[Any, ...]) -> Leaf | None:
-    """Return the leaf of a shape that some keys lead to."""
+    """Return the leaf of a structure at some keys."""
     for key in keys:
         if type(shape) is not Shape:
             return None
@@ -262,18 +261,18 @@ def _leaf_at(shape: Any, keys: tuple[Any, ...]) -> Leaf | None:
 
 
 def values_for(text: str, value: Any, spots: tuple[Spot, ...]) -> list[Any]:
-    """Return what a given value puts at each of the spots of a node.
+    """Return what a given value defines at each of the spots of a node.
 
     Raises:
-        InputError: it is not of the structure that the node's value has.
+        InputError: its structure differs from that of the node's value.
     """
     found = [_dug(text, value, spot) for spot in spots]
     tensors = [item for item in take_apart(value)[1] if isinstance(item, Tensor)]
     wanted = {spot.keys for spot in spots}
     if wanted and len(tensors) > len(wanted) and () not in wanted:
         raise InputError(
-            f"{text!r} gave {len(wanted)} values in this run, and {describe(value)} holds "
-            f"{len(tensors)} tensors"
+            f"{text!r} returned {len(wanted)} values in this run, and {describe(value)} "
+            f"contains {len(tensors)} tensors"
         )
     return found
 
@@ -291,9 +290,9 @@ def _dug(text: str, value: Any, spot: Spot) -> Any:
     if not is_right:
         where = "".join(f"[{key!r}]" for key in spot.keys)
         raise InputError(
-            f"the value given for {text!r} has to be of the structure that the node's own has: "
+            f"the value given for {text!r} needs the structure of the node's own value: "
             f"{'there ' if where else ''}{where + ' ' if where else ''}is a "
-            f"{describe_node(spot.node)}, and {describe(whole)} was given"
+            f"{describe_node(spot.node)}, but {describe(whole)} was given"
         )
     return value
 

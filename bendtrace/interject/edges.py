@@ -1,4 +1,4 @@
-"""Values on their way from one node to another."""
+"""Insertions on the edge from one node to another."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from bendtrace.interject.structure import assemble, take_apart
 
 __all__ = ["Between", "Edge", "Sent"]
 
-# What is kept of a tensor: itself, as long as there is one, and how often it was written to.
+# A weak reference to a tensor, and how often it was written to.
 _Known = tuple["weakref.ref[Tensor]", int]
 
 
-# A tensor that an edge has made, and the one that it was made of.
+# A tensor that an edge has made, and the original.
 _Made = tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]
 _NOTHING: _Made = (lambda: None, lambda: None)
 
 
 class Sent(Interjection):
-    """Notes which tensors a node gives, after whatever else is inserted there."""
+    """Records which tensors a node outputs, after all other insertions there."""
 
     observes = True
     late = True
     self_contained = True
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        """Note the tensors."""
+        """Record the tensors."""
         known = self._known()
         for tensor in _tensors(output):
             known[id(tensor)] = weakref.ref(tensor), _version(tensor)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor was given by the node in this call of the model, as it is."""
+        """Whether the node has output this tensor in this call of the model, unchanged since."""
         known = self._known().get(id(tensor))
         return known is not None and known[0]() is tensor and known[1] == _version(tensor)
 
@@ -54,14 +54,14 @@ class Sent(Interjection):
 
 
 class Edge(Interjection):
-    """Exchanges those inputs of a node that come from another one.
+    """Replaces those inputs of a node that come from another node.
 
     Args:
-        sent: knows what that one gave.
-        what: makes other values of them.
+        sent: the record of the other node's outputs.
+        what: returns the new values.
 
     Attributes:
-        applied: how many values were handed to it.
+        applied: the number of values passed to `what`.
     """
 
     late = True
@@ -74,13 +74,13 @@ class Edge(Interjection):
 
     @property
     def label(self) -> str:
-        """That of what makes other values."""
+        """The label of `what`."""
         return self._what.label
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
-        """Exchange the inputs that come from the node."""
+        """Replace the inputs that come from the node."""
         shape, found = take_apart((tuple(inputs), inputs.kwargs))
-        # What other edges to this node have made in this pass, and of what.
+        # The tensors made by other edges to this node in this pass, with their originals.
         former: dict[int, _Made] = of_this_run().setdefault((Edge, at.path, at.number), {})
         made: dict[int, Any] = {}
         for number, value in enumerate(found):
@@ -100,13 +100,13 @@ class Edge(Interjection):
         return Inputs(*assemble(shape, found)) if made else None
 
     def warn_if_never_applied(self, stacklevel: int, end: Insertion, beginning: Insertion) -> None:
-        """Warn if both nodes came up and no value went from one to the other."""
+        """Warn if a run reached both nodes, but no value went from one to the other."""
         if not self.applied and end.report().fired and beginning.report().fired:
             warnings.warn(
                 NeverFiredWarning(
-                    f"{self.label} was never applied: nothing that "
-                    f"{describe_where(beginning.where)} gave went to {describe_where(end.where)} "
-                    "as it was"
+                    f"{self.label} was never applied: no output of "
+                    f"{describe_where(beginning.where)} reached {describe_where(end.where)} "
+                    "unchanged"
                 ),
                 stacklevel=stacklevel + 1,
             )
@@ -123,10 +123,10 @@ def _version(tensor: Tensor) -> int:
 
 
 class Between:
-    """Something inserted on an edge, until it is removed. Also a context manager.
+    """An insertion on an edge, until it is removed. Also a context manager.
 
     Attributes:
-        insertions: what is in the model for it: at the end of the edge, and at its beginning.
+        insertions: its insertions in the model, at the end of the edge and at its beginning.
     """
 
     def __init__(
@@ -138,20 +138,20 @@ class Between:
 
     @property
     def active(self) -> bool:
-        """Whether it is in the model."""
+        """Whether it is active."""
         return self.insertions[0].active
 
     @property
     def applied(self) -> int:
-        """To how many values it was applied so far."""
+        """The number of values to which it was applied so far."""
         return self._edge.applied
 
     def remove(self) -> None:
-        """Take it out. Doing so twice is no error."""
+        """Remove it. Further calls have no effect."""
         self._board.remove(*self.insertions)
 
     def report(self) -> Report:
-        """Say how often the node at the end came up, and whether it was given another value."""
+        """Return how often a run reached the node at the end, and whether a value was changed."""
         return self.insertions[0].report()
 
     def __enter__(self) -> Self:

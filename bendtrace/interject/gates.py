@@ -1,7 +1,7 @@
-"""Gates: the ops of a tape at which the interjections of a node are called.
+"""Gates: the ops of a tape that call the interjections of a node.
 
-A gate is recorded once for each pass of a node. It does not hold what is called: each run says
-which insertions are there, so that another patch at the same node can be served by the same trace.
+A gate is recorded once for each pass of a node. It does not store which interjections to call: each
+run supplies its insertions, so that one trace also serves another patch at the same node.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-# What sees to the gradients of a node: for hooks, and for other interjections.
+# The classes that manage the gradients of a node: for hooks, and for other interjections.
 _Watching = tuple[CallGradients | None, CallGradients | None]
 
 
@@ -60,7 +60,7 @@ class _Local(threading.local):
         self.error: Exception | None = None
         self.models_own: Exception | None = None  # raised by the node itself, inside of a gate
         self.kept: dict[Any, Any] = {}
-        self.reshaped: dict[str, None] = {}  # by which insertions, in this call of the model
+        self.reshaped: dict[str, None] = {}  # the insertions, by slot, in this call of the model
 
 
 _local = _Local()
@@ -68,10 +68,10 @@ _local = _Local()
 
 @contextmanager
 def running(plan: Plan) -> Iterator[None]:
-    """Have the gates that the calling thread comes by call the insertions of a plan.
+    """Make the gates that the calling thread reaches call the insertions of a plan.
 
     Raises:
-        Exception: what an insertion raised, if the model has a handler that let it pass.
+        Exception: an error raised by an insertion, if the model has caught it.
     """
     before = _local.plan, _local.through, _local.error, _local.kept, _local.reshaped
     _local.plan, _local.through, _local.error, _local.kept, _local.reshaped = plan, {}, None, {}, {}
@@ -90,7 +90,7 @@ def running(plan: Plan) -> Iterator[None]:
 
 
 def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
-    """Remember that an insertion changed a shape or dtype: errors of the call will say so."""
+    """Record that an insertion changed a shape or dtype, so that errors of the call mention it."""
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         if old.shape != new.shape or old.dtype != new.dtype:
             what = getattr(entry.what, "function", None)
@@ -108,13 +108,13 @@ def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
 
 
 def noted(error: Exception) -> Exception:
-    """Have an error come out of the call also if the model has a handler that lets it pass."""
+    """Remember an error, so that the call raises it even if the model catches it."""
     _local.error = _local.error or error
     return error
 
 
 def of_this_run() -> dict[Any, Any]:
-    """Return what interjections keep for the time of one call of the model on this thread."""
+    """Return the store that interjections use during one call of the model on this thread."""
     return _local.kept
 
 
@@ -123,9 +123,9 @@ class Gate:
 
     Args:
         at: the pass.
-        slots: what the insertions have in common that are called here.
-        shape: of what they are given.
-        plan: the insertions that the gate was recorded with.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the values passed to them.
+        plan: the insertions that were active when the gate was recorded.
     """
 
     is_gate = True
@@ -139,7 +139,7 @@ class Gate:
         if self.role == "before":  # the tuple of arguments and the dict of keywords are new
             args, kwargs = shape.items
             self.tells_in_place = has_mutable((*args.items, *kwargs.items))
-        # Weak, so that paths do not keep what was inserted once. A trace that a person has does.
+        # Weak, so that paths do not keep former insertions alive. A trace held by the user does.
         self._plan = weakref.ref(plan)
         with torch._C.DisableTorchFunction():  # a label may look at tensors
             labels = dict.fromkeys(
@@ -149,16 +149,16 @@ class Gate:
         kind = "input" if self.role == "before" else "output"
         name = at.path.rpartition(".")[2]
         name = f"{name}_{kind}" if name and self.role == "before" else name or kind
-        # No function is called like this, so that names of the model's own ops stay as they are.
+        # No function has this name, so that names of the model's own ops stay unchanged.
         self.__name__ = "__".join([name, *labels] if labels else [name, "gate"])
         self.__module__ = __name__
 
     @property
     def described(self) -> str:
-        """What messages call it."""
+        """Its description for messages."""
         where = f"at {self.at.path!r}" if self.at.path else "around the whole model"
         labels = self.__name__.split("__")[1:]
-        return f"what is inserted {where} ({', '.join(labels)})"
+        return f"the insertion {where} ({', '.join(labels)})"
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -177,8 +177,8 @@ class Gate:
         """Call the insertions.
 
         Returns:
-            The tensors and numbers to go on with; where there are lists or dicts, followed by
-            whether these themselves are to get them.
+            The tensors and numbers to continue with; if there are lists or dicts, followed by a
+            flag that says whether to update these in place.
         """
         self._in_place = False
         try:
@@ -201,7 +201,7 @@ class Gate:
         plan = _local.plan or self._plan()
         if plan is None:
             raise InterjectionError(
-                f"what was inserted at {self.at.path or '<root>'} when this was recorded is gone",
+                f"the insertion at {self.at.path or '<root>'} that was recorded is gone",
                 self.at.path,
             )
         return self.entries_in(plan)
@@ -223,16 +223,16 @@ class Gate:
 
 
 class AfterGate(Gate):
-    """Is given what a node gave, and what the node was given where somebody wants that.
+    """Receives the output of a node, and its inputs if an insertion wants them.
 
     Args:
         at: the pass.
-        slots: what the insertions have in common that are called here.
-        shape: of what the node gave.
-        plan: the insertions that the gate was recorded with.
-        given: shape of what the node was given; None if nobody wants it.
-        writes: whether the node has worked in place, on a copy of the tensor that is handed over
-            last, which is to get the value.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the node's output.
+        plan: the insertions that were active when the gate was recorded.
+        given: the structure of the node's inputs; None if no insertion wants them.
+        writes: whether the node worked in place, on a copy of the last tensor passed here, which
+            has to receive the value.
     """
 
     role = "after"
@@ -287,7 +287,7 @@ class AfterGate(Gate):
         return given[0] if len(given) == 1 else tuple(given)
 
     def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
-        """Call an insertion where a node gives one tensor."""
+        """Call an insertion at a node that returns one tensor."""
         version, what, insertion = _version(value), entry.what, entry.insertion
         result = what.after(at, _NOTHING, value)
         if _version(value) == version:  # what follows would find out the same, in more time
@@ -322,20 +322,20 @@ class AfterGate(Gate):
             _note_reshaped(entry, at, old, new)
 
     def _written(self, original: Tensor, value: Tensor) -> Tensor:
-        """Have whoever holds the tensor that the node works on see the value."""
+        """Pass the value on to all holders of the tensor that the node works on."""
         if value is original:
             return value
         if value.shape != original.shape:
             raise InterjectionError(
                 f"{self.at.path} works in place on a tensor of shape {tuple(original.shape)}, "
-                f"which {describe(value)} cannot take the place of",
+                f"which {describe(value)} cannot replace",
                 self.at.path,
             )
         return original.copy_(value)
 
 
 class StateGate(AfterGate):
-    """Is given a parameter or buffer, which has to stay as it is."""
+    """Receives a parameter or buffer, whose shape and dtype must not change."""
 
     def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
         if entry.place.shown not in ("", at.path):
@@ -355,14 +355,14 @@ class StateGate(AfterGate):
 
 
 class BeforeGate(Gate):
-    """Is given what a node is about to be given.
+    """Receives the inputs of a node before it runs.
 
     Args:
         at: the pass.
-        slots: what the insertions have in common that are called here.
-        shape: of the arguments: a tuple of them, and a dict.
-        plan: the insertions that the gate was recorded with.
-        places: where inputs are that insertions are for: for each slot what leads to it.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the arguments: a tuple of them, and a dict.
+        plan: the insertions that were active when the gate was recorded.
+        places: the inputs that insertions apply to: for each slot the keys that lead to it.
         written: number of the tensor that the node works on in place; None if it does not.
     """
 
@@ -404,9 +404,9 @@ class BeforeGate(Gate):
         return given[0] if len(given) == 1 else tuple(given)
 
     def _watched(self, backward: list[Entry], tensors: list[Tensor]) -> list[Tensor]:
-        """Have insertions told of the gradients; return what the node is to be given."""
+        """Watch the gradients for insertions; return the inputs of the node."""
         watching: list[CallGradients | None] = []
-        for of_hooks in (True, False):  # where they watch alone, one tensor stays one for the node
+        for of_hooks in (True, False):  # if they only watch, one tensor stays one for the node
             told = [
                 (entry.what, self.at, entry.insertion.fired_backward)
                 for entry in backward
@@ -447,12 +447,12 @@ class BeforeGate(Gate):
 
 
 class CountGate(Gate):
-    """Tells that a node is come by, and is given nothing.
+    """Reports that a node was reached, and receives no values.
 
     Args:
         at: the pass.
-        slots: what the insertions have in common that are told here.
-        plan: the insertions that the gate was recorded with.
+        slots: the slots of the insertions to notify.
+        plan: the insertions that were active when the gate was recorded.
     """
 
     role = "before"
@@ -467,24 +467,24 @@ class CountGate(Gate):
 
 
 class InsteadGate(Gate):
-    """Is called in place of a function, or of a module.
+    """Is called instead of a function or a module.
 
     Args:
         at: the pass.
-        slots: what the insertions have in common that are called here.
-        shape: of the arguments: a tuple of them, and a dict.
-        plan: the insertions that the gate was recorded with.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the arguments: a tuple of them, and a dict.
+        plan: the insertions that were active when the gate was recorded.
     """
 
     role = "instead"
 
     @property
     def stands_for(self) -> Callable[..., Any] | None:
-        """The function that it takes the place of, whose node it is."""
+        """The function that it replaces, whose node it is."""
         return self.at.function
 
     def _through(self, values: tuple[Any, ...]) -> Any:
-        """Return what the outermost insertion gives."""
+        """Return the result of the outermost insertion."""
         args, kwargs = assemble(self.shape, list(values))
         call: Callable[..., Any] = self._node
         for entry in self._entries():
@@ -493,7 +493,6 @@ class InsteadGate(Gate):
         return call(*args, **kwargs)
 
     def _node(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stands there."""
         called: Any = self.at.module or self.at.function
         try:
             return called(*args, **kwargs)
@@ -512,11 +511,11 @@ class InsteadGate(Gate):
 
 
 class _Observed:
-    """A node that an insertion may call, or not, and what came of that.
+    """A node that an insertion may or may not call, and the outcome.
 
     Args:
         call: the node.
-        given: what it is to be called with where nothing is inserted.
+        given: its original arguments.
     """
 
     def __init__(self, call: Callable[..., Any], given: Inputs) -> None:
@@ -527,7 +526,6 @@ class _Observed:
         self._gave: tuple[Any, list[int]] | None = None  # in a call with just what was given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the node."""
         self._calls += 1
         mine, theirs = self.given.kwargs, (*args, *kwargs.values())
         is_as_given = (
@@ -550,7 +548,7 @@ class _Observed:
 
 
 def _exchange_tensors(found: list[Any], change: Callable[[list[Tensor]], list[Tensor]]) -> None:
-    """Put others in the place of all tensors among some values."""
+    """Replace all tensors among some values."""
     numbers = [number for number, value in enumerate(found) if isinstance(value, Tensor)]
     for number, tensor in zip(numbers, change([found[n] for n in numbers]), strict=True):
         found[number] = tensor
@@ -560,7 +558,7 @@ _NOTHING = Inputs(())
 
 
 def as_inputs(value: Any) -> Inputs:
-    """Make what interjections are given of the arguments of a node."""
+    """Convert the arguments of a node to the form that interjections receive."""
     args, kwargs = value
     return Inputs(tuple(args), kwargs)
 
@@ -580,7 +578,7 @@ def count_of(shape: Any) -> int:
 
 
 def has_mutable(shapes: Any) -> bool:
-    """Whether there is something among shapes that can be changed itself."""
+    """Return whether a structure contains mutable containers."""
     return any(
         type(shape) is Shape
         and (not issubclass(shape.kind, tuple) or has_mutable((*shape.items, *shape.attributes)))
@@ -589,7 +587,7 @@ def has_mutable(shapes: Any) -> bool:
 
 
 def exchangeable(shape: Any) -> tuple[int, ...]:
-    """Which of the values of a shape can be exchanged: tensors and numbers."""
+    """Return which values of a structure can be replaced: tensors and numbers."""
     kinds = (Tensor, int, float, bool)
     return tuple(
         leaf.number for leaf in leaves_of_shape(shape) if leaf.number >= 0 and leaf.kind in kinds
@@ -627,8 +625,8 @@ def _collect(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Ent
         collect(shape, result, found)
     except Mismatch as error:
         raise InterjectionError(
-            f"{entry.what.label} at {at.path or '<root>'} gave what cannot take the place of the "
-            f"node's value: {error}",
+            f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace "
+            f"the node's value: {error}",
             at.path,
         ) from None
 
@@ -646,12 +644,13 @@ def _versions(value: Any) -> list[int]:
 def _changed(
     entry: Entry, at: NodePass, before: list[Any], found: list[Any], versions: list[int]
 ) -> bool:
-    """Whether an insertion has given another value, or written into one."""
+    """Return whether an insertion has returned another value, or changed one in place."""
     written = any(_version(old) != version for old, version in zip(before, versions, strict=True))
     other = [(old, new) for old, new in zip(before, found, strict=True) if new is not old]
     if entry.what.observes and (written or other):
         raise InterjectionError(
-            f"{entry.what.label} at {at.path or '<root>'} promised to observe, but changed a value",
+            f"{entry.what.label} at {at.path or '<root>'} declares observes=True, but changed "
+            "a value",
             at.path,
         )
     if written or entry.insertion.is_known_to_change(at.path):
@@ -669,5 +668,5 @@ def _differ(old: Any, new: Any) -> bool:
             return False
         with torch.no_grad():
             return not bool(((old == new) | ((old != old) & (new != new))).all())
-    except (RuntimeError, NotImplementedError):  # of a layout that torch cannot compare
+    except (RuntimeError, NotImplementedError):  # with a layout that torch cannot compare
         return True

@@ -1,23 +1,23 @@
-"""The gradients that pass through one call of a module, and nothing else.
+"""The gradients that pass through one call of a module, and no others.
 
-Before the call, tensors that need a gradient are exchanged for others of the same storage, and
-after it each output becomes the result of one more step of autograd, which changes nothing. All
-that comes back to the outputs and leaves through the inputs then goes by these two places.
+Before the call, each input tensor that needs a gradient is replaced by a tensor with the same
+storage. After the call, each output gets one more autograd step that changes nothing. All gradients
+that enter through the outputs and leave through the inputs then pass these two points.
 
-An output is not exchanged for a view, as torch's own backward hooks do: autograd refuses to change
-such a view in place, and `nn.ReLU(inplace=True)` after a layer would be an error. It stays the
-tensor that it is, and the step is entered into its history as if it were changed in place. That
-does not do where several outputs have the same storage, nor for tensors that were there before
-the call or cannot be changed in place; these do become views.
+An output is not replaced by a view, as torch's own backward hooks do: autograd refuses to change
+such a view in place, and `nn.ReLU(inplace=True)` after a layer would be an error. The output stays
+the same tensor, and the step is added to its history as if the tensor were changed in place. This
+is impossible if several outputs share their storage, and for tensors that existed before the call
+or cannot be changed in place; these do become views.
 
-What an input was exchanged for has a history of its own from then on, although the two have the
-same storage. So an input that the module changes in place is given the history of what it was
-exchanged for; and if an output is (a view of) an input, changes in place after the call are
-watched, since the other of the two does not learn of them.
+The replacement of an input then has a history of its own, although both share their storage. So an
+input that the module changes in place receives the history of its replacement. If an output is an
+input or a view of one, later in-place changes of either are watched, since autograd does not pass
+them on to the other.
 
-At a node of a recorded run (`writes=False`) torch refuses changes of the inputs in place, and an
-output that no step can be entered into keeps its history, and is watched by a tensor hook: the ops
-recorded after the node go on with that very tensor.
+At a node of a recorded run (`writes=False`) torch refuses in-place changes of the inputs. An output
+that no step can be added to keeps its history and is watched by a tensor hook: the ops recorded
+after the node continue with that very tensor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Told = tuple[Interjection, NodePass, Callable[[NodePass], object] | None]
 
 
 class ChecksGradients(Interjection):
-    """An interjection with its own words for what is wrong with gradients that it returns."""
+    """An interjection with its own messages for invalid gradients that it returns."""
 
     def checked_gradients(
         self,
@@ -69,26 +69,26 @@ class ChecksGradients(Interjection):
         Args:
             result: what `backward` returned.
             before: the gradients that it was given.
-            passing: the numbers of the inputs that pass a gradient on.
+            passing: the indices of the inputs that pass a gradient on.
             shapes: the shapes of the inputs.
         """
         raise NotImplementedError
 
 
 class CallGradients:
-    """Sees to the gradients of one call of a module, from before the call to all backward passes.
+    """Manages the gradients of one call of a module, from before the call to all backward passes.
 
     Args:
-        told: interjections whose `backward` is called, the execution as each sees it, and what is
-            to be called afterwards.
-        inputs: the tensors that the node is given.
+        told: interjections whose `backward` is called, the node pass that each sees, and a callback
+            for afterwards.
+        inputs: the input tensors of the node.
         writes: whether the node may change them in place; if not, torch refuses it.
-        apart: whether a tensor that is given in several places has a gradient in each of them;
-            if not, it is one tensor for the node as well, and has the gradient of all together.
+        apart: whether a tensor that is passed in several positions has a separate gradient for
+            each; if not, it is one tensor for the node as well, with the sum of the gradients.
 
     Attributes:
-        of_hooks: whether all that is told are hooks: then the gradients of outputs are those of
-            what forward hooks returned.
+        of_hooks: whether all of `told` are hooks: then the gradients of outputs are those of the
+            values that forward hooks returned.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class CallGradients:
     # The call
 
     def enter(self) -> list[Tensor]:
-        """Return what the node is to be given in place of the inputs: the same values."""
+        """Return the replacements of the inputs: the same values in other tensors."""
         originals, given = [tensor for tensor, _ in self._originals], list(self._inputs)
         self._originals, self._inputs = [], []  # so as not to keep them
         if not originals:
@@ -131,13 +131,13 @@ class CallGradients:
         return given
 
     def close(self, outputs: list[Tensor]) -> dict[int, Tensor]:
-        """Let inputs know how they were changed in place.
+        """Pass on to the inputs how they were changed in place.
 
         Returns:
-            By id of what the module was given: the input that is the same by now.
+            By id of each replacement: the input with the same value now.
 
         Raises:
-            InputError: if changes in place make it impossible to tell gradients apart.
+            InputError: in-place changes make it impossible to separate the gradients.
         """
         same: dict[int, Tensor] = {}
         for alias in self._aliases:
@@ -152,9 +152,9 @@ class CallGradients:
                 or self._is_used_otherwise(alias, outputs)
             ):
                 raise InputError(
-                    f"module {self._name!r} changes an input in place that it uses by other ways "
-                    "than as this argument, so that the gradients that pass through its call "
-                    "cannot be told from others: deactivate its backward hooks"
+                    f"module {self._name!r} changes an input in place that it also uses in "
+                    "other ways than as this argument, so that the gradients through its call "
+                    "cannot be separated from others: deactivate its backward hooks"
                 )
             rebase(original, alias.inside)
             alias.is_rebased = True
@@ -166,7 +166,7 @@ class CallGradients:
         return sum(storage(other.inside) == key for other in self._aliases) > 1
 
     def _is_used_otherwise(self, alias: Alias, outputs: list[Tensor]) -> bool:
-        """Whether an op of the call has used an input, not what it was exchanged for."""
+        """Return whether an op of the call has used an input itself, instead of its replacement."""
         tensors = [*outputs, *(one.inside for one in self._aliases)]
         seen = {tensor.grad_fn for tensor in tensors} - {None, self._entry}
         waiting: list[Node] = list(seen)
@@ -182,19 +182,19 @@ class CallGradients:
         return False
 
     def inside_of(self, inputs: list[Tensor], same: dict[int, Tensor]) -> list[Tensor]:
-        """Return the inputs as the module had them: what they were exchanged for, if unchanged."""
+        """Return the inputs as the module saw them: their replacements, if unchanged."""
         aliases = {id(alias.original()): alias.inside for alias in self._aliases}
         as_given = [aliases.get(id(tensor), tensor) for tensor in inputs]
         return [same.get(id(tensor), tensor) for tensor in as_given]
 
     def leave(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return what to give back in place of the outputs: mostly the very same tensors."""
+        """Return the replacements of the outputs: mostly the very same tensors."""
         self._size_out = len(outputs)
         given = list(outputs)
         distinct = _needing_gradients(outputs)
         self._exits = len(distinct)
         sharing = Counter(storage(tensor) for tensor, _ in distinct)
-        # A leaf must not be changed in place, nor, by whatever way, what has its storage.
+        # A leaf must not be changed in place, nor any tensor that shares its storage.
         sharing.update(storage(alias.inside) for alias in self._aliases if alias.is_leaf)
         for tensor, places in distinct:
             is_single = sharing[storage(tensor)] == 1 and not overlaps_itself(tensor)
@@ -215,14 +215,13 @@ class CallGradients:
         return given
 
     def _is_new(self, tensor: Tensor) -> bool:
-        """Whether a tensor was computed in the call."""
         node: Node = root(tensor).grad_fn
         return node is not None and node._sequence_nr() >= self._start
 
     # Backward passes
 
     def left(self, places: Sequence[int], gradient: Tensor | None) -> None:
-        """Note the gradient of an output; called in a backward pass."""
+        """Record the gradient of an output; called in a backward pass."""
         task = torch._C._current_graph_task_id()
         found = self._passes.get(task)
         if found is None:
@@ -243,9 +242,9 @@ class CallGradients:
             return False
 
     def entered(self, gradients: Gradients) -> Gradients:
-        """Return what to pass on as gradients of the inputs; called in a backward pass."""
+        """Return the gradients to pass on for the inputs; called in a backward pass."""
         found = self._passes.get(torch._C._current_graph_task_id())
-        if found is not None:  # else gradients of gradients, which do not come by the outputs
+        if found is not None:  # else gradients of gradients, which do not reach the outputs
             gradients = self._call_hooks(found, gradients)
         for index, watch in self._watches:
             watch.passes(gradients[index])
@@ -278,7 +277,7 @@ class CallGradients:
         return tuple(self._agreed(places, before, after) for places in self._places)
 
     def _agreed(self, places: Sequence[int], before: Gradients, after: Gradients) -> Tensor | None:
-        """The new gradient of a tensor, which may have been given in several places."""
+        """Return the new gradient of a tensor, which may have been passed in several positions."""
         new = [after[place] for place in places if after[place] is not before[place]]
         if not new:
             return before[places[0]]
@@ -305,13 +304,13 @@ class CallGradients:
 
         Args:
             what: the interjection.
-            at: the execution of the node.
+            at: the node pass.
             result: what it returned.
             before: the gradients that it was given.
-            passing: the numbers of the inputs that pass a gradient on.
+            passing: the indices of the inputs that pass a gradient on.
 
         Raises:
-            InterjectionError: these are no gradients of the inputs.
+            InterjectionError: these are not valid gradients of the inputs.
         """
         if isinstance(what, ChecksGradients):
             return what.checked_gradients(result, before, passing, self._shapes)
@@ -338,8 +337,8 @@ class CallGradients:
             return tuple(result)
         shown = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else describe(got)
         raise InterjectionError(
-            f"{what.label} at {at.path or '<root>'}: process_backward has to return {expected}; it "
-            f"returned {shown}",
+            f"{what.label} at {at.path or '<root>'}: process_backward has to return "
+            f"{expected}, but it returned {shown}",
             at.path,
         )
 
@@ -349,8 +348,6 @@ class CallGradients:
 
 
 class _BackwardPass:
-    """What has come of one backward pass through one call."""
-
     def __init__(self, gradients: list[Tensor | None]) -> None:
         self.gradients = gradients
         self.arrived = 0
@@ -358,7 +355,7 @@ class _BackwardPass:
 
 
 def _needing_gradients(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[int]]]:
-    """Return the different tensors that need a gradient, and in which places each is."""
+    """Return the distinct tensors that need a gradient, and the positions of each."""
     found: dict[int, tuple[Tensor, list[int]]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.requires_grad:
@@ -367,14 +364,14 @@ def _needing_gradients(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[int
 
 
 class Alias:
-    """An input, and what the module was given for it.
+    """An input, and its replacement during the call.
 
     Attributes:
-        original: the input; while the call runs, the caller has it.
-        inside: what the module was given: the same storage, with a history of its own.
-        nodes: what had computed the input, and what it is a view of, if it is one.
-        is_leaf: whether that was no op.
-        is_rebased: whether the input was given the history of what stood in for it.
+        original: the input, which the caller still holds.
+        inside: the replacement: the same storage, with a history of its own.
+        nodes: the autograd nodes of the input and of its view base, if it is a view.
+        is_leaf: whether it is a leaf of the autograd graph.
+        is_rebased: whether the input has received the history of its replacement.
     """
 
     def __init__(self, original: Tensor, inside: Tensor) -> None:
@@ -396,30 +393,30 @@ class Alias:
 
     @property
     def has_history(self) -> bool:
-        """Whether autograd knows that what stood in for the input was changed."""
+        """Whether autograd has recorded a change of the replacement."""
         return self.inside.grad_fn is not self._entry
 
     @property
     def original_has_history(self) -> bool:
-        """Whether autograd knows that the input itself was changed."""
+        """Whether autograd has recorded a change of the input itself."""
         original = self.original()
         return original is not None and root(original).grad_fn is not self._node
 
 
 class Watch:
-    """Notices that an input, or an output that is (a view of) it, is changed in place later.
+    """Notices later in-place changes of an input, or of an output that is (a view of) it.
 
-    The history of the one does not show what is done to the other. No harm is done if the input
-    is not there any more by then, or if nothing else uses it.
+    The history of one tensor does not show changes of the other. This is harmless if the input no
+    longer exists, or if nothing else uses it.
 
     Args:
-        alias: the input, and what stood in for it and is (a view of) an output.
-        name: what the module is called.
+        alias: the input, and its replacement that is (or underlies) an output.
+        name: the name of the module, for messages.
     """
 
     def __init__(self, alias: Alias, name: str) -> None:
         self._name = name
-        # It has the count of changes that the two share, and none of their memory.
+        # It shares the change counter with the original, but none of its memory.
         self._probe = alias.inside.detach()
         self._probe.data = self._probe.new_empty(0)
         self._version = self._probe._version
@@ -440,19 +437,19 @@ class Watch:
         return self._was_written
 
     def passes(self, gradient: Tensor | None) -> None:
-        """Note the gradient that has passed through the call; called in a backward pass."""
+        """Record the gradient that has passed through the call; called in a backward pass."""
         if self._is_written:
             self._through[torch._C._current_graph_task_id()] = gradient
 
     def _check(self, gradient: Tensor) -> None:
-        """See to it that a changed input gets no gradient but that through the call."""
+        """Make sure that a changed input gets no gradient other than that through the call."""
         if not self._is_written:
             return
         through = self._through.pop(torch._C._current_graph_task_id(), None)
         if through is None or not torch.equal(through.flatten(), gradient.flatten()):
             raise InputError(
-                f"module {self._name!r} returns its input, or a view of it, which was changed in "
-                "place after the call while the input was used elsewhere, so that the gradients "
-                "that pass through the call cannot be told from others: deactivate its backward "
-                "hooks"
+                f"module {self._name!r} returns its input, or a view of it, which was changed "
+                "in place after the call while the input was used elsewhere, so that the "
+                "gradients through the call cannot be separated from others: deactivate its "
+                "backward hooks"
             )

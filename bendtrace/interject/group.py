@@ -1,4 +1,4 @@
-"""Insertions of one model that go in and come out together."""
+"""Insertions of one model that are added and removed together."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class _Model(Protocol):
 
 
 class InsertionGroup:
-    """Insertions of one model that go in and come out together; a context manager.
+    """Insertions of one model that are added and removed together; a context manager.
 
-    What several insertions serve as one (workflows, harvests) reaches the model through this class
-    alone. All are checked before the first one is inserted.
+    Workflows and harvests, which need several insertions at once, reach the model only through this
+    class. All insertions are checked before the first one is inserted.
 
     Args:
         model: a `BendedModule`.
@@ -38,17 +38,17 @@ class InsertionGroup:
         self._known = model._known
 
     def known_runs(self) -> list[Recording]:
-        """Return the runs of the model that are known, those with insertions included."""
+        """Return the known runs of the model, including those with insertions."""
         return list(self._known.recordings())
 
     def make(
         self, where: Any, what: Any, *, allow_none: bool = False, kind: type[Insertion] = Insertion
     ) -> Insertion:
-        """Make and check an insertion of the group, without putting it in.
+        """Create and check an insertion of the group, without activating it.
 
         Args:
             where: the nodes, as `BendedModule.interject` takes them.
-            what: what is inserted there.
+            what: what to insert.
             allow_none: whether `where` may match no node.
             kind: the class of the insertion.
 
@@ -64,23 +64,23 @@ class InsertionGroup:
         return made
 
     def put_in(self, *order: Insertion) -> None:
-        """Insert all at once, in the order of `order` where it is given."""
+        """Insert all at once, in the order `order` if given."""
         self._board.add(*(order or self.insertions))
 
     def put_around(self, first: list[Insertion], last: list[Insertion]) -> None:
-        """Insert some before, and others after, everything that is inserted already."""
+        """Insert some before, and others after, all existing insertions."""
         others = self._board.insertions
         self._board.remove(*others)
         self._board.add(*first, *others, *last)
 
     def replace(self, number: int, where: Any) -> None:
-        """Move an insertion that is put in to other nodes."""
+        """Move an active insertion to other nodes."""
         old = self.insertions[number]
         old.remove()
         self.insertions[number] = self._board.insert(where, old.what, allow_none=True)
 
     def remove(self) -> None:
-        """Take all of them out. A second call does nothing."""
+        """Remove all of them. Further calls have no effect."""
         self._board.remove(*self.insertions)
 
     def forget_plans(self) -> None:
@@ -108,7 +108,7 @@ class InsertionHandle:
         return self.model(*args, **kwargs)
 
     def remove(self) -> None:
-        """Take out what was inserted. A second call does nothing."""
+        """Remove the insertions. Further calls have no effect."""
         self._group.remove()
 
     def __enter__(self) -> Self:

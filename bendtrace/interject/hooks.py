@@ -1,7 +1,7 @@
-"""What a `HookManager` is made of: functions and handles by name, and what calls them.
+"""The parts of a `HookManager`: functions and handles by name, and the code that calls them.
 
 A hook is an interjection at the calls of one module: an insertion in a `BendedModule`, or attached
-to a plain module. It has its own view of these calls: all tensors, as flat tuples.
+to a plain module. It sees all tensors of a call as flat tuples.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Registered:
     Attributes:
         module: the module.
         name: its name.
-        is_given: whether somebody gave the name; if not, it gives way to the first that is.
+        is_given: whether a user chose the name; if not, the first user-chosen name replaces it.
     """
 
     module: nn.Module
@@ -63,7 +63,7 @@ class Registered:
 
 
 class ModuleTable(Mapping[nn.Module, "HookHandle"]):
-    """Handles by module: by which object it is, however it compares or prints."""
+    """Handles by module, compared by identity."""
 
     def __init__(self, handles: dict[int, HookHandle]) -> None:
         self._handles = handles
@@ -86,10 +86,10 @@ class ModuleTable(Mapping[nn.Module, "HookHandle"]):
 
 
 class HookFunction:
-    """A function that was registered as a hook of some kind. A `HookManager` makes these.
+    """A function that was registered as a hook of some kind. `HookManager` creates these.
 
     Attributes:
-        function: what was registered.
+        function: the registered function.
         hook_type: the kind: "forward_hook", "forward_pre_hook" or "backward_hook".
         name: its id.
         module_to_handle: the handles by module.
@@ -139,24 +139,24 @@ class HookFunction:
 
 
 class Owner(Protocol):
-    """What keeps handles."""
+    """The store of the handles."""
 
     def place(self, handle: HookHandle) -> Insertion | Attached:
-        """Say what has the module call a hook."""
+        """Make the module call a hook."""
 
     def activate(self, handle: HookHandle) -> None:
-        """Have the module call a hook, in the order of registration."""
+        """Make the module call a hook, in the order of registration."""
 
 
 class HookHandle:
-    """One function that is registered on one module. A `HookManager` makes these.
+    """One function that is registered on one module. `HookManager` creates these.
 
     Attributes:
         hook_fn: the function, as a `HookFunction`.
         module: the module.
         module_name: the id of the module.
-        order: its place among all that was registered.
-        placed: what has the module call it.
+        order: its position among all registrations.
+        placed: the object through which the module calls it.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -190,7 +190,7 @@ class HookHandle:
 
     @property
     def name(self) -> str:
-        """Its id: those of the function and of the module, as `function[module]`."""
+        """Its id, made from those of the function and of the module: `function[module]`."""
         return f"{self.hook_fn.name}[{self.module_name}]"
 
     @property
@@ -208,25 +208,25 @@ class HookHandle:
         return self.active
 
     def activate(self) -> None:
-        """Have the function called when the module is.
+        """Make the module call the function.
 
         Raises:
-            InputError: if the hook was removed.
+            InputError: the hook was removed.
         """
         if self._owner is None:
-            raise InputError(f"{self.described} was removed: register it anew")
+            raise InputError(f"{self.described} was removed: register it again")
         if not self.active:
             self._owner.activate(self)
             self._active = True
 
     def deactivate(self) -> None:
-        """Have the function not called for now."""
+        """Stop the module from calling the function for now."""
         if self._active:
             self._active = False
             self.placed.remove()
 
     def remove(self) -> None:
-        """Deactivate it for good, and purge it from the tables of its manager."""
+        """Deactivate it for good, and remove it from the tables of its manager."""
         if self._owner is not None:
             self._owner = None
             self.deactivate()
@@ -260,20 +260,20 @@ class _Hook(Interjection):
 
     @property
     def label(self) -> str:
-        """The name of the hook; where nobody gave one, that of its function."""
+        """The name of the hook, or that of its function if the user did not name it."""
         hook, name = self.handle.hook_fn, getattr(self.handle.hook_fn.function, "__name__", "")
         return f"{hook.name if hook.is_given or not name else name}[{self.handle.module_name}]"
 
     def _call(
         self, at: NodePass, seen: tuple[Any, ...], given: tuple[Any, ...], what: str
     ) -> tuple[Any, ...]:
-        """Return what the hook makes of some tensors, if it is active.
+        """Return the result of the hook for some tensors, if it is active.
 
         Args:
             at: the call of the module.
-            seen: what the hook is given before these.
+            seen: the arguments of the hook before these.
             given: the tensors.
-            what: what they are called.
+            what: their name in messages.
         """
         handle = self.handle
         if not handle.active:
@@ -286,7 +286,7 @@ class _Hook(Interjection):
         return returned  # type: ignore[no-any-return]
 
     def _require(self, returned: Any, count: int, what: str, *kinds: type) -> None:
-        """Raise an error if something is not a tuple of as many tensors."""
+        """Raise an error if the result is not a tuple of the same number of tensors."""
         if (
             type(returned) is not tuple
             or len(returned) != count
@@ -299,17 +299,16 @@ class _Hook(Interjection):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return self  # as functions are: a copied module has the same hooks
+        return self  # like functions: a copied module has the same hooks
 
     def __reduce__(self) -> NoReturn:
         raise InputError(
-            f"a module with active hooks cannot be pickled: deactivate {self.handle.name} meanwhile"
+            f"a module with active hooks cannot be pickled: deactivate {self.handle.name} first"
         )
 
 
 class _PreHook(_Hook):
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
-        """Call the hook with the inputs."""
         value = tuple(inputs), inputs.kwargs
         tensors = tuple(tensors_of(value))
         new = self._call(at, (), tensors, "inputs")
@@ -320,7 +319,6 @@ class _ForwardHook(_Hook):
     wants_inputs = True
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Call the hook with the inputs and the outputs."""
         seen, tensors = tuple(tensors_of((inputs, inputs.kwargs))), tuple(tensors_of(output))
         new = self._call(at, (seen,), tensors, "outputs")
         return None if new is tensors else with_tensors(output, new)
@@ -328,7 +326,6 @@ class _ForwardHook(_Hook):
 
 class _BackwardHook(_Hook, ChecksGradients):
     def backward(self, at: NodePass, grad_input: Gradients, grad_output: Gradients) -> Any:
-        """Call the hook with the gradients."""
         handle = self.handle
         if not handle.active:
             return None
@@ -338,7 +335,7 @@ class _BackwardHook(_Hook, ChecksGradients):
             returned = handle.hook_fn.function(at.module or handle.module, grad_input, grad_output)
         if [gradient._version for gradient in given] != versions:
             raise InputError(
-                f"{handle.described} has changed a gradient in place, which others may use as "
+                f"{handle.described} changed a gradient in place, which other code may use as "
                 "well: return a tuple of new gradients of the inputs instead"
             )
         return returned
@@ -350,7 +347,6 @@ class _BackwardHook(_Hook, ChecksGradients):
         passing: frozenset[int],
         shapes: Sequence[Sequence[int]],
     ) -> Gradients:
-        """Return the gradients to pass on."""
         self._require(result, len(before), "gradients of the inputs", Tensor, type(None))
         for place, (old, new, shape) in enumerate(zip(before, result, shapes, strict=True)):
             if new is not None and new.shape != shape:
@@ -360,8 +356,8 @@ class _BackwardHook(_Hook, ChecksGradients):
                 )
             if old is not new and place not in passing:
                 raise InputError(
-                    f"{self.handle.described} returned another gradient for input {place}, "
-                    "which passes no gradient on"
+                    f"{self.handle.described} returned another gradient for input {place}, but "
+                    "that input passes no gradient on"
                 )
         return result  # type: ignore[no-any-return]
 
@@ -372,7 +368,7 @@ _KINDS: dict[Category, type[_Hook]] = {
 
 
 def interjection_of(handle: HookHandle) -> Interjection:
-    """Return what calls a hook at the calls of its module."""
+    """Return the interjection that calls a hook at the calls of its module."""
     return _KINDS[handle.hook_fn.hook_type](handle)
 
 
@@ -384,10 +380,10 @@ def _kind(value: Any) -> str:
 
 
 class HookContext(Generic[_T]):
-    """A context in which hooks are active; each is afterwards what it was before.
+    """A context in which hooks are active; it restores their earlier state at the end.
 
-    Contexts can be nested, and one can be entered several times. Which hooks are meant is looked
-    up when it is entered. A hook that is removed meanwhile stays removed.
+    Contexts can be nested, and one can be entered several times. The hooks are looked up on entry.
+    A hook that is removed in the meantime stays removed.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -424,13 +420,13 @@ class HookContext(Generic[_T]):
 
 
 class NameTable(dict[str, _T]):
-    """Things by their names.
+    """Objects by name.
 
     Example:
         >>> NameTable("module", {"layer1": 1})["layer2"]
         Traceback (most recent call last):
         bendtrace.errors.HookNameError: no module is registered as 'layer2'; \
-there is 'layer1'
+registered: 'layer1'
     """
 
     def __init__(self, what: str, things: Mapping[str, _T]) -> None:
@@ -440,7 +436,7 @@ there is 'layer1'
     def __missing__(self, name: object) -> NoReturn:
         near = tuple(difflib.get_close_matches(str(name), self, 3))
         known = near or tuple(self)[:5]
-        there = f"there is {', '.join(map(repr, known))}" if known else "there is none"
+        there = f"registered: {', '.join(map(repr, known))}" if known else "nothing is registered"
         raise HookNameError(f"no {self._what} is registered as {name!r}; {there}", name, near)
 
     def _ipython_key_completions_(self) -> list[str]:
@@ -462,15 +458,15 @@ def free_name(wish: str, taken: Iterable[str]) -> str:
 
 
 _lock = threading.Lock()
-# By id of the module: it, and the names that it is called by now, in any thread; the last shows.
+# By id of the module: it, and its current names, in any thread; the last one shows.
 _shown: dict[int, tuple[nn.Module, list[str]]] = {}
 
 
 class named:
-    """Let `module.name` be a name for a while, unless the module has a `name` of its own.
+    """Set `module.name` temporarily, unless the module has a `name` of its own.
 
-    An attribute, parameter, buffer, submodule or property `name` stays what it is, also for the
-    time being: what the module computes with it, in this thread or another, is not disturbed.
+    An existing attribute, parameter, buffer, submodule or property `name` is never touched, so that
+    other computations of the module, in this thread or another, are not disturbed.
 
     Example:
         >>> linear = nn.Linear(1, 1)
@@ -490,7 +486,7 @@ class named:
 
     def __enter__(self) -> None:
         # No lock is held while the hook runs: it may start a backward pass in another thread that
-        # comes by hooks of the same module. So threads share what is shown.
+        # reaches hooks of the same module. So threads share what is shown.
         with _lock:
             found = _shown.get(id(self._module))
             if found is None and _has_own_name(self._module):
@@ -532,7 +528,7 @@ def _has_own_name(module: nn.Module) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two functions are one. A method is another object each time it is looked up."""
+    """Return whether two functions are the same. Each lookup of a method creates a new object."""
     if one is other:
         return True
     methods = (types.MethodType, types.BuiltinMethodType)
@@ -545,15 +541,17 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def check_module(module: object, where: str) -> None:
-    """Raise an `InputError` if something takes no hooks."""
+    """Raise an `InputError` if hooks cannot be registered on an object."""
     if not isinstance(module, nn.Module):
         raise InputError(f"hooks are registered on modules; {where} is a {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
-        raise InputError(f"a scripted module takes no hooks; {where} is one")
+        raise InputError(
+            f"hooks cannot be registered on a scripted module; {where} is a scripted module"
+        )
 
 
 def check_category(category: object) -> None:
-    """Raise an `InputError` if there is no such category of hooks."""
+    """Raise an `InputError` if the category of hooks does not exist."""
     if category != "all" and category not in CATEGORIES:
         choices = ", ".join(map(repr, ("all", *CATEGORIES)))
         raise InputError(f"there is no hook category {category!r}: choose one of {choices}")

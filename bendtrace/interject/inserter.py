@@ -1,4 +1,4 @@
-"""Putting gates into a run while it is recorded."""
+"""Adds gates to a run while it is recorded."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ __all__ = ["LiveInserter", "Within", "is_meant_within"]
 
 Run = Callable[..., Any]
 
-# What gives no value that a node of the tree stands for.
+# Kinds without a value that a node of the tree represents.
 _UNNAMED = frozenset(
     {*CONTEXT, *METADATA, *SHAPES, *ESCAPES, *SETTERS, Tensor.tolist, Tensor.__setitem__}
 )
 
 
-# What is given to these has to be the very tensors of the graph.
+# The inputs of these have to be the very tensors of the graph.
 _GOING_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 
 
 class Within(NamedTuple):
-    """Where in a model a part of it is that is run by itself.
+    """The position in a model of a part that is run separately.
 
     Attributes:
         model: the model.
@@ -67,7 +67,7 @@ class Within(NamedTuple):
 
 
 def is_meant_within(plan: Plan, module: nn.Module, within: Within) -> bool:
-    """Whether something of a plan is, or may be, in the calls of a part of a model."""
+    """Whether insertions of a plan apply, or may apply, to the calls of a part of a model."""
     for slot in plan.slots:
         matcher = slot.place.matcher
         if slot.place.role == "state":
@@ -97,9 +97,9 @@ class _Spot:
 
     def __init__(self, candidate: Candidate, plan: Plan, scope: ModuleCall | None) -> None:
         self.candidate = candidate
-        self.place: str | ModuleCall | None = scope  # before somebody asks: the call around it
+        self.place: str | ModuleCall | None = scope  # before anyone asks: the call around it
         self.number = 0  # passes that have begun
-        self.seen = False  # whether what it gives is known
+        self.seen = False  # whether its output is known
         self.slots = plan.slots_at("node", candidate)
         self.inputs = plan.slots_at("input", candidate) if candidate.function is None else ()
         told = () if candidate.function in _GOING_BACK else ("backward",)
@@ -108,7 +108,7 @@ class _Spot:
         self.after = _with(self.slots, "after", *told)
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the tensor that the node works on in place, if what is inserted has to know."""
+        """Return the tensor that the node works on in place, if the insertions need it."""
         if not self.before and not self.instead and all("observes" in s.forms for s in self.after):
             return None
         return written_by(self.candidate, args, kwargs)
@@ -119,7 +119,7 @@ def _with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
 
 
 class LiveInserter:
-    """An `Inserter` that puts the gates of a plan into one run.
+    """An `Inserter` that adds the gates of a plan to one run.
 
     Args:
         plan: the insertions.
@@ -132,7 +132,7 @@ class LiveInserter:
         plan: as given.
         stage: the run.
         names: names of its nodes.
-        entry: the grad mode and so on that it began under.
+        entry: the grad mode and other modes at the start of the run.
     """
 
     stage: Stage
@@ -162,13 +162,13 @@ class LiveInserter:
 
     @property
     def passes(self) -> dict[str, int]:
-        """How often each node was come by."""
+        """The number of passes so far, by node."""
         return {path: spot.number for path, spot in self._spots.items()}
 
     # Being asked
 
     def begins(self, stage: Stage) -> None:
-        """Get ready for a run (see `recording.inserter.Inserter`)."""
+        """Prepare for a run (see `recording.inserter.Inserter`)."""
         self.stage = stage
         prefix = "" if self._within is None else self._within.path
         self.names = LiveNames(self._registry, self._function, stage.scope, prefix, self._path_of)
@@ -177,7 +177,7 @@ class LiveInserter:
     def starts(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Exchange what a function is given (see `recording.inserter.Inserter`)."""
+        """Replace the inputs of a function (see `recording.inserter.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return args, kwargs
         self.names.function(args, kwargs)
@@ -186,7 +186,7 @@ class LiveInserter:
         return self._before(spot, self.stage.scope, args, kwargs, frame)
 
     def ends(self, output: Any, frame: FrameType) -> Any:
-        """Exchange what a function gave (see `recording.inserter.Inserter`)."""
+        """Replace the output of a function (see `recording.inserter.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return output
         if self._states:
@@ -236,7 +236,7 @@ class LiveInserter:
         scope, site = stage.scope, stage.site(frame)
         states = [] if names.knows(scope, site, function) else self._labels(given)
         path, base = names.op(scope, site, function, states)
-        if function in VALUES:  # Python takes what they give before anybody could exchange it
+        if function in VALUES:  # Python takes the result before it could be replaced
             return run(function, args, kwargs, frame)
         spot = self._spots.get(path)
         if spot is None:
@@ -250,7 +250,8 @@ class LiveInserter:
         number = spot.number
         spot.number += 1
         written = spot.written(args, kwargs)
-        # What only reshapes a tensor in place can be let do so: no op has saved what it changes.
+        # An op that only reshapes a tensor in place can be let through: no op has saved what it
+        # changes.
         copied = written
         if name_of(function) in RESHAPES_IN_PLACE or (
             written is not None and overlaps(written, (*args, *kwargs.values()))
@@ -264,7 +265,7 @@ class LiveInserter:
             else:
                 output = self._run(run, function, args, kwargs, frame)
         except Exception:
-            spot.number -= 1  # what raises is no pass of a node in trees and logs
+            spot.number -= 1  # a call that raises is not a pass of a node in trees and logs
             raise
         return self._after(spot, number, args, kwargs, output, frame, written)
 
@@ -272,7 +273,7 @@ class LiveInserter:
         self, run: Run, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:  # fmt: skip
-        """Run a function; say why if it may not write into what was given another name."""
+        """Run a function; explain the error if it may not write into a replaced input."""
         try:
             return run(function, args, kwargs, frame)
         except RuntimeError as error:
@@ -280,9 +281,9 @@ class LiveInserter:
                 raise
             raise noted(
                 InterjectionError(
-                    f"at {user_place(frame)} a tensor is changed in place that is a view of what a "
-                    "node was given whose gradients an interjection is told of: torch cannot tell "
-                    "these gradients from others then",
+                    f"at {user_place(frame)} a tensor is changed in place that is a view of an "
+                    "input of a node with a backward interjection: torch cannot separate the "
+                    "gradients then",
                     base_name_of(function),
                 )
             ) from error
@@ -292,18 +293,18 @@ class LiveInserter:
         self.names.op(self.stage.scope, self.stage.site(frame), function, ())
 
     def recomputed(self, entering: bool) -> None:
-        """Note that a checkpointed block begins or ends (see `recording.inserter.Inserter`)."""
+        """Record that a checkpointed block begins or ends (see `recording.inserter.Inserter`)."""
         self._recomputed += 1 if entering else -1
 
     def wants_inside(self, scope: ModuleCall) -> bool:
-        """Whether something is inserted below a call (see `recording.inserter.Inserter`)."""
+        """Return whether there are insertions below a call (see `recording.inserter.Inserter`)."""
         if scope.module is None:
             return False
         below = f"{self.names.path(scope)}." if self.names.path(scope) else ""
         inside = frozenset(identifier(name) for name, _ in scope.module.named_modules() if name)
         if any(slot.place.is_below(below, inside) for slot in self.plan.slots):
             return True
-        # Who looks wherever a function says so is not there to change which way is taken.
+        # An observer of all places that match a function must not change the path.
         wanted = {
             slot
             for slot in self.plan.slots
@@ -317,7 +318,6 @@ class LiveInserter:
         )
 
     def _slots_at(self, module: nn.Module, path: str) -> list[Slot]:
-        """Return the slots at the calls of a module."""
         parts = [identifier(part) for part in path.split(".")] if path else []
         node = Candidate(
             ".".join(parts), parts[-1] if parts else "", module, path, None, None,
@@ -333,7 +333,7 @@ class LiveInserter:
         return f"{self._within.name}.{path}" if path else self._within.name
 
     def inside(self, module: nn.Module, path: str) -> None:
-        """Refuse what is inserted where no gate can be (see `recording.inserter.Inserter`)."""
+        """Raise if an insertion is at a place without gates (see `recording.inserter.Inserter`)."""
         slots = self._slots_at(module, path)
         slots += [
             slot
@@ -345,9 +345,9 @@ class LiveInserter:
             what = path or type(module).__name__
             raise noted(
                 InterjectionError(
-                    f"{what} is called inside of something that is recorded as one op (an "
-                    "autograd.Function, a transform, bendtrace.opaque), where nothing can be "
-                    "inserted; leave it out, or permit it with allow_none=True",
+                    f"{what} is inserted inside something that is recorded as one op (an "
+                    "autograd.Function, a transform, bendtrace.opaque), where insertions are "
+                    "not supported; leave it out, or accept this with allow_none=True",
                     what,
                 )
             )
@@ -360,12 +360,12 @@ class LiveInserter:
         return self.stage.gate(gate, tuple(values), frame)
 
     def require_once(self, path: str) -> None:
-        """Refuse what the backward pass will run again."""
+        """Raise if the backward pass will run the current code again."""
         if self._recomputed and torch.is_grad_enabled():
             raise noted(
                 InterjectionError(
-                    f"{path or '<root>'} is inside torch.utils.checkpoint, which runs it again in "
-                    "the backward pass, past what is inserted: switch checkpointing off",
+                    f"{path or '<root>'} is inside torch.utils.checkpoint, which runs it again "
+                    "in the backward pass without the insertions: switch checkpointing off",
                     path,
                 )
             )
@@ -395,7 +395,6 @@ class LiveInserter:
         frame: FrameType,
         written: Tensor | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Exchange what a node is given."""
         places = self._input_places(spot, scope, args, kwargs)
         slots = (*spot.before, *places)
         if not slots and written is None:
@@ -425,7 +424,6 @@ class LiveInserter:
         frame: FrameType,
         written: Tensor | None = None,
     ) -> Any:
-        """Exchange what a node gave."""
         slots = spot.after
         if self._has_output_slots:
             if not spot.seen:
@@ -433,7 +431,7 @@ class LiveInserter:
                 self._see(spot, output)
             slots = spot.after
         if (not slots and written is None) or (output is None and spot.candidate.function):
-            return output  # Python code that assigns to an index gives nothing, and is no node
+            return output  # an assignment to an index returns nothing, and is not a node
         whole = any(not slot.place.dig for slot in slots if "after" in slot.forms)
         shape, values = take_apart(output, objects=whole)
         wanted, handed = None, list(values)
@@ -455,7 +453,7 @@ class LiveInserter:
         self, spot: _Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:  # fmt: skip
-        """Call what is there instead of a function."""
+        """Call the insertion instead of a function."""
         shape, values = take_apart((args, kwargs))
         gate = InsteadGate(self._at(spot, number), spot.instead, shape, self.plan)
         return self.put(gate, values, frame)
@@ -463,7 +461,7 @@ class LiveInserter:
     def _through(
         self, gate: Any, shape: Any, values: list[Any], handed: list[Any], frame: FrameType
     ) -> tuple[Callable[..., Any], list[Any]] | None:
-        """Put a gate on the tape; return the values with what it gave, None if nothing is new."""
+        """Add a gate to the tape; return the values with its results, or None if nothing is new."""
         given = self.put(gate, handed, frame)
         numbers, put = gate.exchanged, refilled
         if gate.tells_in_place:
@@ -479,7 +477,7 @@ class LiveInserter:
         return put, changed
 
     def _see(self, spot: _Spot, output: Any) -> None:
-        """Look at what a node gave, for those that are placed by it."""
+        """Show the output of a node to the insertions that select by it."""
         with torch._C.DisableTorchFunction():
             _, values = take_apart(output, objects=False)
             tensor = next((value for value in values if isinstance(value, Tensor)), None)
@@ -492,7 +490,7 @@ class LiveInserter:
     def _input_places(
         self, spot: _Spot, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[Slot, tuple[Any, ...]]:
-        """Return what leads to the inputs that insertions are for, in arguments and keywords."""
+        """Return the positions, in arguments and keywords, of the inputs with insertions."""
         if not spot.inputs:
             return {}
         owner = self._function if spot.candidate.module is None else spot.candidate.module
@@ -510,7 +508,7 @@ class LiveInserter:
         return found
 
     def _labels(self, value: Any) -> list[str]:
-        """What the environment call the parameters and buffers in arguments."""
+        """Return the labels of the parameters and buffers in arguments."""
         found = []
         for tensor in _tensors_in(value):
             part = self.stage.state(tensor)
@@ -520,7 +518,7 @@ class LiveInserter:
 
 
 def _place(site: Site | None, scope: ModuleCall | None) -> str:
-    """Say where a node is: each instruction that leads to it, the innermost first."""
+    """Return the place of a node: each instruction that leads to it, innermost first."""
     found: list[str] = []
     while True:
         for place in () if site is None else site.places:
@@ -543,8 +541,8 @@ def _resolved(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if key is None:
             raise noted(
                 InterjectionError(
-                    "the whole of what *args or **kwargs take cannot be exchanged, only what is in "
-                    "it: name it, as in 'args|sub_0' or 'kwargs|name'",
+                    "*args or **kwargs cannot be replaced as a whole, only its elements: name "
+                    "one, as in 'args|sub_0' or 'kwargs|name'",
                     "",
                 )
             )

@@ -1,4 +1,4 @@
-"""An insertion: what is inserted, where, and the handle on it."""
+"""An insertion: what is inserted, where, and its handle."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ __all__ = ["Function", "Insertion", "as_interjection"]
 
 
 class Owner(Protocol):
-    """What keeps the insertions of a model."""
+    """The store of a model's insertions."""
 
     def remove(self, insertion: Insertion) -> None:
-        """Take an insertion away."""
+        """Remove an insertion."""
 
     def holds(self, insertion: Insertion) -> bool:
-        """Whether an insertion is there."""
+        """Return whether an insertion is active."""
 
     def notes_on(self, insertion: Insertion) -> tuple[str, ...]:
-        """Say why an insertion was not called."""
+        """Return notes on why an insertion was not called."""
 
 
 class Function(Interjection):
-    """A plain function, or a module, as an interjection on what a node gives.
+    """A plain function or module as an interjection on the output of a node.
 
     Args:
-        function: called with the value, and if it takes two arguments with the `NodePass` as well.
+        function: called with the value; if it takes two arguments, also with the `NodePass`.
 
     Attributes:
         function: as given.
@@ -79,38 +79,40 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 def as_interjection(what: Any) -> Interjection:
-    """Return what an insertion calls.
+    """Return the interjection for an object.
 
     Raises:
-        InputError: `what` is nothing that can be inserted.
+        InputError: `what` cannot be inserted.
     """
     if isinstance(what, Interjection):
         if not any(type(what)._overrides(form) for form in _FORMS):
-            raise InputError(f"{what.label} overrides none of {', '.join(_FORMS)}: it does nothing")
+            raise InputError(
+                f"{what.label} overrides none of {', '.join(_FORMS)}, so it does nothing"
+            )
         return what
     if isinstance(what, type) or not callable(what):
         raise InputError(
-            "what is inserted has to be an interjection, a function of the value, or a module; "
-            f"{what!r} is none"
+            "only an interjection, a function of the value or a module can be inserted, not "
+            f"{what!r}"
         )
     return Function(what)
 
 
-_MOST_RUNS = 16  # that are remembered, to tell why it was not called
+_MOST_RUNS = 16  # kept to explain why it was not called
 _FORMS = ("before", "instead", "after", "backward")
 
 
 class Insertion:
-    """Something that is inserted in a model, until it is removed.
+    """Something inserted in a model, until it is removed.
 
-    Also a context manager, at whose end it is removed; a `NeverFiredWarning` says so if no run
-    came by a node that it is for.
+    It is also a context manager that removes the insertion at its end. A `NeverFiredWarning` is
+    issued if no run reached a node that it applies to.
 
     Attributes:
         what: the interjection.
         where: the nodes, as given.
-        passes: in which passes of them it is called.
-        runs: paths that calls took while it was there, the first ones.
+        passes: the passes of the nodes at which it is called.
+        runs: the first paths that calls took while it was active.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -137,7 +139,7 @@ class Insertion:
         self.passes = passes
         self.wants = wants
         self.allow_none = allow_none
-        self.is_checked = True  # whether there are nodes that are meant
+        self.is_checked = True  # whether there are selected nodes
         self.runs: list[Recording] = []
         self._owner = owner
         self._tally = Tally()
@@ -145,20 +147,20 @@ class Insertion:
 
     @property
     def active(self) -> bool:
-        """Whether it is in the model."""
+        """Whether it is active."""
         return self._owner.holds(self)
 
     def remove(self) -> None:
-        """Take it out of the model; the others stay. Doing so twice is no error."""
+        """Remove it from the model; other insertions stay. Further calls have no effect."""
         self._owner.remove(self)
 
     def report(self) -> Report:
-        """Say at which nodes and passes it was called, and whether it changed anything."""
+        """Return at which nodes and passes it was called, and whether it changed anything."""
         notes = () if self._tally.rows() else self._owner.notes_on(self)
         return Report(self.what.label, describe_where(self.where), self._tally.rows(), notes)
 
     def clear_report(self) -> None:
-        """Begin counting anew."""
+        """Reset the report's counts."""
         self._tally.clear()
 
     def __enter__(self) -> Self:
@@ -175,10 +177,10 @@ class Insertion:
         self.remove()
 
     def warn_if_never_fired(self, stacklevel: int = 2) -> None:
-        """Warn if calls were made, and none of them came by a node that is meant.
+        """Warn if calls were made, but none of them reached a selected node.
 
         Args:
-            stacklevel: as for `warnings.warn`: 1 for this method, 2 for who calls it.
+            stacklevel: as for `warnings.warn`: 1 for this method, 2 for its caller.
         """
         if not self.runs or self.allow_none or self._has_failed or self._tally.rows():
             return
@@ -196,20 +198,20 @@ class Insertion:
     # What the gates note
 
     def fired(self, at: NodePass, changed: bool) -> None:
-        """Note that it was called."""
+        """Record that it was called."""
         self._tally.called(at, changed)
 
     def fired_backward(self, at: NodePass) -> None:
-        """Note that it was told of gradients."""
+        """Record that it received gradients."""
         self._tally.told(at)
 
     def ran(self, recording: Recording) -> None:
-        """Note that a call took a path while it was in the model."""
+        """Record that a call took a path while it was active."""
         if len(self.runs) < _MOST_RUNS and all(run is not recording for run in self.runs):
             self.runs.append(recording)
 
     def failed(self) -> None:
-        """Note that something has raised where it is called."""
+        """Record that an error was raised where it is called."""
         self._has_failed = True
 
     def is_known_to_change(self, path: str) -> bool:

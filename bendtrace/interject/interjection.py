@@ -1,4 +1,4 @@
-"""What an insertion does at a node: the base of interjections, patches and bends."""
+"""The behaviour of an insertion at a node: the base of interjections, patches and bends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Inputs", "Interjection", "NodePass"]
 
 
 class Inputs(tuple[Any, ...]):
-    """What a node was given: the positional arguments, as a tuple.
+    """The inputs of a node: the positional arguments, as a tuple.
 
     Args:
         args: the positional arguments.
@@ -39,7 +39,7 @@ class Inputs(tuple[Any, ...]):
     kwargs: dict[str, Any]
 
     def __new__(cls, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Inputs:
-        """Make one of positional and keyword arguments."""
+        """Create one from positional and keyword arguments."""
         made = super().__new__(cls, args)
         made.kwargs = {} if kwargs is None else kwargs
         return made
@@ -47,16 +47,16 @@ class Inputs(tuple[Any, ...]):
 
 @dataclass(frozen=True)
 class NodePass:
-    """One execution of a node, as an interjection is told of it.
+    """One execution of a node, as an interjection sees it.
 
     Attributes:
         path: node path: `layers_0.mlp.relu`; of a part of a container `output|sub_0`.
-        number: which pass of the node in this call of the model, counted from 0.
+        number: the pass of the node in this call of the model, counted from 0.
         module: the module called; None for functions, methods, parameters and inputs.
         function: the torch function; None for calls of modules, parameters and inputs.
-        scope: qualified name of the module in whose code it happens.
-        place: where in the source it happens, calls around it included: the same text for the same
-            node in other processes. "" for parameters and the like.
+        scope: qualified name of the module whose code runs the node.
+        place: the source location, including those of the calls around it: the same text for the
+            same node in other processes. "" for parameters and the like.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -84,9 +84,9 @@ class NodePass:
 class Interjection:
     """User code at a node. Subclasses override one or several of the methods.
 
-    One object can be inserted in several places. What is not overridden costs nothing. All
-    methods run as one op of the trace, in replays as in other runs, under the grad mode and
-    autocast of the node; what they do with torch is not recorded.
+    One object can be inserted in several places. Methods that are not overridden cost nothing. Each
+    method runs as one op of the trace, in replays as in other runs, under the grad mode and
+    autocast of the node. The torch operations that it calls are not recorded.
 
     Attributes:
         observes: whether it promises to keep every value as it is. An observer that gives
@@ -132,7 +132,7 @@ class Interjection:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # What a class of ours promises need not hold for what others make of it.
+        # A promise of one of our classes need not hold for its subclasses elsewhere.
         if "self_contained" not in vars(cls) and not cls.__module__.startswith(_OURS):
             cls.self_contained = False
         if not cls.__module__.startswith(_PACKAGE):
@@ -143,20 +143,20 @@ class Interjection:
 
     @property
     def label(self) -> str:
-        """What reports and graphs call it: the name of the class."""
+        """The name in reports and graphs: by default that of the class."""
         return type(self).__name__
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
-        """Called with what the node is given; may return other inputs, of the same structure."""
+        """Called with the inputs of the node; may return other inputs with the same structure."""
 
     def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
-        """Called in place of the node: what it returns is the node's output.
+        """Called instead of the node; the return value is the node's output.
 
-        `call(*inputs, **inputs.kwargs)` is the node itself. For functions and methods only.
+        `call(*inputs, **inputs.kwargs)` runs the node itself. Only for functions and methods.
         """
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Called with what the node gave; may return another value of the same structure.
+        """Called with the output of the node; may return another value with the same structure.
 
         `inputs` is empty unless `wants_inputs` is set.
         """
@@ -164,10 +164,10 @@ class Interjection:
     def backward(
         self, at: NodePass, grad_input: tuple[Any, ...], grad_output: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
-        """Called in the backward pass with the gradients through this execution of the node alone.
+        """Called in the backward pass with the gradients of this execution of the node alone.
 
-        One for each tensor among the inputs and outputs, in order; None where there is none.
-        May return other gradients for the inputs.
+        There is one gradient for each tensor among the inputs and outputs, in order; None for a
+        tensor without a gradient. May return other gradients for the inputs.
         """
 
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
@@ -186,7 +186,7 @@ class Interjection:
         return getattr(cls, name) is not getattr(Interjection, name)
 
     def _forms(self) -> frozenset[str]:
-        """Return the forms that are to be called; a wrapper has those of what it wraps."""
+        """Return the forms to call; a wrapper has those of the wrapped one."""
         forms = ("before", "instead", "after", "backward")
         return frozenset(form for form in forms if type(self)._overrides(form))
 

@@ -1,4 +1,4 @@
-"""What is known of a model from its recorded runs: what insertions are looked up in."""
+"""The recorded runs of a model, as a base for looking up insertions."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ __all__ = ["Knowledge", "Rehearsal"]
 
 
 class Rehearsal(NamedTuple):
-    """What a run without insertions has shown.
+    """The result of a run without insertions.
 
     Attributes:
         graph: its nodes.
         tree: its tree.
-        names: what strings name in it.
+        names: the names in it that strings can refer to.
         totals: how many passes each node has.
     """
 
@@ -64,8 +64,8 @@ def rehearse(
     """Run a copy of a model on copies of some inputs, and put the random generators back.
 
     Raises:
-        InputError: the model or the inputs cannot be copied, or ranks act together in the run.
-        Exception: whatever the model raises, as it is.
+        InputError: the model or the inputs cannot be copied, or ranks communicate in the run.
+        Exception: whatever the model raises, unchanged.
     """
     memo: dict[int, Any] = {}
     for tensor in take_apart((args, kwargs))[1]:
@@ -75,9 +75,10 @@ def rehearse(
         twin, args, kwargs = copy.deepcopy((model, args, kwargs), memo)
     except Exception as error:
         raise InputError(
-            "where these insertions are is decided by a run of a copy of the model without them, "
-            f"and the model or its inputs cannot be copied ({type(error).__name__}: {error}); give "
-            "node paths, modules or selectors that do not look ahead"
+            "the nodes of these insertions are determined by a run of a copy of the model "
+            "without them, and the model or its inputs cannot be copied "
+            f"({type(error).__name__}: {error}); use node paths, modules or selectors that do "
+            "not look ahead"
         ) from error
     inserter = LiveInserter(Plan(()), registry, twin)
     with (
@@ -97,7 +98,7 @@ def rehearse(
     return Rehearsal(run.candidates, run.tree, run.naming, inserter.passes)
 
 
-# Whoever watches what autograd saves, such as a checkpoint around, is not to see the rehearsal.
+# Observers of saved tensors, such as a surrounding checkpoint, must not see the rehearsal.
 _Unsaved = torch.autograd.graph.saved_tensors_hooks
 
 
@@ -140,7 +141,7 @@ def shared_state_kept(model: Callable[..., Any], twin: Callable[..., Any]) -> It
         yield
     finally:
         for tensor, before in tensors:
-            # Not going by versions: torch counts none for the statistics of a batch norm.
+            # Not by version: torch does not count writes to the statistics of a batch norm.
             if not torch.equal(tensor, before):
                 with torch.no_grad():
                     tensor.copy_(before)
@@ -160,7 +161,7 @@ def _reached(model: Callable[..., Any]) -> list[Any]:
 
 
 def _restore(container: Any, before: Any) -> None:
-    """Give a container the content that it had, unless it has it still."""
+    """Restore the content of a container, unless it is unchanged."""
     if isinstance(container, list):
         if len(container) != len(before) or any(map(operator.is_not, container, before)):
             container[:] = before
@@ -176,15 +177,15 @@ def _restore(container: Any, before: Any) -> None:
 
 
 class Knowledge:
-    """The runs of one model, as insertions ask about them.
+    """The runs of one model, as insertions query them.
 
     Args:
         model: the model.
-        registry: gives the names of its nodes.
+        registry: the registry of node names.
         runs: returns the runs without insertions, the latest first.
         inserted: returns those with insertions.
-        coverage: lists the branches of which a side was not seen.
-        settled: returns the run without insertions that inputs are bound to repeat, if known.
+        coverage: lists the branches with a side that was not seen.
+        settled: returns the run without insertions that the inputs will repeat, if that is certain.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class Knowledge:
             yield self._run(recording).tree
 
     def names(self) -> Iterator[Names]:
-        """Yield what strings name in the runs, those without insertions first.
+        """Yield the names in the runs, those without insertions first.
 
         Layers are counted in runs without insertions, if there are any.
         """
@@ -233,7 +234,7 @@ class Knowledge:
             _ = self._run(recording).tree
 
     def recordings(self) -> list[Recording]:
-        """Return all runs that are known."""
+        """Return all known runs."""
         return [*self._runs(), *self._inserted()]
 
     def candidates(self) -> list[Candidate] | None:
@@ -249,7 +250,7 @@ class Knowledge:
         return list(found.values())
 
     def select(self, what: Any) -> list[str]:
-        """Return the paths of the nodes that a selector, or what stands for one, means.
+        """Return the paths of the nodes that a selector, or a value that converts to one, selects.
 
         Raises:
             InputError: nothing has been traced yet.
@@ -257,8 +258,8 @@ class Knowledge:
         runs = self._runs()
         if not runs:
             raise InputError(
-                f"nothing has been traced yet, so nobody knows which nodes {what!r} means: call "
-                "the module, or its trace(), first"
+                f"nothing has been traced yet, so the nodes of {what!r} are unknown: call the "
+                "module, or its trace(), first"
             )
         found: dict[str, None] = {}
         for recording in runs:
@@ -267,7 +268,7 @@ class Knowledge:
         return list(found)
 
     def modules(self) -> list[Candidate]:
-        """Return the modules as nodes, those included that no run has come by."""
+        """Return the modules as nodes, including those that no run has reached."""
         owner = module_of(self.model)
         if owner is None:
             return []
@@ -287,7 +288,7 @@ class Knowledge:
         return found
 
     def paths_of(self, module: nn.Module) -> list[str]:
-        """Return the paths of the calls of a module that are known."""
+        """Return the known paths of the calls of a module."""
         names = {node.module_path for node in self.modules() if node.module is module}
         found = [
             node.path
@@ -298,7 +299,7 @@ class Knowledge:
         return list(dict.fromkeys(found))
 
     def path_of(self, name: str) -> str:
-        """Return the node path of a module, where it is called first, by its qualified name."""
+        """Return the node path of the first call of a module, by its qualified name."""
         for tree in self.trees():
             for node in tree.data.walk():
                 if node.role == "call" and node.module == name:
@@ -306,14 +307,14 @@ class Knowledge:
         return ".".join(map(identifier, name.split(".")))
 
     def mirror_path(self, name: str) -> str:
-        """Return the path of the node of a mirror that has a name; "" if none has."""
+        """Return the path of the mirror node with a name; "" if there is none."""
         for recording in self._runs():
             if name in recording.names:
                 return self.run(recording).tree.path_of(recording.names.index(name))
         return ""
 
     def hint(self, name: str) -> str:
-        """Say under which branch that was not taken something of a name may be."""
+        """Return the untaken branch in which something with a name may be."""
         base = re.sub(r"_\d+$", "", name.rpartition(".")[2])
         found = [
             branch
@@ -325,17 +326,18 @@ class Knowledge:
         listed = ", ".join(
             f"{os.path.basename(branch.file)}:{branch.line} `{branch.text}`" for branch in found[:3]
         )
-        return f"it may be under a branch of which that side was not seen: {listed}"
+        return f"it may be in a branch that no run has taken: {listed}"
 
     def why_not(
         self, path: str, runs: Iterable[Recording], often_enough: Callable[[int], bool]
     ) -> str:
-        """Say why some runs did not come by a node as often as others did; "" if that is unknown.
+        """Return why some runs reached a node less often than others; "" if that is unknown.
 
         Args:
             path: the node.
             runs: the runs.
-            often_enough: whether a run that came by it so many times is one of the others.
+            often_enough: whether a run that reached the node a given number of times counts as one
+                of the others.
         """
         others = [run for run in self.recordings() if often_enough(self.count_passes(path, run))]
         nodes = {node.path: node for node in self.candidates() or ()}
@@ -344,14 +346,14 @@ class Knowledge:
         return absence.why_past(path, nodes, others, runs)
 
     def count_passes(self, path: str, run: Recording) -> int:
-        """Return how often a run came by a node."""
+        """Return how often a run reached a node."""
         try:
             return len(find(self.run(run).tree.data, path)[0].passes)
         except NodePathError:
             return 0
 
     def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
-        """Return what a run without insertions shows, of a copy of the model if need be."""
+        """Return the result of a run without insertions, of a copy of the model if necessary."""
         recording = self._settled(args, kwargs)
         if recording is None:
             return rehearse(self.model, args, kwargs, self.registry)
@@ -360,7 +362,7 @@ class Knowledge:
         return Rehearsal(run.candidates, run.tree, run.naming, totals)
 
     def run(self, recording: Recording) -> Run:
-        """Return the views of a run, with the names that the runs before it leave to it."""
+        """Return the views of a run, with node names that continue those of earlier runs."""
         self.name_nodes()
         return self._run(recording)
 

@@ -1,4 +1,4 @@
-"""Modules that are not looked into, as fx's leaf modules are not."""
+"""Leaf modules, whose inside is not selected, as in torch.fx."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 
 __all__ = ["leaves_in", "outside"]
 
-# What fx's tracers take besides, and what a run on real inputs has no use for.
+# Other options of fx's tracers, which make no sense for a run on real inputs.
 _NOT_NEEDED = frozenset(
     {"autowrap_functions", "autowrap_modules", "param_shapes_constant", "suppress_diff_warning"}
 )
@@ -24,9 +24,9 @@ _NOT_NEEDED = frozenset(
 
 @dataclass(frozen=True, repr=False)
 class Outside(Selector):
-    """What a selector means of the nodes that are not inside some modules.
+    """The nodes that a selector selects outside some modules.
 
-    The calls of these modules themselves count.
+    The calls of these modules themselves are included.
     """
 
     selector: NodeSelector
@@ -39,11 +39,11 @@ class Outside(Selector):
         object.__setattr__(self, "needs_output", self.selector.needs_output)
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         return not self._is_inside(node) and self.selector.matches(node)
 
     def select(self, graph: CandidateGraph) -> set[str]:
-        """Return the paths of the nodes of a graph that are meant."""
+        """Return the paths of the selected nodes of a graph."""
         nodes = {path: node for path, node in graph.nodes.items() if not self._is_inside(node)}
         return self.selector.select(CandidateGraph(nodes, graph.edges.subgraph(nodes)))
 
@@ -62,15 +62,15 @@ class Outside(Selector):
 
 
 def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> NodeSelector:
-    """Return what a selector means outside some modules.
+    """Return a selector for the nodes that a selector selects outside some modules.
 
     Args:
-        what: a selector, or what stands for one.
+        what: a selector, or any value that converts to one.
         model: the model.
         leaves: classes of modules, modules, or qualified names of modules.
 
     Raises:
-        InputError: one of them is nothing of the kind.
+        InputError: one of the leaves is invalid.
     """
     selector = _named(what) if isinstance(what, str) else as_selector(what)
     names: set[str] = set()
@@ -84,14 +84,14 @@ def leaves_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:
     """Return the `leaf_modules` of `tracer_kwargs`.
 
     Raises:
-        InputError: there are other options that no tracer has.
+        InputError: there are unknown options.
     """
     options = dict(tracer_kwargs or {})
     leaves = options.pop("leaf_modules", None) or ()
     if unknown := options.keys() - _NOT_NEEDED:
         raise InputError(
-            f"tracer_kwargs= has {', '.join(sorted(map(repr, unknown)))}, which no tracer takes; "
-            "what can be said is 'leaf_modules'"
+            f"tracer_kwargs= has unknown options {', '.join(sorted(map(repr, unknown)))}; only "
+            "'leaf_modules' is supported"
         )
     return list(leaves)
 
@@ -111,5 +111,5 @@ def _is_leaf(leaf: Any, name: str, module: nn.Module) -> bool:
     if isinstance(leaf, str):
         return name == leaf
     raise InputError(
-        f"leaf_modules are classes of modules, modules or qualified names, not {leaf!r}"
+        f"leaf_modules have to be classes of modules, modules or qualified names, not {leaf!r}"
     )

@@ -1,10 +1,10 @@
-"""Interjections at the calls of plain modules, by torch's own hooks.
+"""Interjections at the calls of plain modules, with torch's own hooks.
 
-All that is attached to a module is called by one `Station`, in the order in which it was made. Up
-to three hooks of torch's are registered on the module: one that comes before the call; one that
-comes first after it, so that other hooks see what they would see without gradients being watched;
-and one that comes in its turn. What they call is a user's code: a recorded run of a model with such
-hooks is not replayed. In a `BendedModule`, insertions are.
+Everything attached to a module is called by one `Station`, in the order of attachment. Up to three
+of torch's hooks are registered on the module: one before the call; one that runs first after it, so
+that other hooks see what they would see without watched gradients; and one that runs in its own
+turn. They call user code, so a recorded run of a model with such hooks is not replayed. Insertions
+in a `BendedModule` are replayed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _orders = itertools.count()
 
 
 class Counts:
-    """How often each module was called in the call of the model that a thread is in."""
+    """The number of calls of each module in the current call of the model on a thread."""
 
     def __init__(self) -> None:
         self._passes: dict[tuple[int, str], int] = {}
 
     def begin(self, *call: Any) -> None:
-        """Begin anew, since a call of the model begins."""
+        """Reset the counts, because a call of the model begins."""
         thread = threading.get_ident()
         for key in [key for key in self._passes if key[0] == thread]:
             del self._passes[key]
@@ -59,9 +59,9 @@ class Attached:
 
     Args:
         module: the module.
-        what: what is called there.
-        path: what it is told as the path of the node.
-        counts: counts the calls; None if nobody wants to know their numbers.
+        what: the interjection.
+        path: the node path that it sees.
+        counts: counts the calls; None if their numbers are not needed.
     """
 
     active = True  # as long as it is installed: nobody else takes it away
@@ -81,7 +81,7 @@ class Attached:
 
     @property
     def is_paired(self) -> bool:
-        """Whether the end of a call has to be paired with its beginning."""
+        """Whether the end of a call has to be matched with its beginning."""
         return self.backward or (self.before and self.counts is not None)
 
     def at(self, module: nn.Module) -> NodePass:
@@ -90,7 +90,7 @@ class Attached:
         return NodePass(self.path, number, module)
 
     def install(self) -> None:
-        """Have the module call it, in the order in which such things were made."""
+        """Make the module call it, in the order of attachment."""
         with _lock:
             station = _station_of(self.module) or Station(self.module)
             found = {one.order: one for one in (*station.entries, self)}
@@ -98,7 +98,7 @@ class Attached:
             station.update()
 
     def remove(self) -> None:
-        """Have the module not call it any more."""
+        """Stop the module from calling it."""
         with _lock:
             station = _station_of(self.module)
             if station is not None:
@@ -114,7 +114,7 @@ def _station_of(module: nn.Module) -> Station | None:
 
 
 class Station:
-    """All that is attached to a module, and what calls it.
+    """Calls everything that is attached to a module.
 
     Attributes:
         module: the module; None for the station of a copy, which nothing else is attached to.
@@ -129,14 +129,14 @@ class Station:
 
     @property
     def pairs_calls(self) -> bool:
-        """Whether the end of a call has to be paired with its beginning."""
+        """Whether the end of a call has to be matched with its beginning."""
         return any(one.is_paired for one in self.entries)
 
     def update(self) -> None:
-        """Register what is needed by what is attached, and remove the rest."""
+        """Register the torch hooks that are needed, and remove the others."""
         if self.module is None:
             return
-        # A call that has begun has to be ended; one that was interrupted has not.
+        # The end of each call has to be recorded, except that of an interrupted one.
         self._forget_interrupted()
         ending = self.pairs_calls or bool(self._open)
         self._install(_enter, self.pairs_calls or any(one.before for one in self.entries))
@@ -173,7 +173,7 @@ class Station:
             _local.calls.pop()
 
     def call_of(self, module: nn.Module) -> _Call | None:
-        """The call of a module that the calling thread is in."""
+        """The call of a module that is running on this thread."""
         calls = reversed(_local.calls)
         return next((one for one in calls if one.station is self and one.module is module), None)
 
@@ -186,7 +186,7 @@ class Station:
             if not self.pairs_calls:
                 self.update()
 
-    # A copied module has what is attached to it. Its station is its own.
+    # A copied module has the same attachments, with a station of its own.
 
     def __getstate__(self) -> dict[str, Any]:
         return {"entries": self.entries}
@@ -196,11 +196,11 @@ class Station:
 
 
 class _Stage:
-    """What torch calls.
+    """The object that torch calls.
 
     Attributes:
-        station: what has the entries.
-        runs_user_code: tells recorded runs that this is no part of the model.
+        station: the station with the entries.
+        runs_user_code: marks it for recorded runs as user code.
     """
 
     runs_user_code = True
@@ -210,7 +210,7 @@ class _Stage:
         self._stage = stage
 
     def __call__(self, module: nn.Module, *values: Any) -> Any:
-        if torch.compiler.is_compiling():  # as a whole it is beyond torch._dynamo
+        if torch.compiler.is_compiling():  # torch._dynamo cannot handle it as a whole
             stage = torch._dynamo.disable(self._stage)
             return stage(self.station, module, *values)
         return self._stage(self.station, module, *values)
@@ -220,11 +220,11 @@ class _Call:
     """A call of a module, until it ends.
 
     Attributes:
-        station: what has the entries.
-        module: the module that is called.
-        gradients: what sees to its gradients; None if nobody wants them.
-        exchange: what the module was given aliases by.
-        same: what `CallGradients.close` has returned.
+        station: the station with the entries.
+        module: the called module.
+        gradients: manages its gradients; None if they are not needed.
+        exchange: replaced the module's inputs by aliases.
+        same: the result of `CallGradients.close`.
     """
 
     def __init__(self, station: Station, module: nn.Module) -> None:
@@ -234,14 +234,14 @@ class _Call:
         self.gradients: CallGradients | None = None
         self.exchange = Exchange({})
         self.same: dict[int, Tensor] = {}
-        # To tell an ordinary end from that by an error, which torch reports in the same way.
+        # To distinguish a normal end from an error, which torch reports in the same way.
         self._handled = sys.exception()
         self._thread = threading.get_ident()
         frame = sys._getframe(3)  # in which torch calls the hooks, if it is not compiled
         self._frame = id(frame) if frame.f_code.co_name == "inner" else None
 
     def is_running(self) -> bool:
-        """Whether the call has not been ended by an interrupt, as far as can be told."""
+        """Return whether the call is still running, as far as can be determined."""
         if self._frame is None:
             return True
         is_own = self._thread == threading.get_ident()
@@ -252,15 +252,15 @@ class _Call:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the call is being ended by an error."""
+        """Return whether the call is ending with an error."""
         return sys.exception() is not self._handled
 
     def at(self, one: Attached) -> NodePass:
-        """The call, as something that is attached sees it."""
+        """Return the call, as an attached interjection sees it."""
         return self._at.get(one.order) or one.at(self.module)
 
     def watch(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """See to the gradients of the call; return what the module is to be given."""
+        """Watch the gradients of the call; return the inputs for the module."""
         entries = self.station.entries
         told = [(one.what, self.at(one), None) for one in entries if one.backward]
         if not told or not torch.is_grad_enabled():
@@ -283,7 +283,7 @@ _local = _Local()
 
 
 def _unseen() -> AbstractContextManager[Any]:
-    """While a run is recorded, keep what is done here out of the record, as far as it goes."""
+    """Hide this code from a recorded run, as far as possible."""
     return nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction()
 
 
@@ -353,7 +353,7 @@ def _left(gradients: CallGradients, value: Any) -> Any:
 
 
 def _checked(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
-    """Return what an interjection returned, if it can take the place of a module's value."""
+    """Return the result of an interjection, if it can replace a module's value."""
     if getattr(what, "checks_itself", False):
         return result
     shape, found = take_apart(value)
@@ -361,7 +361,7 @@ def _checked(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
         collect(shape, result, found)
     except Mismatch as error:
         raise InterjectionError(
-            f"{what.label} at {at.path or '<root>'} gave what cannot take the place of the "
+            f"{what.label} at {at.path or '<root>'} returned a value that cannot replace the "
             f"module's value: {error}",
             at.path,
         ) from None

@@ -1,4 +1,4 @@
-"""In which passes of a node an insertion is called."""
+"""The passes of a node in which an insertion is called."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["Passes"]
 
 
 class Passes:
-    """Says which passes count.
+    """Selects passes of a node.
 
     Args:
-        numbers: the numbers of passes, counted from 0, or from the end where they are negative;
-            a predicate of the number; None for all.
-        every: every how manieth of those that count, beginning with the first pass.
+        numbers: the numbers of passes, counted from 0, or from the end if negative; a predicate of
+            the number; None for all.
+        every: select only every n-th pass, beginning with the first.
 
     Attributes:
-        is_asked: whether a function is asked, which may answer otherwise the next time.
-        needs_total: whether it has to be known how many passes there will be.
+        is_asked: whether a user function decides, which may decide differently the next time.
+        needs_total: whether the total number of passes has to be known.
 
     Raises:
-        InputError: it is something else.
+        InputError: an argument is invalid.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Passes:
         self.needs_total = self._numbers is not None and any(number < 0 for number in self._numbers)
 
     def admits(self, number: int, total: int | None) -> bool:
-        """Whether a pass counts.
+        """Return whether a pass is selected.
 
         Args:
             number: the pass.
-            total: how many there are; None if that is not known.
+            total: the total number of passes; None if unknown.
         """
         if number % self._every:
             return False
@@ -78,7 +78,7 @@ def _ints(numbers: Any) -> list[int]:
     for number in listed:
         if type(number) is not int:
             raise InputError(
-                "passes= takes numbers of passes, or a function of the number that says whether it "
-                f"counts, not {number!r}"
+                "passes= takes numbers of passes, or a function from the number to a bool, "
+                f"not {number!r}"
             )
     return listed

@@ -1,4 +1,4 @@
-"""Which insertions a run is made with, and where they are."""
+"""The insertions of a run, and their locations."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ __all__ = ["Entry", "Matcher", "Place", "Placed", "Plan", "Slot", "State"]
 
 
 class Matcher(Protocol):
-    """Says which nodes a place is at. A value: two that mean the same are equal."""
+    """A predicate on nodes. Matchers are values: two that select the same nodes are equal."""
 
     needs_output: bool
     is_broad: bool
 
     def matches(self, node: Candidate) -> bool:
-        """Whether it is at a node."""
+        """Return whether it selects a node."""
 
 
 class Placed(Protocol):
-    """An insertion, as far as the gates know it."""
+    """An insertion, as the gates see it."""
 
     allow_none: bool
 
     @property
     def passes(self) -> Passes:
-        """In which passes of a node it is called."""
+        """The passes of a node in which it is called."""
 
     def fired(self, at: NodePass, changed: bool) -> None:
-        """Note that it was called."""
+        """Record that it was called."""
 
     def fired_backward(self, at: NodePass) -> None:
-        """Note that it was told of gradients."""
+        """Record that it received gradients."""
 
     def failed(self) -> None:
-        """Note that something has raised where it is called."""
+        """Record that an error was raised where it is called."""
 
     def is_known_to_change(self, path: str) -> bool:
-        """Whether it has changed a value at a node."""
+        """Return whether it has changed a value at a node."""
 
     def ran(self, recording: Recording) -> None:
-        """Note that a call took a path."""
+        """Record that a call took a path."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class State:
 
     Attributes:
         name: its qualified name.
-        holder: path of the call of a module in whose code it is used; None for everywhere.
+        holder: path of the module call in whose code it is used; None for everywhere.
     """
 
     name: str
@@ -64,14 +64,15 @@ class State:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an insertion is.
+    """The location of an insertion.
 
     Attributes:
-        role: at what nodes give, at an input of a module, or at a parameter or buffer.
-        matcher: at which nodes; for parameters and buffers a `State`.
+        role: whether it applies to outputs of nodes, to an input of a module, or to a parameter or
+            buffer.
+        matcher: selects the nodes; for parameters and buffers a `State`.
         argument: name of the input.
-        dig: keys that lead into the value.
-        shown: the path as people write it; only where it is one.
+        dig: keys of the part inside the value.
+        shown: the path as the user writes it; only for single paths.
     """
 
     role: Literal["node", "input", "state"]
@@ -81,11 +82,11 @@ class Place:
     shown: str = field(default="", compare=False)
 
     def is_below(self, prefix: str, names: frozenset[str]) -> bool:
-        """Whether it is at nodes known by paths, of which one leads through some names.
+        """Whether it is at nodes with known paths, one of which leads through some names.
 
         Args:
-            prefix: what the path begins with.
-            names: the names that come next.
+            prefix: the beginning of the path.
+            names: the following names.
         """
         paths = getattr(self.matcher, "paths", (getattr(self.matcher, "path", None),))
         return any(
@@ -97,11 +98,11 @@ class Place:
 
 
 class Slot(NamedTuple):
-    """What insertions have in common that one trace can serve by turns.
+    """The properties shared by insertions that one trace can serve in turn.
 
     Attributes:
-        place: where they are.
-        forms: what they do there: which methods of `Interjection` they override.
+        place: their location.
+        forms: the methods of `Interjection` that they override.
     """
 
     place: Place
@@ -109,13 +110,13 @@ class Slot(NamedTuple):
 
 
 class Entry:
-    """An insertion at one of its places.
+    """An insertion at one of its locations.
 
     Attributes:
         insertion: the insertion.
-        what: what it does.
-        place: the place.
-        slot: what it has in common with others.
+        what: the interjection.
+        place: the location.
+        slot: the properties that it shares with other insertions.
     """
 
     __slots__ = (
@@ -129,7 +130,7 @@ class Entry:
         self.place = place
         self.dig = place.dig
         forms = forms_of(what)
-        if insertion.allow_none:  # it may be at nodes that nothing can be inserted at
+        if insertion.allow_none:  # it may be at nodes without support for insertions
             forms |= {"permits"}
         self.slot = Slot(place, forms)
         self.before = "before" in forms
@@ -140,7 +141,7 @@ class Entry:
 
 
 def forms_of(what: Interjection) -> frozenset[str]:
-    """Say what an interjection does at a node."""
+    """Return the methods that an interjection uses at a node."""
     forms = set(what._forms())
     if what.wants_inputs:
         forms.add("inputs")
@@ -152,12 +153,12 @@ def forms_of(what: Interjection) -> frozenset[str]:
 
 
 class Plan:
-    """The insertions of a run: never changed once it is made.
+    """The insertions of a run: immutable.
 
     Args:
-        entries: the insertions at their places, in the order in which they were made; those
-            that come late are put last.
-        totals: how many passes each node has without insertions, if that matters.
+        entries: the insertions at their locations, in the order in which they were made; late ones
+            are moved to the end.
+        totals: the number of passes of each node without insertions, if it matters.
 
     Attributes:
         entries: as given.
@@ -173,7 +174,7 @@ class Plan:
         self.totals = totals or {}
         self.slots = tuple(dict.fromkeys(entry.slot for entry in self.entries))
         self.key = frozenset(self.slots)
-        # By the identity of gates, with the gate itself so that no identity is used twice.
+        # By the id of gates, with the gate itself so that its id is not reused.
         self.called_at: dict[int, tuple[Any, tuple[Entry, ...]]] = {}
         self.compiled: object = None
         self._looked: dict[int, tuple[Recording, bool]] = {}
@@ -182,11 +183,11 @@ class Plan:
     def looks_at_changes(
         self, recordings: list[Recording], looks: Callable[[Plan, Recording], object]
     ) -> bool:
-        """Whether something of the plan might look at what one of some runs changes.
+        """Return whether an insertion of the plan might read what one of some runs changes.
 
         Args:
             recordings: the runs.
-            looks: says so for one run.
+            looks: decides this for one run.
         """
         for recording in recordings:
             if recording.changes:
@@ -198,16 +199,16 @@ class Plan:
         return False
 
     def ran(self, recording: Recording) -> None:
-        """Note on all insertions that a call took a path."""
+        """Record on all insertions that a call took a path."""
         for entry in self.entries:
             entry.insertion.ran(recording)
 
     def entries_of(self, slots: tuple[Slot, ...]) -> tuple[Entry, ...]:
-        """Return the insertions that belong in some slots."""
+        """Return the insertions that have some slots."""
         known = self._entries_of.get(slots)
         if known is None:
             wanted = frozenset(slots)
-            # An insertion can be meant in two ways at one node; it is called once.
+            # An insertion can select one node in two ways; it is called once.
             once = {
                 (id(entry.insertion), entry.place.role, entry.place.argument, entry.dig): entry
                 for entry in reversed(self.entries)
@@ -217,7 +218,7 @@ class Plan:
         return known
 
     def slots_at(self, role: str, node: Candidate) -> tuple[Slot, ...]:
-        """Return the slots at a node, but for those that need to know what it gives."""
+        """Return the slots at a node, except those that depend on its output."""
         return tuple(
             slot
             for slot in self.slots
@@ -227,7 +228,7 @@ class Plan:
         )
 
     def slots_after(self, node: Candidate) -> tuple[Slot, ...]:
-        """Return the slots at a node that need to know what it gives."""
+        """Return the slots at a node that depend on its output."""
         return tuple(
             slot
             for slot in self.slots

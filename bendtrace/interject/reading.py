@@ -1,4 +1,4 @@
-"""Which attributes of a model what is inserted might look at, going by the names in its code."""
+"""The attributes of a model that an insertion might read, judged by the names in its code."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from bendtrace.recording.recorder import Recording
 
 __all__ = ["is_contained", "read_and_changed"]
 
-# With these, code can come by an attribute whose name it does not write out.
+# With these, code can read an attribute without writing out its name.
 _ANY = frozenset(
     {"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "eval", "exec", "globals"}
 )
 
 
 def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
-    """Return the attributes that a run changes and what is inserted might look at: `self.count`.
+    """Return the attributes that a run changes and an insertion might read: `self.count`.
 
-    A replay changes attributes at its end, the model's own Python when it comes to it.
+    A replay changes attributes at its end, the model's own Python when it reaches the assignment.
     """
     changed = {change.label for change in recording.changes}
     if not changed:
@@ -44,17 +44,17 @@ def _is_contained(what: Interjection, own: Container[int]) -> bool:
 
 
 def is_contained(function: Any, own: Container[int] | None = None) -> bool:
-    """Whether a function, or a module, can look at nothing of the model but what it is given.
+    """Return whether a function, or a module, can read nothing of the model but its arguments.
 
     Args:
         function: the function.
-        own: identities of the model's own modules; None if they are not known.
+        own: identities of the model's own modules; None if unknown.
     """
     return _is_plain(function, _Search(own))
 
 
 class _Search:
-    """What has been looked at already, and the model's own modules."""
+    """What has been scanned already, and the model's own modules."""
 
     def __init__(self, own: Container[int] | None) -> None:
         self.seen: set[int] = set()
@@ -62,7 +62,7 @@ class _Search:
 
 
 def _is_plain(thing: Any, search: _Search) -> bool:
-    """Whether something can lead to nothing but tensors, numbers and torch's own functions."""
+    """Return whether an object leads only to tensors, numbers and torch's own functions."""
     if id(thing) in search.seen:
         return True
     search.seen.add(id(thing))
@@ -100,7 +100,7 @@ def _is_plain(thing: Any, search: _Search) -> bool:
 
 
 def _is_plain_module(module: nn.Module, search: _Search) -> bool:
-    """The same for a module by itself: its methods, and what it holds besides its parts."""
+    """Return the same for a module itself: its methods, and attributes other than its parts."""
     if module._forward_hooks or module._forward_pre_hooks:
         return False
     if type(module).__module__.startswith("torch.nn."):
@@ -123,7 +123,7 @@ def _is_plain_module(module: nn.Module, search: _Search) -> bool:
 
 
 _TABLES = frozenset(vars(nn.Module()))
-# What is not called by calling a module, and the attributes of every class.
+# Attributes that are not called by calling a module, and those of every class.
 _UNCALLED = frozenset(
     {
         "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__init__", "__module__",

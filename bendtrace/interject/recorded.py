@@ -1,4 +1,4 @@
-"""Running a model under the tracer with what is inserted in it."""
+"""Runs a model under the tracer with its insertions."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def recorded(
     prefix: Prefix | None = None,
     reads_states: bool = False,
 ) -> Recording:
-    """Run a model under the tracer, with what is inserted in it.
+    """Run a model under the tracer, with insertions.
 
     Args:
-        known: what is known of the model.
-        signature: puts its arguments in order.
+        known: the recorded runs of the model.
+        signature: binds the arguments.
         args: the positional arguments.
         kwargs: the keyword arguments.
-        plan: what is inserted; None if nothing is.
-        prefix: what need not be done again.
-        reads_states: whether it reads all states in which the run asks for values.
+        plan: the insertions; None for none.
+        prefix: the ops that need not run again.
+        reads_states: whether the run reads all states where it asks for values.
     """
     inserter = None
     if plan is not None:
@@ -46,7 +46,7 @@ def recorded(
         plan.ran(recording)
         if looked_at := read_and_changed(plan, recording):
             recording.tape.block(
-                "what is inserted may look at what the run changes, and a replay changes at "
-                f"its end: {', '.join(sorted(looked_at))}"
+                "an insertion may read what the run changes, and a replay changes at its end: "
+                f"{', '.join(sorted(looked_at))}"
             )
     return recording

@@ -1,4 +1,4 @@
-"""The insertion registry: all that is inserted in one model."""
+"""The insertion registry: all insertions of one model."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ Kept = tuple[str, tuple[Want, ...], Interjection, Passes, bool]
 
 
 class Model(Known, Protocol):
-    """A model that things are inserted in."""
+    """A model that accepts insertions."""
 
     @property
     def registry(self) -> Registry:
-        """Gives the names of its nodes."""
+        """The registry of its node names."""
 
     def recordings(self) -> list[Recording]:
-        """Return the runs that are known, those with insertions included."""
+        """Return the known runs, including those with insertions."""
 
     def why_not(self, path: str, runs: list[Recording], often_enough: Callable[[int], bool]) -> str:
-        """Say why some runs did not come by a node as often as others did."""
+        """Return why some runs reached a node less often than others."""
 
     def candidates(self) -> list[Candidate] | None:
         """Return the nodes of all runs without insertions; None if there were none."""
 
     def modules(self) -> list[Candidate]:
-        """Return the modules as nodes, those included that no run has come by."""
+        """Return the modules as nodes, including those that no run has reached."""
 
     def paths_of(self, module: nn.Module) -> list[str]:
-        """Return the paths of the calls of a module that are known."""
+        """Return the known paths of the calls of a module."""
 
     def count_passes(self, path: str, run: Recording) -> int:
-        """Return how often a run came by a node."""
+        """Return how often a run reached a node."""
 
     def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
-        """Return what a run without insertions shows."""
+        """Return the result of a run without insertions."""
 
 
 class _Calls(threading.local):
@@ -81,7 +81,7 @@ class InsertionRegistry:
 
     Args:
         model: the model.
-        changed: called with whether there are insertions, whenever they change.
+        changed: called when insertions change, with whether there are any.
     """
 
     def __init__(self, model: Model, changed: Callable[[bool], None]) -> None:
@@ -97,7 +97,7 @@ class InsertionRegistry:
 
     @property
     def insertions(self) -> tuple[Insertion, ...]:
-        """What is inserted now."""
+        """The active insertions."""
         return self._insertions
 
     def insert(
@@ -123,7 +123,7 @@ class InsertionRegistry:
         every: int | None = None,
         allow_none: bool = False,
     ) -> Insertion:
-        """Make an insertion, and check it, without putting it in."""
+        """Create and check an insertion, without activating it."""
         interjection = as_interjection(what)
         chosen = passes if isinstance(passes, Passes) else Passes(passes, every)
         wants = wants_of(where, self._model, lenient=allow_none)
@@ -151,15 +151,15 @@ class InsertionRegistry:
         return insertion
 
     def add(self, *insertions: Insertion) -> None:
-        """Put insertions in, all at once.
+        """Activate insertions, all at once.
 
         Raises:
             InputError: this thread is in a call of the model.
         """
         if insertions and self._calls.depth:
             raise InputError(
-                "nothing can be inserted in a model while it is called, which would change the "
-                "next call only: insert it before or after that"
+                "insertions cannot be added while the model is running, since they would take "
+                "effect in the next call only: add them before or after the call"
             )
         with self._lock:
             self._insertions = (*self._insertions, *insertions)
@@ -167,7 +167,7 @@ class InsertionRegistry:
             self._changed(bool(self._insertions))
 
     def remove(self, *insertions: Insertion) -> None:
-        """Take insertions away."""
+        """Remove insertions."""
         with self._lock:
             kept = tuple(i for i in self._insertions if all(i is not gone for gone in insertions))
             if len(kept) < len(self._insertions):
@@ -176,7 +176,7 @@ class InsertionRegistry:
 
     @contextmanager
     def called(self) -> Iterator[None]:
-        """Within it, the model runs on this thread."""
+        """Mark the model as running on this thread."""
         self._calls.depth += 1
         try:
             yield
@@ -184,20 +184,20 @@ class InsertionRegistry:
             self._calls.depth -= 1
 
     def clear(self) -> None:
-        """Take everything away."""
+        """Remove all insertions."""
         self.remove(*self._insertions)
 
     def holds(self, insertion: Insertion) -> bool:
-        """Whether an insertion is there."""
+        """Return whether an insertion is active."""
         return any(other is insertion for other in self._insertions)
 
     # Copies
 
     def kept(self, memo: dict[int, Any] | None) -> list[Kept]:
-        """Return what a copy of the model is to have.
+        """Return the insertions for a copy of the model.
 
         Args:
-            memo: for a deep copy, what was copied already; None where everything is pickled.
+            memo: the objects copied so far, for a deep copy; None when everything is pickled.
         """
         found: list[Kept] = []
         for insertion in self._insertions:
@@ -210,7 +210,7 @@ class InsertionRegistry:
         return found
 
     def restore(self, *insertions: Kept) -> None:
-        """Insert what `kept` returned."""
+        """Restore the result of `kept`."""
         self.add(*(Insertion(self, *kept) for kept in insertions))
 
     # What runs need
@@ -219,7 +219,7 @@ class InsertionRegistry:
         """Return the insertions of a call; None if there are none.
 
         Raises:
-            NodePathError: there is no node of a name in the first run that could tell.
+            NodePathError: a name matches no node in the first run that could show it.
         """
         insertions = self._insertions
         if not insertions:
@@ -248,7 +248,7 @@ class InsertionRegistry:
         return self._made(insertions, rehearsal)
 
     def plan_of_parts(self) -> tuple[Plan, bool]:
-        """Return the insertions whose places are known, and whether those are not all."""
+        """Return the insertions with known locations, and whether there are others."""
         entries = []
         unknown = False
         modules = {node.module_path: node.module for node in self._model.modules()}
@@ -267,22 +267,22 @@ class InsertionRegistry:
         return Plan(entries), unknown
 
     def notes_on(self, insertion: Insertion) -> tuple[str, ...]:
-        """Say why an insertion was not called."""
+        """Return notes on why an insertion was not called."""
         if not insertion.runs:
             return ("no call was made",)
         paths = dict.fromkeys(path for want in insertion.wants for path in self._paths_of(want))
         notes = (self._note_on(insertion, path) for path in itertools.islice(paths, _MOST_NOTES))
         found = tuple(dict.fromkeys(filter(None, notes)))
-        return found or self._hints(insertion) or ("no run came by a node that is meant",)
+        return found or self._hints(insertion) or ("no run reached a selected node",)
 
     def _hints(self, insertion: Insertion) -> tuple[str, ...]:
-        """Say where modules may be called that no known run has come by."""
+        """Return hints on where modules may be called that no known run has reached."""
         meant = {id(self._module_of(want)) for want in insertion.wants}
         names = [node.module_path for node in self._model.modules() if id(node.module) in meant]
         return tuple(dict.fromkeys(filter(None, map(self._model.hint, names))))
 
     def _module_of(self, want: Want) -> nn.Module | None:
-        """Return the module whose calls are meant, or that has the parameter which is meant."""
+        """Return the module whose calls are selected, or that has the selected parameter."""
         matcher = None if want.place is None else want.place.matcher
         if isinstance(matcher, State):
             holder = matcher.name.rpartition(".")[0]
@@ -290,7 +290,7 @@ class InsertionRegistry:
         return matcher.module if isinstance(matcher, OfModule) else None
 
     def _paths_of(self, want: Want) -> Iterable[str]:
-        """Return the paths that are known of nodes that are meant."""
+        """Return the known paths of the selected nodes."""
         matcher = None if want.place is None else want.place.matcher
         if isinstance(matcher, AtPath):
             return (matcher.path,)
@@ -303,10 +303,10 @@ class InsertionRegistry:
         return [node.path for node in self._model.candidates() or () if matcher.matches(node)]
 
     def _note_on(self, insertion: Insertion, path: str) -> str:
-        """Say why an insertion was not called at a node."""
+        """Return why an insertion was not called at a node."""
 
         def counts(passes: int) -> bool:
-            if insertion.passes.is_asked:  # a function, which may count how often it is asked
+            if insertion.passes.is_asked:  # a user function, which may count its calls
                 return passes > 0
             return any(insertion.passes.admits(number, passes) for number in range(passes))
 
@@ -316,10 +316,10 @@ class InsertionRegistry:
             if not passes:
                 return why
             times = "one pass" if passes == 1 else f"{passes} passes"
-            said = f"{path!r} had {times}, none of which counts ({insertion.passes}, from 0)"
+            said = f"{path!r} had {times}, none of which is selected ({insertion.passes}, from 0)"
             return f"{said}: {why}" if why else said
         if not forms_of(insertion.what) & {"before", "instead", "after"}:
-            return f"no backward pass came by {path!r}"
+            return f"no backward pass reached {path!r}"
         return ""
 
     def _made(self, insertions: tuple[Insertion, ...], rehearsal: Rehearsal | None) -> Plan:
@@ -332,7 +332,7 @@ class InsertionRegistry:
                     place = want.ahead(rehearsal.graph)
                     if not place.matcher.paths and not insertion.allow_none:
                         raise NodePathError(
-                            f"{describe_where(want.said)} means no node of this run; "
+                            f"{describe_where(want.said)} selects no node of this run; "
                             + near_misses("", list(rehearsal.graph.nodes)),
                             repr(want.said),
                         )
@@ -341,7 +341,7 @@ class InsertionRegistry:
         return Plan(entries, None if rehearsal is None else rehearsal.totals)
 
     def _found(self, insertion: Insertion, want: Want, rehearsal: Rehearsal) -> tuple[Want, ...]:
-        """Look a name up in the first run that could tell."""
+        """Look a name up in the first run that could show it."""
         if not want.is_open:
             return (want,)
         known = _Rehearsed(self._model, rehearsal)
@@ -359,11 +359,11 @@ class InsertionRegistry:
         return wants
 
     def _is_met(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
-        """Whether there are nodes for all that was said.
+        """Return whether everything requested matches a node.
 
         Args:
             insertion: the insertion.
-            nodes: what is known of the model's nodes; None if it was not run yet.
+            nodes: the known nodes of the model; None if it was not run yet.
 
         Raises:
             NodePathError: the model was run, and has no such node.
@@ -379,16 +379,16 @@ class InsertionRegistry:
                 return False
             text = want.said.pattern if isinstance(want.said, re.Pattern) else ""
             raise NodePathError(
-                f"{describe_where(want.said)} means no node that is known; "
+                f"{describe_where(want.said)} selects no known node; "
                 + near_misses(text, [node.path for node in nodes if node.path])
-                + " (allow_none=True waits for one to come up)",
+                + " (allow_none=True waits for a later run)",
                 describe_where(want.said),
             )
         return True
 
 
 class _Rehearsed:
-    """What is known of a model, and a rehearsal."""
+    """The known runs of a model, and a rehearsal."""
 
     def __init__(self, model: Model, rehearsal: Rehearsal) -> None:
         self.model: Callable[..., Any] = model.model
@@ -409,20 +409,20 @@ _AROUND = frozenset({"before", "instead", "backward"})
 
 
 def _require_possible(place: Place, what: Interjection) -> None:
-    """Refuse what cannot be done at a place."""
+    """Raise for an interjection that is not possible at a location."""
     forms = forms_of(what)
     if place.role != "node" and forms & _AROUND:
         kind = "an input" if place.role == "input" else "a parameter or buffer"
         raise InputError(
-            f"{what.label} works around a node, and {place.shown!r} is {kind}, which there is only "
-            "a value of"
+            f"{what.label} works around a node, but {place.shown!r} is {kind}, which only has "
+            "a value"
         )
     if place.dig and forms & _AROUND:
         raise InputError(
-            f"{what.label} works around a node, and {place.shown!r} is a part of what one gives"
+            f"{what.label} works around a node, but {place.shown!r} is a part of a node's output"
         )
     if place.role == "node" and place.matcher.needs_output and forms & _AROUND:
         raise InputError(
-            f"{what.label} is called before the node, and {describe_where(place.matcher)} needs to "
-            "know what the node gives"
+            f"{what.label} is called before the node, but {describe_where(place.matcher)} "
+            "depends on the node's output"
         )

@@ -1,4 +1,4 @@
-"""Calling a model with given values in the place of what some of its nodes give."""
+"""Calls a model with given values instead of the outputs of some nodes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def call_with(
     *,
     bended: bool,
 ) -> Any:
-    """Call a model with given values in the place of its own.
+    """Call a model with given values instead of its own.
 
     Args:
         model: the `BendedModule`.
         given: the values, by node path.
         args: the model's positional arguments.
         kwargs: its keyword arguments.
-        bended: whether the values come after what is inserted at the nodes.
+        bended: whether the values replace those after the insertions at the nodes.
 
     Raises:
-        InputError: the model did not come by a node, or it did so several times, or a node is
-            none whose value can be given.
+        InputError: the model did not reach a node, or reached it several times, or the value of a
+            node cannot be given.
     """
     board = model._board
     others = () if bended else board.insertions
@@ -50,7 +50,7 @@ def call_with(
     board.remove(*others)
     board.add(*made, *others)
     try:
-        board.plan(args, dict(kwargs))  # which finds out where names are that no run has come by
+        board.plan(args, dict(kwargs))  # which resolves names that no run has reached
         for text, insertion in zip(given, made, strict=True):
             _require_output(text, insertion)
         output = model(*args, **kwargs)
@@ -60,20 +60,21 @@ def call_with(
         report = insertion.report()
         if not report.rows:
             raise InputError(
-                f"the model did not come by {text!r}, so what was given for it was not used: "
+                f"the model did not reach {text!r}, so the value given for it was not used: "
                 + "; ".join(report.notes)
             )
     return output
 
 
 def _require_there(text: str, node: Node, insertion: Insertion) -> None:
-    """Refuse a path that another node of another run answers to."""
+    """Raise for a path that is an alias of another node in another run."""
     for want in insertion.wants:
         place = want.place
         if place is not None and place.shown and not is_named(node._data, place.shown):
             raise InputError(
-                f"{text!r} cannot be looked for: in a run that is known {place.shown!r} answers to "
-                "it. Give a value inside of it, or call the model with these arguments first"
+                f"the value of {text!r} cannot be set: in a known run this is a name of "
+                f"{place.shown!r}. Give a value inside of it, or call the model with these "
+                "arguments first"
             )
 
 
@@ -82,17 +83,17 @@ def _require_output(text: str, insertion: Insertion) -> None:
         place = want.place
         if place is not None and place.role == "input" and place.matcher.path:
             raise InputError(
-                f"{text!r} is what a module is given: give the value of the node that it comes from"
+                f"{text!r} is the input of a module: give the value of the node that computes it"
             )
 
 
 class _Replacement(Interjection):
-    """Puts a given value in the place of what a node gives.
+    """Replaces the output of a node by a given value.
 
     Args:
-        text: how the node was named.
+        text: the requested name of the node.
         value: the value.
-        late: whether it comes after all else that is inserted there.
+        late: whether it runs after all other insertions there.
     """
 
     def __init__(self, text: str, value: Any, late: bool) -> None:
@@ -103,13 +104,13 @@ class _Replacement(Interjection):
 
     @property
     def label(self) -> str:
-        """What reports call it."""
         return "from_activations"
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Return the value."""
         if self._path not in (None, at.path):
-            raise InputError(f"{self._text!r} means both {self._path!r} and {at.path!r}: name one")
+            raise InputError(
+                f"{self._text!r} matches both {self._path!r} and {at.path!r}: name one"
+            )
         self._path = at.path
         if at.number and ":" not in self._text:
             raise InputError(

@@ -1,4 +1,4 @@
-"""What became of an insertion: where it was called, how often, and whether it changed anything."""
+"""Reports of insertions: where they were called, how often, and whether they changed anything."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Report", "Row", "Tally"]
 
 @dataclass
 class Row:
-    """What happened at one node.
+    """The record of one node.
 
     Attributes:
         path: the node.
         passes: how often it was called in each pass.
-        changed: in how many calls it changed the value, as far as that was looked at: once it
-            has changed a value in place of the same one, others that are new count as changed.
-        backward: how often it was told of gradients.
+        changed: the number of calls that changed the value, as far as this was checked: once it has
+            changed a value in place, later new values count as changed.
+        backward: how often it received gradients.
     """
 
     path: str
@@ -37,11 +37,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of an insertion so far.
+    """What an insertion has done so far.
 
     Attributes:
-        label: what was inserted.
-        where: where.
+        label: the name of the insertion.
+        where: its location.
         rows: the nodes at which it was called.
         notes: why it was not called elsewhere, one line each.
 
@@ -67,7 +67,7 @@ class Report:
 
     @property
     def fired(self) -> int:
-        """How often it was called in all."""
+        """How often it was called in total."""
         return sum(row.fired for row in self.rows)
 
     @property
@@ -116,14 +116,14 @@ class Report:
 
 
 class Tally:
-    """Counts calls; from several threads, as backward passes may."""
+    """Counts calls; thread-safe, since backward passes may run in several threads."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Row] = {}
         self._lock = threading.Lock()
 
     def rows(self) -> tuple[Row, ...]:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         with self._lock:
             return tuple(
                 Row(row.path, dict(row.passes), row.changed, row.backward)
@@ -138,18 +138,18 @@ class Tally:
             row.changed += changed
 
     def told(self, at: NodePass) -> None:
-        """Count gradients that were told."""
+        """Count gradients that were received."""
         with self._lock:
             row = self._row(at.path)
             row.backward += 1
 
     def has_changed(self, path: str) -> bool:
-        """Whether a value was changed at a node."""
+        """Record that a value was changed at a node."""
         row = self._rows.get(path)
         return row is not None and row.changed > 0
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset the counts."""
         with self._lock:
             self._rows.clear()
 

@@ -1,4 +1,4 @@
-"""What somebody names in a model: the same thing for every entry point, or an error."""
+"""Resolves the names of things in a model, in the same way for every entry point, or raises."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Runs(Protocol):
         """The model."""
 
     def names(self) -> Iterable[Names]:
-        """The names of the runs, those without insertions first."""
+        """The names in the runs, those without insertions first."""
 
     def mirror_path(self, name: str) -> str:
-        """Return the path of the node of the latest mirror that has a name; "" if none has."""
+        """Return the path of the node of the latest mirror that has a name; "" if there is none."""
 
 
 def name_of(where: Any, known: Runs) -> str | None:
-    """Return the name that a node or an entry of a run stands for; None if `where` is neither.
+    """Return the name for a node or an entry of a run; None if `where` is neither.
 
     Args:
         where: a name, a node of a tree of paths or of a mirror, or an entry of a log.
-        known: what is known of the model.
+        known: the recorded runs of the model.
 
     Raises:
-        NodePathError: no mirror has such a node.
+        NodePathError: no mirror contains the node.
         InputError: the entry has no node.
     """
     if isinstance(where, Node):
@@ -60,17 +60,17 @@ def name_of(where: Any, known: Runs) -> str | None:
     if isinstance(where, (LayerEntry, ModuleEntry)):
         name = where.name if isinstance(where, ModuleEntry) else NodePath(where.node_path)
         if not name:
-            raise InputError(f"{where!r} has no path that could be inserted at")
+            raise InputError(f"{where!r} has no path, so nothing can be inserted at it")
         return name
     return None
 
 
 @dataclass(frozen=True)
 class Meant:
-    """What a string names.
+    """The result of resolving a string.
 
     Attributes:
-        kind: what it is.
+        kind: the kind of object.
         name: for modules and states, the qualified name.
         module: for modules, the module.
         places: nodes of runs: the root of the tree, the node, and its passes; None for all.
@@ -85,7 +85,7 @@ class Meant:
 
     @property
     def is_whole_state(self) -> bool:
-        """Whether it is a parameter or buffer wherever it is used."""
+        """Whether it is a parameter or buffer, in all its uses."""
         return self.is_owned and self.kind == "state"
 
     def paths(self) -> list[str]:
@@ -98,10 +98,10 @@ class Meant:
 
 
 def meant_by(text: str, known: Runs) -> Meant | None:
-    """Return what a string names in a model; None if nothing by it is known.
+    """Resolve a string in a model; return None if nothing known has this name.
 
     Raises:
-        NodePathError: it names several things.
+        NodePathError: the string matches several things.
     """
     found: list[tuple[Names, Meaning]] = []
     for names in known.names():
@@ -119,7 +119,7 @@ def meant_by(text: str, known: Runs) -> Meant | None:
             raise _refusal(text, [(others[0][0], mine), others[0]], owned)
         return replace(owned, places=tuple(_places(found)))
     if any(meaning.is_exact for _, meaning in found):
-        # Another run may have a node that only answers to the path, as `fc_1` does to `fc`.
+        # Another run may have a node for which the path is an alias, as `fc` for `fc_1`.
         found = [row for row in found if not row[1].is_alias]
     by_paths: dict[Any, tuple[Names, Meaning]] = {}
     for names, meaning in found:
@@ -131,7 +131,7 @@ def meant_by(text: str, known: Runs) -> Meant | None:
 
 
 def _owned(text: str, known: Runs) -> Meant | None:
-    """Return the parameter, buffer or module of a name, which can have underscores for dots."""
+    """Return the parameter, buffer or module with a name, which can have underscores for dots."""
     if not text:
         return None
     if text in dict(states_of(known.model)):
@@ -142,7 +142,7 @@ def _owned(text: str, known: Runs) -> Meant | None:
 
 
 def _is_of(owned: Meant, names: Names, meaning: Meaning) -> bool:
-    """Whether what a string names in a run is the module or state that it is the name of."""
+    """Return whether the meaning of a string in a run is the module or state that it names."""
     if meaning.kind == owned.kind:
         return True
     if owned.kind == "state":
@@ -170,7 +170,7 @@ def _refusal(
 
 
 def text_of(where: Any) -> str:
-    """Return the path that a key is, or stands for.
+    """Return the path for a key: a path or a node.
 
     Raises:
         InputError: it is neither a path nor a node.
@@ -178,7 +178,7 @@ def text_of(where: Any) -> str:
     if isinstance(where, Node):
         return where._path
     if not isinstance(where, str):
-        raise InputError(f"activations are given by node paths, not by {where!r}")
+        raise InputError(f"activations have to be given by node path, not by {where!r}")
     return where
 
 
@@ -190,8 +190,8 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
         activations: the values, by path or node.
 
     Raises:
-        InputError: a key is no path, or means something that cannot be given, or does not say
-            which of two things it means, or two are the same.
+        InputError: a key is not a path, selects something whose value cannot be given, or is
+            ambiguous, or two keys select the same value.
     """
     found: dict[str, Any] = {}
     values: list[tuple[str, _Value]] = []
@@ -208,20 +208,22 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
             raise InputError(_STATE.format(said))
         if meant.role == "input" and meant.scope:
             raise InputError(
-                f"{said} is what a module is given: give the value of the node that it comes from"
+                f"{said} is the input of a module: give the value of the node that computes it"
             )
         for other, before in values:
             if meant.overlaps(before):
-                raise InputError(f"{other} and {said} mean the same value, or parts of it")
+                raise InputError(
+                    f"{other} and {said} select the same value, or overlapping parts of it"
+                )
         values.append((said, meant))
     return found
 
 
 def _path_of(model: Any, where: Any) -> str:
-    """Return the path of the one node that is meant; a name as it is if no run has it yet.
+    """Return the path of the one selected node; a name is returned as it is if no run has it yet.
 
     Raises:
-        InputError: it is no value of one node.
+        InputError: it is not the value of one node.
     """
     known, said = model._known, describe_where(where)
     try:
@@ -230,31 +232,31 @@ def _path_of(model: Any, where: Any) -> str:
             return text
         if text is None:
             if not (isinstance(where, (NodeSelector, re.Pattern)) or callable(where)):
-                raise InputError(f"activations are given by node paths, not by {where!r}")
+                raise InputError(f"activations have to be given by node path, not by {where!r}")
             paths = known.select(where)
             if not paths:
-                raise InputError(f"{said} means no node that is known")
+                raise InputError(f"{said} selects no known node")
         elif (meant := meant_by(text, known)) is None:
             return text
         elif meant.is_whole_state:
             raise InputError(_STATE.format(said))
         else:
             paths = meant.paths()
-            if text in paths:  # of the calls of a module, the one that the tree calls so
+            if text in paths:  # of the calls of a module, the one with this name in the tree
                 return NodePath(text)
     except NodePathError as error:
         raise InputError(str(error)) from None
     if len(paths) > 1:
         listed = " and ".join(map(repr, paths))
-        raise InputError(f"{said} is ambiguous: it names {listed}. Write one of these")
+        raise InputError(f"{said} is ambiguous: it matches {listed}. Write one of these")
     return NodePath(paths[0]) if paths else str(text)
 
 
 def node_meant(model: Any, text: str) -> Node | None:
-    """Return the node of a path in a run that has come by it, if one has.
+    """Return the node with a path in a run that has reached it, if any.
 
-    A run may have another node that answers to the path: the call `fc_1` of a module to `fc`. That
-    is meant if no run has a node with that very path.
+    In some run, another node may answer to the path: the call `fc_1` of a module to `fc`. That node
+    is returned if no run has a node with exactly this path.
     """
     other = None
     for tree in model._known.trees():
@@ -269,14 +271,14 @@ def node_meant(model: Any, text: str) -> Node | None:
 
 
 class _Value(NamedTuple):
-    """What a node stands for: what something gave, or a part of that.
+    """The value of a node: a result, or a part of one.
 
     Attributes:
-        path: the node of the function, or of the call of a module.
-        keys: what leads to the part.
-        passes: which passes are meant; None for all.
-        scope: path of the call that it is in, "" for that of the model.
-        role: what the whole is there.
+        path: the node of the function, or of the module call.
+        keys: the keys that lead to the part.
+        passes: the selected passes; None for all.
+        scope: path of the enclosing call, "" for that of the model.
+        role: the role of the whole value there.
     """
 
     path: str
@@ -287,7 +289,6 @@ class _Value(NamedTuple):
 
     @classmethod
     def of(cls, node: Node) -> _Value:
-        """Return what a node stands for."""
         data, inner = node._data, node._tree.data
         passes = None if node._chosen is None else frozenset(node._chosen)
         if data.kind == "graph":
@@ -303,7 +304,7 @@ class _Value(NamedTuple):
         return cls(path, tuple(keys[1:]), passes, graph.path, whole.role)
 
     def overlaps(self, other: _Value) -> bool:
-        """Whether the one is the other, or a part of it."""
+        """Return whether one contains the other."""
         common = min(len(self.keys), len(other.keys))
         return (
             self.path == other.path
@@ -312,11 +313,11 @@ class _Value(NamedTuple):
         )
 
 
-_STATE = "{} is a parameter or buffer, not an activation: bend it, or patch it"
+_STATE = "{} is a parameter or buffer, not an activation: bend or patch it"
 
 
 def describe_where(where: Any) -> str:
-    """Say in a few words where something is."""
+    """Return a short description of a location."""
     if isinstance(where, (list, tuple, set, frozenset)):
         return ", ".join(map(describe_where, where))
     if isinstance(where, Node):

@@ -1,4 +1,4 @@
-"""Running the rest of a model from activations that are given."""
+"""Runs the rest of a model from given activations."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Left:
     """A rest that has left all known paths.
 
     Attributes:
-        run: the run that it was of.
+        run: the recorded run that it followed.
         prepared: the rest.
-        divergence: where it left, as the code of replays knows it.
-        position: the first op that was not come by.
-        done: the ops that were carried out.
+        divergence: where it left the path, as the code of replays records it.
+        position: the first op that was not reached.
+        done: the ops that were run.
         slots: the given values.
-        random: the states of the random generators when it began.
+        random: the states of the random generators at its start.
     """
 
     run: KnownRun
@@ -70,7 +70,7 @@ class Left:
 
     @property
     def has_effects(self) -> bool:
-        """Whether something besides the values of the run has been changed, or may have been."""
+        """Whether anything besides the values of the run has been changed, or may have been."""
         now = random_states()
         same = len(now) == len(self.random) and all(map(torch.equal, now, self.random))
         return not same or self.prepared.rest.memory.has_effects(self.done)
@@ -99,13 +99,13 @@ class Left:
         return not self.prepared.rest.disturbs(self.done, self.position)
 
     def prefix(self) -> Prefix | None:
-        """Return what the model's Python does not have to do again."""
+        """Return the ops that the model's Python need not run again."""
         for cut in self.prepared.cuts:
             self.divergence.values[f"v{cut.index}"] = self.slots[f"s{cut.slot}"]
         return self.divergence.prefix()
 
     def agrees_with(self, recording: Recording) -> bool:
-        """Whether all was decided alike until here, so that a run belongs to the program."""
+        """Return whether all decisions so far agree, so that a run belongs to the program."""
         before = {
             (guard.position, test_of(guard)): guard.expected
             for guard in self.prepared.recording.tape.guards
@@ -119,7 +119,7 @@ class Left:
 
 
 def owner_of(program: Program, recording: Recording, number: int) -> tuple[Stretch, int]:
-    """Return the code that tests a guard of a run, and the number that the guard has there."""
+    """Return the code that tests a guard of a run, and the guard's number in it."""
     stretch = next(own for own, _ in program.stretches() if own.recording is recording)
     while (parent := stretch.parent) is not None:
         if number < 0:
@@ -147,7 +147,7 @@ def owner_of(program: Program, recording: Recording, number: int) -> tuple[Stret
 
 
 def other_side(owner: Stretch, number: int, outcome: Any, recording: Recording) -> Recording | None:
-    """Return the run that went on with another outcome of a guard; None if none is known."""
+    """Return the run in which a guard had another outcome; None if none is known."""
     tape = owner.recording.tape
     own = tape.guards[number].expected if number >= 0 else tape.ops[-1 - number].raised
     is_identity = number >= 0 and tape.guards[number].test in (Test.SAME, Test.OTHER)
@@ -158,7 +158,7 @@ def other_side(owner: Stretch, number: int, outcome: Any, recording: Recording) 
 
 
 def is_before(number: int, guard: Guard, divergence: Divergence) -> bool:
-    """Whether a guard was tested before a run was left, or is the one that it was left by."""
+    """Return whether a guard was tested before a run was left, or is the guard that failed."""
     start = divergence.stretch.start
     when = max(guard.position, start)
     left = divergence.guard
@@ -176,7 +176,7 @@ def random_states() -> list[Tensor]:
 
 
 class Bended(Protocol):
-    """A model whose runs are known, and that things can be inserted in."""
+    """A model with known runs that accepts insertions."""
 
     _board: Any
     _known: Any
@@ -202,23 +202,23 @@ def from_activations(
 ) -> Any:
     """Run the rest of a `BendedModule` from given activations, and return its output.
 
-    Operations that only lead to what is given are not carried out: no batch norm among them
-    updates its buffers, no dropout draws random numbers.
+    Operations that only lead to the given values are not run: batch norms among them do not update
+    their buffers, and dropouts draw no random numbers.
 
     Args:
         model: the `BendedModule`.
-        activations: the values of nodes by path, as `get_activations` returns them; of nodes with
-            several passes for each pass (`relu:2`).
+        activations: the values of nodes by path, as `get_activations` returns them; for nodes with
+            several passes, one value per pass (`relu:2`).
         args: the model's positional arguments, as far as the rest needs them.
-        kwargs: its keyword arguments, likewise.
-        bended: whether the model goes on with the values as they are, or with what is inserted
-            at these nodes makes of them.
+        kwargs: its keyword arguments, as far as the rest needs them.
+        bended: whether the model continues with the values as they are, or first applies the
+            insertions at these nodes.
 
     Raises:
         NodePathError: there is no such node.
-        InputError: something that the rest needs is missing, or something makes no sense.
-        DivergenceError: the rest leads where no recorded run went, and arguments are missing for
-            running the model's own Python.
+        InputError: an argument that the rest needs is missing, or one is invalid.
+        DivergenceError: the rest takes a path that no recorded run took, and arguments needed to
+            run the model's own Python are missing.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -230,7 +230,7 @@ def from_activations(
                 [0.5000, 0.5000]])
     """
     if not isinstance(activations, Mapping):
-        raise InputError(f"activations are given as a dict by node path, not as {activations!r}")
+        raise InputError(f"activations have to be a dict by node path, not {activations!r}")
     given = by_path(model, activations)
     if not given:
         raise InputError("no activations are given")
@@ -240,9 +240,9 @@ def from_activations(
 def told(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Mapping[Any, Any], tuple[Any, ...], dict[str, Any]]:
-    """Read `from_activations({path: value}, *args, **kwargs)`, or torchbend's form of it.
+    """Parse `from_activations({path: value}, *args, **kwargs)`, or torchbend's form of it.
 
-    In that form come the names first, and the values by keyword, among the model's arguments.
+    In that form the names come first, and the values are among the model's keyword arguments.
 
     Args:
         args: the positional arguments.
@@ -252,7 +252,7 @@ def told(
         The activations, and the model's positional and keyword arguments.
 
     Raises:
-        InputError: it is neither.
+        InputError: the arguments have neither form.
 
     Example:
         >>> told(({"relu": 1}, 2), {"mask": 3})
@@ -264,8 +264,9 @@ def told(
         return args[0], args[1:], dict(kwargs)
     if not args or not all(isinstance(name, (str, Node)) for name in args):
         raise InputError(
-            "from_activations is given a dict of activations by path first, and then the model's "
-            "arguments; or names of activations alone, with all values by keyword"
+            "from_activations takes a dict of activations by path, followed by the model's "
+            "arguments; or only the names of activations, with all values as keyword "
+            "arguments"
         )
     names = list(map(text_of, args))
     absent = [name for name in names if name not in kwargs]
@@ -276,8 +277,6 @@ def told(
 
 
 class _Run:
-    """One call of `from_activations`."""
-
     def __init__(
         self,
         model: Bended,
@@ -293,10 +292,10 @@ class _Run:
         self._bended = bended
         self._bound = model._signature.bind(args, kwargs)
         self._rests = Suffixes(model, given, bended)
-        self._is_whole = False  # whether the model can be called with what was given
+        self._is_whole = False  # whether the model can be called with these arguments
 
     def output(self) -> Any:
-        """Run the rest, and return what the model gives."""
+        """Run the rest, and return the output of the model."""
         plan = self._plan()
         tree: TraceTree = self._model._trees.of(plan)
         with nullcontext() if plan is None else running(plan):
@@ -307,8 +306,8 @@ class _Run:
                 if self._looks_at_changes(run, plan):
                     if not self._is_whole:
                         raise InputError(
-                            "what is inserted may look at what the rest changes, which a recorded "
-                            "run changes at its end: give the model's arguments as well"
+                            "an insertion may read what the rest changes, and a recorded run "
+                            "changes that at its end: pass the model's arguments as well"
                         )
                 elif prepared.stretch is not None:
                     hold = AutocastHold()
@@ -326,14 +325,14 @@ class _Run:
                     want.is_ahead or want.is_open for want in insertion.wants
                 ):  # fmt: skip
                     raise InputError(
-                        f"where {insertion!r} is depends on what the model is given: give its "
-                        "arguments as well"
+                        f"the location of {insertion!r} depends on the inputs of the model: "
+                        "pass the model's arguments as well"
                     )
         plan: Plan | None = board.plan(self._args, self._kwargs)
         return plan
 
     def _chosen(self, tree: TraceTree) -> tuple[KnownRun, Prepared] | None:
-        """Return the run whose rest is wanted; None if the model's own Python has to tell."""
+        """Return the run with the required rest; None if the model's own Python has to decide."""
         runs = KnownRuns(self._model, tree, self._bound)
         self._is_whole = runs.is_whole
         error: Exception | None = None
@@ -354,15 +353,14 @@ class _Run:
         rest = prepared.rest
         if rest.unclear and not self._is_whole:
             raise InputError(
-                f"{', '.join(map(repr, self._given))}: {rest.unclear}; give the node that the "
-                "tensor comes from, or the model's arguments as well"
+                f"{', '.join(map(repr, self._given))}: {rest.unclear}; give the node that "
+                "computes the tensor, or the model's arguments as well"
             )
         if rest.lacks:
             raise InputError(self._rests.explained(prepared, rest.lacks[0]))
         if not (rest.used or rest.unclear or self._is_whole):
             raise InputError(
-                "nothing of what the model gives or changes depends on "
-                + ", ".join(map(repr, self._given))
+                "no output or change of the model depends on " + ", ".join(map(repr, self._given))
             )
 
     @staticmethod
@@ -381,7 +379,7 @@ class _Run:
         tree: TraceTree,
         plan: Plan | None,
     ) -> Any:
-        """Go along known paths as far as they go, and on from there."""
+        """Follow known paths as far as possible, and continue from there."""
         slots = self._rests.values_for(prepared)
         values = dict(slots)
         random = [] if prepared.rest.is_straight else random_states()
@@ -421,12 +419,12 @@ class _Run:
     def _following(
         self, run: KnownRun, start: int, done: frozenset[int], passed: frozenset[Any]
     ) -> Prepared | None:
-        """Return the rest of another known run, from where both part; None if it is too late."""
+        """Return the rest of another known run, from where both diverge; None if it is too late."""
         try:
             prepared = self._rests.of(run, start, done, passed)
             self._rests.values_for(prepared)
         except (NodePathError, InputError):
-            return None  # it does not come by the nodes
+            return None  # it does not reach the nodes
         if prepared.rest.lacks:
             raise InputError(self._rests.explained(prepared, prepared.rest.lacks[0]))
         return prepared if prepared.stretch is not None else None
@@ -434,11 +432,11 @@ class _Run:
     # Where no recorded run goes
 
     def _gone_on(self, left: Left, why: Mismatch, tree: TraceTree, plan: Plan | None) -> Any:
-        """Go on where no recorded run went, or none that can be gone over to."""
+        """Continue where no recorded run went, or none that can be continued."""
         if left.run.missing:
             raise DivergenceError(
-                f"the rest of the model leads where no recorded run went: {why.reason}; give "
-                "the model's arguments as well, or call it with such values first",
+                f"the rest of the model takes a path that no recorded run took: {why.reason}; "
+                "pass the model's arguments as well, or call it with such values first",
                 why.step,
             )
         has_effects = left.has_effects
@@ -448,23 +446,23 @@ class _Run:
             except NondeterminismError as error:
                 if has_effects:
                     raise DivergenceError(
-                        f"{why.reason}, and what comes before the given activations goes another "
-                        "way for these arguments, too. Operations of the rest have been carried "
-                        "out already. Call the module with these arguments first",
+                        f"{why.reason}, and the code before the given activations takes "
+                        "another path for these arguments, too. Operations of the rest have "
+                        "already been run. Call the module with these arguments first",
                         why.step,
                     ) from error
         left.divergence.hold.release()
         if has_effects:
             raise DivergenceError(
-                f"{why.reason}, and the rest cannot be gone on with from here: operations have "
-                "been carried out that change something, and what was left out before would see "
-                "that. Give less, or call the module itself",
+                f"{why.reason}, and the rest cannot continue from here: the operations run so "
+                "far have changed something that the skipped code before would see. Give "
+                "fewer activations, or call the module itself",
                 why.step,
             )
         return self._live()
 
     def _resumed(self, left: Left, tree: TraceTree, plan: Plan | None) -> Any:
-        """Have the model's own Python go on, and keep the path that it takes."""
+        """Continue with the model's own Python, and keep the path that it takes."""
         model, divergence = self._model, left.divergence
         prefix = left.prefix()
         try:
@@ -486,16 +484,16 @@ class _Run:
         return output
 
     def _require_one_pass(self, recording: Recording) -> None:
-        """Refuse a path without a number if the rest has come by its node again."""
+        """Raise for a path without a number if the rest has reached its node again."""
         tree = self._rests.tree_of(recording)
         for text in self._given:
             node, chosen = find(tree.data, path_in(tree, text))
             if chosen is None and len(node.passes) > 1:
                 raise InputError(
-                    f"{text!r} has {len(node.passes)} passes with what is given: name one, as in "
+                    f"{text!r} has {len(node.passes)} passes for these arguments: name one, as in "
                     f"'{node.path}:1'"
                 )
 
     def _live(self) -> Any:
-        """Call the model with the values in the place of its own."""
+        """Call the model with the given values instead of its own."""
         return call_with(self._model, self._given, self._args, self._kwargs, bended=self._bended)

@@ -1,4 +1,4 @@
-"""A copy of a model's structure that shares its parameters and buffers, and what is put in it."""
+"""A copy of a model's structure that shares its parameters and buffers, with replaced modules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ Create = Callable[[nn.Module], Any]
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
-    """Copy a model but for its parameters and buffers, which the copy has, too.
+    """Copy a model without its parameters and buffers, which the copy shares.
 
-    Training one trains the other. What is put in the place of a module, or set as an attribute,
-    concerns the copy alone.
+    Training one trains the other. Replaced modules and new attributes affect the copy alone.
 
     Raises:
-        InputError: something in the model cannot be copied.
+        InputError: a part of the model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -41,21 +40,21 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 def replaced(model: nn.Module, targets: Collection[nn.Module], create: Create) -> nn.Module:
-    """Put other modules in the place of some of a model's, wherever it refers to them.
+    """Replace some modules of a model, in all references to them.
 
-    Inner modules come first: what is called for an outer one is given it with its new parts. New
-    modules are put in the training mode of what they take the place of.
+    Inner modules come first: the function for an outer module sees its new parts. New modules get
+    the training mode of the modules they replace.
 
     Args:
-        model: the model, which is changed.
-        targets: which of its modules.
-        create: called with each of them; returns what takes its place, which may contain it.
+        model: the model, which is changed in place.
+        targets: the modules to replace.
+        create: called with each of them; returns the replacement, which may contain the module.
 
     Returns:
-        The model, or what takes its place.
+        The model, or its replacement.
 
     Raises:
-        InputError: something that is to take a module's place is no module.
+        InputError: a replacement is not a module.
     """
     wanted = {id(module) for module in targets}
     known = {id(module): module for module in _inside_out(model, set())}
@@ -67,7 +66,7 @@ def replaced(model: nn.Module, targets: Collection[nn.Module], create: Create) -
         made = create(module)
         if not isinstance(made, nn.Module):
             raise InputError(
-                f"what takes the place of a {type(module).__name__} has to be a module; "
+                f"the replacement of a {type(module).__name__} has to be a module, but "
                 f"create_replacement returned {made!r}"
             )
         for part in made.modules():
@@ -89,7 +88,7 @@ def _inside_out(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def _exchange(modules: Iterable[nn.Module], new: Mapping[int, nn.Module]) -> None:
-    """Exchange what modules refer to: their submodules, and modules in plain attributes."""
+    """Replace references to modules: submodules, and modules in plain attributes."""
     for module in list(modules) if new else ():
         seen: set[int] = set()
         for name, value in list(vars(module).items()):

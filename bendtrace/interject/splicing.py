@@ -1,4 +1,4 @@
-"""Modules that values are passed through on their way."""
+"""Modules that values are passed through."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Spliced(Interjection):
 
     Args:
         module: the module.
-        keep_error: whether the value goes on as it is.
-        select: says which part of what the module gives is the value.
+        keep_error: whether the value stays as it is.
+        select: selects the part of the module's output that is the value.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class Spliced(Interjection):
         self.result, self.error = result, None
         if not isinstance(output, Tensor):
             if self._keep_error:
-                raise self._refusal(at, f"the value is {describe(output)}, of which there is none")
+                raise self._refusal(at, f"the value is {describe(output)}, and has no error term")
             return made
         if not isinstance(made, Tensor):
             raise InterjectionError(
-                f"{self.label} at {at.path or '<root>'} gave {describe(made)}: say with select= "
-                "which part of it takes the place of the value",
+                f"{self.label} at {at.path or '<root>'} returned {describe(made)}: choose the "
+                "part that replaces the value with select=",
                 at.path,
             )
         if made.shape == output.shape:
-            if torch.bool not in (made.dtype, output.dtype):  # of which there is no difference
+            if torch.bool not in (made.dtype, output.dtype):  # which cannot be subtracted
                 self.error = (output - made).detach()
         elif self._keep_error:
             shapes = f"{tuple(output.shape)} became {tuple(made.shape)}"
@@ -85,8 +85,8 @@ class Spliced(Interjection):
             return self._pick(result)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise InterjectionError(
-                f"{self.label} at {at.path or '<root>'} gave {describe(result)}, in which select= "
-                f"finds nothing ({type(error).__name__}: {error})",
+                f"{self.label} at {at.path or '<root>'} returned {describe(result)}, in which "
+                f"select= finds nothing ({type(error).__name__}: {error})",
                 at.path,
             ) from error
 
@@ -98,7 +98,7 @@ class Spliced(Interjection):
 
 
 class _Kept(torch.autograd.Function):
-    """Goes on with a value, and hands the gradient to what was made of it.
+    """Continues with a value, and passes the gradient to the module's result for it.
 
     The same as `made + (value - made).detach()`, but without the rounding.
     """
@@ -116,7 +116,7 @@ class Splice:
     """A module that is spliced in, until it is removed. Also a context manager.
 
     Attributes:
-        insertion: what is in the model for it.
+        insertion: its insertion in the model.
     """
 
     def __init__(self, insertion: Insertion, spliced: Spliced) -> None:
@@ -125,34 +125,34 @@ class Splice:
 
     @property
     def module(self) -> Any:
-        """What is spliced in."""
+        """The module."""
         return self._spliced.module
 
     @property
     def error(self) -> Tensor | None:
-        """The value less the reconstruction, of the last pass; None if shapes or kinds differ."""
+        """The value minus the reconstruction, of the last pass; None if shapes or dtypes differ."""
         return self._spliced.error
 
     @property
     def result(self) -> Any:
-        """All that the module gave in the last pass, with the graph that leads to it.
+        """The full output of the module in the last pass, with its autograd graph.
 
-        A loss can be made of it: that of the features of a sparse autoencoder, for one.
+        Use it for a loss, such as one on the features of a sparse autoencoder.
         """
         return self._spliced.result
 
     @property
     def active(self) -> bool:
-        """Whether it is in the model."""
+        """Whether it is active."""
         return self.insertion.active
 
     def remove(self) -> None:
-        """Take it out, and forget what it gave. Doing so twice is no error."""
+        """Remove it, and forget its results. Further calls have no effect."""
         self.insertion.remove()
         self._spliced.result = self._spliced.error = None
 
     def report(self) -> Report:
-        """Say at which nodes and passes it was called, and whether it changed anything."""
+        """Return at which nodes and passes it was called, and whether it changed anything."""
         return self.insertion.report()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Exchanging the parameters and buffers of a model while it is run."""
+"""Replacing the parameters and buffers of a model while it runs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Host(Protocol):
 
     Attributes:
         stage: the run.
-        names: names of its nodes.
-        entry: the grad mode and so on that it began under.
+        names: the names of its nodes.
+        entry: the grad mode and other modes at the start of the run.
     """
 
     stage: Stage
@@ -40,14 +40,14 @@ class Host(Protocol):
         """Put a gate on the tape."""
 
     def require_once(self, path: str) -> None:
-        """Refuse what the backward pass will run again."""
+        """Raise if the backward pass will run the current code again."""
 
     def qualified(self, scope: ModuleCall | None) -> str:
         """Return the qualified name of the module of a call, in the whole model."""
 
 
 class States:
-    """The parameters and buffers that something is inserted at.
+    """The parameters and buffers with insertions.
 
     Args:
         plan: the insertions of the run.
@@ -55,7 +55,7 @@ class States:
         host: the inserter.
 
     Attributes:
-        slots: what is inserted at them, by qualified name.
+        slots: the insertions at them, by qualified name.
     """
 
     def __init__(self, plan: Plan, model: Callable[..., Any], host: Host) -> None:
@@ -69,7 +69,7 @@ class States:
         return bool(self.slots)
 
     def exchanged(self, value: Any, frame: FrameType, scope: ModuleCall | None = None) -> Any:
-        """Exchange the parameters and buffers in arguments that there are insertions for."""
+        """Replace the parameters and buffers in arguments that have insertions."""
         kind = type(value)
         if kind is tuple or kind is list:
             items = [self.exchanged(item, frame, scope) for item in value]
@@ -108,11 +108,11 @@ class States:
         return known
 
     def _slots_of(self, tensor: Tensor, scope: ModuleCall) -> tuple[Slot, ...]:
-        """Return the slots at a parameter or buffer, as the code of a call uses it."""
+        """Return the slots at a parameter or buffer used in the code of a call."""
         every = self._names.get(id(tensor), ())
         part = self._host.stage.state(tensor)
         label = "" if part is None else dotted(str(part.label).removeprefix("self."))
-        # Of several names, that is the one in a call by which the running module knows it.
+        # Of several names, that of the call in which the running module has it.
         here = self._host.qualified(scope)
         called = next((n for n in every if n.rpartition(".")[0] == here), *every[:1] or (label,))
         path = self._host.names.path(scope)
@@ -126,7 +126,7 @@ class States:
 
 
 def _is_held(holder: str | None, here: str) -> bool:
-    """Whether code uses a parameter as that of a call: the call's own, or that around it."""
+    """Return whether code uses a parameter as that of a call: the call's own, or that around it."""
     return holder is None or holder == here or not here or holder.startswith(f"{here}.")
 
 

@@ -1,6 +1,6 @@
-"""Steps of autograd that change nothing: what passes back through them can be seen.
+"""Autograd steps that change nothing, but see the gradients that pass through them.
 
-They are entered where a call of a module begins and ends. A recorder sees them as ops.
+They are added where a call of a module begins and ends. A recorder sees them as ops.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ NOT_NUMBERED = 2**64 - 1  # the sequence number of what accumulates the gradient
 
 
 class Traffic(Protocol):
-    """What is told of gradients, in backward passes."""
+    """Receives gradients in backward passes."""
 
     def left(self, places: Sequence[int], gradient: Tensor | None) -> None:
-        """Note the gradient of an output."""
+        """Record the gradient of an output."""
 
     def entered(self, gradients: Gradients) -> Gradients:
-        """Return what to pass on as gradients of inputs."""
+        """Return the gradients to pass on for inputs."""
 
 
 def enter(
     traffic: Traffic, tensors: Sequence[Tensor], writable: bool
 ) -> tuple[tuple[Tensor, ...], Node]:
-    """Return tensors with the values and the storage of others, and the node of the step.
+    """Return tensors that share values and storage with others, and the step's autograd node.
 
     Args:
-        traffic: what is told of the gradients.
-        tensors: the others.
-        writable: whether they can be changed in place; else torch refuses it (`NOT_WRITABLE`).
+        traffic: receives the gradients.
+        tensors: the other tensors.
+        writable: whether they can be changed in place; if not, torch refuses it (`NOT_WRITABLE`).
     """
     step = _Entry if writable else _ReadOnlyEntry
     inside: tuple[Tensor, ...] = step.apply(*tensors)
@@ -64,7 +64,7 @@ def enter(
 
 
 def leave_in_place(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> bool:
-    """Enter a step into a tensor's own history; return False if torch refuses that."""
+    """Add a step to a tensor's own history; return False if torch refuses that."""
     _made.exits.append((traffic, places))
     try:
         _in_place(_Exit, tensor)
@@ -76,7 +76,7 @@ def leave_in_place(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> b
 
 
 def leave_as_view(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> Tensor:
-    """Return a view that comes after a step; autograd will not let it be changed in place."""
+    """Return a view that comes after a step; autograd refuses to change it in place."""
     _made.exits.append((traffic, places))
     try:
         view: Tensor = _ExitView.apply(tensor)
@@ -86,16 +86,16 @@ def leave_as_view(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> Te
 
 
 def rebase(tensor: Tensor, other: Tensor) -> None:
-    """Give a tensor the history of another of the same storage.
+    """Give a tensor the history of another with the same storage.
 
     Raises:
-        RuntimeError: if autograd does not allow it to be changed in place.
+        RuntimeError: autograd refuses to change it in place.
     """
     _in_place(_Rebase, tensor, other)
 
 
 class _Made(threading.local):
-    """What the step is of that is being made: no argument, or a recorder would look into it."""
+    """Marks the step that is being created: as an argument, a recorder would record it."""
 
     def __init__(self) -> None:
         self.exits: list[tuple[Traffic, Sequence[int]]] = []
@@ -108,8 +108,8 @@ class _Entry(Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        # A detached tensor is no view to autograd, so that it can be changed in place, and shares
-        # the count of such changes, so that they are noticed. Seen in torch 2.13;
+        # A detached tensor is not a view to autograd, so that it can be changed in place, and
+        # shares the counter of such changes, so that they are noticed. Seen in torch 2.13;
         # test_hook_gradients.py would notice a change.
         return tuple(tensor.detach() for tensor in tensors)
 
@@ -167,13 +167,13 @@ class _Rebase(Function):
 def _in_place(step: type[Function], tensor: Tensor, *others: Tensor) -> None:
     """Enter a step into a tensor's history.
 
-    To autograd it is a change in place, which would spoil what ops have saved for their backward
-    pass. Nothing is changed, so they may go on to use it.
+    To autograd it is an in-place change, which would invalidate what ops have saved for their
+    backward pass. Nothing is changed, so they may continue to use it.
     """
     with _unsafe_preserve_version_counter(tensor):
         step.apply(tensor, *others)
-    # A view looks up its history again if the count of changes is another than when it did so
-    # last. It has to do that now: at the next change the count will be what it was in between.
+    # A view looks up its history again if the change counter differs from the last look-up. It has
+    # to do that now: at the next change the counter will be what it was in between.
     _: Node = tensor.grad_fn
 
 
@@ -181,13 +181,13 @@ def _in_place(step: type[Function], tensor: Tensor, *others: Tensor) -> None:
 
 
 def root(tensor: Tensor) -> Tensor:
-    """What a tensor is a view of, or itself: whose history changes in place go into."""
+    """Return the base of a view, or the tensor itself: in-place changes go into its history."""
     base = tensor._base if tensor._is_view() else None
     return tensor if base is None else base
 
 
 def storage(tensor: Tensor) -> int:
-    """Something that is equal for tensors of the same storage."""
+    """Return a value that is equal for tensors with the same storage."""
     try:
         found: int = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # tensors that consist of others
@@ -196,10 +196,10 @@ def storage(tensor: Tensor) -> int:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether an element may be in several places, as after `expand` and `unfold`."""
+    """Return whether elements of a tensor may share memory, as after `expand` and `unfold`."""
     if not tensor._is_view() or tensor.is_sparse or tensor.is_nested:
         return False
-    reach = 0  # how far apart the elements are that the dimensions so far lead to
+    reach = 0  # the distance between elements of the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= reach:

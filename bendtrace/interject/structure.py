@@ -1,4 +1,4 @@
-"""Values taken apart into tensors and numbers, and put together again."""
+"""Values taken apart into tensors and numbers, and reassembled."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Stands for a value in a shape: a tensor, a number, or an object that stays what it is.
+    """A placeholder in a structure: for a tensor, a number, or an object that stays the same.
 
     Attributes:
-        kind: what it is.
-        number: its position among the values that are handed over; -1 for none.
+        kind: its type.
+        number: its position among the values that are passed on; -1 for none.
     """
 
     kind: type
@@ -41,14 +41,14 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A container: its type, and what is in it.
+    """A container: its type and its items.
 
     Attributes:
         kind: its type.
         keys: keys of a dict, else indices.
-        items: what is under them.
+        items: the items under the keys.
         names: names of attributes.
-        attributes: what they hold.
+        attributes: their values.
         mirrored: attributes that are also items of the same name.
         order: the names of all attributes.
     """
@@ -74,15 +74,15 @@ class _Constant:
 
 
 class Mismatch(Exception):
-    """A value is not of the shape that it should be of: where, and how."""
+    """A value does not have the expected structure: where, and how."""
 
 
 def take_apart(value: Any, objects: bool = True) -> tuple[Any, list[Any]]:
-    """Return the shape of a value, and the tensors, traced numbers and objects in it.
+    """Return the structure of a value, and the tensors, traced numbers and objects in it.
 
     Args:
         value: anything.
-        objects: whether other objects are among what is handed over, or left out.
+        objects: whether to pass other objects on, or leave them out.
     """
     found: list[Any] = []
     return _shape(value, found, objects), found
@@ -133,7 +133,7 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def assemble(shape: Any, values: list[Any]) -> Any:
-    """Put a value together from its shape and what is in it."""
+    """Build a value from its structure and contents."""
     if type(shape) is Leaf:
         return values[shape.number] if shape.number >= 0 else Missing(shape.kind)
     if type(shape) is _Constant:
@@ -155,12 +155,12 @@ def assemble(shape: Any, values: list[Any]) -> Any:
 
 
 def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
-    """Put a value together anew, with other tensors and numbers and the same objects.
+    """Build a value again, with other tensors and numbers and the same objects.
 
     Args:
-        value: what it was.
-        shape: its shape.
-        values: what is in it now.
+        value: the original value.
+        shape: its structure.
+        values: its new contents.
     """
     if type(shape) is Leaf:
         return values[shape.number] if shape.number >= 0 else value
@@ -188,12 +188,12 @@ def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
 
 
 def filled(value: Any, shape: Any, values: list[Any]) -> Any:
-    """Put other tensors and numbers into the lists, dicts and objects that a value consists of.
+    """Put other tensors and numbers into the lists, dicts and objects of a value, in place.
 
     Args:
-        value: what it was.
-        shape: its shape.
-        values: what is in it now.
+        value: the value.
+        shape: its structure.
+        values: its new contents.
     """
     if type(shape) is not Shape:
         return refilled(value, shape, values)
@@ -223,26 +223,26 @@ def _built(shape: Shape, held: dict[Any, Any], items: list[Any], attributes: dic
 
 
 class Missing:
-    """Stands for an object that is not handed over."""
+    """A placeholder for an object that is not passed on."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
 
     def __repr__(self) -> str:
-        return f"<a {self._kind.__qualname__}, not handed over>"
+        return f"<a {self._kind.__qualname__}, not passed on>"
 
 
 def collect(shape: Any, value: Any, found: list[Any], where: str = "") -> None:
-    """Fill in the tensors and numbers of a value that has to be of a shape.
+    """Collect the tensors and numbers of a value that must have a given structure.
 
     Args:
         shape: the shape.
         value: the value.
-        found: has a place for each leaf of the shape.
-        where: what leads to the value.
+        found: receives the values, one for each leaf of the structure.
+        where: the position of the value, for messages.
 
     Raises:
-        Mismatch: the value is of another shape.
+        Mismatch: the value has another structure.
     """
     if type(shape) is Leaf:
         _collect_leaf(shape, value, found, where)
@@ -262,10 +262,10 @@ def _collect_leaf(leaf: Leaf, value: Any, found: list[Any], where: str) -> None:
             raise Mismatch(f"{_at(where)}expected a {leaf.kind.__name__}, got {_short(value)}")
     elif leaf.number < 0:
         if not isinstance(value, Missing):
-            raise Mismatch(f"{_at(where)}a {leaf.kind.__qualname__} cannot be exchanged")
+            raise Mismatch(f"{_at(where)}a {leaf.kind.__qualname__} cannot be replaced")
         return
     elif value is not found[leaf.number]:
-        raise Mismatch(f"{_at(where)}a {leaf.kind.__qualname__} cannot be exchanged")
+        raise Mismatch(f"{_at(where)}a {leaf.kind.__qualname__} cannot be replaced")
     found[leaf.number] = value
 
 
@@ -280,7 +280,7 @@ def _collect_items(shape: Shape, value: Any, found: list[Any], where: str) -> No
     attributes = attributes_of(value) if shape.names else {}
     for name, item in zip(shape.names, shape.attributes, strict=True):
         if name not in attributes:
-            raise Mismatch(f"{_at(where)}the attribute {name} is gone")
+            raise Mismatch(f"{_at(where)}the attribute {name} is missing")
         collect(item, attributes[name], found, f"{where}.{name}")
 
 
@@ -301,7 +301,7 @@ def _short(value: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """Say in a few words what a value is."""
+    """Return a short description of a value."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, dict):

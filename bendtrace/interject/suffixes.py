@@ -1,4 +1,4 @@
-"""Suffixes of recorded runs, from given activations on: computed once, and kept."""
+"""Suffixes of recorded runs that start from given activations: computed once, and cached."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _MOST = 64  # things that are kept for each model
 
 @dataclass(frozen=True)
 class KnownRun:
-    """A recorded run that may be the one whose rest is wanted.
+    """A recorded run that may have the required rest.
 
     Attributes:
-        program: what it belongs to.
+        program: the program that it belongs to.
         recording: the run.
-        arguments: those of the call, by position; None for those that are missing.
-        missing: positions of those that are missing.
+        arguments: the arguments of the call, by position; None for missing ones.
+        missing: positions of the missing ones.
     """
 
     program: Program
@@ -62,13 +62,13 @@ class KnownRun:
 
 @dataclass
 class Prepared:
-    """The rest of a recorded run, ready to be carried out.
+    """The rest of a recorded run, ready to run.
 
     Attributes:
         recording: the run.
         spots: where on its tape the value of each node is given.
         cuts: the same, by op.
-        rest: what is needed.
+        rest: the required ops.
         stretch: its code; None if it cannot be run.
     """
 
@@ -80,12 +80,12 @@ class Prepared:
 
 
 class Suffixes:
-    """The rests of a model's runs from the values of some nodes on.
+    """The rests of a model's runs after the values of some nodes.
 
     Args:
         model: the `BendedModule`.
         given: the values, by node path.
-        bended: whether they come after what is inserted at the nodes.
+        bended: whether the values replace those after the insertions at the nodes.
     """
 
     def __init__(self, model: Any, given: Mapping[str, Any], bended: bool) -> None:
@@ -109,13 +109,13 @@ class Suffixes:
 
         Args:
             run: the run.
-            start: the first op that is not carried out yet.
-            available: those before that were.
+            start: the first op that has not been run yet.
+            available: the ops before it that were run.
             passed: the tests that were made before.
 
         Raises:
-            NodePathError: the run has not come by a node.
-            InputError: a node is none whose value can be given.
+            NodePathError: the run has not reached a node.
+            InputError: the value of a node cannot be given.
         """
         key = (
             "rest", id(run.recording), run.missing, tuple(self._given), self._bended, start,
@@ -151,14 +151,16 @@ class Suffixes:
         return prepared
 
     def _require_same(self, tree: Tree, text: str) -> None:
-        """Refuse a node that only answers to a path which is that of another one elsewhere."""
+        """Raise for a path that is an alias here but the path of another node elsewhere."""
         found, _ = find(tree.data, path_in(tree, text))
         if is_named(found, text):
             return
         meant = node_meant(self._model, text)
         if meant is not None and is_named(meant._data, text):
             raise NodePathError(
-                f"no node {text!r} in this run: {found.path!r} is another one", text, (found.path,)
+                f"no node {text!r} in this run: {found.path!r} is a different node",
+                text,
+                (found.path,),
             )
 
     def _slot(self, text: str, spot: Spot) -> int:
@@ -167,10 +169,10 @@ class Suffixes:
         return numbers.setdefault((text, spot.keys), len(numbers))
 
     def values_for(self, prepared: Prepared) -> dict[str, Any]:
-        """Return the given values as the code of a rest takes them.
+        """Return the given values in the form that the code of a rest takes.
 
         Raises:
-            InputError: one is not of the structure that the value of its node has.
+            InputError: the structure of one differs from that of its node's value.
         """
         values: dict[str, Any] = {}
         rest = prepared.rest
@@ -178,13 +180,13 @@ class Suffixes:
             dug = values_for(text, self._given[text], spots)
             for spot, value in zip(spots, dug, strict=True):
                 slot = self._slot(text, spot)
-                # Who knows what is done to it on another path.
+                # The other path may treat it in any way.
                 is_written = slot in rest.written or not rest.is_straight
                 values.setdefault(f"s{slot}", own(value) if is_written else value)
         return values
 
     def explained(self, prepared: Prepared, lack: Lack) -> str:
-        """Say what is missing, and what needs it."""
+        """Return what is missing, and what needs it."""
         recording = prepared.recording
         ops, tree = recording.tape.ops, self.tree_of(recording)
         name = _argument(lack.part).label
@@ -199,18 +201,18 @@ class Suffixes:
             source = index
         said = [_told(tree, recording, index) for index in (user, source) if index is not None]
         if not said:
-            need = "what the model gives, or a condition, depends on it"
+            need = "the output of the model, or a condition, depends on it"
         elif user is None:
             need = f"the rest uses {said[0]}, which is computed from it"
         elif source is None:
             need = f"{said[0]} uses it"
         else:
             need = f"{said[0]} uses {said[1]}, which is computed from it"
-        return f"the argument {shown} is needed as well: {need}. Give it, or an activation between"
+        return f"the argument {shown} is needed as well: {need}. Pass it, or an activation between"
 
 
 def own(value: Any) -> Any:
-    """Return a value like another one, that the model may write to."""
+    """Return a copy of a value that the model may write to."""
     shape, found = take_apart(value)
     return assemble(shape, [copied(v) if isinstance(v, Tensor) else v for v in found])
 
@@ -222,7 +224,7 @@ def _argument(part: Captured) -> Captured:
 
 
 def _told(tree: Tree, recording: Recording, index: int) -> str:
-    """Say which op is meant: the path of its node, and where in the source it is."""
+    """Return the path and the place of an op."""
     path, site = tree.path_of(index), recording.tape.ops[index].site
     where = ""
     if site is not None:
@@ -237,9 +239,9 @@ _KEPT: WeakKeyDictionary[Any, OrderedDict[Any, Any]] = WeakKeyDictionary()
 
 
 def kept(model: Any, key: Any, make: Callable[[], Any]) -> Any:
-    """Return what was made for a key before, and keep what is made now, for as long as a model.
+    """Return a cached result for a key, or compute it and cache it for the life of the model.
 
-    What is kept has to hold on to whatever the key knows by its identity.
+    A cached result has to keep alive the objects that its key identifies by id.
     """
     found = _KEPT.setdefault(model, OrderedDict())
     if key not in found:
@@ -255,14 +257,14 @@ class KnownRuns:
 
     Args:
         model: the `BendedModule`.
-        tree: its paths, with what is inserted now.
-        bound: the arguments by name, as far as they were given.
+        tree: its paths, with the current insertions.
+        bound: the arguments by name, as far as they were passed.
 
     Attributes:
-        is_whole: whether the model can be called with the arguments: no others are known of.
+        is_whole: whether the model can be called with these arguments.
 
     Raises:
-        InputError: nothing is known of the model, and no arguments are there.
+        InputError: no runs are known, and no arguments are given.
     """
 
     def __init__(self, model: Any, tree: TraceTree, bound: Mapping[str, Any]) -> None:
@@ -276,15 +278,15 @@ class KnownRuns:
         if not (self.is_whole or self._wider):
             raise InputError(
                 "nothing has been traced yet"
-                + (" with what is inserted now" if model._board else "")
+                + (" with the current insertions" if model._board else "")
                 + ": call the module, or its trace(), first"
             )
 
     def __iter__(self) -> Iterator[KnownRun]:
-        """Yield them.
+        """Yield the runs.
 
         Raises:
-            DivergenceError: arguments are missing, and there are none.
+            DivergenceError: arguments are missing, and no run fits.
         """
         return iter(self._admitting() if self.is_whole else self._fitting())
 
@@ -298,7 +300,7 @@ class KnownRuns:
         ]
 
     def _fitting(self) -> list[KnownRun]:
-        """Return the runs that fit as far as can be told from the arguments that are there."""
+        """Return the runs that fit, judging by the available arguments."""
         found: list[KnownRun] = []
         reasons: list[str] = []
         for program in self._wider:
@@ -311,13 +313,13 @@ class KnownRuns:
                     KnownRun(program, recording, arguments, missing)
                     for recording in self._latest_first(program)
                 ]
-            else:  # those that differ in what is asked last are nearest
+            else:  # those that differ in the last question are nearest
                 is_near = program.global_state.difference() is None
                 reasons.insert(0 if is_near else len(reasons), reason)
         if not found:
             raise DivergenceError(
-                f"no recorded run can be gone on with: {reasons[0]}; call the module as it is now, "
-                "or give all its arguments"
+                f"no recorded run fits: {reasons[0]}; call the module as it is now, or pass "
+                "all its arguments"
             )
         return sorted(found, key=lambda run: run.recording is not self._latest)
 
@@ -327,7 +329,7 @@ class KnownRuns:
 
     @property
     def _latest(self) -> Recording | None:
-        """The run of the latest call, as far as that is known."""
+        """The run of the latest call, if known."""
         dispatcher = self._model._dispatcher
         latest: Recording | None = dispatcher.latest_run
         trace = dispatcher.latest
@@ -336,7 +338,7 @@ class KnownRuns:
     def _misfit(
         self, program: Program, arguments: tuple[Any, ...], missing: frozenset[int]
     ) -> str | None:
-        """Say why a recorded run would not be repeated now, whatever is missing; None if it may."""
+        """Return why a recorded run would not be repeated now; None if it may."""
         if program.live_only:
             return str(NotReplayableError(program.recording.tape.blockers))
         different = program.global_state.difference()
@@ -352,7 +354,7 @@ class KnownRuns:
         _, code, checks = kept(self._model, ("check", id(program), missing), written)
         try:
             number = code.function(arguments)
-        except NameError:  # a fault of the check itself
+        except NameError:  # an error of the check itself
             raise
         except Exception as error:  # as in `Program.failing`
             return f"{type(error).__name__}: {error}"

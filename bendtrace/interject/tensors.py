@@ -1,7 +1,7 @@
-"""The tensors in what a module is given and gives: taken out as a list, and put in again.
+"""The tensors in the inputs and outputs of a module: extracted as a list, and put back.
 
-Tuples (named ones and torch's own included), lists, dicts and dataclasses are looked into, in the
-order in which they iterate; everything else is left as it is.
+Tuples (including named tuples and torch's own), lists, dicts and dataclasses are searched, in their
+order of iteration; everything else is left as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Exchange", "tensors_of", "with_tensors"]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return all tensors in a value; one that is there twice, twice.
+    """Return all tensors in a value, in order, with repetitions.
 
     Example:
         >>> import torch
@@ -35,9 +35,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
-    """Return a value with other tensors in place of its own, given in the order of `tensors_of`.
+    """Return a value with other tensors instead of its own, in the order of `tensors_of`.
 
-    Containers in which something changes are copied; the others stay the same objects.
+    Containers with changes are copied; the others stay the same objects.
 
     Example:
         >>> import torch
@@ -49,23 +49,23 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 class Exchange:
-    """Tensors put in the place of others for a while.
+    """Tensors that temporarily replace others.
 
-    Lists, dicts and dataclasses are changed themselves, not copied: whoever is given them may
-    append to them, and whoever gave them wants to see that. `undo` puts the tensors back.
+    Lists, dicts and dataclasses are changed in place, not copied: the receiver may append to them,
+    and the caller expects to see that. `undo` puts the tensors back.
 
     Args:
-        exchanged: what to put in the place of a tensor, by the tensor's id.
+        exchanged: the replacement of each tensor, by the tensor's id.
     """
 
     def __init__(self, exchanged: dict[int, Tensor]) -> None:
         self._exchanged = exchanged
         self._touched: list[Any] = []
-        # By the id of what was put in: that (so that the id stays its own), and what was there.
+        # By the id of the replacement: it (so that the id is not reused), and the original.
         self._originals: dict[int, tuple[Any, Any]] = {}
 
     def into(self, value: Any) -> Any:
-        """Return a value with tensors exchanged: another one only if it is a tuple."""
+        """Return a value with its tensors replaced: a new object only if it is a tuple."""
         return _mapped(value, self._other, self._touch, self._note)
 
     def _other(self, tensor: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Exchange:
         self._originals[id(new)] = new, original
 
     def undo(self) -> None:
-        """Put back, in all that was changed, what is there still."""
+        """Restore the replaced tensors that are still in place."""
         for container in self._touched:
             for key, item in list(_items(container)):
                 found = self._originals.get(id(item))
@@ -105,9 +105,9 @@ def _mapped(
 
     Args:
         value: the value.
-        new: returns what to put in the place of a tensor.
-        changeable: returns the list, dict or dataclass to change in the place of one.
-        note: called with each tuple that another takes the place of, and with that.
+        new: returns the replacement of a tensor.
+        changeable: returns the list, dict or dataclass to change instead of one.
+        note: called with each replaced tuple, and its replacement.
         around: the ids of the containers that the value is in.
     """
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The trace trees of one model: one for each set of places that things are inserted at."""
+"""The trace trees of one model: one for each set of insertion locations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MOST = 64  # sets of places that paths are kept for
 
 
 class Trees:
-    """The paths without insertions, and those with insertions at some places.
+    """The paths without insertions, and those with insertions at some locations.
 
-    What is inserted at a place is not part of a path: another patch at the same node goes along
-    the same ones. Where there are too many sets of places, the paths of those are forgotten that
-    were used least of late.
+    The inserted objects are not part of a path: another patch at the same node uses the same paths.
+    If there are too many sets of locations, the paths of the least recently used sets are
+    forgotten.
 
     Args:
         limit: how many paths each tree keeps; None for all.
@@ -35,7 +35,7 @@ class Trees:
     Attributes:
         limit: as given.
         plain: the paths without insertions.
-        latest: the tree that was asked for last.
+        latest: the tree that was requested last.
     """
 
     def __init__(self, limit: int | None) -> None:

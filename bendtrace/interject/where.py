@@ -1,4 +1,4 @@
-"""Where an insertion is: everything that can be said, and the places that it comes to."""
+"""The location of an insertion: every accepted form, and its resolution."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ __all__ = ["AtPath", "AtPaths", "Known", "OfModule", "Said", "Want", "near_misse
 
 @dataclass(frozen=True)
 class AtPath:
-    """The node of a path."""
+    """The node with a path."""
 
     is_broad: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
     path: str
 
     def matches(self, node: Candidate) -> bool:
-        """Whether it is the node."""
+        """Return whether a node has the path."""
         return node.path == self.path
 
 
@@ -57,7 +57,7 @@ class AtPaths:
     paths: frozenset[str]
 
     def matches(self, node: Candidate) -> bool:
-        """Whether it is one of the nodes."""
+        """Return whether a node has one of the paths."""
         return node.path in self.paths
 
 
@@ -70,7 +70,7 @@ class OfModule:
     module: nn.Module
 
     def matches(self, node: Candidate) -> bool:
-        """Whether it is a call of the module."""
+        """Return whether a node is a call of the module."""
         return node.module is self.module
 
     def __eq__(self, other: object) -> bool:
@@ -82,11 +82,11 @@ class OfModule:
 
 @dataclass(frozen=True)
 class Selected:
-    """What a selector means.
+    """The nodes that a selector selects.
 
     Attributes:
         selector: the selector.
-        is_broad: whether it can mean anything: a selector, or a function of a node.
+        is_broad: whether it can select any node: a selector, or a function of a node.
     """
 
     selector: NodeSelector
@@ -94,11 +94,11 @@ class Selected:
 
     @property
     def needs_output(self) -> bool:
-        """Whether the output has to be known to tell."""
+        """Whether it depends on the output of the node."""
         return self.selector.needs_output
 
     def matches(self, node: Candidate) -> bool:
-        """Whether the selector means the node."""
+        """Return whether the selector selects a node."""
         return self.selector.matches(node)
 
     def __repr__(self) -> str:
@@ -113,20 +113,20 @@ class Known(Protocol):
         """The model."""
 
     def trees(self) -> Iterable[Tree]:
-        """The trees of the runs without insertions, the one looked at most first."""
+        """The trees of the runs without insertions, the preferred one first."""
 
     def names(self) -> Iterable[Names]:
-        """The names of the same runs."""
+        """The names in the same runs."""
 
     def mirror_path(self, name: str) -> str:
-        """Return the path of the node of the latest mirror that has a name; "" if none has."""
+        """Return the path of the node of the latest mirror that has a name; "" if there is none."""
 
     def hint(self, name: str) -> str:
-        """Say under which branch that was not taken something of a name may be."""
+        """Return the untaken branch in which something with a name may be."""
 
 
 class Said(str):
-    """What a copy of a model has instead of what was said of where an insertion is."""
+    """A copy's replacement for a location that refers to the original model."""
 
     __slots__ = ()
 
@@ -136,12 +136,12 @@ class Said(str):
 
 @dataclass(frozen=True)
 class Want:
-    """One thing that was said of where an insertion is.
+    """One location, as the user gave it.
 
     Attributes:
-        said: as it was said.
-        place: where that is, if it can be told without a run.
-        passes: which passes it names, counted from 0; None for all.
+        said: as given.
+        place: the resolved location, if it can be resolved without a run.
+        passes: the passes that it names, counted from 0; None for all.
     """
 
     said: Any
@@ -150,38 +150,38 @@ class Want:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a run without insertions has to tell, each time."""
+        """Whether a run without insertions has to resolve it, each time."""
         return isinstance(self.said, NodeSelector) and self.said.looks_ahead
 
     @property
     def is_open(self) -> bool:
-        """Whether it has to be looked for in the first run."""
+        """Whether it has to be looked up in the first run."""
         return self.place is None and not self.is_ahead
 
     def said_in_words(self) -> Want:
-        """Return the same, without nodes of trees, which belong to one model."""
+        """Return the same without tree nodes, which belong to one model."""
         return replace(self, said=self.said._path) if isinstance(self.said, Node) else self
 
     def ahead(self, graph: CandidateGraph) -> Place:
-        """Return where a selector is in a run."""
+        """Return the location of a selector in a run."""
         return Place("node", AtPaths(frozenset(self.said.select(graph))))
 
 
 def wants_of(where: Any, known: Known, *, lenient: bool = False) -> tuple[Want, ...]:
-    """Read what was said.
+    """Parse a location.
 
     Args:
-        where: as it was said.
-        known: what is known of the model.
-        lenient: whether a name that there is nothing by may come up later.
+        where: as given.
+        known: the recorded runs of the model.
+        lenient: whether a name without a match may match later.
 
     Raises:
-        InputError: it is nothing that can say where something is.
-        NodePathError: there is nothing by a name.
+        InputError: it is not a valid location.
+        NodePathError: a name matches nothing.
     """
     if isinstance(where, (list, tuple, set, frozenset)):
         if not where:
-            raise InputError("where= is empty: say at which nodes")
+            raise InputError("where= is empty: pass at least one node")
         return tuple(want for item in where for want in wants_of(item, known, lenient=lenient))
     try:
         return _wants(where, known)
@@ -203,14 +203,14 @@ def _wants(where: Any, known: Known) -> tuple[Want, ...]:
         owner = module_of(known.model)
         if owner is not None and all(where is not module for module in owner.modules()):
             raise InputError(
-                f"the module {type(where).__name__} is not one of the model's: give one of its "
-                "own submodules, a path or a class"
+                f"the module {type(where).__name__} is not a submodule of the model: pass one "
+                "of its own submodules, a path or a class"
             )
         return (Want(where, Place("node", OfModule(where))),)
     if isinstance(where, NodeSelector) and where.looks_ahead:
         return (Want(where),)
     if isinstance(where, type) and not issubclass(where, nn.Module):
-        raise InputError(f"of classes only those of modules can be given, not {where!r}")
+        raise InputError(f"a class has to be a class of modules, not {where!r}")
     if not (isinstance(where, re.Pattern) or callable(where) or isinstance(where, NodeSelector)):
         raise InputError(
             "where= takes a node path, a node, a regular expression, a module, a class of modules, "
@@ -222,18 +222,19 @@ def _wants(where: Any, known: Known) -> tuple[Want, ...]:
 
 
 def _require_own(node: Node, known: Known) -> None:
-    """Refuse a node of a tree if what has its path in this model is something else.
+    """Raise for a node of a tree if its path in this model belongs to something else.
 
     Raises:
-        InputError: it is.
+        InputError: it does.
     """
     data, model = node._data, module_of(known.model)
     if data.kind == "graph" and data.module and model is not None:
         module = modules_in(model).get(data.module)
         if module is not None and type(module).__name__ != data.class_name:
             raise InputError(
-                f"{data.path!r} is a {data.class_name} in the run that this node is of, and a "
-                f"{type(module).__name__} in this model: give a path, or a node of its own trees"
+                f"{data.path!r} is a {data.class_name} in the run of this node, and a "
+                f"{type(module).__name__} in this model: pass a path, or a node of the model's "
+                "own trees"
             )
     if data.role != "op" or not data.places:
         return
@@ -248,8 +249,9 @@ def _require_own(node: Node, known: Known) -> None:
         others.append(other)
     if others:
         raise InputError(
-            f"{data.path!r} is at {_said(data)} in the run that this node is of, and at "
-            f"{_said(others[0])} in this model: give a path, or a node of its own trees"
+            f"{data.path!r} is at {_said(data)} in the run of this node, and at "
+            f"{_said(others[0])} in this model: pass a path, or a node of the model's own "
+            "trees"
         )
 
 
@@ -264,10 +266,10 @@ def _said(node: TreeNode) -> str:
 
 
 def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
-    """Find what a string names.
+    """Resolve a string.
 
-    The qualified name of a module means all its calls, that of a parameter all its uses; other
-    names mean what happens at one place in the source, or at those that a layer has.
+    The qualified name of a module selects all its calls, that of a parameter all its uses; other
+    names select one place in the source, or the places of a layer.
     """
     meant = meant_by(text, known)
     if meant is not None and meant.is_whole_state:
@@ -276,8 +278,8 @@ def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
         return (Want(said, Place("node", OfModule(meant.module))),)
     if meant is not None and not meant.places:
         raise NodePathError(
-            f"{text!r} is a layer that no node of the tree gives: nothing can be inserted there; "
-            "take a node that uses it",
+            f"{text!r} is a layer without a node in the tree: nothing can be inserted there; "
+            "choose a node that uses it",
             text,
         )
     if meant is not None:
@@ -294,7 +296,7 @@ def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
             find(tree.data, text)
         except NodePathError as error:
             errors.append(error)
-    if not errors:  # the first run is looked at before it does anything
+    if not errors:  # the first run is checked before it does anything
         return (Want(said),)
     path = known.mirror_path(text)
     near = near_names(text, (name for names in known.names() for name in names.listed()))
@@ -302,14 +304,14 @@ def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
     if near and at_root and not path and not any("did you mean" in str(error) for error in errors):
         said = ", ".join(map(repr, near))
         raise NodePathError(
-            f"no node {text!r}: the root has no {text!r}; near to it: {said}", text, tuple(near)
+            f"no node {text!r}: the root has no {text!r}; similar names: {said}", text, tuple(near)
         )
-    hint = f"the mirror has a node {text!r}: give {path!r}, or NodeRef({text!r})" if path else ""
+    hint = f"the mirror has a node {text!r}: pass {path!r}, or NodeRef({text!r})" if path else ""
     raise _astray(errors, hint or known.hint(text))
 
 
 def _astray(errors: Sequence[NodePathError], hint: str) -> NodePathError:
-    """Make one error of those of all runs: where the path got furthest, and what else is there."""
+    """Merge the errors of all runs into one: where the path got furthest, and what exists."""
     furthest = max(errors, key=_nearness)
     level = {path.rpartition(".")[0] for path in furthest.completions}
     more = dict.fromkeys(
@@ -327,7 +329,7 @@ def _astray(errors: Sequence[NodePathError], hint: str) -> NodePathError:
 
 
 def _nearness(error: NodePathError) -> tuple[int, float]:
-    """Say how far a path got, and how much what is there looks like what was wanted."""
+    """Return how far a path got, and how similar the existing names are."""
     said = re.split(r"[.|:]", error.path)
     names = [path.split(".") for path in error.completions]
     alike = [
@@ -339,7 +341,6 @@ def _nearness(error: NodePathError) -> tuple[int, float]:
 
 
 def _place(root: TreeNode, node: TreeNode) -> Place:
-    """Return the place that a node of a tree is."""
     shown = dug(root, node)
     if node.role == "call":
         return Place("node", AtPath(node.path), shown=shown)
@@ -359,8 +360,8 @@ def _place(root: TreeNode, node: TreeNode) -> Place:
         return Place("state", State(dotted(name), holder.path), shown=shown)
     if whole.kind == "number" and _is_taken(whole):
         raise NodePathError(
-            f"{shown!r} is a number that Python computes with: nobody can exchange it; take the "
-            "tensor that it comes from",
+            f"{shown!r} is a Python number, which cannot be replaced; choose the tensor that "
+            "it comes from",
             shown,
         )
     return Place("node", AtPath(whole.path), dig=dig, shown=shown)
@@ -372,13 +373,13 @@ _TAKEN = frozenset(
 
 
 def _is_taken(node: TreeNode) -> bool:
-    """Whether Python takes a number as soon as it is there."""
+    """Return whether Python takes a number as soon as it exists."""
     base = re.sub(r"(_\d+)+$", "", node.label or node.name)
     return base in _TAKEN
 
 
 def near_misses(text: str, paths: Sequence[str]) -> str:
-    """Say what there is that looks like a name."""
+    """Return a text that suggests names similar to one."""
     near = near_names(text, paths, 3)
     listed = near or list(paths[:8])
     word = "did you mean" if near else "there are"

@@ -1,4 +1,4 @@
-"""Which nodes work in place, and on what: what is inserted there has to reach that tensor."""
+"""Nodes that work in place, and their targets: insertions there have to update that tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["overlaps", "written_by"]
 
 
 def overlaps(tensor: Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether another argument lies in the memory of a tensor, which torch may refuse then."""
+    """Return whether another argument shares memory with a tensor, which torch may refuse."""
     with torch._C.DisableTorchFunction():
         place = storage_of(tensor)
         return any(
@@ -45,7 +45,7 @@ def written_by(node: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _works_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function, going by its name and flags, gives back what it was given, changed."""
+    """Return whether a function, judging by its name and flags, returns its argument, changed."""
     if is_named_in_place(getattr(function, "__name__", "")):
         return True
     position = _flag_position(function)
@@ -57,7 +57,7 @@ def _works_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @functools.cache
 def _flag_position(function: Any) -> int | None:
-    """Where a function of torch takes the flag `inplace`."""
+    """Return the position of the flag `inplace` among the arguments of a torch function."""
     try:
         return list(inspect.signature(function).parameters).index("inplace")
     except (TypeError, ValueError):

@@ -1,1 +1,1 @@
-"""Node paths: names for everything a run computed, as a tree that prints and completes."""
+"""Node paths: names for every value in a run, as a tree that prints and completes."""

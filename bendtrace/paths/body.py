@@ -1,4 +1,4 @@
-"""The code of one call of a module while it is written, and its layout as lines of Python."""
+"""The code of one module call while it is written, and its layout as lines of Python."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Line(NamedTuple):
 
 
 def kept_name(name: str) -> str:
-    """Return the name of the list of a variable's values, where earlier ones are needed."""
+    """Return the name of the list with a variable's values, if earlier ones are needed."""
     return f"{name}_passes"
 
 
 def layout(lines: list[Line], given: Collection[str] = (), kept: Collection[str] = ()) -> list[str]:
-    """Return statements as text: what is used for the last time is freed, repetitions fold.
+    """Return statements as text, with variables freed after their last use and repetitions folded.
 
     Args:
         lines: the statements.
         given: the arguments.
-        kept: variables of which earlier values are needed when they have a new one.
+        kept: variables whose earlier values are still needed after reassignment.
     """
     lines = _keeping(lines, kept)
     taken = {line.target for line in lines}.union(given)
@@ -157,7 +157,6 @@ class _Body:
             self.header = f"for {self._variable} in range({first}{stop}):"
 
     def text(self, offset: int) -> str:
-        """Return one of the lines."""
         form, deltas = self._forms[offset], iter(self._deltas[offset])
         numbers = iter(form.numbers)
 
@@ -274,11 +273,11 @@ class Body:
         return layout(self._lines, self.arguments, self._older)
 
     def knows(self, index: int) -> bool:
-        """Whether what an op gave has a name."""
+        """Return whether the result of an op has a name."""
         return (index, ()) in self._names
 
     def name(self, ref: Ref) -> str:
-        """Return what a value is called here."""
+        """Return the name of a value here."""
         index, keys = self._builder.events.origin(ref.index)
         for length in range(len(keys), -1, -1):
             local = self._names.get((index, keys[:length]))
@@ -293,33 +292,33 @@ class Body:
         return f"<{elsewhere or base_name(self._builder.events.ops[index])}>"
 
     def used(self, value: Any) -> tuple[str, ...]:
-        """Return the variables that something recorded is written with."""
+        """Return the variables used in the text of a recorded object."""
         texts = [self.name(ref) for ref in refs_in(value)]
         texts += [thing.part.label for thing in existing_in(value)]
         found = (re.match(r"\w+", text) for text in texts)
         return tuple(dict.fromkeys(match[0] for match in found if match is not None))
 
     def assign(self, name: str, text: str, used: tuple[str, ...] = ()) -> None:
-        """Add the line that gives a variable its value; none if that is itself."""
+        """Add a line that assigns a value to a variable; none if it is the same variable."""
         if text == name:
             return
         self._lines.append(Line(f"{name} = {text}", name, used, within=self.within))
         self._versions[name] = self._versions.get(name, 0) + 1
 
     def statement(self, text: str, used: tuple[str, ...], leaves: bool = False) -> None:
-        """Add a line that gives no value a name."""
+        """Add a line that assigns nothing."""
         self._lines.append(Line(text, "", used, leaves, self.within))
 
     def call_it(self, index: int, element: tuple[Any, ...], name: str) -> None:
-        """Note that a value is now called by a variable."""
+        """Record the variable that holds a value."""
         self._names[index, element] = self._local(name)
 
     def call_argument(self, child: TreeNode) -> None:
-        """Note what the values in an argument are called."""
+        """Record the names of the values in an argument."""
         self._call_parts(child, self._local(child.name))
 
     def call_results(self, value: Any, name: str) -> None:
-        """Note what the values in the output of a call are called, which has a variable."""
+        """Record the names of the values in the output of a call, which has a variable."""
         self._call_items(value, self._local(name))
 
     def _local(self, name: str) -> _Local:

@@ -1,4 +1,4 @@
-"""The tree of nodes, built from a recorded run."""
+"""Builds the tree of nodes of a recorded run."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _TRACERS = frozenset({recorder.__file__})
 
 
 class Builder:
-    """Makes the nodes of the tree of one run, or finds those that are there already.
+    """Creates the nodes of the tree of one run, or reuses existing ones.
 
     Args:
-        events: what happened in the run.
-        registry: gives the names.
+        events: the events of the run.
+        registry: the registry of node names.
 
     Attributes:
         root: the root of the tree.
-        where: for each call of a module, by identity, its node and the pass that it is.
-        marks: for each call, by identity, the position on the tape of each child and its name.
+        where: for each module call, by identity, its node and the number of its pass.
+        marks: for each call, by identity, the tape position and name of each child.
     """
 
     def __init__(self, events: Events, registry: Registry) -> None:
@@ -67,7 +67,7 @@ class Builder:
         self.root.class_name = type(call.module or events.function).__name__
 
     def finish(self) -> None:
-        """Put outputs last, and the code that ran into the graphs."""
+        """Move outputs to the end, and store the code that ran in the graphs."""
         for node, inserted in self._inserted.values():
             order = list(node.children)
             for name, after in inserted:
@@ -94,7 +94,7 @@ class Builder:
         return known[0]
 
     def places(self, site: Site | None) -> tuple[Place, ...]:
-        """Return the lines that led to a site, from the code of the module inwards."""
+        """Return the lines that led to a site, starting in the code of the module."""
         if site is None:
             return ()
         known = self._places.get(id(site))
@@ -118,7 +118,7 @@ class Builder:
         type_: str,
         role: Role,
     ) -> TreeNode:
-        """Return the child of a node that a key stands for, made if it is new."""
+        """Return the child of a node for a key; create it if it is new."""
         if role == "output" and parent.kind == "graph":
             name = self._registry.output(parent.path, key)
         else:
@@ -140,16 +140,16 @@ class Builder:
         role: Role,
         places: tuple[Place, ...] = (),
     ) -> TreeNode:
-        """Add a value, and what it contains, to pass `number` of a node.
+        """Add a value, and its contents, to pass `number` of a node.
 
         Args:
-            parent: the node around it.
-            number: in which pass of that.
-            key: what makes it this node.
-            label: what to call it.
+            parent: the enclosing node.
+            number: the pass of the parent.
+            key: the key that identifies the node.
+            label: its preferred name.
             value: the value, as recorded.
-            role: how it belongs to the graph.
-            places: where it happened.
+            role: its relation to the graph.
+            places: its places in the source.
         """
         value = self.plain(value)
         items = items_of(value, self.events)
@@ -178,7 +178,7 @@ class Builder:
         return child
 
     def plain(self, value: Any) -> Any:
-        """Return what stands behind other names of a value."""
+        """Return the value behind aliases."""
         if isinstance(value, Existing):
             part = self.events.real(value.part)
             index = self.events.input_of.get(part.index)
@@ -189,7 +189,7 @@ class Builder:
         return value
 
     def has_values(self, value: Any) -> bool:
-        """Whether there is anything of the run in a value."""
+        """Return whether a value contains values of the run."""
         value = self.plain(value)
         if isinstance(value, Ref):
             return True
@@ -197,20 +197,20 @@ class Builder:
         return items is not None and any(self.has_values(item.value) for item in items)
 
     def insert(self, node: TreeNode, names: list[str], after: str) -> None:
-        """Note that some children stand before another one."""
+        """Record that some children precede another."""
         _, inserted = self._inserted.setdefault(id(node), (node, []))
         inserted += [(name, after) for name in names]
 
     def keep_code(self, node: TreeNode, number: int, text: str) -> None:
-        """Note what a pass of a graph ran."""
+        """Record the code that a pass of a graph ran."""
         self._codes.setdefault(id(node), {}).setdefault(text, []).append(number)
 
     def relative(self, call: ModuleCall) -> str:
-        """Return what the code around a call knows the module as: `layers.8`."""
+        """Return the name of a module in the code around a call: `layers.8`."""
         return self._holders.module(call)
 
     def state(self, op: Op, call: ModuleCall) -> str:
-        """Return what the code of a call knows a parameter or buffer as: `weight`."""
+        """Return the name of a parameter or buffer in the code of a call: `weight`."""
         return self._holders.state(str(op.target), call)
 
 
@@ -230,10 +230,10 @@ def _described(
 
 
 class Visit:
-    """One call of a module, as it is added to the tree.
+    """One module call, while it is added to the tree.
 
     Args:
-        builder: builds the tree.
+        builder: the builder of the tree.
         call: the call.
         node: its node.
     """
@@ -254,7 +254,7 @@ class Visit:
         builder.marks[id(call)] = self.marks
 
     def run(self) -> None:
-        """Add what happened in the call."""
+        """Add everything that happened in the call."""
         number = self.events.numbers.get(id(self.call))
         parent = 0
         if self.call.parent is not None and id(self.call.parent) in self.builder.where:
@@ -343,7 +343,6 @@ class Visit:
         metas: Any,
         labels: list[tuple[Any, str]],
     ) -> None:
-        """Add the parts of a result."""
         number = len(holder.passes) - 1
         for (key, label), meta in zip(labels, metas, strict=False):
             element = (*keys, key)
@@ -477,17 +476,17 @@ _Counts = dict[tuple[int, str], int]
 
 
 class StepSource:
-    """Finds, once somebody asks, the place of each flow step in a tree.
+    """Finds the place of each flow step in a tree, on demand.
 
     Args:
-        builder: what built the tree.
+        builder: the builder of the tree.
     """
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
 
     def place(self) -> None:
-        """Put the steps into the nodes of the graphs that they happened in."""
+        """Add the steps to the nodes of their graphs."""
         builder, recording = self._builder, self._builder.events.recording
         index_of = {name: index for index, name in enumerate(recording.names)}
         found: dict[tuple[object, ...], tuple[TreeNode, str, int, FlowStep, _Counts]] = {}

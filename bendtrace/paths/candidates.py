@@ -1,4 +1,4 @@
-"""The nodes of a run as selectors see them, and how values flow between them."""
+"""The nodes of a run in the form that selectors use, and the flow of values between them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ __all__ = ["Candidate", "CandidateGraph", "NodeSelector", "candidates_of"]
 
 @dataclass(eq=False)
 class Candidate:
-    """A node that a selector is asked about: a call of a module, a function or a method.
+    """A node that a selector judges: a call of a module, a function or a method.
 
     Attributes:
         path: node path: `layers_0.mlp.relu`; for calls of modules without an op: `layers_0.mlp`.
-        base: what it is called by itself: `relu`, `conv1`.
+        base: its name without a number: `relu`, `conv1`.
         module: the module called; None for functions and methods.
         module_path: qualified name of that module: `layers.0.mlp`; "" for the root.
         function: the torch function or method that is called; None for calls of modules.
-        scope: the module in whose code it happens; None outside all modules.
+        scope: the module whose code makes the call; None outside all modules.
         scope_path: qualified name of that module.
-        site: where it happens in the source; None for the root.
-        shape: shape of the first tensor that it gave; None where that is not known yet.
+        site: its place in the source; None for the root.
+        shape: shape of the first tensor in its output; None if not known yet.
         dtype: dtype of that tensor.
-        uses_parameter: for functions, whether a parameter is among what they are given.
+        uses_parameter: for functions, whether a parameter is among the arguments.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -79,7 +79,7 @@ class Candidate:
 
     @property
     def qualified_name(self) -> str:
-        """Qualified name of the module; for ops that of the module around, and their own name."""
+        """Qualified name of the module; for ops, that of the enclosing module and their name."""
         if self.is_module:
             return self.module_path
         return f"{self.scope_path}.{self.name}" if self.scope_path else self.name
@@ -105,10 +105,10 @@ class Candidate:
 
 
 class CandidateGraph:
-    """The nodes of one run in the order in which they first began, and how values flow.
+    """The nodes of one run in the order in which they first began, and the flow of values.
 
-    An edge says that a value which one node gave, or wrote, is used by another. A module's call
-    takes part under its own name, and the ops inside it under theirs.
+    An edge means that a value which one node returned, or wrote, is used by another. A module call
+    and the ops inside it are separate nodes.
 
     Attributes:
         nodes: the nodes by path.
@@ -134,7 +134,7 @@ class CandidateGraph:
 
     @cached_property
     def edges(self) -> nx.DiGraph[Any]:
-        """Data edges between paths, as a networkx graph of its own or part of a larger one."""
+        """The data edges between paths, as a networkx graph of its own or part of a larger one."""
         if isinstance(self._edges, nx.DiGraph):
             return self._edges
         graph: nx.DiGraph[Any] = nx.DiGraph()
@@ -146,23 +146,23 @@ class CandidateGraph:
         return iter(self.nodes.values())
 
     def followers(self, node: Candidate) -> list[Candidate]:
-        """The nodes that use what a node gives, as it is."""
+        """The nodes that use the output of a node directly."""
         return [self.nodes[path] for path in self.edges.successors(node.path)]
 
     def preceding(self, node: Candidate) -> list[Candidate]:
-        """The nodes that gave what a node uses."""
+        """The nodes whose outputs a node uses."""
         return [self.nodes[path] for path in self.edges.predecessors(node.path)]
 
 
 class NodeSelector:
-    """Says which nodes are meant. Subclasses override `matches`, or `select` if they look ahead.
+    """Selects nodes. Subclasses override `matches`, or `select` if they look ahead.
 
-    Selectors are values: two that are made alike are equal and hash alike.
+    Selectors are values: two with the same arguments are equal and have the same hash.
 
     Attributes:
-        looks_ahead: whether the whole graph has to be known to tell. Such selectors are decided
-            by a run of the model without insertions on the same inputs.
-        needs_output: whether the output has to be known to tell.
+        looks_ahead: whether the decision needs the whole graph. Such selectors are resolved by a
+            run of the model without insertions on the same inputs.
+        needs_output: whether the decision needs the output of a node.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -179,22 +179,22 @@ class NodeSelector:
     needs_output: bool = False
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         raise NotImplementedError
 
     def select(self, graph: CandidateGraph) -> set[str]:
-        """Return the paths of the nodes of a graph that are meant."""
+        """Return the paths of the selected nodes of a graph."""
         return {node.path for node in graph if self.matches(node)}
 
 
 def candidates_of(builder: Builder) -> CandidateGraph:
-    """Return the nodes of a run, and how values flow between them.
+    """Return the nodes of a run, and the flow of values between them.
 
-    Nodes are calls of modules and of functions at which something can be inserted; the tree of
-    paths shows sizes and arithmetic on numbers as well.
+    Nodes are the calls of modules and functions that accept insertions; the tree of paths also
+    shows sizes and arithmetic on numbers.
 
     Args:
-        builder: what built the tree of the run.
+        builder: the builder of the tree of the run.
     """
     nodes = _Nodes(builder)
     return CandidateGraph(nodes.candidates, list(_Flow(nodes).edges()))

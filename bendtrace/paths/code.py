@@ -1,4 +1,4 @@
-"""What a module ran, as Python expressions with the names of its nodes."""
+"""The code that a module ran, as Python expressions with the names of its nodes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def value_text(value: Any, name: Name) -> str:
     """Return recorded arguments as source text.
 
     Args:
-        value: what was recorded.
-        name: what to write for a value of the run.
+        value: the recorded object.
+        name: returns the text for a value of the run.
     """
     kind = type(value)
     if kind is Ref:
@@ -92,7 +92,7 @@ def _joined(texts: list[str]) -> str:
 
 
 def call_text(op: Op, name: Name) -> str:
-    """Return the expression that an op is."""
+    """Return the expression for an op."""
     target, args = op.target, op.args
     if isinstance(target, Captured) or target is None:
         return "<unknown>" if target is None else str(target.label)
@@ -182,10 +182,10 @@ def _plain(value: Any) -> str:
 
 
 def module_expression(relative: str, module: nn.Module | None = None) -> str:
-    """Return how the code of a module gets at a submodule, parameter or buffer.
+    """Return the expression for a submodule, parameter or buffer in the code of a module.
 
     Args:
-        relative: its name, as that module has it.
+        relative: its name in that module.
         module: the module whose code it is.
 
     Example:

@@ -1,4 +1,4 @@
-"""What happened in each call of a module, read off the tape."""
+"""The events in each call of a module, derived from the tape."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Origin = tuple[int, tuple[Any, ...]]
 
 
 class Events:
-    """A tape, sorted by the calls of modules.
+    """A tape, grouped by module call.
 
     Args:
         recording: the run.
-        function: what was run.
+        function: the function that was run.
     """
 
     def __init__(self, recording: Recording, function: Callable[..., Any]) -> None:
@@ -71,11 +71,11 @@ class Events:
         self.root = self._find_root()
 
     def of(self, call: ModuleCall) -> list[Op | ModuleCall]:
-        """Return the ops and calls that a call consists of, in the order they began."""
+        """Return the ops and calls directly inside a call, in the order in which they began."""
         return self._of.get(id(call), [])
 
     def origin(self, index: int) -> Origin:
-        """Return the op that gave a value, and for part of a result the keys that lead to it."""
+        """Return the op that returned a value, and for a part of a result its keys."""
         return self.origins.get(index, (index, ()))
 
     def within(self, event: Op | ModuleCall) -> str:
@@ -91,7 +91,7 @@ class Events:
         return known
 
     def meta(self, origin: Origin) -> Any:
-        """Return what is known of a value."""
+        """Return the description of a value."""
         index, keys = origin
         meta = self.ops[index].meta
         for key in keys:
@@ -100,7 +100,7 @@ class Events:
         return meta
 
     def is_shown(self, op: Op) -> bool:
-        """Whether an op gave something that people look for: a tensor, or a number in use."""
+        """Return whether an op returned a tensor, or a number that is used."""
         if op.raised is not None or op.index in self.origins:
             return False
         if op.kind is OpKind.UNKNOWN or isinstance(op.meta, TensorMeta):
@@ -126,7 +126,7 @@ class Events:
 
     @cached_property
     def held(self) -> dict[int, list[Captured]]:
-        """The parts of each argument, as far as they lead to values of the run."""
+        """The parts of each argument that contain values of the run."""
         inputs = {op.target.index for op in self.ops if op.kind is OpKind.INPUT}
         found: dict[int, dict[int, Captured]] = defaultdict(dict)
         for part in self.recording.environment.parts:
@@ -146,13 +146,13 @@ class Events:
 
     @staticmethod
     def real(part: Captured) -> Captured:
-        """Return the part itself, for one that is another name of it."""
+        """Return the original of a part that is an alias."""
         while part.kind is CaptureKind.ALIAS:
             part = part.value
         return part
 
     def arguments(self, call: ModuleCall) -> dict[str, Any]:
-        """Return what a call was given, by the names in the signature of forward."""
+        """Return the arguments of a call, by the names in the signature of forward."""
         if call.parent is not None:
             known = self._parameters.get(id(call.module))
             if known is None:
@@ -214,7 +214,7 @@ def _managers(context: Context, around: Context) -> Iterator[str]:
 
 
 def holds_tensors(meta: Any) -> bool:
-    """Whether the description of a result has a tensor in it."""
+    """Return whether the description of a result contains a tensor."""
     if isinstance(meta, TensorMeta):
         return True
     return isinstance(meta, (tuple, list)) and any(map(holds_tensors, meta))
@@ -233,7 +233,7 @@ def parameters_of(function: Callable[..., Any] | None) -> list[tuple[str, Any]]:
 def bound(
     parameters: list[tuple[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Name arguments as the signature does; what it does not name goes into containers."""
+    """Bind arguments to a signature; the remaining ones go into containers."""
     kwargs = dict(kwargs)
     given: dict[str, Any] = {}
     positions = iter(args)
@@ -258,13 +258,13 @@ def bound(
 
 
 class Item(NamedTuple):
-    """Something in a container.
+    """An item of a container.
 
     Attributes:
         key: its index, key or attribute name.
-        label: what to call it.
-        value: it, as recorded.
-        access: what to write after the container to reach it.
+        label: its preferred name.
+        value: the recorded item.
+        access: the code after the container that accesses it.
     """
 
     key: str | int
@@ -274,7 +274,7 @@ class Item(NamedTuple):
 
 
 def items_of(value: Any, events: Events) -> list[Item] | None:
-    """Return what a recorded container holds; None for what is none."""
+    """Return the items of a recorded container; None for other objects."""
     if isinstance(value, (tuple, list)):
         return [_indexed(i, item) for i, item in enumerate(value)]
     if isinstance(value, dict):
@@ -295,7 +295,6 @@ def items_of(value: Any, events: Events) -> list[Item] | None:
 
 
 def _item_of_part(whole: Captured, part: Captured) -> Item:
-    """Return an item of an argument."""
     value = Existing(part)
     if isinstance(part.key, AttributeKey):
         return _attribute(part.key.name, value)
@@ -310,7 +309,7 @@ def _item_of_part(whole: Captured, part: Captured) -> Item:
 
 
 def type_name(value: Any) -> str:
-    """Return what to call the type of something recorded."""
+    """Return the name for the type of a recorded object."""
     if isinstance(value, Instance):
         return value.cls.__name__
     if isinstance(value, Existing):

@@ -1,4 +1,4 @@
-"""Names of nodes while a run goes on: the same that the tree of paths will give them."""
+"""Names of nodes during a run: the same names that the tree of paths will use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["LiveNames"]
 
 
 class LiveNames:
-    """Gives nodes their paths as they come up.
+    """Names nodes as the run reaches them.
 
     Args:
-        registry: gives the names, shared with the trees of other runs.
-        function: what is run.
+        registry: the registry of node names, shared with the trees of other runs.
+        function: the function that is run.
         root: the scope around the run.
         prefix: path of what is run, where that is a part of a model.
         path_of: for a method of a model, gives the paths of the modules that it calls, from their
@@ -51,11 +51,11 @@ class LiveNames:
         self._named: dict[tuple[str, int, Any], str] = {}
 
     def path(self, scope: ModuleCall) -> str:
-        """Return the path of a call that was named."""
+        """Return the path of a named call."""
         return self._paths[id(scope)]
 
     def call(self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Name a call of a module, and what it is given."""
+        """Name a call of a module, and its arguments."""
         outer = scope.parent
         if outer is None or (outer is self._root and isinstance(self._function, nn.Module)):
             path = self._prefix
@@ -71,13 +71,13 @@ class LiveNames:
         return path
 
     def function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Name what a function that is no module is given."""
+        """Name the arguments of a function that is not a module."""
         self._inputs("", bound(parameters_of(self._function), args, kwargs))
 
     def arguments(
         self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return what a call is given, by the names of the inputs in the tree."""
+        """Return the arguments of a call, by the names of the inputs in the tree."""
         owner = self._function if scope is self._root else scope.module
         known = self._parameters.get(id(owner))
         if known is None:
@@ -96,13 +96,13 @@ class LiveNames:
         """Name a call of a function.
 
         Args:
-            scope: the call of a module that it happens in.
-            site: where it happens.
-            function: what is called.
-            states: what the environment call the parameters and buffers among its arguments.
+            scope: the module call that it happens in.
+            site: its place in the source.
+            function: the function.
+            states: the labels of parameters and buffers among its arguments.
 
         Returns:
-            Its path, and what it is called by itself.
+            Its path, and its name without a number.
         """
         base = base_name_of(function)
         path, number = self._paths[id(scope)], self._number(site)
@@ -117,12 +117,12 @@ class LiveNames:
         return (f"{path}.{name}" if path else name), base
 
     def knows(self, scope: ModuleCall, site: Site | None, function: Any) -> bool:
-        """Whether `op` has named such a call already."""
+        """Return whether `op` has already named such a call."""
         key = self._paths[id(scope)], self._number(site), base_name_of(function)
         return key in self._named
 
     def relative(self, scope: ModuleCall) -> str:
-        """Return what the code around a call knows the module as."""
+        """Return the name of the module in the code around a call."""
         return self._holders.module(scope)
 
     def _below(self, outer: str, scope: ModuleCall) -> str:

@@ -1,4 +1,4 @@
-"""Names of nodes: identifiers that stay put from run to run."""
+"""Names of nodes: identifiers that are stable from run to run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ OUTPUT = "output"  # no other node of a graph may take this name
 def identifier(text: str) -> str:
     """Return a name for `text` that can be typed after a dot.
 
-    Leading underscores go, since the views of nodes keep such names for themselves, and since
-    completion hides them. What would begin with a digit becomes `sub_`, as for parts of tuples.
+    Leading underscores are removed: the views of nodes reserve such names, and completion hides
+    them. A name that would begin with a digit gets the prefix `sub_`, as parts of tuples do.
 
     Example:
         >>> [identifier(text) for text in ("layers.8", "0", "_conv", "class", "my key")]
@@ -60,14 +60,14 @@ class _Names:
 
 
 class Registry:
-    """Which node has which name, in all traces that share the registry.
+    """The names of nodes, in all traces that share the registry.
 
-    A node is known by where it happens: the node around it, and the chain of instructions that
-    led to it. What comes first gets the plain name, the next `linear_1`, and so on. Nodes that a
-    second path has in common with the first keep their names, whatever else is on that path.
+    A node is identified by where it happens: the enclosing node, and the chain of instructions that
+    led to it. The first node with a name gets the plain name, the next `linear_1`, and so on. Nodes
+    that a second path shares with the first keep their names, whatever else is on that path.
 
     Attributes:
-        lock: to be held while names are given.
+        lock: to be held while names are assigned.
     """
 
     def __init__(self) -> None:
@@ -122,8 +122,8 @@ class Registry:
 
         Args:
             parent: path of the node around it.
-            key: what makes it this node and not another one there.
-            base: what to call it, if the name is free.
+            key: identifies the node among those of the parent.
+            base: the preferred name.
         """
         names = self._names.get(parent)
         if names is None:
@@ -139,14 +139,14 @@ class Registry:
         return name
 
     def reserve(self, parent: str, key: Hashable, base: str) -> str:
-        """Return the name that a node will have of which it is not known yet what it gives.
+        """Return the name that a node will have whose output is not known yet.
 
-        Nodes of values are known by a key and a kind: `key` is the first of these.
+        Nodes of values are identified by a key and a kind: `key` is the former.
 
         Args:
             parent: path of the node around it.
-            key: what makes it this node, whatever it gives.
-            base: what to call it, if the name is free.
+            key: identifies the node, whatever its output is.
+            base: the preferred name.
         """
         names = self._names.get(parent)
         if names is None:
@@ -169,7 +169,7 @@ class Registry:
         return name
 
     def output(self, parent: str, key: Hashable) -> str:
-        """Return the name of what a graph gives out: `output`, unless that has another form."""
+        """Return the name of a graph's output: `output`, unless its structure differs."""
         names = self._names.setdefault(parent, _Names())
         if not names.has_output:
             names.has_output = True
@@ -191,7 +191,7 @@ class Holders:
         self._by_path = dict(states_of(root)) if root is not None else {}
 
     def module(self, call: ModuleCall) -> str:
-        """Return what the code around a call knows the called module as: `layers.8`."""
+        """Return the name of the called module in the code around a call: `layers.8`."""
         outer = call.parent.module if call.parent is not None else None
         if outer is not None and call.module is not None:
             known = self._modules.get(id(outer))
@@ -206,10 +206,10 @@ class Holders:
         return _relative(call.path, call.parent.path if call.parent is not None else "")
 
     def state(self, label: str, call: ModuleCall) -> str:
-        """Return what the code of a call knows a tensor as: `weight`.
+        """Return the name of a tensor in the code of a call: `weight`.
 
         Args:
-            label: what the environment of the run call the tensor.
+            label: its label in the environment of the run.
             call: the call.
         """
         label = label.removeprefix("self.")

@@ -15,7 +15,7 @@ Role = Literal["call", "input", "state", "op", "output"]
 
 
 class NodePath(str):
-    """The path of a node, as the library hands it out: it never names anything but that node."""
+    """The path of a node, created by the library: it always names exactly that node."""
 
     __slots__ = ()
 
@@ -29,11 +29,11 @@ class Pass:
     """One execution of a node.
 
     Attributes:
-        parent: in which pass of the parent it was, counted from 0.
-        index: for values, the op on the tape that gave it; for calls of modules, the number of
-            the call; None for what is not on the tape.
-        element: for a result with several tensors, the keys that lead to this one.
-        shape: the shape of a tensor.
+        parent: the pass of the parent that it was in, counted from 0.
+        index: for values, the op on the tape that returned it; for module calls, the number of the
+            call; None for nodes that are not on the tape.
+        element: for an op with several result tensors, the keys that lead to this one.
+        shape: the shape of the tensor.
     """
 
     parent: int
@@ -43,13 +43,13 @@ class Pass:
 
 
 class Place(NamedTuple):
-    """A line of the source.
+    """A line of source code.
 
     Attributes:
         file: path of the source file.
         line: its line, counted from 1.
         function: name of the function that it is in.
-        text: the line itself, without its indentation; "" where it cannot be read.
+        text: the line itself, without indentation; "" if it cannot be read.
     """
 
     file: str
@@ -67,10 +67,10 @@ class Step(NamedTuple):
 
     Attributes:
         number: position of the first of them among the flow steps of the trace.
-        after: name of the child that was computed last before it; "" for none.
+        after: name of the last child computed before it; "" for none.
         kind: "if", "while", "for", ...
-        text: source of the expression that decided.
-        outcomes: in which pass of the graph it came to what, and how often: `(0, "True", 3)`.
+        text: source of the deciding expression.
+        outcomes: the pass of the graph, the outcome, and how often it occurred: `(0, "True", 3)`.
         file: path of the source file.
         line: its line, counted from 1.
     """
@@ -85,11 +85,11 @@ class Step(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """The code of a graph, in those of its passes that ran the same.
+    """The code of a graph, for the passes that ran the same code.
 
     Attributes:
         text: the code.
-        passes: which passes, counted from 0.
+        passes: these passes, counted from 0.
     """
 
     text: str
@@ -97,7 +97,7 @@ class Variant(NamedTuple):
 
 
 def plain_keys(keys: tuple[Any, ...]) -> list[Any]:
-    """Return keys that lead into a result as JSON can hold them."""
+    """Return keys into a result in a form that JSON can hold."""
     return [key if type(key) in (str, int, bool, float) else repr(key) for key in keys]
 
 
@@ -106,23 +106,23 @@ class TreeNode:
     """One node: a call of a module, a value, or a container of values.
 
     Attributes:
-        name: what the parent knows it by; an identifier.
-        kind: "graph" for calls of modules, "container" for tuples, dicts and the like, "tensor",
-            "number", or "other" for what cannot hold values of the run.
+        name: its name in the parent; an identifier.
+        kind: "graph" for module calls, "container" for tuples, dicts and the like, "tensor",
+            "number", or "other" for objects that cannot contain values of the run.
         type: name of its type: "Graph", "Tensor", "tuple", "float".
-        role: how it belongs to the graph around it.
+        role: its relation to the enclosing graph.
         key: for parts of containers the index, key or attribute name; for calls the name of the
-            module as the module around it knows it (`layers.8`).
-        label: what it would be called by itself, before names were made unique; "" if `name`.
+            module in the enclosing module (`layers.8`).
+        label: its preferred name, before names were made unique; "" if equal to `name`.
         module: for graphs, the qualified name of the module.
         class_name: for graphs, the class of the module.
-        children: the nodes below, in the order in which they first came up.
+        children: the nodes below, in the order in which they first occurred.
         passes: its executions.
-        places: where it happened, from the code of the graph around it inwards.
-        code: for graphs, what they ran.
-        steps: for graphs, the flow steps in them.
+        places: its places in the source, starting in the code of the enclosing graph.
+        code: for graphs, the code that ran.
+        steps: for graphs, their flow steps.
         path: dotted path from the root; "" for the root.
-        spellings: what strings can call the children, once somebody has asked.
+        spellings: the names of children that strings can use, cached on first use.
     """
 
     name: str
@@ -142,7 +142,7 @@ class TreeNode:
     spellings: dict[str, list[TreeNode]] | None = None
 
     def walk(self) -> Iterator[TreeNode]:
-        """Yield the node and all below, parents first."""
+        """Yield the node and all nodes below, parents first."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -154,7 +154,7 @@ class TreeNode:
         return NodePath(f"{self.path}.{name}" if self.path else name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the node and all below as plain values, ready for JSON."""
+        """Return the node and all nodes below as plain values, ready for JSON."""
         row: dict[str, Any] = {"name": self.name, "kind": self.kind, "type": self.type}
         row["role"] = self.role
         for name in ("key", "label", "module", "class_name"):
@@ -176,7 +176,7 @@ class TreeNode:
         """Read what `to_dict` wrote.
 
         Raises:
-            KeyError: if something is missing; also TypeError or ValueError.
+            KeyError: a field is missing; also TypeError or ValueError.
         """
         node = cls(
             name=row["name"], kind=row["kind"], type=row["type"], role=row["role"],

@@ -16,7 +16,7 @@ LIMIT = 200  # lines of a tree that are printed without being asked
 
 
 class Text(str):
-    """Text that shows as it is, also where Python would show its quoted form."""
+    """Text that is displayed as it is, even where Python would display a quoted form."""
 
     __slots__ = ()
 
@@ -31,11 +31,11 @@ Chosen = Sequence[int] | None
 
 
 def describe(node: TreeNode, chosen: Chosen = None) -> str:
-    """Return what a node is: `Graph(5)`, `Tensor(3, 2)`, `tuple(2)`, `float`.
+    """Return a short description of a node: `Graph(5)`, `Tensor(3, 2)`, `tuple(2)`, `float`.
 
     Args:
         node: the node.
-        chosen: the passes to speak of; None for all.
+        chosen: the passes to describe; None for all.
     """
     passes = node.passes if chosen is None else [node.passes[i] for i in chosen]
     text = node.type
@@ -47,7 +47,7 @@ def describe(node: TreeNode, chosen: Chosen = None) -> str:
 
 
 def children_of(node: TreeNode, chosen: Chosen) -> Iterator[tuple[TreeNode, Chosen]]:
-    """Yield the children that came up in some passes of a node, with their own passes then."""
+    """Yield the children that occurred in some passes of a node, with their own passes then."""
     for child in node.children.values():
         passes = passes_in(child, chosen)
         if passes is None or passes:
@@ -66,16 +66,16 @@ def draw(
     node: TreeNode, title: str, chosen: Chosen = None, *, flow: bool = False,
     depth: int | None = None, limit: int | None = LIMIT,
 ) -> str:  # fmt: skip
-    """Return a node and all below as text.
+    """Return a node and all nodes below as text.
 
     Args:
         node: the node.
-        title: what to call it.
+        title: its name in the text.
         chosen: its passes to show; None for all.
-        flow: whether to show where flow steps happened.
-        depth: how many levels below the node to show; None for all.
-        limit: how many lines at most; None for any number. Where there are more, graphs that are
-            like the one before them are told of in one line, and then the deepest levels left out.
+        flow: whether to show flow steps.
+        depth: the number of levels below the node to show; None for all.
+        limit: the maximum number of lines; None for no limit. Above it, graphs that are like the
+            one before them are reduced to one line, and then the deepest levels are left out.
     """
     picture = _Picture(flow, folds=False)
     sizes = picture.level_sizes(node, chosen)[:depth]
@@ -137,7 +137,6 @@ class _Picture:
     def lines(
         self, node: TreeNode, chosen: Chosen, indent: str, depth: int | None
     ) -> Iterator[str]:
-        """Yield the lines below a node."""
         if depth == 0:
             return
         rows = self._rows(node, chosen)
@@ -199,7 +198,7 @@ def step_text(step: Step, chosen: Chosen = None) -> str:
 
     Args:
         step: the step.
-        chosen: the passes of the graph to speak of; None for all. "" if it is in none of them.
+        chosen: the passes of the graph to describe; None for all. "" if it is in none of them.
     """
     counts: dict[str, int] = {}
     for made, text, count in step.outcomes:

@@ -1,4 +1,4 @@
-"""The tree of a run and its nodes, found by paths, which complete and print."""
+"""The tree of a run and its nodes, which are looked up by path, complete and print."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ _PASS = re.compile(r":(\d+)")
 
 
 def plain_path(text: str) -> str:
-    """Return a path without passes, a leading dot and signs for what is in containers."""
+    """Return a path without passes, a leading dot and container signs."""
     return re.sub(r":\d+", "", text).replace("|", ".").strip().lstrip(".")
 
 
 def is_path_only(text: str) -> bool:
-    """Whether a string can only be a node path: it begins with a dot, or is a `NodePath`."""
+    """Return whether a string can only be a node path: it begins with a dot, or is a `NodePath`."""
     return isinstance(text, NodePath) or text.lstrip().startswith(".")
 
 
 def find(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
-    """Return the node that a path leads to, and its passes if the path names some.
+    """Return the node at a path, and its passes if the path names some.
 
     Args:
-        root: where the path begins.
+        root: the start of the path.
         path: names joined by dots, `|` before what is inside a container, `:2` for a pass.
             Items of lists of modules can be written `layers_8`, `layers.8` or `layers[8]`.
-        chosen: the passes of `root` that count.
+        chosen: the passes of `root` to consider.
 
     Raises:
-        NodePathError: there is no such node.
+        NodePathError: the node does not exist.
     """
     search = _Search(path)
     spelled = [path, _BRACKET.sub(lambda m: "." + next(filter(None, m.groups()), ""), path)]
@@ -67,7 +67,7 @@ def find(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
 
 
 def require_leaf(root: TreeNode, found: Found, path: str) -> None:
-    """Refuse what is no single value.
+    """Raise if a node is not a single value.
 
     Raises:
         NodePathError: the node is a graph or a container.
@@ -76,14 +76,14 @@ def require_leaf(root: TreeNode, found: Found, path: str) -> None:
     if node.kind == "graph":
         names = tuple(inner.path for inner, _ in children_of(node, chosen))
         raise NodePathError(
-            f"{path or '<root>'!r} is a {describe(node, chosen)}, not a value; "
-            f"in it there are {_listed(names)}",
+            f"{path or '<root>'!r} is a {describe(node, chosen)}, not a value; it contains "
+            f"{_listed(names)}",
             path,
             names,
         )
     if node.kind == "container":
         digs = tuple(dug(root, inner) for inner in _values_in(node, chosen))
-        way = f"dig into it: {_listed(digs)}" if digs else "and there is no value in it"
+        way = f"name a value in it: {_listed(digs)}" if digs else "it contains no values"
         raise NodePathError(
             f"{path!r} is a {describe(node, chosen)}, not a single value; {way}", path, digs
         )
@@ -170,20 +170,19 @@ class _Search:
         elif rest[0] == "|" and node.kind != "container":
             self._fail(
                 node, chosen, depth,
-                f"{node.path!r} is a {describe(node, chosen)}: only into tuples, lists, dicts and "
-                "the like can one dig with '|'",
+                f"{node.path!r} is a {describe(node, chosen)}: '|' leads only into tuples, "
+                "lists, dicts and other containers",
             )  # fmt: skip
         elif rest[0] in ".|" and len(rest) > 1:
             yield from self.matches(node, chosen, rest[1:], depth)
         else:
-            self._fail(node, chosen, depth, f"{rest!r} after {node.path!r} means nothing")
+            self._fail(node, chosen, depth, f"{rest!r} after {node.path!r} has no meaning")
 
     def _fail(self, node: TreeNode, chosen: Chosen, depth: int, reason: str) -> None:
         if depth > self._depth:
             self._depth, self._failure = depth, (node, chosen, "", reason)
 
     def error(self) -> NodePathError:
-        """Say where the path went astray."""
         assert self._failure is not None
         node, chosen, wrong, reason = self._failure
         names = [child.name for child, _ in children_of(node, chosen)]
@@ -259,40 +258,40 @@ class Tree:
 
     @property
     def root(self) -> Node:
-        """The root, to look at and to go on from."""
+        """The root, as the start for looking at nodes."""
         return Node(self, self.data)
 
     def resolve(self, path: str | Node, *, leaf: bool = True) -> Node:
-        """Return the node that a path leads to.
+        """Return the node at a path.
 
         Args:
             path: names joined by dots, `|` before what is inside a container, `:2` for the
                 second pass; items of lists of modules as `layers_8`, `layers.8` or `layers[8]`.
-            leaf: whether it has to be a single value: no graph and no container.
+            leaf: whether it has to be a single value, not a graph or a container.
 
         Raises:
-            NodePathError: there is no such node, or it is no leaf.
+            NodePathError: the node does not exist, or is not a single value.
         """
         text = path._path if isinstance(path, Node) else path
         if not isinstance(text, str):
-            raise InputError(f"a node path is a string or a node, not {type(path).__name__}")
+            raise InputError(f"a node path has to be a string or a node, not {type(path).__name__}")
         found = find(self.data, text)
         if leaf:
             require_leaf(self.data, found, text)
         return Node(self, *found)
 
     def locate(self, index: int, element: tuple[Any, ...] = ()) -> Node | None:
-        """Return the node, and its pass, that gave a value of the tape; None if it has none.
+        """Return the node, and its pass, of a value of the tape; None if it has none.
 
         Args:
             index: position of the op on the tape.
-            element: for a result with several tensors, the keys that lead to this one.
+            element: for an op with several result tensors, the keys that lead to this one.
         """
         found = self._places.get(self.origin(index, element)) or self._places.get((index, element))
         return None if found is None else Node(self, *found)
 
     def origin(self, index: int, element: tuple[Any, ...] = ()) -> tuple[int, tuple[Any, ...]]:
-        """Return the op whose result a value of the tape is in, and the keys that lead to it."""
+        """Return the op whose result contains a value of the tape, and the keys that lead to it."""
         root, keys = self._elements.get(index, (index, ()))
         return root, (*keys, *element)
 
@@ -301,7 +300,7 @@ class Tree:
 
         Args:
             index: position of the op on the tape.
-            element: for a result with several tensors, the keys that lead to this one.
+            element: for an op with several result tensors, the keys that lead to this one.
         """
         node = self.locate(index, element)
         if node is None:
@@ -309,13 +308,13 @@ class Tree:
         return str(node._data.path if node._data.role == "state" else node._path)
 
     def call_path(self, number: int) -> str:
-        """Return the path of a call of a module, by its number among all; "" for the root's."""
+        """Return the path of a module call, by its number among all; "" for the root's."""
         found = self._calls.get(number)
         return "" if found is None else str(Node(self, *found)._path)
 
     @property
     def outputs(self) -> list[tuple[str, int | None, tuple[Any, ...]]]:
-        """Path, op and element of each value that the run gave; None for what is no value."""
+        """Path, op and element of each output value of the run; None for other objects."""
         return [
             (str(Node(self, node)._path), node.passes[0].index, node.passes[0].element)
             for child in self.data.children.values()
@@ -325,7 +324,7 @@ class Tree:
         ]
 
     def place_steps(self) -> None:
-        """Find out where the flow steps happened, if that is not known yet."""
+        """Find the places of the flow steps, if they are not known yet."""
         if self._steps is not None:
             source, self._steps = self._steps, None
             source.place()
@@ -343,13 +342,13 @@ class Tree:
         """Read what `to_dict` wrote.
 
         Raises:
-            InputError: it is nothing that `to_dict` wrote.
+            InputError: it is not an output of `to_dict`.
         """
         try:
             elements = {index: (root, tuple(keys)) for index, root, keys in row["elements"]}
             return cls(TreeNode.from_dict(row["root"]), elements)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"this is no stored tree of paths: {error!r}") from error
+            raise InputError(f"this is not a stored tree of paths: {error!r}") from error
 
     @cached_property
     def _places(self) -> dict[tuple[int, tuple[Any, ...]], tuple[TreeNode, list[int]]]:
@@ -381,14 +380,15 @@ class Tree:
 
 
 class Node:
-    """A node of a tree: what is below it are its attributes, its items, and what it completes to.
+    """A node of a tree: the nodes below it are its attributes, its items, and its completions.
 
-    Names of its own all begin with an underscore, so that they do not get in the way.
+    All names of the class itself begin with an underscore, so that they do not clash with names of
+    nodes.
 
     Attributes:
         _tree: the tree it belongs to.
-        _data: what is known of it.
-        _chosen: numbers of the passes that it stands for; None for all.
+        _data: its data.
+        _chosen: numbers of its passes; None for all.
     """
 
     __slots__ = ("_chosen", "_data", "_tree")
@@ -473,11 +473,11 @@ class Node:
             raise AttributeError(str(error), name=name, obj=self) from None
 
     def __getitem__(self, path: str | int) -> Node:
-        """Return the node that a path leads to from here; a number is an item of a container."""
+        """Return the node at a path from here; a number is an item of a container."""
         if isinstance(path, int):
             path = f"[{path}]"
         if not isinstance(path, str):
-            raise InputError(f"a node path is a string, not {type(path).__name__}")
+            raise InputError(f"a node path has to be a string, not {type(path).__name__}")
         return self._below(path)
 
     def _below(self, path: str) -> Node:
@@ -490,7 +490,7 @@ class Node:
             return False
 
     def __iter__(self) -> Iterator[str]:
-        """Walk the names of what is right below."""
+        """Iterate over the names of the nodes directly below."""
         return (child.name for child, _ in children_of(self._data, self._chosen))
 
     def __len__(self) -> int:
@@ -529,7 +529,7 @@ class Node:
 
 
 def resolve(tree: Tree, path: str | Node, *, leaf: bool = True) -> Node:
-    """Return the node that a path leads to (see `Tree.resolve`)."""
+    """Return the node at a path (see `Tree.resolve`)."""
     return tree.resolve(path, leaf=leaf)
 
 

@@ -1,1 +1,1 @@
-"""Running a model on real inputs and writing down what happens."""
+"""Running a model on real inputs, and recording what happens."""

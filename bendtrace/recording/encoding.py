@@ -1,4 +1,4 @@
-"""Writing values down as references to ops, and making them plain again after the run."""
+"""Encoding values as references to ops, and making traced scalars plain after the run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ __all__ = [
 
 
 class Values(Protocol):
-    """What knows which op gave a value."""
+    """The mapping from values to the ops that returned them."""
 
     tape: Tape
     environment: Environment
@@ -69,28 +69,28 @@ class Values(Protocol):
         """Return the value number of a traced scalar."""
 
     def here(self) -> str:
-        """Say where the model is."""
+        """Return the current place of the model, as text."""
 
     def writes_outside(self) -> bool:
-        """Whether the run has written to tensors that were there before it."""
+        """Whether the run has written to tensors that existed before it."""
 
 
 class Encoder:
-    """Writes down arguments and outputs.
+    """Encodes arguments and outputs.
 
     Args:
-        values: knows which op gave a value.
+        values: the mapping from values to ops.
     """
 
     def __init__(self, values: Values) -> None:
         self._values = values
 
     def writes_outside(self) -> bool:
-        """Whether the run has written to tensors that were there before it."""
+        """Whether the run has written to tensors that existed before it."""
         return self._values.writes_outside()
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-        """Return arguments as recorded, and as the function is to be called with them."""
+        """Return arguments as recorded, and as the function has to receive them."""
         encoded: list[Any] = []
         usable: list[Any] | None = None
         for position, value in enumerate(args):
@@ -109,7 +109,7 @@ class Encoder:
         return tuple(encoded), args if usable is None else tuple(usable)
 
     def argument(self, value: Any, kind: type) -> tuple[Any, Any]:
-        """Return one argument, of some type, as recorded and as it is to be given."""
+        """Return one argument, of some type, as recorded and as the function has to receive it."""
         if kind is Tensor or kind is nn.Parameter:
             return self._values.ref(value), value
         if kind in RETIRED:
@@ -135,7 +135,7 @@ class Encoder:
         return self.output(value, "an argument", {}), value
 
     def output(self, value: Any, what: str, memo: dict[int, Any]) -> Any:
-        """Write down a value so that a replay can build it again."""
+        """Encode a value so that a replay can build it again."""
         kind = type(value)
         if kind in PLAIN_TYPES or isinstance(value, Enum):
             return value
@@ -156,7 +156,7 @@ class Encoder:
         return self._remembered(value, memo, lambda: self._new(value, kind, what, memo))
 
     def _remembered(self, value: Any, memo: dict[int, Any], encode: Callable[[], Any]) -> Any:
-        """Encode a thing once, however often it is met."""
+        """Encode an object once, however often it occurs."""
         if id(value) in memo:
             known = memo[id(value)]
             if known is None:
@@ -180,8 +180,8 @@ class Encoder:
         marked = set(vars(function)) - {"__wrapped__"}
         if held is None or stores_outside(function.__code__) or marked:
             self._values.tape.block(
-                f"{what} holds the function {function.__name__}, which a replay could not rebuild "
-                f"({self._values.here()})"
+                f"{what} contains the function {function.__name__}, which a replay could not "
+                f"rebuild ({self._values.here()})"
             )
             return Opaque(function)
         parts = (function.__defaults__, function.__kwdefaults__, held, vars(function))
@@ -210,12 +210,12 @@ class Encoder:
         if kind is functools.partial and not vars(value):
             return Made(make_partial, *map(inside, (value.func, value.args, value.keywords)))
         if is_array(value):
-            # What the run makes of guarded values in numpy is as constant as they are; content
+            # The run's numpy computations on guarded values are as constant as the values; content
             # of tensors and random numbers do not get here (see ESCAPES and `_finish`).
             return Array(value)
         if isinstance(value, nn.Module) or not can_build(kind):
             self._values.tape.block(
-                f"{what} holds a {kind.__qualname__}, which a replay could not rebuild "
+                f"{what} contains a {kind.__qualname__}, which a replay could not rebuild "
                 f"({self._values.here()})"
             )
             return Opaque(value)
@@ -228,7 +228,7 @@ class Encoder:
         return instance
 
     def leniently(self, value: Any, depth: int = 0) -> Any:
-        """Write down what a module was given, as far as ops have seen it."""
+        """Encode the arguments of a module, as far as ops have seen them."""
         kind = type(value)
         if isinstance(value, Tensor) or kind in TRACED or kind in PLAIN_TYPES:
             return self.output(value, "a module's argument", {})
@@ -253,7 +253,7 @@ class Encoder:
 
 
 def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Return a value with every traced scalar in it made plain; mutable ones are changed."""
+    """Return a value with every traced scalar in it made plain, in place where mutable."""
     kind = type(value)
     if kind in TRACED:
         return value._value
@@ -289,17 +289,17 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def make_keys_plain(container: dict[Any, Any]) -> None:
-    """Exchange the traced scalars among the keys of a dict, in place."""
+    """Replace the traced scalars among the keys of a dict, in place."""
     if any(without_traced(key) is not key for key in container):
         refill(container, {without_traced(key): v for key, v in dict.items(container)})
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a thing without tensors in it means the same in every run."""
+    """Return whether an object without tensors is the same in every run."""
     if isinstance(value, (type, types.BuiltinFunctionType, types.MethodDescriptorType)):
         return True
     if isinstance(value, types.FunctionType):
-        # A function nested in another, and a lambda, can be made anew by each run.
+        # A nested function, and a lambda, can be created anew by each run.
         return value.__closure__ is None and "<" not in value.__qualname__
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
@@ -313,27 +313,25 @@ _TENSORS = frozenset({Tensor, nn.Parameter})
 _DEEPEST = 4  # records in each other; they can hold themselves
 
 
-# Traced scalars that a run has left outside of what it is known to change.
-#
-# In attributes of classes, items of counters, variables of closures: whoever looks there next must
-# find the numbers that eager would have left.
+# Traced scalars that a run has left outside its known changes.  In attributes of classes, items of
+# counters, variables of closures: later readers must find the numbers that eager would have left.
 
 
 def holds(scalars: list[TracedScalar]) -> list[int]:
-    """Return how many hold each of some scalars, and then what that is for one in lists only."""
+    """Return the number of holders of each scalar, and that of one held by lists only."""
     every = [*scalars, object()]
     counts = [sys.getrefcount(scalar) for scalar in every]
     return [*counts[:-1], counts[-1] + 1]
 
 
 def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
-    """Exchange, wherever they are held, the scalars that code has kept.
+    """Replace the scalars that code has kept, wherever they are held.
 
-    Those in tuples, and in the variables of what still runs, stay.
+    Those in tuples, and in the variables of running code, stay.
 
     Args:
-        scalars: all of a run.
-        before: what `holds` said of those of the arguments, before it.
+        scalars: all scalars of a run.
+        before: the result of `holds` for those of the arguments, before the run.
     """
     now = holds(scalars)
     before = [*before[:-1], *[now[-1]] * (len(now) - len(before))]

@@ -1,10 +1,10 @@
 """The fast path: the usual op, recorded in one function.
 
-What `Recorder` does with a call that torch reports is spread over several objects, each with its
-own idea. Most ops are of one kind: a function of torch's that writes to nothing, given tensors
-that are on the tape by now and plain values, giving a new tensor. For these, all of it is done
-here, without a call in between: the time it takes is most of what tracing costs. Whatever is
-unusual about an op is left to those who know about it.
+`Recorder` handles a call that torch reports in several objects, each with its own concern. Most ops
+are of one kind: a torch function that writes to nothing, with arguments that are plain values or
+tensors already on the tape, returning a new tensor. For these, everything is done here, without
+intermediate calls, because their time is most of the cost of tracing. Unusual ops are left to the
+other objects.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = ["NOT_TAKEN", "FastPath", "fast_path_for", "hooks_around"]
 
 FastPath = Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any]
 
-# Answers in one call whether grad mode, autocast, default dtype, deterministic algorithms, TF32,
-# reduced precision and threads are as they were when it was made. Seen in torch 2.13 to 2.15;
+# Checks in one call whether grad mode, autocast, default dtype, deterministic algorithms, TF32,
+# reduced precision and threads are unchanged since it was created. Seen in torch 2.13 to 2.15;
 # test_fast_path.py would notice a change.
 _GlobalState = torch._C._dynamo.guards.GlobalStateGuard
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -54,12 +54,12 @@ _anomaly = torch._C.is_anomaly_enabled
 
 
 class _Kind(Enum):
-    """What the fast_path has to know about a function."""
+    """What the fast path has to know about a function."""
 
     SIMPLE = "simple"  # works element by element, and writes to nothing
     PURE = "pure"  # writes to nothing and calls no Python
     USUAL = "usual"  # anything else that is recorded as a call
-    SPECIAL = "special"  # not for the fast_path
+    SPECIAL = "special"  # not for the fast path
 
 
 def fast_path_for(
@@ -69,23 +69,23 @@ def fast_path_for(
     observer: Observer | None,
     show: Callable[[Op, Any, Any], None],
 ) -> FastPath:
-    """Return a function that records usual ops as `Recorder` does, and gives what they gave.
+    """Return a function that records usual ops like `Recorder`, and returns their results.
 
-    For others it does nothing, and gives `NOT_TAKEN`.
+    For other ops it does nothing, and returns `NOT_TAKEN`.
 
     Args:
-        values: which op gave which value.
-        writer: puts ops on the tape.
-        encoder: writes arguments down.
-        observer: is shown the values of the run.
-        show: shows it what an op of any kind gave.
+        values: the mapping from values to ops.
+        writer: records ops on the tape.
+        encoder: encodes arguments.
+        observer: sees the values of the run.
+        show: passes it the result of any kind of op.
     """
     ops, known_as, writes = writer.tape.ops, writer.known, writer.writes
     known_at = known_as.get
     boundaries, find = writer.boundaries, writer.site
     sites: dict[tuple[int, ...], tuple[Site | None, bool]] = {}
     settings, precision, mkldnn = current_settings(), _precision(), _mkldnn()
-    on_cpu = not torch.cuda.is_available()  # where cuDNN and cuBLAS have no say
+    on_cpu = not torch.cuda.is_available()  # where cuDNN and cuBLAS have no influence
     context, unchanged = current_context(), _GlobalState().check
     grad = context.grad
     unheeded: set[Any] = set()
@@ -120,7 +120,7 @@ def fast_path_for(
                 return NOT_TAKEN
         elif kind is not _SIMPLE and current_settings() != settings:
             return NOT_TAKEN
-        # What it is given. (The tensors that it may write to have to be noted one by one.)
+        # The arguments. (Tensors that it may write to have to be recorded one by one.)
         latest = writes.latest_unseen if kind is not _USUAL else _LATER
         begun = False
         encoded: list[Any] = []
@@ -162,7 +162,7 @@ def fast_path_for(
             recorded, use = encoder.arguments(tuple(kwargs.values()))
             named = dict(zip(kwargs, recorded, strict=True))
             kwargs = dict(zip(kwargs, use, strict=True))
-        # Where it happens.
+        # The site.
         key: list[int] = []
         walked: FrameType | None = frame
         while walked is not None:
@@ -218,7 +218,7 @@ def fast_path_for(
         except Exception as error:
             op.raised = raised_by(op, error)
             raise
-        # What it gave.
+        # The result.
         if type(out) is Tensor and not compares:
             known = known_at(id(out))
             if known is None or known() is not out:
@@ -248,14 +248,14 @@ def _never() -> bool:
 
 
 def hooks_around() -> bool:
-    """Whether ops call Python that is not their own: dispatch modes, hooks for saved tensors."""
+    """Return whether ops call other Python: dispatch modes, hooks for saved tensors."""
     if torch._C._len_torch_dispatch_stack():
         return True
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _kind_of(func: Any) -> _Kind:
-    # (What may give None is guarded, which `Values.bind` does.)
+    # (Functions that may return None are guarded by `Values.bind`.)
     if func in SPECIAL or func in OPTIONAL or may_vary(func) or may_be_patched(func):
         kind = _SPECIAL
     elif is_pure(func):

@@ -1,4 +1,4 @@
-"""The end of a run: what it changed, what it gave, and why it might not be repeatable."""
+"""The end of a run: its changes, its result, and why it might not be repeatable."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ T = TypeVar("T")
 
 
 class Recording:
-    """What a finished run leaves.
+    """The result of a finished run.
 
     Attributes:
         tape: the records.
-        environment: what the run could read.
+        environment: the values that the run could read.
         root: the outermost scope; its `output` is the encoded output.
-        changes: what the run changed in its environment, values encoded.
-        result: what the model returned, free of traced scalars.
-        output_reads: for outputs that were written to since their op gave them, the op that wrote.
-        is_transient: whether a next run with the same inputs would do something else, in a way
-            that no guard notices: by then a cache is filled.
+        changes: the changes of its environment, with encoded values.
+        result: the return value of the model, without traced scalars.
+        output_reads: for outputs that were written to after their op returned them, the op that
+            wrote.
+        is_transient: whether another run with the same inputs would behave differently, unnoticed
+            by guards: for example because a cache is filled by then.
         draws: whether it drew from torch's generators.
         error: what the function raised, where the run is kept nevertheless.
         writes_outside: whether it wrote to tensors that were there before.
@@ -85,10 +86,10 @@ class Recording:
         self.views: dict[Callable[[Recording], Any], Any] = {}
 
     def view(self, derive: Callable[[Recording], T]) -> T:
-        """Return what a function derives from the run, computed once.
+        """Return a value derived from the run, computed once.
 
         Args:
-            derive: the function; what it returns must not refer to the recording.
+            derive: the function that computes it; its result must not refer to the recording.
         """
         if derive not in self.views:
             self.views[derive] = derive(self)
@@ -97,7 +98,7 @@ class Recording:
 
     @property
     def names(self) -> list[str]:
-        """The name of each op's node."""
+        """The node name of each op."""
         return self.view(_names)
 
 
@@ -106,14 +107,14 @@ def _names(recording: Recording) -> list[str]:
 
 
 class Finish:
-    """Compares the world after a run with how it was before.
+    """Compares the state after a run with the state before.
 
     Args:
-        writer: what the run was written with.
-        environment: what it could read.
-        encoder: writes values down.
-        start: where the model's code begins, for messages.
-        function: what is run.
+        writer: the writer of the run.
+        environment: the values that it could read.
+        encoder: encodes values.
+        start: the place where the model's code begins, for messages.
+        function: the function that is run.
     """
 
     def __init__(
@@ -138,17 +139,17 @@ class Finish:
             self.block("the values of parametrizations are cached around the call")
 
     def recording(self, output: Any, ran: Ran | None = None) -> tuple[Recording, list[Change]]:
-        """Write down what the run gave and changed; return that and the changes as they are.
+        """Record the result and the changes of the run; return the recording and the plain changes.
 
         Args:
-            output: what it gave.
-            ran: the code that it came by.
+            output: its output.
+            ran: the code that it reached.
         """
         root = self._writer.root
         if self.tape.calls and self.tape.calls[0].module is self._function:
             root = self.tape.calls[0]
         recording = Recording(self.tape, self.environment, root)
-        # Where the run is the first to import numpy, nobody knows what it has drawn.
+        # If the run is the first to import numpy, its draws are unknown.
         if _python_random_states() != self._random_states:
             self.block("the run draws from Python's or numpy's random generator", *_RANDOM)
         if self._seeds() != self._seeds_before and not any(
@@ -160,7 +161,7 @@ class Finish:
         changes = list(self.environment.changes())
         for reason in self.environment.blockers:
             self.tape.block(reason)
-        # It may have been made by its first use, and be as it is from then on.
+        # It may have been created by its first use, and stay the same from then on.
         recording.is_transient = self.environment.leaves_watched_objects
         if ran is not None:
             if not self.tape.blockers or recording.is_transient:  # else it is known to be live
@@ -171,15 +172,16 @@ class Finish:
             for code in learn(self._function, ran, self.environment.functions):
                 recording.is_transient = True
                 self.tape.block(
-                    f"{code.co_qualname} at {code.co_filename}:{code.co_firstlineno} was called in "
-                    "a way that could not be known before"
+                    f"{code.co_qualname} at {code.co_filename}:{code.co_firstlineno} was "
+                    "called in an unforeseeable way"
                 )
         for reason, cache in self.environment.misses():
-            # What a function computes in Python alone is the same when it comes from the cache.
+            # A result computed by a function in pure Python is the same when it comes from the
+            # cache.
             if self._has_ops_of(cache.__wrapped__) or not all(map(is_value, kept_in(cache))):
                 self.tape.block(reason)
                 recording.is_transient = True
-            # Nobody may meet a traced scalar after the run.
+            # No one may see a traced scalar after the run.
             if any(type(kept) in TRACED for kept in kept_in(cache)):
                 cache.cache_clear()
             inner = cache.__wrapped__
@@ -204,13 +206,13 @@ class Finish:
         return recording, changes
 
     def block(self, reason: str, *names: str) -> None:
-        """Note why the run must not be replayed, and where the model uses one of the names."""
+        """Record why the run must not be replayed, and where the model uses one of the names."""
         named = filter(None, map(self.environment.place_of, names))
         place = next(named, self._start)
         self.tape.block(f"{reason} (see {place})" if place else reason)
 
     def clean(self, changes: list[Change], *own: Any) -> dict[int, Any]:
-        """Make plain what the run left in its environment; return what is plain by now."""
+        """Make the run's remains in its environment plain; return the plain values."""
         memo = self.environment.things()
         # A trace made inside the run can lead here, by way of this run's scalars.
         memo.update({id(thing): thing for thing in (self, self.tape, self.environment, *own)})
@@ -241,12 +243,12 @@ class Finish:
         return current_context(), torch.get_default_dtype(), current_settings()
 
     def _seeds(self) -> list[int]:
-        """The seeds of the generators that the run knows; reseeding one is not always seen."""
+        """The seeds of the generators that the run knows; reseeding one is not always visible."""
         known = (part.value for part in self.environment.generators)
         return [torch.initial_seed(), *(g.initial_seed() for g in known if g is not None)]
 
     def _has_ops_of(self, function: Any) -> bool:
-        """Whether torch functions were called from within a function of the model's."""
+        """Return whether torch functions were called from within a function of the model."""
         code = getattr(function, "__code__", None)
         for op in self.tape.ops:
             site, scope = op.site, op.scope
@@ -259,7 +261,7 @@ class Finish:
         return False
 
     def _check_opaque_ops(self, changes: list[Change]) -> None:
-        """Block if code that is called as one op might read what the run changes.
+        """Block if code that is called as one op might read the run's changes.
 
         A replay changes objects only at its end. Other ops read no objects.
         """
@@ -272,7 +274,7 @@ class Finish:
             return
         for op in self.tape.ops:
             if getattr(op.target, "role", "") == "hook":
-                self.tape.block(f"{op.target!r} may look at {', '.join(sorted(changed.values()))}")
+                self.tape.block(f"{op.target!r} may read {', '.join(sorted(changed.values()))}")
             if op.kind is OpKind.CALL and not (is_torchs_function(op.target) or op.target in JOINT):
                 read = changed.keys() & self._names_read(op)
                 if read:
@@ -284,7 +286,7 @@ class Finish:
                     )
 
     def _names_read(self, op: Op) -> frozenset[str]:
-        """The names that the code of an opaque op uses, as far as it is known."""
+        """The names that the code of an opaque op uses, as far as known."""
         names: set[str] = set()
         waiting: list[Any] = [op.target, *op.args, *op.kwargs.values()]
         while waiting:
@@ -312,7 +314,7 @@ def _python_random_states() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
-    # Asked for here, because numpy imports this part of it when it is first asked for.
+    # Queried here, because numpy imports this part of it on first use.
     return random.getstate(), tuple(
         part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()
     )

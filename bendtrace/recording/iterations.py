@@ -1,12 +1,12 @@
-"""Which iteration of which loop each record of a tape belongs to.
+"""The iteration of a loop in which each record of a tape was made.
 
-Nothing counts iterations during the run. They follow from the order of the records: one at an
-instruction that does not lie behind the previous one, in the same loop of the same running
-function, belongs to the loop's next iteration.
+Nothing counts iterations during the run. They follow from the order of the records: a record at an
+instruction that is not after the previous one, in the same loop of the same running function,
+belongs to the loop's next iteration.
 
-That is exact for loops whose header is on the tape (over a tensor, or a traced range), and for a
-single loop over other things of which each iteration leaves a record. Of nested loops over other
-things, only the records tell when an outer one goes on.
+This is exact for loops whose header is on the tape (over a tensor, or a traced range), and for a
+single loop over other iterables in which each iteration leaves a record. For nested loops over
+other iterables, the records alone show when an outer one continues.
 """
 
 from __future__ import annotations
@@ -63,20 +63,21 @@ _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Mark:
-    """A record of the tape, seen from the user's code that led to it.
+    """A record of the tape, as seen from the user's code that led to it.
 
     Attributes:
-        order: sorts marks as they happened: an op before the guards on its value.
+        order: sorts marks chronologically: an op before the guards on its value.
         record: the op or guard.
         place: the innermost instruction that is not torch's own.
-        role: what its expression is to the statements around it.
+        role: the role of its expression in the statements around it.
         activation: the same for marks of one running function.
-        outer: for code that the compiler made of a comprehension, the function around it.
+        outer: for code that the compiler made from a comprehension, the function around it.
         scope: the module call whose forward contains the place.
         element_of: for an op that takes an element out of a result, the number of the op that
-            gave the result. It happens where the element is first used, under the other's place.
-        beside: for what was put in besides the model's own ops, whether that was "before" the op
-            at the same place or "after" it; "" for all else.
+            returned the result. It happens where the element is first used, under the other's
+            place.
+        beside: for ops added to the model's own, whether that was "before" the op at the same place
+            or "after" it; "" for all others.
     """
 
     order: Order
@@ -101,10 +102,10 @@ def user_code(scope: ModuleCall, site: Site) -> tuple[Place, object, ModuleCall]
 
 
 def is_inside_comparison(record: Op | Guard, tape: Tape) -> bool:
-    """Whether a truth was asked for by Python as it compares containers, item by item.
+    """Return whether Python asked for a truth while comparing containers, item by item.
 
-    That decides nothing by itself: `(n, 2) != (3, 2)` asks whether n == 3, and looking for an item
-    goes on until one is equal.
+    Such a truth decides nothing by itself: `(n, 2) != (3, 2)` asks whether n == 3, and a search for
+    an item continues until one is equal.
     """
     assert record.site is not None
     found, level, _ = _user_site(record.scope, record.site)
@@ -122,7 +123,7 @@ def is_inside_comparison(record: Op | Guard, tape: Tape) -> bool:
 
 
 def _asks_for_truth(op: Op) -> bool:
-    """Whether an op is the `bool` of what another gave."""
+    """Return whether an op is the `bool` of another's result."""
     return name_of(op.target) == "__bool__" and type(op.args[0]) is Ref
 
 
@@ -146,8 +147,8 @@ def _is_users(place: Place) -> bool:
 def running_code(scope: ModuleCall, site: Site) -> Iterator[tuple[Place, object]]:
     """Yield the places outside torch that led to a site, innermost first.
 
-    Each comes with the key of the running function that it is in (see `user_code`). For code
-    that the compiler made of a comprehension, the function around it follows as well.
+    Each place comes with the key of its running function (see `user_code`). For code that the
+    compiler made from a comprehension, the function around it follows as well.
     """
     owner: ModuleCall | None = scope
     found: Site | None = site
@@ -160,26 +161,26 @@ def running_code(scope: ModuleCall, site: Site) -> Iterator[tuple[Place, object]
         found, owner = owner.site, owner.parent
 
 
-# The compiler ascribes asking for a truth value, or for an iterator, to the statement around it,
-# or to all of `a and b`. The instruction that gave the value is ascribed to its expression.
+# The compiler attributes asking for a truth value, or for an iterator, to the statement around it,
+# or to all of `a and b`. The instruction that computed the value is attributed to its expression.
 _BETWEEN = ("STORE_", "COPY", "TO_BOOL")  # of a walrus, and such
 
 
 def _walks_by_statement() -> bool:
-    """Whether asking for an iterator is ascribed to the statement (up to Python 3.12)."""
+    """Return whether asking for an iterator is attributed to the statement (up to Python 3.12)."""
     steps = single_steps(compile("for i in x: y", "<bendtrace>", "exec"))
     at = next(step.positions for step in steps if step.name == "GET_ITER")
     return at is None or (at.col_offset, at.end_col_offset) != (9, 10)
 
 
-# Since Python 3.15, a generator asks for the iterator itself, when it is made.
+# Since Python 3.15, a generator asks for the iterator itself, when it is created.
 _GENERATORS_ASK = has(compile("(i for i in x)", "<bendtrace>", "eval").co_consts[0], "GET_ITER")
 _WALKING = ("GET_ITER",) if _walks_by_statement() else ()
 _ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL", *_WALKING)
 
 
 def _tested(site: Site, level: int) -> Place:
-    """Return a place of a site; where it asks for a truth value, that of what is asked."""
+    """Return a place of a site; if it asks for a truth value, the place of the value."""
     place = site.places[level]
     span = _asked(site.chain[level][0]).get(place.offset)
     if _GENERATORS_ASK and span is None:
@@ -205,7 +206,7 @@ def _find_asked(code: CodeType) -> Iterator[tuple[int, Span]]:
             if None not in (line, end_line, column, end_column):
                 yield step.offset, Span(line, column, end_line, end_column)  # type: ignore[arg-type]
         if not step.name.startswith(_BETWEEN):
-            source = step.positions  # None of those that are two in one
+            source = step.positions  # None of the combined instructions
 
 
 def marks_of(tape: Tape) -> Iterator[Mark]:
@@ -229,10 +230,10 @@ def marks_of(tape: Tape) -> Iterator[Mark]:
 
 
 def _once(place: Place, record: Op | Guard, tape: Tape, items: set[int]) -> Place:
-    """Return a place with the offset that it has in order of the source, whatever was compiled.
+    """Return a place with its offset in source order, even for code compiled twice.
 
-    Up to Python 3.13, the test of a `while` is there twice. Since 3.13, a comparison may ask for
-    the truth of its result itself; that lies behind comparing, at an odd offset.
+    Up to Python 3.13, the test of a `while` is compiled twice. Since 3.13, a comparison may ask for
+    the truth of its result itself; that is placed after the comparison, at an odd offset.
     """
     assert record.site is not None
     found, level, _ = _user_site(record.scope, record.site)
@@ -243,7 +244,7 @@ def _once(place: Place, record: Op | Guard, tape: Tape, items: set[int]) -> Plac
 
 
 def _asks(record: Op | Guard, items: set[int]) -> bool:
-    """Whether a record asks for a truth, other than of an item of containers."""
+    """Return whether a record asks for a truth, other than of an item of containers."""
     if isinstance(record, Guard):
         return record.test is Test.TRUTH and record.how not in _OF_RESULTS
     return _asks_for_truth(record) and record.index not in items
@@ -273,15 +274,16 @@ def _is_element(op: Op) -> bool:
 
 @dataclass
 class _Running:
-    """What is known of a running function while its marks are followed.
+    """The state of a running function while its marks are followed.
 
     Attributes:
         at: the iteration of each loop that the latest mark was in, outermost first.
         before: the latest mark.
-        around: the iterations of the loops around the comprehension that the code was made of.
+        around: the iterations of the loops around the comprehension that the code was compiled
+            from.
         comprehensions: the code of comprehensions that it ran.
         bodies: the while loops whose test has passed.
-        leaving: a loop that was broken off, and what of it is still run.
+        leaving: a loop that was left early, and its remaining code.
     """
 
     at: dict[Loop, int] = field(default_factory=dict)
@@ -325,11 +327,11 @@ class Iterations:
         return self._at[order]
 
     def begins_while(self, order: Order) -> bool:
-        """Whether the mark is the first test of a `while` that was just entered."""
+        """Return whether the mark is the first test of a `while` that was just entered."""
         return order in self._begun
 
     def count(self, order: Order) -> int:
-        """Return how often the body of a loop was begun, as far as the records show.
+        """Return how often the body of a loop began, as far as the records show.
 
         Args:
             order: the mark of the loop's header.
@@ -357,7 +359,7 @@ class Iterations:
         self._count(state, mark)
 
     def _advance(self, state: _Running, mark: Mark, own: tuple[Loop, ...]) -> dict[Loop, int]:
-        """Return the iterations of the loops still running, this mark's included."""
+        """Return the iterations of the loops still running, including that of this mark."""
         at = dict(state.at)
         if state.leaving is not None:
             loop, rest = state.leaving
@@ -380,11 +382,11 @@ class Iterations:
             at[loop] += 1
             if at[loop] != loop.length({}) or not common:
                 break
-            del at[loop]  # it is over: one around it goes on
+            del at[loop]  # it is over: an outer one continues
         return at
 
     def _count(self, state: _Running, mark: Mark) -> None:
-        """Note headers of loops, tests of whiles, and how far each loop got."""
+        """Record headers of loops, tests of whiles, and the progress of each loop."""
         role, guard, activation = mark.role, mark.record, mark.activation
         for loop in state.at:
             if loop.kind == "while":
@@ -437,7 +439,7 @@ def _split(mark: Mark) -> tuple[tuple[Loop, ...], tuple[Loop, ...]]:
 
 
 def _is_back(before: Mark, mark: Mark) -> bool:
-    """Whether a mark can only have come after the one before it by another iteration."""
+    """Return whether a mark can only follow the previous one in another iteration."""
     if mark.place.offset != before.place.offset:
         return mark.place.offset < before.place.offset
     (call, inner), (call_before, inner_before) = _within(mark), _within(before)
@@ -451,14 +453,14 @@ def _is_back(before: Mark, mark: Mark) -> bool:
     if len(inner) != len(inner_before) or mark.role.several:
         return False
     record, last = mark.record, before.record
-    if isinstance(record, Guard):  # on what was just computed, or on the next thing
+    if isinstance(record, Guard):  # on the value just computed, or on the next one
         return not isinstance(last, Op) or record.index != last.index
     # Comparing containers, or finding a key, asks for the truth of one comparison after another.
     return not (isinstance(last, Guard) and record.kind is OpKind.SCALAR)
 
 
 def _within(mark: Mark) -> tuple[ModuleCall | None, tuple[tuple[CodeType, int], ...]]:
-    """Return the module call, or the code of torch's, that led from the user's code to a record."""
+    """Return the module call, or torch's code, that led from the user's code to a record."""
     site, scope = mark.record.site, mark.record.scope
     assert site is not None
     if scope is mark.scope:

@@ -1,4 +1,4 @@
-"""Names for what is on a tape."""
+"""Names of the ops on a tape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["NodeRef", "base_name", "base_name_of", "mapped", "node_names", "targ
 
 
 class NodeRef:
-    """Stands in a node's arguments for the value of another node.
+    """A reference in a node's arguments to the value of another node.
 
     Args:
         name: the name of that node.
@@ -81,7 +81,7 @@ def node_names(ops: list[Op]) -> list[str]:
 
 
 def target_name(target: Any) -> str:
-    """Return what a node calls, as text."""
+    """Return the target of a node, as text."""
     if target is None or isinstance(target, str):
         return str(target)
     module = getattr(target, "__module__", None) or ""

@@ -1,7 +1,7 @@
-"""The tiny models that `probes.py` records, as a user would write them.
+"""The tiny models that `probes.py` records, written as a user would.
 
-They are not imported but compiled under a name of their own: code of this package is not what the
-tracer takes for a model's.
+They are not imported but compiled under another name, because the tracer does not take code of this
+package for a model's.
 """
 
 from __future__ import annotations

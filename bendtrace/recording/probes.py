@@ -1,8 +1,8 @@
-"""Asks whether Python and torch are as the tracer takes them to be, once, at the first trace.
+"""Checks once, at the first trace, that Python and torch behave as the tracer expects.
 
-Snippets are compiled, and what is read off their instructions is compared with what is known of
-them. Tiny models are recorded, one for each part of torch that the tracer steps in at. Versions are
-not asked for: a probe that holds with a new one needs no release of ours.
+Snippets are compiled, and the results of reading their instructions are compared with the expected
+ones. Tiny models are recorded, one for each part of torch that the tracer intercepts. Version
+numbers are not checked: if a probe passes with a new version, bendtrace needs no release.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ __all__ = [
 
 
 def look_once() -> None:
-    """Run the probes that a trace needs, if that has not been done yet; warn of what is off."""
+    """Run the probes that a trace needs, once; warn of features that are switched off."""
     if "python" not in _looked:
         _looked.add("python")
         warn_of(probe_python())
-    # A mode that the user has entered would see the tiny models.
+    # A mode entered by the user would see the tiny models.
     if "torch" not in _looked and not _is_inside_a_mode():
         _looked.add("torch")
         warn_of(_apart(probe_torch))
 
 
 def look_at_flow_once() -> None:
-    """Run the probe that flow steps need, likewise."""
+    """Run the probe that flow steps need, once."""
     if "flow" not in _looked and not _is_inside_a_mode():
         _looked.add("flow")
         warn_of(_apart(probe_flow))
 
 
 def _apart(probe: Callable[[], list[str]]) -> list[str]:
-    """Run a probe in a thread of its own, where no mode of the user's is active."""
+    """Run a probe in its own thread, where no mode of the user's is active."""
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.extend(probe()))
     thread.start()
@@ -93,7 +93,7 @@ def _is_inside_a_mode() -> bool:
 
 
 def warn_of(failed: list[str]) -> None:
-    """Warn of what is switched off, at the line of the user."""
+    """Warn of features that are switched off, at the user's line."""
     if failed:
         versions = f"Python {platform.python_version()} and torch {torch.__version__}"
         warnings.warn(
@@ -108,16 +108,16 @@ def warn_of(failed: list[str]) -> None:
 
 
 def probe_python() -> list[str]:
-    """Compare what is read off snippets with what is known; return what was switched off."""
+    """Compare the reading of snippets with expectations; return what was switched off."""
     return _probe_python(*_PYTHON_PROBES)
 
 
 def probe_flow() -> list[str]:
-    """Compare the flow steps of tiny models with what is known; return what was switched off."""
+    """Compare the flow steps of tiny models with expectations; return what was switched off."""
     return _probe_python(_PythonProbe("iterations", _UNKNOWN, _reads_iterations))
 
 
-_UNKNOWN = "iterations of flow steps are not known"
+_UNKNOWN = "iterations of flow steps are unknown"
 
 
 def _probe_python(*probes: _PythonProbe) -> list[str]:
@@ -125,7 +125,7 @@ def _probe_python(*probes: _PythonProbe) -> list[str]:
     for feature, reason, holds in probes:
         try:
             is_so = holds()
-        except Exception:  # a reader that fails knows nothing
+        except Exception:  # a reader that fails does not count
             is_so = False
         if not is_so:
             features.switch_off(feature, reason, frozenset({""} if feature == "names" else ()))
@@ -226,7 +226,7 @@ def _reads_places() -> bool:
     return {(9, 19), (22, 26), (9, 26)} <= spans
 
 
-# Models, their inputs, and the kind and iteration of each truth that they ask for.
+# Models, their inputs, and the kind and iteration of each truth value that they ask for.
 _ITERATIONS = {
     "shrinks": ([2.0, 2.0, 2.0, 2.0], [("while", (0,)), ("while", (1,)), ("while", (2,))]),
     "walks": ([1.0, 2.0, 3.0], [("if", (0,)), ("if", (1,)), ("if", (2,))]),
@@ -263,10 +263,10 @@ class _PythonProbe(NamedTuple):
 
 
 _PYTHON_PROBES = (
-    _PythonProbe("identity", "numbers out of tensors are plain, and guarded", _reads_identity),
-    _PythonProbe("truth", "truths out of tensors are plain, and guarded", _reads_truth_tests),
+    _PythonProbe("identity", "numbers taken from tensors are plain, and guarded", _reads_identity),
+    _PythonProbe("truth", "truth values of tensors are plain, and guarded", _reads_truth_tests),
     _PythonProbe("names", "all calls run live: code cannot be read", _reads_names),
-    _PythonProbe("handlers", "each error is taken for one that is handled", _reads_handlers),
+    _PythonProbe("handlers", "each error is assumed to be handled", _reads_handlers),
     _PythonProbe("places", "flow steps have no kind, only a line", _reads_places),
 )
 
@@ -297,14 +297,14 @@ def _hold(model: str, probes: list[_TorchProbe]) -> bool:
     try:
         with _as_it_was():
             tape = _tape(model, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    except Exception:  # whatever is raised, the tracer does not follow this part
+    except Exception:  # if anything is raised, the tracer cannot follow this part
         return False
     return all(probe.holds(tape) for probe in probes)
 
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Give a probe plain environment, and leave the generators as they were."""
+    """Give a probe a plain environment, and restore the generators."""
     kept, is_collecting = random.getstate(), gc.isenabled()
     gc.disable()  # it would go through all of torch's objects
     with (
@@ -339,7 +339,7 @@ _NAME = "<models that bendtrace tries itself on>"
 
 
 def _tape(name: str, x: Tensor) -> Tape:
-    """Record a probe: as any run, but for what processes tell each other."""
+    """Record a probe like any run, but without communication between processes."""
     model = _models()[name]
     function = model() if isinstance(model, type) else model
     environment = Environment(function, {"x": x})
@@ -352,14 +352,14 @@ def _tape(name: str, x: Tensor) -> Tape:
 
 
 class _TorchProbe(NamedTuple):
-    """A part of torch, a model that uses it, and what its tape must have in it.
+    """A part of torch, a model that uses it, and the expected content of its tape.
 
     Attributes:
-        part: in words.
+        part: its name in words.
         model: its name in `probed.py`.
         ops: names of ops, for what can be followed.
-        reason: how the reason begins why a call runs live, for what cannot.
-        names: code that uses one of these is not followed where it is not; "" stands for all.
+        reason: the start of the reason why a call runs live, for parts that cannot be followed.
+        names: code that uses one of these cannot be followed if the probe fails; "" covers all.
     """
 
     part: str
@@ -369,7 +369,6 @@ class _TorchProbe(NamedTuple):
     names: frozenset[str]
 
     def holds(self, tape: Tape) -> bool:
-        """Whether the tape is as it must be."""
         if self.reason:
             return any(blocker.startswith(self.reason) for blocker in tape.blockers)
         names = {name_of(op.target) for op in tape.ops}

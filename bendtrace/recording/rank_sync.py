@@ -1,9 +1,9 @@
-"""Synchronised ranks: before each collective, all ranks are about to do the same.
+"""Synchronised ranks: before each collective, all ranks have to be about to do the same.
 
-A rank whose data lead it down another branch than the others would wait for them for ever, or
-take part in a collective that is not the one they mean. So before each collective, and at the end
-of a call, ranks tell each other what they are about to do; where they do not agree, all of them
-raise. What they tell does not depend on whether a rank traces, replays, resumes or runs live.
+A rank whose data lead it to another branch than the others would wait for them forever, or take
+part in the wrong collective. So before each collective, and at the end of a call, ranks exchange
+what they are about to do; if they disagree, all of them raise. What they exchange does not depend
+on whether a rank traces, replays, resumes or runs live.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _distributed = torch.distributed.is_available()
 
 @dataclass
 class Settings:
-    """Whether ranks agree, and how long one waits for the others, in seconds."""
+    """Whether ranks agree, and how many seconds they wait for each other."""
 
     enabled: bool = True
     timeout: float = 1800.0
@@ -77,11 +77,10 @@ def settings() -> Settings:
     return _settings
 
 
-# What is known of models: groups that they act in together, however a call is served.
+# Known groups in which models communicate, however a call is served.
 _groups: weakref.WeakKeyDictionary[Any, tuple[Group, ...]] = weakref.WeakKeyDictionary()
 _asked: weakref.WeakKeyDictionary[Any, list[Group]] = weakref.WeakKeyDictionary()
-_is_any_known = False  # whether there has been anything in these
-# And how each is called in messages between ranks, with the number of its calls.
+_is_any_known = False  # whether these ever had an entry
 _calls: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
 _named: Counter[str] = Counter()
 
@@ -98,10 +97,10 @@ def _next_call(model: Any) -> tuple[str, int]:
 
 
 def ask(model: Any, group: Group) -> Callable[[], None]:
-    """Have the ranks of a group agree at the end of each call of a model.
+    """Make the ranks of a group agree at the end of each call of a model.
 
     Returns:
-        A function that takes it back.
+        A function that ends this.
     """
     global _is_any_known
     _is_any_known = True
@@ -118,19 +117,19 @@ def ask(model: Any, group: Group) -> Callable[[], None]:
 
 
 def is_one_of_several() -> bool:
-    """Whether other processes take part, which what this one does twice may leave waiting."""
+    """Return whether other processes take part, which repeated work here may leave waiting."""
     return _is_running() and torch.distributed.get_world_size() > 1
 
 
 def _is_running() -> bool:
-    # Asked first, so that torch.compile, which goes through here, follows no further.
+    # Checked first, so that torch.compile, which passes here, follows no further.
     if torch.compiler.is_compiling():
         return False
     return _distributed and torch.distributed.is_initialized()
 
 
 def _look_at(model: Any, names: frozenset[str]) -> None:
-    """Note, when a run of a model begins, in which groups the ranks act together in it."""
+    """Record, when a run of a model begins, the groups in which it communicates."""
     found = groups_of(model) if isinstance(model, nn.Module) else []
     communicates = names_collectives(names)
     if communicates and len(torch.distributed.distributed_c10d._world.pg_map) == 1:
@@ -140,7 +139,7 @@ def _look_at(model: Any, names: frozenset[str]) -> None:
 
 
 def _note(model: Any, groups: Iterable[Group]) -> None:
-    """Note that a model communicates, and in which groups."""
+    """Record that a model communicates, and in which groups."""
     global _is_any_known
     if can_be_known(model):
         _is_any_known = True
@@ -148,23 +147,23 @@ def _note(model: Any, groups: Iterable[Group]) -> None:
 
 
 def can_be_known(model: Any) -> bool:
-    """Whether something can be kept about a model, as long as that is there."""
+    """Return whether data can be attached to a model for its lifetime."""
     return isinstance(model, (nn.Module, types.FunctionType))
 
 
 def is_joint(model: Any) -> bool:
-    """Whether ranks act together in calls of a model, so that they have to agree."""
+    """Return whether ranks communicate in calls of a model, so that they have to agree."""
     if not (_is_any_known and _is_running()):  # asked at each call
         return False
     return can_be_known(model) and (model in _groups or model in _asked)
 
 
 def needs_agreement(model: Any, tape: Tape) -> bool:
-    """Whether a replay is one in which ranks have to agree.
+    """Return whether ranks have to agree in a replay.
 
     Args:
-        model: what is called.
-        tape: what is replayed.
+        model: the called model.
+        tape: the replayed tape.
     """
     if not tape.is_joint and not (_asked and can_be_known(model) and model in _asked):
         return False
@@ -174,7 +173,7 @@ def needs_agreement(model: Any, tape: Tape) -> bool:
 def _known_groups(model: Any) -> tuple[Group, ...]:
     if not can_be_known(model):
         return ()
-    size = torch.distributed.get_world_size()  # of now: it may have been initialised anew
+    size = torch.distributed.get_world_size()  # the current one: it may have been initialised again
     found = (*_groups.get(model, ()), *_asked.get(model, ()))
     return tuple(group for group in found if max(group.ranks) < size)
 
@@ -191,15 +190,15 @@ _local = _Local()
 
 
 class JointCall:
-    """A call of a model whose collectives the ranks agree upon.
+    """A call of a model whose collectives the ranks agree on.
 
     Attributes:
-        model: what is called.
-        groups: in which they act together, as far as it is known.
-        counts: how many collectives there were so far, by group.
-        tape: of the run that is being recorded or replayed; None for a live one.
-        error: what was raised because ranks did not agree.
-        is_left: whether the call is left for now, to be gone on with by another run.
+        model: the called model.
+        groups: the groups that communicate, as far as known.
+        counts: the number of collectives so far, by group.
+        tape: the tape of the run that is being recorded or replayed; None for a live one.
+        error: the error raised because ranks did not agree.
+        is_left: whether the call is suspended, to be continued by another run.
     """
 
     def __init__(self, model: Any, groups: Iterable[Group]) -> None:
@@ -212,11 +211,11 @@ class JointCall:
         self.is_left = False
 
     def follows(self, tape: Tape) -> None:
-        """Note what is replayed from now on."""
+        """Record the tape that is replayed from now on."""
         self.tape, self.replays = tape, True
 
     def comes_to(self, collective: Collective, frame: FrameType) -> None:
-        """Agree upon a collective that is about to begin.
+        """Agree on a collective that is about to begin.
 
         Raises:
             RankDivergenceError: the ranks are about to do different things.
@@ -232,7 +231,7 @@ class JointCall:
         self._meet(group, what, op)
 
     def leaves(self, divergence: object) -> None:
-        """Leave the call for now: a divergence has been come to, and is resumed or given up."""
+        """Suspend the call: a replay has diverged, and will be resumed or given up."""
         self.is_left = True
         weakref.finalize(divergence, _abandon, self).atexit = False
 
@@ -240,7 +239,7 @@ class JointCall:
         """Agree that the call is at its end.
 
         Raises:
-            RankDivergenceError: it is not on all ranks.
+            RankDivergenceError: it is not at its end on all ranks.
         """
         if self.error is not None:
             raise self.error  # the model has caught it
@@ -261,7 +260,7 @@ class JointCall:
                 self._meet(group, what, None)
 
     def fails(self, error: BaseException) -> None:
-        """Tell the others that the call has ended by an error on this rank."""
+        """Tell the others that the call has ended with an error on this rank."""
         if not _settings.enabled or not (self.groups or is_joint(self.model)):
             return
         met = error.group if isinstance(error, RankDivergenceError) else None
@@ -280,7 +279,7 @@ class JointCall:
             raise
 
     def _place(self, frame: FrameType | None) -> tuple[str | None, Op | None]:
-        """Say where the model is; None for the place if it is not the model that communicates."""
+        """Return the place of the model; None for the place if other code communicates."""
         found: str | None = None
         op: Op | None = None
         while frame is not None:
@@ -307,7 +306,7 @@ class JointCall:
         return found or "", op
 
     def _guards(self, op: Op | None) -> str:
-        """Say by which branches the run has come here, as far as they depend on values."""
+        """Return the branches that led the run here, as far as they depend on values."""
         tape = self.tape
         if tape is None:
             return " (it runs live)"
@@ -330,7 +329,7 @@ _OF_DDP = frozenset(
 
 
 def _place_of(op: Op, tape: Tape) -> str:
-    """Where an op that a replay carries out is: as it was seen when it was recorded, if it was."""
+    """Return the place of an op in a replay, as recorded."""
     known = tape.joint.get(op.index)
     if known is not None:
         return known
@@ -341,18 +340,18 @@ def _place_of(op: Op, tape: Tape) -> str:
 
 
 def ranks_of_process() -> Ranks:
-    """Return what this process talks to the others by."""
+    """Return the object through which this process communicates with the others."""
     return ranks(_settings.timeout)
 
 
 class _Overhearing(TorchDispatchMode):
-    """Sees collectives, and nothing else, before they begin."""
+    """Sees collectives before they begin, and nothing else."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if types and any(map(_is_dtensor, types)):
-            return NotImplemented  # what it does with its parts comes by here
+            return NotImplemented  # what it does with its parts reaches here
         if func.namespace in _NAMESPACES:
             collective = collective_of(func, args)
             if collective is not None:
@@ -374,26 +373,26 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor", "c10d_functiona
 def _heard(collective: Collective, frame: FrameType) -> None:
     if _local.forbidden:
         raise InputError(
-            f"{_local.forbidden} came to {collective}, which all ranks have to take part in: "
-            "call the model once first, or give node paths, modules, or selectors that do not "
+            f"{_local.forbidden} reached {collective}, which all ranks have to take part in: "
+            "call the model once first, or use node paths, modules, or selectors that do not "
             "look ahead"
         )
     watcher = current_watcher()
     if watcher is not None:  # outside of all ops
-        watcher.unseen(f"{collective}, called past the tracer,")
+        watcher.unseen(f"{collective}, called without the tracer,")
     if _local.call is not None:
         _local.call.comes_to(collective, frame)
 
 
 @contextmanager
 def alone(what: str) -> Iterator[None]:
-    """Have collectives refused within the context: what runs there is no concern of other ranks.
+    """Refuse collectives within the context: its code must not involve other ranks.
 
     Args:
-        what: what runs there, for people.
+        what: a description of its code, for messages.
 
     Raises:
-        InputError: where it comes to a collective.
+        InputError: the code reaches a collective.
     """
     outer, _local.forbidden = _local.forbidden, what
     call, _local.call = _local.call, None
@@ -406,14 +405,14 @@ def alone(what: str) -> Iterator[None]:
 
 @contextmanager
 def joint_call(model: Any, goes_on: bool = False) -> Iterator[JointCall | None]:
-    """Have the ranks agree upon the collectives of a call, within the context.
+    """Make the ranks agree on the collectives of a call, within the context.
 
     Args:
-        model: what is called.
-        goes_on: whether this may be the rest of a call that was left before.
+        model: the called model.
+        goes_on: whether this may be the rest of a suspended call.
 
     Yields:
-        The `JointCall`, or None where nobody is to agree.
+        The `JointCall`, or None if agreement is not needed.
     """
     call = _local.call
     if not _is_running():
@@ -448,25 +447,25 @@ def joint_call(model: Any, goes_on: bool = False) -> Iterator[JointCall | None]:
 
 
 def _abandon(call: JointCall) -> None:
-    """A call was left, and nobody went on with it."""
+    """A call was suspended, and nothing continued it."""
     if call.is_left:
         if _local.call is call:
             _local.call = None
         call.is_left = False
-        call.fails(RuntimeError("the run was not gone on with"))
+        call.fails(RuntimeError("the run was not continued"))
 
 
 @contextmanager
 def recorded_call(
     model: Any, names: frozenset[str], tape: Tape, goes_on: bool
 ) -> Iterator[JointCall | None]:
-    """Have the ranks agree upon a run that is being recorded.
+    """Make the ranks agree on a run that is being recorded.
 
     Args:
-        model: what is run.
+        model: the model that is run.
         names: the names that its code uses.
-        tape: what is written.
-        goes_on: whether this may be the rest of a call that was left before.
+        tape: the tape that is written.
+        goes_on: whether this may be the rest of a suspended call.
     """
     if _is_running():
         _look_at(model, names)
@@ -474,12 +473,12 @@ def recorded_call(
         if call is not None:
             call.tape = tape
         yield call
-        # What is inserted may communicate in one run, and not in another.
+        # Insertions may communicate in one run, and not in another.
         if call is not None and (call.counts or any(map(is_gate, tape.ops))):
             _note(model, call.counts)
         if call is not None and can_be_known(model) and model in _groups:
             tape.is_joint = True
 
 
-# Behind this code nobody looks for what called a collective.
+# The search for the caller of a collective stops at this code.
 ENDS: set[CodeType] = set()

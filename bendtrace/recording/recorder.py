@@ -93,12 +93,12 @@ _LONG_LIST = 256
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down one run.
+    """Records one run.
 
     Args:
         function: what is going to be run.
         environment: what the run can read.
-        prefix: for a resumed run, what was carried out already.
+        prefix: for a resumed run, the ops carried out before.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values (`states.py`).
@@ -135,15 +135,15 @@ class Recorder(TorchFunctionMode):
             self._writer.read_state = self._read_state
         places = stacks.layout()
         self._compares = places is not None and places.leaves
-        self._compared: frozenset[int] = frozenset()  # by identity: what was compared last
+        self._compared: frozenset[int] = frozenset()  # by identity: the values compared last
         self._calls_of: dict[int, int] = {}
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
         self._ran = ran()
         self._within = False  # an op that the mode is not switched off for
         self._texts = Texts()
-        self._printing = False  # texts are being made for the screen alone
+        self._printing = False  # texts are being formatted for the screen only
         self._fast_path: FastPath | None = None
-        self._aside: FastPath | None = None  # the fast_path, while there are shared arrays
+        self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)
         if inserter is not None:
             inserter.begins(self)
@@ -154,7 +154,7 @@ class Recorder(TorchFunctionMode):
         """Call the function on the (traced) arguments and return what was recorded.
 
         Raises:
-            Exception: whatever the function raises, as it is.
+            Exception: whatever the function raises, unchanged.
         """
         finish = Finish(self._writer, self.environment, self._encoder, self._start, self._function)
         if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
@@ -193,7 +193,7 @@ class Recorder(TorchFunctionMode):
             self.active = False
             self._values.retire()
             self._fast_path = self._aside = None
-            # A cycle of recorder and encoder must not keep what the caller gave alive.
+            # A cycle of recorder and encoder must not keep the caller's objects alive.
             self._writer.close()
 
     def _outcome(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,7 +220,7 @@ class Recorder(TorchFunctionMode):
         return output
 
     def argument(self, part: Captured, value: Any) -> Any:
-        """Record an argument part and return what the model is given for it."""
+        """Record an argument and return the value that the model receives for it."""
         op = self._writer.emit(OpKind.INPUT, part, (), {}, None)
         if part.kind is CaptureKind.NUMBER:
             op.meta = value
@@ -239,7 +239,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self.active = True
 
-    # What torch reports
+    # Calls that torch reports
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -309,8 +309,8 @@ class Recorder(TorchFunctionMode):
             if self._observer is not None:
                 self._observer.escaped(args)
             self.tape.block(
-                f"{name_of(func)} at {user_place(frame)} hands the content of a tensor to code "
-                "that cannot be watched"
+                f"{name_of(func)} at {user_place(frame)} passes the content of a tensor to "
+                "code that cannot be watched"
             )
             return func(*args, **kwargs)
         if func in REGISTERS:
@@ -332,7 +332,7 @@ class Recorder(TorchFunctionMode):
     def _shares(
         self, op: Op, func: Any, args: Any, kwargs: dict[str, Any], out: Any, frame: FrameType
     ) -> None:
-        """Watch the arrays that an op was given, if what it gave is in their memory."""
+        """Watch the arrays in the arguments of an op, if its result shares their memory."""
         prefix, again = self._writer.prefix, None
         if prefix is not None and op.index in prefix.values:
             again = functools.partial(unwatched, func, args, kwargs)
@@ -351,14 +351,13 @@ class Recorder(TorchFunctionMode):
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[Op, Any]:
-        """Put a call on the tape and carry it out."""
         op, args, kwargs = self._write(func, args, kwargs, frame)
         return op, self._carry_out(op, func, args, kwargs)
 
     def _write(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[Op, Any, dict[str, Any]]:
-        """Put a call on the tape; return it and what the function is to be called with."""
+        """Record a call on the tape; return it and the arguments to call the function with."""
         self._writer.begin()
         encoded, args = self._encoder.arguments(args)
         named: dict[str, Any] = {}
@@ -378,7 +377,7 @@ class Recorder(TorchFunctionMode):
         return op, args, kwargs
 
     def _carry_out(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Do what an op says (or, resumed, take what it gave before)."""
+        """Run an op (or, resumed, take its earlier result)."""
         prefix = self._writer.prefix
         if prefix is not None and op.index in prefix.values:
             return prefix.values[op.index]
@@ -429,7 +428,7 @@ class Recorder(TorchFunctionMode):
         op, out = self._record(func, args, kwargs, frame)
         op.meta = out
         if args[0].numel() > _LONG_LIST:
-            # The model may change the list it is given; what is guarded must stay as it was.
+            # The model may change the list that it receives; the guarded one must not change.
             op.meta = copy.deepcopy(out)
             self._writer.guard(Test.VALUE, op.index, op.meta, "tolist", frame)
             return out
@@ -468,7 +467,7 @@ class Recorder(TorchFunctionMode):
             if current_watcher() is self:  # else within an op, which a replay does as a whole
                 traced = TRACED_AS.get(type(result))
         finally:
-            if traced is None:  # it raised, or gave something that cannot be traced
+            if traced is None:  # it raised, or returned a value that cannot be traced
                 for operand in operands:
                     if type(operand) in TRACED:
                         self.consume(operand, getattr(function, "__name__", "arithmetic"))
@@ -497,7 +496,7 @@ class Recorder(TorchFunctionMode):
         op.meta = text
         return self._texts.mark(op.index, text)
 
-    # What the boundaries report
+    # Calls that intercepts report
 
     def printed(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -522,7 +521,7 @@ class Recorder(TorchFunctionMode):
         self._as_one(op, shows, tuple(given), {}, frame)
 
     def _printable(self, value: Any) -> str:
-        """Return the text that is printed of a value, with marks for what is not guarded."""
+        """Return the printed text of a value, with marks for unguarded parts."""
         if not is_plainly_printed(value):
             return str(value)
         outer, self._printing = self._printing, True
@@ -591,7 +590,7 @@ class Recorder(TorchFunctionMode):
         return output
 
     def _noted(self, value: Any) -> Any:
-        """Write down what a module is given, or gives."""
+        """Record the arguments or the output of a module."""
         kind = type(value)
         if kind is Tensor and (ref := self._values.at_hand(value)) is not None:
             return ref
@@ -603,7 +602,7 @@ class Recorder(TorchFunctionMode):
         return noted
 
     def _unregistered(self, module: nn.Module) -> str:
-        """Return what stands for the path of a module that belongs to no other."""
+        """Return a substitute for the path of a module that belongs to no other."""
         known = self._strangers.get(id(module))
         if known is None:
             name = type(module).__name__
@@ -633,8 +632,8 @@ class Recorder(TorchFunctionMode):
             op, args, kwargs = self._write(function, args, kwargs, frame)
             if self._values.holds_values(function, set()):
                 self.tape.block(
-                    f"{name_of(function)} at {user_place(frame)} closes over values of the run, "
-                    "which a replay could not exchange"
+                    f"{name_of(function)} at {user_place(frame)} closes over values of the "
+                    "run, which a replay could not replace"
                 )
             if self._observer is not None:
                 self._observer.escaped((args, kwargs))
@@ -645,7 +644,7 @@ class Recorder(TorchFunctionMode):
             set_around(outer)
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Ask something of a tensor that is not its values (see `watcher.Watcher`)."""
+        """Query something of a tensor other than its values (see `watcher.Watcher`)."""
         with torch._C.DisableTorchFunction():
             return self._metadata(function, (tensor,), {}, sys._getframe(2))
 
@@ -674,11 +673,11 @@ class Recorder(TorchFunctionMode):
         return self._writer.scope
 
     def site(self, frame: FrameType) -> Site | None:
-        """Where `frame` is (see `inserter.Stage`)."""
+        """Return the site of `frame` (see `inserter.Stage`)."""
         return self._writer.site(frame)
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
-        """Put a call on the tape that is not the model's own (see `inserter.Stage`)."""
+        """Record a call on the tape that is not the model's own (see `inserter.Stage`)."""
         with torch._C.DisableTorchFunction():
             op, args, _ = self._write(function, args, {}, frame)
             if self._observer is not None:
@@ -686,7 +685,7 @@ class Recorder(TorchFunctionMode):
         return self._as_one(op, function, args, {}, frame)
 
     def expect(self, truth: Any, frame: FrameType) -> bool:
-        """Guard a truth that a gate has given (see `inserter.Stage`)."""
+        """Guard a truth value that a gate has returned (see `inserter.Stage`)."""
         if type(truth) is bool:  # a plain one is guarded by now
             return truth
         self._writer.guard(
@@ -695,25 +694,25 @@ class Recorder(TorchFunctionMode):
         return bool(truth._value)
 
     def state(self, tensor: Tensor) -> Captured | None:
-        """Return the part that a tensor is (see `inserter.Stage`)."""
+        """Return the captured value for a tensor (see `inserter.Stage`)."""
         part = self.environment.find(tensor)
         return None if part is None or part.is_argument else part
 
     def forgot_casts(self) -> None:
-        """Note that autocast forgets what it has cast (see `watcher.Watcher`)."""
+        """Record that autocast clears its cache (see `watcher.Watcher`)."""
         self._writer.forgot_casts()
 
     def forget(self, *tensors: Tensor) -> None:
-        """Let go of tensors altogether, weak references included."""
+        """Release tensors altogether, including weak references."""
         for tensor in tensors:
             self._writer.known.pop(id(tensor), None)
 
     def wants_inside(self) -> bool:
-        """Whether something is inserted in the module that runs (see `watcher.Watcher`)."""
+        """Return whether there are insertions in the running module (see `watcher.Watcher`)."""
         return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)
 
     def called_inside(self, module: nn.Module) -> None:
-        """Tell the inserter of a module that no gate can be put at (see `watcher.Watcher`)."""
+        """Tell the inserter of a module without gates (see `watcher.Watcher`)."""
         if self._inserter is not None:
             with self._ran.left():
                 self._inserter.inside(module, self.environment.module_paths.get(id(module), ""))
@@ -724,9 +723,9 @@ class Recorder(TorchFunctionMode):
             self._inserter.recomputed(entering)
 
     def unseen(self, what: str) -> None:
-        """Note what a replay could not repeat (see `watcher.Watcher`)."""
-        self._fast_path = self._aside = None  # from now on, ops may call what is not their own
-        self._ran.leave()  # it is live in any case, and what is not watched may compile itself
+        """Record something that a replay could not repeat (see `watcher.Watcher`)."""
+        self._fast_path = self._aside = None  # from now on, ops may call other code
+        self._ran.leave()  # it is live in any case, and unwatched code may compile itself
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
 
 

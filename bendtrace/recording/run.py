@@ -26,10 +26,10 @@ class Signature:
     """Gives arguments the same names however they were passed.
 
     Args:
-        function: the module or function that is called.
+        function: the called module or function.
 
     Attributes:
-        parameters: the names in its signature that an argument can be given by.
+        parameters: the names in its signature for passing an argument by name.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -59,7 +59,7 @@ class Signature:
         return names
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name, in an order that does not depend on how they came."""
+        """Return the arguments by name, in an order independent of how they were passed."""
         return dict(zip(*self.arrange(args, kwargs), strict=True))
 
     def arrange(
@@ -77,7 +77,7 @@ class Signature:
         names = self.names(args, kwargs)
         positions = {name: position for position, name in enumerate(names)}
         last = len(self._order)
-        # Keyword arguments that the signature does not name keep the order they came in.
+        # Keyword arguments that the signature does not name keep their order.
         ordered = tuple(sorted(positions, key=lambda name: self._order.get(name, last)))
         if not kwargs or ordered == names:
             return names, None
@@ -87,7 +87,8 @@ class Signature:
         return ordered, operator.itemgetter(*picked)
 
 
-# Names of arguments, and what puts their values into the same order, unless they are in it.
+# Names of arguments, and a getter that puts their values into the same order, unless they are in
+# it.
 _Arrangement = tuple[tuple[str, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]] | None]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -103,28 +104,29 @@ def record(
     reads_states: bool = False,
     keeps_errors: bool = False,
 ) -> Recording:
-    """Run `function(*args, **kwargs)` and write down what happens.
+    """Run `function(*args, **kwargs)` and record what happens.
 
     Args:
         function: a module, bound method or function.
         args: its positional arguments.
         kwargs: its keyword arguments.
         signature: names the arguments.
-        prefix: for a resumed run, what was carried out already.
+        prefix: for a resumed run, the ops carried out before.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values.
         keeps_errors: whether a run that raises is recorded up to there, instead of raising.
 
     Raises:
-        InputError: if the function is a model with parameters that are not initialised yet.
-        Exception: whatever the function raises, as it is.
+        InputError: the function is a model with uninitialised parameters.
+        Exception: whatever the function raises, unchanged.
     """
     look_once()
     environment = Environment(function, signature.bind(args, kwargs))
     if not environment.is_repeated and uninitialized_in(function):
         raise InputError(
-            "the model has lazy modules, whose parameters the first call makes: call it once first"
+            "the model has lazy modules, whose parameters are created by the first call: call "
+            "it once first"
         )
     recorder = Recorder(
         function, environment, prefix, observer, inserter, reads_states, keeps_errors
@@ -147,14 +149,14 @@ def record(
 
 
 def uninitialized_in(function: Callable[..., Any]) -> bool:
-    """Whether a model has lazy modules that have not been called yet."""
+    """Return whether a model has lazy modules that have not been called yet."""
     return isinstance(function, nn.Module) and any(
         map(is_lazy, itertools.chain(function.parameters(), function.buffers()))
     )
 
 
 class _Arguments:
-    """Records the argument parts and makes what the model is given: numbers become traced."""
+    """Records the arguments and creates what the model receives: numbers become traced."""
 
     def __init__(self, recorder: Recorder) -> None:
         parts = recorder.environment.arguments

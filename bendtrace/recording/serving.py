@@ -1,4 +1,4 @@
-"""Letting something else answer the calls of a module, while one of its methods runs."""
+"""Redirects the calls of a module while one of its methods runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bendtrace.recording.rank_sync import ENDS, is_joint, joint_call
 
 __all__ = ["call_itself", "served_by", "serving"]
 
-_KEY = "_compiled_call_impl"  # nn.Module.__call__ asks for it first, as in `boundaries`
+_KEY = "_compiled_call_impl"  # nn.Module.__call__ checks it first, as in `intercepts`
 _lock = threading.Lock()
 
 
 class _Server:
-    """What is called in place of a module."""
+    """What is called instead of a module."""
 
     def __init__(self, call: Callable[..., Any], before: Any) -> None:
         self.call = call
@@ -31,7 +31,7 @@ class _Server:
 
 @contextmanager
 def serving(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Have `module(...)` answered by `call(...)` within the context, in all threads."""
+    """Redirect `module(...)` to `call(...)` within the context, in all threads."""
     attributes = vars(module)
     with _lock:
         before = attributes.get(_KEY)
@@ -51,18 +51,19 @@ def serving(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
 
 
 def served_by(module: Any) -> object | None:
-    """Return what answers the calls of a module now; None if it is the module itself.
+    """Return the current target for the calls of a module; None if it is the module itself.
 
-    It is one object for as long as one of the methods of a `BendedModule` runs, such as `generate`.
+    It is the same object for as long as one of the methods of a `BendedModule` runs, such as
+    `generate`.
     """
     server = vars(module).get(_KEY) if isinstance(module, nn.Module) else None
     return server if isinstance(server, _Server) else None
 
 
 def call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Call a model, past what is serving it."""
+    """Call a model itself, without the redirection."""
     if not is_joint(model):
-        # Nothing more than the call, usually: this is all that a model costs which is run plainly.
+        # Usually only the call: this is the whole overhead for a model that runs plainly.
         server = vars(model).get(_KEY) if isinstance(model, nn.Module) else None
         if not isinstance(server, _Server):
             return model(*args, **kwargs)

@@ -1,13 +1,13 @@
-"""In which state a run is when it asks for a value: where its Python is, and all that this holds.
+"""The state of a run when it asks for a value: the position of its Python, and everything it holds.
 
-Two runs that ask the same question in the same state go on in the same way, but for the numbers
-inside tensors. The key of a state is made of what can decide how Python goes on: the frames
-from the model's entry to the question with their variables and value stacks, everything mutable
-that these lead to, by content and identity, what the run has changed so far, and the settings of
-torch. Tensors and traced scalars are *holes*: numbered in the order in which they are met, with the
-facts that replays take for granted, and without their numbers.
+Two runs that ask the same question in the same state continue in the same way, except for the
+numbers inside tensors. The key of a state covers everything that can influence what Python does
+next: the frames from the model's entry to the question with their variables and value stacks, all
+mutable objects reachable from these, by content and identity, the changes made by the run so far,
+and the settings of torch. Tensors and traced scalars are *holes*: numbered in the order in which
+they are met, with the properties that replays assume, but without their numbers.
 
-What cannot be read makes a state equal to no other one but the one that the same way leads to.
+If something cannot be read, a state equals only the state reached by the same path.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class States:
     """Reads the states of one run.
 
     Args:
-        writer: puts guards on the tape.
-        values: knows which op gave what.
-        environment: what the run could read when it began.
+        writer: adds guards to the tape.
+        values: the mapping from values to ops.
+        environment: the values that the run could read at its start.
         outermost: the code that called the model.
-        reads_all: whether all states are read, also those that take long.
+        reads_all: whether to read all states, including those that take long.
 
     Attributes:
-        unread: why states could not be read.
+        unread: the reasons why states could not be read.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class States:
 
         Args:
             index: the op.
-            test: what is asked.
-            expected: what came out, which is part of what leads to the next state.
-            turn: counts what code has asked of the tracer. What was asked before in the same turn
-                has answers that only the tracer holds.
-            compared: the identities of what was compared last.
+            test: the question.
+            expected: the answer, which is part of the path to the next state.
+            turn: counts the requests of code to the tracer. Answers to earlier requests in the same
+                turn are held only by the tracer.
+            compared: the identities of the values compared last.
         """
         if not self._reads_all:
             self._left = self._left - 1 if self._is_near() else 0
@@ -137,7 +137,7 @@ class States:
         return state
 
     def _same_turn(self, turn: int) -> Any:
-        """Return what was asked before in the same turn, and answered."""
+        """Return the earlier questions in the same turn, with their answers."""
         if turn != self._turn or self._before is None:
             return None
         return self._before.key, self._answer
@@ -154,7 +154,7 @@ class States:
         return True
 
     def _after(self, test: Test) -> State:
-        """Return a state that is known by nothing but the way that led to it."""
+        """Return a state that is identified only by the path that led to it."""
         before = self._before
         made = tuple(
             op.index
@@ -185,7 +185,7 @@ def _global_state(modes: int) -> tuple[Any, ...]:
         raise _Unreadable("an exception is being handled")
     context = current_context()
     if context.autocast:
-        raise _Unreadable("autocast keeps what it has cast")
+        raise _Unreadable("autocast has cached casts")
     return (
         context, current_settings(), torch.get_default_dtype(),
         torch._C._len_torch_dispatch_stack() - modes, torch.is_anomaly_enabled(),
@@ -201,7 +201,7 @@ class _Reader:
         self._environment = environment
         self.holes: dict[int, int] = {}
         self.kept: list[Any] = []
-        self._alive: list[Any] = []  # so that nothing that is met has the place of another
+        self._alive: list[Any] = []  # so that no id is reused by a later object
         self._seen: dict[int, int] = {}
         self._memories: dict[int, int] = {}
         self._running: dict[int, int] = {}  # frames
@@ -222,7 +222,7 @@ class _Reader:
                 chain.append(frame)
                 frame = frame.f_back
             if frame is None:
-                raise _Unreadable("the model is not called from here")
+                raise _Unreadable("the model was not called from here")
             return tuple(self._read_chain(chain, places, compared))
         finally:
             chain.clear()  # a frame that is held by itself would keep all values alive
@@ -253,9 +253,9 @@ class _Reader:
         return self._by_identity(stack.code), stack.offset, slots, below, operands
 
     def _is_idle(self, stack: stacks.Stack, slot: int, value: Any) -> bool:
-        """Whether a variable holds nothing that can matter: it is written before it is read.
+        """Return whether the value of a variable cannot matter: it is written before it is read.
 
-        Objects that may notice when they are let go of do matter.
+        Objects with finalizers do matter.
         """
         if is_read_later(stack.code, stack.offset, slot):
             return False
@@ -271,7 +271,7 @@ class _Reader:
     def _look_for_hidden(
         self, stack: stacks.Stack, callee: FrameType | None, is_asking: bool
     ) -> None:
-        """Raise if C, called by an instruction, may hold something that nobody can read."""
+        """Raise if C, called by an instruction, may hold something that cannot be read."""
         operands = [value for value in stack.operands or () if value is not stacks.EMPTY]
         name = stack.name
         if name in _CALLS:
@@ -293,7 +293,7 @@ class _Reader:
             hides = True
         if hides:
             raise _Unreadable(
-                f"{name} in {stack.code.co_qualname} may be in the middle of something"
+                f"{name} in {stack.code.co_qualname} may be in the middle of an operation"
             )
 
     def _call_hides(self, called: Any, callee: FrameType | None) -> bool:
@@ -325,7 +325,7 @@ class _Reader:
     # Values
 
     def value(self, value: Any) -> Any:
-        """Return what stands for a value in the key."""
+        """Return the representation of a value in the key."""
         kind = type(value)
         if kind in PLAIN_TYPES:
             return _plain(value, kind)
@@ -352,7 +352,7 @@ class _Reader:
         return self._other(value, kind)
 
     def values_of(self, values: Iterable[Any]) -> tuple[Any, ...]:
-        """Return what stands for some values."""
+        """Return the representation of some values."""
         return tuple(map(self.value, values))
 
     def _other(self, value: Any, kind: type) -> Any:
@@ -401,7 +401,7 @@ class _Reader:
         elif part is not None:
             what = _named(part)
         else:
-            raise _Unreadable("a tensor is not known by an op")
+            raise _Unreadable("a tensor has no known op")
         memory = storage_of(tensor)
         if memory:
             memory = 1 + self._memories.setdefault(memory, len(self._memories))
@@ -430,7 +430,7 @@ class _Reader:
         return what
 
     def value_of(self, index: int) -> Any:
-        """Return what stands for the value of an op."""
+        """Return the representation of the value of an op."""
         op = self._ops[index]
         if op.kind is OpKind.INPUT or op.kind is OpKind.STATE:
             return _named(op.target)
@@ -442,7 +442,7 @@ class _Reader:
         raise _Unreadable("a tensor of unknown origin")
 
     def asked(self, index: int) -> Any:
-        """Return what stands for the value that is asked for."""
+        """Return the representation of the value that is asked for."""
         if index in self.holes:
             return self.value_of(index)
         what = self._described(index, _DEEPEST)
@@ -450,20 +450,20 @@ class _Reader:
         return what
 
     def _described(self, index: int, depth: int) -> Any:
-        """Return what a value is that nothing but the question holds: how it was computed."""
+        """Describe a value that only the question holds: how it was computed."""
         op = self._ops[index]
         if index in self.holes or op.kind in (OpKind.INPUT, OpKind.STATE):
             return self.value_of(index)
         if depth == 0:
-            raise _Unreadable("what is asked for was computed in many steps")
+            raise _Unreadable("the value was computed in too many steps")
         given = map_refs((op.args, op.kwargs), lambda ref: self._described(ref.index, depth - 1))
         return name_of(op.target), repr(given)
 
     def changes(self) -> tuple[Any, ...]:
-        """Read what the run has changed so far."""
+        """Read the changes made by the run so far."""
         changes = self._environment.changes_so_far()
         if changes is None:
-            raise _Unreadable("the run has changed what cannot be followed")
+            raise _Unreadable("the run has changed something that cannot be followed")
         return tuple(
             (
                 change.part.label, self._key(change.key), change.deleted,
@@ -473,7 +473,7 @@ class _Reader:
         )  # fmt: skip
 
     def _key(self, key: Any) -> Any:
-        """Return what stands for the key of a change."""
+        """Return the representation of a change's key."""
         if isinstance(key, AttributeKey):
             return "attribute", str(key), key.name, key.access.name
         return self.value(key)
@@ -542,7 +542,7 @@ class _Reader:
 
 
 def _named(part: Captured) -> Any:
-    """Return what stands for something that was there before the run."""
+    """Return the representation of something that existed before the run."""
     if part.kind is CaptureKind.ALIAS:
         part = part.value
     is_fixed = part.access is Access.FIXED and not part.is_argument
@@ -550,7 +550,7 @@ def _named(part: Captured) -> Any:
 
 
 def _plain(value: Any, kind: type) -> Any:
-    """Return a plain value so that it is equal to nothing but the same one."""
+    """Return a plain value in a form that is equal only to the same value."""
     if kind is float:
         return value.hex(), 0.0
     if kind is complex:
@@ -563,7 +563,7 @@ def _address(array: Any) -> int:
 
 
 def _numbers_in(values: Iterable[Any]) -> int:
-    """Count the traced scalars that a call is given."""
+    """Count the traced scalars among the arguments of a call."""
     count = 0
     for value in values:
         if type(value) in TRACED:
@@ -578,15 +578,15 @@ def _numbers_in(values: Iterable[Any]) -> int:
 def _is_leaf(tensor: Tensor) -> bool:
     """Whether a tensor is a leaf.
 
-    To ask a view of something that requires grad makes torch note how it came about, and what the
-    model does to the view next would then do something else.
+    Asking a view of a tensor that requires grad makes torch record its origin, and a later change
+    of the view by the model would then behave differently.
     """
     base = tensor._base
     return (base is None or not requires_grad(base)) and tensor.is_leaf
 
 
 def _is_of_python(value: Any) -> bool:
-    """Whether an object is of a class that Python code defines, and not a container's."""
+    """Return whether an object's class is defined in Python, and is not a container's."""
     return _is_class(type(value)) and not isinstance(value, _CONTAINERS)
 
 
@@ -595,7 +595,7 @@ def _is_class(kind: type) -> bool:
 
 
 def _is_single(value: Any) -> bool:
-    """Whether an operator on a value asks no more than one question at a time."""
+    """Return whether an operator on a value asks at most one question at a time."""
     kind = type(value)
     return (
         kind in TRACED or kind in RETIRED or isinstance(value, Tensor)
@@ -608,7 +608,7 @@ _DEEPEST = 16
 _NUMBERS = frozenset({int, float, bool, complex, type(None)})
 _CONTAINERS = (tuple, list, dict, set, frozenset, str, bytes)
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
-# Functions in C that ask one question, and keep nothing of it.
+# C functions that ask one question, and keep nothing of it.
 _SINGLE: frozenset[Any] = frozenset(
     {
         any, all, next, iter, len, isinstance, issubclass, hasattr, getattr, setattr, abs, bool,

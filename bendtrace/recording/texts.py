@@ -1,9 +1,9 @@
-"""Text that only the screen, or an assertion that holds, gets: it is no part of the path.
+"""Text that only reaches the screen, or a passing assertion, and so is not part of the path.
 
-A value that is formatted is guarded, as code may do anything with the text. Not so where the
-syntax says that the text goes to `print`, or is the message of `torch._assert`: there formatting is
-an op, and a replay prints what it gives by then. Until it is printed, the text has a mark in place
-of the value.
+A formatted value is guarded, since code may do anything with the text. The exception is text that,
+according to the syntax, goes to `print`, or is the message of `torch._assert`: there formatting is
+an op, and a replay prints the new text. Until it is printed, the text contains a mark in place of
+the value.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _MARKS = re.compile("\ue0b7([0-9]+)\ue0b8")
 
 
 class Texts:
-    """The texts of values that a run has formatted and not guarded.
+    """The texts of values that a run has formatted without a guard.
 
     Attributes:
-        given: the op that gave each, with the text.
+        given: the op that returned each, with the text.
     """
 
     def __init__(self) -> None:
         self.given: list[tuple[int, str]] = []
 
     def mark(self, index: int, text: str) -> str:
-        """Return what stands for the text that an op gave."""
+        """Return the mark for the text that an op returned."""
         self.given.append((index, text))
         return _MARK.format(len(self.given) - 1)
 
     def parts(self, text: str) -> Iterator[str | tuple[int, str]]:
-        """Take a text apart: plain ones, and ops with the text that they gave."""
+        """Split a text into plain parts and ops with their text."""
         for number, part in enumerate(_MARKS.split(text)):
             if number % 2:
                 yield self.given[int(part)]
@@ -64,12 +64,12 @@ class Texts:
 
 
 def shows(stream: str, flush: bool, *parts: str) -> None:
-    """Print a text, which is done anew by each replay.
+    """Print a text; each replay prints it again.
 
     Args:
         stream: the name of the stream in `sys`.
         flush: whether to flush it.
-        *parts: what the text consists of.
+        *parts: the parts of the text.
     """
     print(*parts, sep="", end="", file=getattr(sys, stream), flush=flush)
 
@@ -79,7 +79,7 @@ shows.gives_nothing = True  # type: ignore[attr-defined]
 
 
 def stream_of(kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the stream in `sys` that `print` writes to; None if it is another."""
+    """Return the name of the stream in `sys` that `print` writes to; None if it has none."""
     file = kwargs.get("file")
     if file is None:
         return "stdout"
@@ -87,17 +87,17 @@ def stream_of(kwargs: dict[str, Any]) -> str | None:
 
 
 def separator_of(kwargs: dict[str, Any]) -> str:
-    """Return what `print` writes between values."""
+    """Return the text that `print` writes between values."""
     return " " if kwargs.get("sep") is None else str(kwargs["sep"])
 
 
 def end_of(kwargs: dict[str, Any]) -> str:
-    """Return what `print` writes at the end."""
+    """Return the text that `print` writes at the end."""
     return "\n" if kwargs.get("end") is None else str(kwargs["end"])
 
 
 def is_plainly_printed(value: Any, depth: int = 0) -> bool:
-    """Whether no code but torch's and Python's own makes the text of a value."""
+    """Return whether only torch's and Python's own code formats a value."""
     kind = type(value)
     if kind in PLAIN_TYPES or kind in TRACED or kind in _TENSORS:
         return True
@@ -114,7 +114,7 @@ _DEEPEST = 4
 
 
 def goes_to_screen(frame: FrameType) -> bool:
-    """Whether the text that code is making goes to `print` or `torch._assert`, and nowhere else."""
+    """Return whether the text being formatted goes only to `print` or `torch._assert`."""
     code, names = frame.f_code, frame.f_globals
     used = _uses(place_at(code, frame.f_lasti))
     if used is None:
@@ -129,7 +129,7 @@ def goes_to_screen(frame: FrameType) -> bool:
 
 @functools.cache
 def _uses(place: Any) -> frozenset[str] | None:
-    """Return what a text is given to that is made at a place; None if that is not known."""
+    """Return the function that receives a text formatted at a place; None if unknown."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
     if isinstance(node, ast.FormattedValue):  # which has a place of its own since Python 3.12
@@ -140,7 +140,7 @@ def _uses(place: Any) -> frozenset[str] | None:
 
 
 def _followed(file: SourceFile, node: ast.AST, seen: tuple[str, ...]) -> frozenset[str] | None:
-    """Follow a text outwards, to what it is given to."""
+    """Follow a text outwards, to the function that receives it."""
     for child, parent in file.ancestors(node):
         if isinstance(parent, ast.FormattedValue) and not parent.format_spec:
             continue
@@ -177,7 +177,7 @@ def _given_to(call: ast.Call, child: ast.AST) -> frozenset[str] | None:
 def _used_by_name(
     file: SourceFile, assigned: ast.Assign, name: str, seen: tuple[str, ...]
 ) -> frozenset[str] | None:
-    """Return what a text is given to by way of a local variable."""
+    """Return the function that receives a text through a local variable."""
     function = _function_around(file, assigned)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return None
@@ -207,7 +207,7 @@ def _function_around(file: SourceFile, node: ast.AST) -> ast.AST | None:
 
 
 def _puts_together(node: ast.AST) -> bool:
-    """Whether an expression puts the texts in it one after another, as they are."""
+    """Return whether an expression concatenates its texts unchanged."""
     return isinstance(node, ast.JoinedStr) or (
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Add)
@@ -216,7 +216,7 @@ def _puts_together(node: ast.AST) -> bool:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """Whether an expression makes a text, and does nothing to the texts of the values in it."""
+    """Return whether an expression makes a text, and does nothing to the texts of its values."""
     if isinstance(node, ast.Constant):
         return type(node.value) is str
     if isinstance(node, ast.JoinedStr):
@@ -245,7 +245,7 @@ _PERCENTS = re.compile("%[^a-zA-Z%]*.")
 
 
 def _is_plainly_formatted(value: ast.AST) -> bool:
-    """Whether a part of an f-string does nothing with a text that a value gave."""
+    """Return whether a part of an f-string does nothing with a value's text."""
     if not isinstance(value, ast.FormattedValue):
         return True
     specification = value.format_spec

@@ -1,4 +1,4 @@
-"""Which op gave which value: tensors by weak reference, numbers as traced scalars."""
+"""The op of each value: tensors by weak reference, numbers as traced scalars."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ TRACED_AS = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 
 
 class Values:
-    """Names the values of a run by the ops that gave them.
+    """Identifies the values of a run by the ops that returned them.
 
     Args:
-        writer: puts on the tape what is needed for that.
-        environment: what the run can read.
-        origin: what traced scalars report to.
-        start: where the model's code begins, for messages.
-        observer: is shown tensors that were there before the run.
+        writer: records the ops needed for that.
+        environment: the values that the run can read.
+        origin: the object that traced scalars report to.
+        start: the place where the model's code begins, for messages.
+        observer: sees tensors that existed before the run.
 
     Attributes:
         origin: as given.
-        facts: what has been asked already about the metadata of tensors, by (op, function).
+        facts: the metadata of tensors queried so far, by (op, function).
     """
 
     def __init__(
@@ -91,18 +91,18 @@ class Values:
         self._plain_numbers = environment.tells_numbers
 
     def retire(self) -> None:
-        """Make the traced scalars of the run ordinary objects."""
+        """Turn the traced scalars of the run into ordinary objects."""
         for scalar in self.scalars:
             retire(scalar)
         self.scalars.clear()
 
     def here(self) -> str:
-        """Say where the model is."""
+        """Return the current place of the model, as text."""
         place = user_place(sys._getframe(1))
         return f"at {place}" if place else f"in {self._start}"
 
     def bind(self, out: Any, op: Op, frame: FrameType) -> Any:
-        """Take note of what an op gave; return what the model is given for it."""
+        """Record the result of an op; return the value that the model receives for it."""
         if op.kind is OpKind.CALL and may_vary(op.target):
             self._writer.guard(Test.KIND, op.index, kind_of(out), "", frame)
         if isinstance(out, Tensor):
@@ -113,8 +113,8 @@ class Values:
                     before.index, before.index
                 )
                 if not works_in_place(op):
-                    # It gave back a tensor that has another name already. A replay in which
-                    # it does not (because a copy was needed) must not mix the two up.
+                    # It returned a tensor that already has another name. A replay in which it does
+                    # not (because a copy was needed) must not confuse the two.
                     self._writer.guard(Test.SAME, op.index, before.index, "", frame)
             elif compares_identity(users_code(frame)) and not works_in_place(op):
                 for ref in refs_in((op.args, op.kwargs)):
@@ -164,13 +164,13 @@ class Values:
             self._writer.guard(Test.VALUE, op.index, out, "metadata", frame)
         else:
             self.tape.block(
-                f"{said_of(op.target)} at {user_place(frame)} gives a "
-                f"{kind.__qualname__}, which cannot be followed"
+                f"{said_of(op.target)} at {user_place(frame)} returns a {kind.__qualname__}, "
+                "which cannot be followed"
             )
         return out
 
     def _guard_structure(self, out: Any, op: Op, frame: FrameType) -> None:
-        """Guard what a function that is not torch's gives besides tensors and numbers."""
+        """Guard everything but tensors and numbers in the result of a function not of torch."""
         try:
             structure = structure_of(out)
         except TypeError as error:
@@ -181,7 +181,7 @@ class Values:
         self._writer.guard(Test.VALUE, looked.index, structure, "", frame)
 
     def bind_tensor(self, tensor: Tensor, op: Op) -> Known:
-        """Take note that an op gave a tensor."""
+        """Record that an op returned a tensor."""
         known = self._writer.known[id(tensor)] = Known(tensor)
         known.ref = ref_to(op.index)
         known.version = version_of(tensor)
@@ -194,7 +194,7 @@ class Values:
         return known
 
     def writes_outside(self) -> bool:
-        """Whether the run has written to tensors that were there before it."""
+        """Whether the run has written to tensors that existed before it."""
         ops = self.tape.ops
         for op in ops:
             if op.writes and any(ops[i].kind in (OpKind.INPUT, OpKind.STATE) for i in op.writes):
@@ -205,18 +205,18 @@ class Values:
             if tensor is None or version_of(tensor) != version:
                 return True
             if in_place and (tensor.is_inference() or storage_of(tensor) == 0):
-                return True  # torch does not count what is written to it
+                return True  # torch does not count writes to it
         return False
 
     def traced(self, kind: Any, value: Any, source: Any, frame: FrameType, depth: int = 0) -> Any:
-        """Return a traced scalar, or a guarded plain one for code that would tell them apart.
+        """Return a traced scalar, or a guarded plain one for code that could tell the difference.
 
         Args:
             kind: the type of the traced scalar.
             value: the number.
-            source: the op that gives it, or an element of one.
-            frame: the code that is given it.
-            depth: how many lists around it that code is given.
+            source: the op that returns it, or an element of one.
+            frame: the code that receives it.
+            depth: the number of nested lists around it.
         """
         scalar = self.scalar(kind, value, source)
         if kind is TracedBool:
@@ -237,14 +237,14 @@ class Values:
         return scalar
 
     def at_hand(self, tensor: Tensor) -> Ref | None:
-        """Return the value number of a tensor if it has one by now, and nothing is set on it."""
+        """Return the value number of a tensor if it has one already, and has no attributes set."""
         known = self._writer.known.get(id(tensor))
         if known is None or known() is not tensor or tensor.__dict__:
             return None
         return known.ref
 
     def known_as(self, tensor: Tensor) -> int | tuple[int, tuple[Any, ...]] | None:
-        """Return which op gave a tensor, or of which it is an element; None if that is unknown."""
+        """Return the op of a tensor, or its element of an op; None if unknown."""
         known = self._writer.known.get(id(tensor))
         if known is None or known() is not tensor:
             return None
@@ -268,10 +268,11 @@ class Values:
         else:
             op = self._writer.emit(OpKind.UNKNOWN, None, (), {}, None)
             place = user_place(sys._getframe(1))
-            use = f"is used at {place}" if place else f"is given out by {self._start}"
+            use = f"is used at {place}" if place else f"is returned by {self._start}"
             self.tape.block(
-                f"a tensor of unknown origin {use}: it was made by something that torch does not "
-                "let a tracer see, or kept in a cache (name what made it with bendtrace.opaque)"
+                f"a tensor of unknown origin {use}: it was created by something that torch "
+                "does not let a tracer see, or kept in a cache (wrap its creator with "
+                "bendtrace.opaque)"
             )
         if self._observer is not None:
             self._observer.state(op, tensor)
@@ -290,7 +291,7 @@ class Values:
         return ref
 
     def holds_values(self, thing: Any, seen: set[int]) -> bool:
-        """Whether what is called as one op holds on to values that this run computed."""
+        """Return whether a function called as one op holds values that this run computed."""
         if type(thing) in TRACED:
             return True
         if isinstance(thing, Tensor):
@@ -312,7 +313,7 @@ class Values:
     def _bind_elements(
         self, out: Any, ref: Ref, path: tuple[Any, ...], frame: FrameType
     ) -> tuple[Any, Any]:
-        """Bind what a result contains; its elements get ops only once they are used."""
+        """Bind the content of a result; its elements get ops only once they are used."""
         bound, metas, changed = [], [], False
         kind = type(out)
         for i, item in out.items() if kind is dict else enumerate(out):
@@ -349,9 +350,9 @@ class Values:
         return (kind(bound) if kind in (tuple, list) else tuple(bound)), tuple(metas)
 
     def _was_taken(self, ref: Ref, path: tuple[Any, ...]) -> bool:
-        """Whether a resumed run takes an element out next, going by what was done before.
+        """Return whether a resumed run takes out an element next, as it did before.
 
-        It was another tensor then, which had a name already, and was compared with that one.
+        It was a different tensor then, which already had a name, and was compared with that one.
         """
         for key in path:
             known = self._elements.get((ref.index, key))
@@ -361,7 +362,7 @@ class Values:
         return False
 
     def element(self, ref: Ref, path: tuple[Any, ...], value: Any) -> Ref:
-        """Return the op that takes an element out of a result, emitting it on first use."""
+        """Return the op that takes an element out of a result; it is emitted on first use."""
         for depth, key in enumerate(path):
             known = self._elements.get((ref.index, key))
             if known is None:
@@ -377,22 +378,22 @@ class Values:
         return ref
 
     def _block_unseen_graph(self, known: Known) -> None:
-        """An op under no_grad gave this tensor, and yet it requires grad by now."""
+        """Block a tensor that an op under no_grad returned, but that requires grad by now."""
         known.graphless = False
-        if self.tape.blockers:  # the one that is known says more than this
+        if self.tape.blockers:  # the known reason is more specific
             return
         place = user_place(sys._getframe(1))
         self.tape.block(
-            f"a tensor used at {place} got its gradient function from something that torch does "
-            "not let a tracer see (an extension in C++?)"
+            f"a tensor used at {place} got its gradient function from code that torch does not "
+            "let a tracer see (a C++ extension?)"
         )
 
 
 def structure_of(value: Any) -> tuple[Any, ...]:
-    """Return all of a result but its tensors and numbers, which are values of their own.
+    """Return a result without its tensors and numbers, which are separate values.
 
     Raises:
-        TypeError: something in it cannot be followed.
+        TypeError: a part of it cannot be followed.
     """
     kind = type(value)
     if isinstance(value, Tensor):
@@ -403,7 +404,7 @@ def structure_of(value: Any) -> tuple[Any, ...]:
         return (kind, *map(structure_of, value))
     if kind in PLAIN_TYPES:
         return kind, value
-    raise TypeError(f"a {kind.__qualname__} among other things, which cannot be followed")
+    raise TypeError(f"a {kind.__qualname__} inside a container, which cannot be followed")
 
 
 _ITER_CODE = Tensor.__iter__.__code__

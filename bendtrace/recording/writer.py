@@ -1,4 +1,4 @@
-"""Writing a tape: ops and guards in the order they happen, in step with a run to be resumed."""
+"""Writing a tape: ops and guards in order, in step with a run to be resumed."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Prefix:
 
     Attributes:
         ops: the tape up to the divergence.
-        values: what the replay computed, by op; ops without a value are carried out.
-        errors: what ops raised in the replay.
-        hold: on autocast's cache, until the run is past the prefix.
+        values: the values that the replay computed, by op; ops without a value are run again.
+        errors: errors that ops raised in the replay.
+        hold: keeps autocast's cache until the run is past the prefix.
     """
 
     __slots__ = ("errors", "hold", "ops", "values")
@@ -59,7 +59,7 @@ class Prefix:
 
 
 class Known(weakref.ref[Tensor]):
-    """A tensor on the tape: which value it is. Weak, so that tracing keeps nothing alive."""
+    """A tensor on the tape, and its value number; weak, so that tracing keeps nothing alive."""
 
     __slots__ = ("graphless", "key", "parent", "ref", "version")
     ref: Ref | None  # None while it is an element of a result that nobody used yet
@@ -70,25 +70,25 @@ class Known(weakref.ref[Tensor]):
 
 
 class Writer:
-    """Puts ops and guards on a tape.
+    """Adds ops and guards to a tape.
 
     Args:
-        environment: what the run can read.
-        prefix: for a resumed run, what was carried out already.
-        boundaries: code at which the chain of calls that led to an op ends.
+        environment: the values that the run can read.
+        prefix: for a resumed run, the ops that were run before.
+        boundaries: code at which the chain of calls to an op ends.
 
     Attributes:
-        tape: what is written.
+        tape: the tape.
         root: the outermost scope.
         scope: the module call that the run is in.
         known: the tensors on the tape, by identity.
-        aliases: ops that gave a tensor which another op had given first, with that op.
+        aliases: ops that returned a tensor which another op had returned first, with that op.
         prefix: as given, until the run is over.
-        gone_astray: the error of a resumed run that did something else than before.
-        writes: who writes to tensors.
-        is_behind: whether what the run does was done before, by what it resumes.
+        gone_astray: the error of a resumed run that behaved differently than before.
+        writes: tracks writes to tensors.
+        is_behind: whether the run is repeating what the resumed run did.
         boundaries: identities of the code given as such.
-        read_state: reads in which state a guard is put (see `states.py`); None for no states.
+        read_state: reads the state at a guard (see `states.py`); None to read no states.
     """
 
     def __init__(
@@ -114,33 +114,33 @@ class Writer:
         self._settings = current_settings()
 
     def close(self) -> None:
-        """Let go of what the caller of the run gave and of what was computed before."""
+        """Release the objects of the caller, and the values computed before."""
         if self.prefix is not None:
             self.prefix.hold.release()
         self._arguments, self.prefix = (), None
         self.writes.begin()
 
     def require_end(self) -> None:
-        """Raise if a resumed run went astray, also if the model caught the error.
+        """Raise if a resumed run went astray, even if the model caught the error.
 
         Raises:
-            NondeterminismError: if it did.
+            NondeterminismError: it went astray.
         """
         if self.gone_astray is not None:
             raise self.gone_astray
         if self._resumed > len(self.tape.ops):
-            raise NondeterminismError("resumed, the run ended before the point where it diverged")
+            raise NondeterminismError("the resumed run ended before the point where it diverged")
 
     def name_as(self, index: int, first: int) -> None:
-        """Note that an op gave the very tensor that another one gave before."""
+        """Record that an op returned the very tensor that another one returned before."""
         self.aliases[index] = self.aliases.get(first, first)
 
     def forgot_casts(self) -> None:
-        """Note that autocast forgets the weights that it has cast."""
+        """Record that autocast clears its cache of cast weights."""
         self.tape.forgets.append(len(self.tape.ops))
 
     def site(self, frame: FrameType) -> Site | None:
-        """Where `frame` is; None for what no code of the model's called: the model itself."""
+        """Return the site of `frame`; None if no code of the model called it."""
         site = self._sites.find(frame)
         return site if site.chain else None
 
@@ -150,7 +150,7 @@ class Writer:
         """Add an op.
 
         Raises:
-            NondeterminismError: if a resumed run did something else at this point.
+            NondeterminismError: a resumed run did something else at this point.
         """
         ops = self.tape.ops
         site = None if frame is None else self.site(frame)
@@ -164,13 +164,13 @@ class Writer:
             self.tape.block(f"at {place} the run has changed the default dtype")
         if kind is OpKind.CALL and current_settings() != self._settings:
             place = user_place(sys._getframe(1))
-            self.tape.block(f"at {place} the run has changed a setting of torch's")
+            self.tape.block(f"at {place} the run has changed a torch setting")
         if op.index < self._resumed:
             assert self.prefix is not None
             before = self.prefix.ops[op.index]
             if not before.does_the_same_as(op) and not self._means_the_same(before, op):
                 self.gone_astray = NondeterminismError(
-                    f"resumed, the run did {op} where it had done {before}, with all guards equal"
+                    f"the resumed run did {op} where it did {before} before, with all guards equal"
                     + (f" (at {site.place})" if site is not None else "")
                 )
                 raise self.gone_astray
@@ -179,14 +179,14 @@ class Writer:
         return op
 
     def begin(self) -> None:
-        """Get ready for an op, before what it is given is written down."""
+        """Prepare for an op, before its arguments are encoded."""
         self.writes.begin()
         if self.is_behind and len(self.tape.ops) >= self._resumed:
             self.is_behind = False
             self._renew_versions()
 
     def did_next(self, target: Any, args: tuple[Any, ...]) -> bool:
-        """Whether the next op of a resumed run is, going by its prefix, this call."""
+        """Return whether the next op of a resumed run, according to its prefix, is this call."""
         position = len(self.tape.ops)
         if self.prefix is None or position >= self._resumed:
             return False
@@ -206,7 +206,7 @@ class Writer:
                 self.tape.states[number] = state
 
     def _renew_versions(self) -> None:
-        """Tell names that the prefix itself has made stale from those that still hold."""
+        """Separate names that the prefix has made stale from those that are still valid."""
         named = [
             (known.ref, tensor)
             for known in self.known.values()
@@ -216,7 +216,7 @@ class Writer:
             self.known[id(tensor)].version = -1
 
     def _name_again(self, kind: OpKind, target: Any) -> None:
-        """Keep in step with a run that knew as two tensors what is one by now.
+        """Keep in step with a run for which two tensors have become one.
 
         Its prefix names the tensor a second time, from another place of the model's state.
         """
@@ -244,10 +244,10 @@ class Writer:
             ops.append(again)
 
     def _means_the_same(self, before: Op, op: Op) -> bool:
-        """Whether two ops differ only in which of its names they call a tensor by.
+        """Return whether two ops differ only in the name that they use for a tensor.
 
-        In the replay that diverged an op can have given back its input, where it had given a
-        copy when it was recorded: now that input has two names.
+        In the replay that diverged an op may have returned its input, although it returned a copy
+        when it was recorded: now that input has two names.
         """
 
         def first_name(ref: Ref) -> Ref:

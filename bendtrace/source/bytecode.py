@@ -1,4 +1,4 @@
-"""Bytecode: the instructions of code, and which variables can still be read after one."""
+"""Bytecode: the instructions of code, and the variables that can still be read after one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]  # its lowest bit says whether it also p
 
 
 def steps_of(code: CodeType) -> Iterator[tuple[str, int]]:
-    """Yield the name of each instruction, and its argument as it is written."""
+    """Yield the name of each instruction, and its argument."""
     extended = 0
     raw = code.co_code
     for number, argument in zip(raw[::2], raw[1::2], strict=True):
@@ -63,7 +63,7 @@ def steps_of(code: CodeType) -> Iterator[tuple[str, int]]:
 
 
 def named_in(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Yield what code does with globals, imports and the setting of attributes: (how, name)."""
+    """Yield how code uses globals, imports and attribute assignments: (how, name)."""
     if not _KNOWN:
         for step in dis.get_instructions(code):
             if step.opname in _NAMED and isinstance(step.argval, str):
@@ -81,7 +81,7 @@ def named_in(code: CodeType) -> Iterator[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=8192)
 def passed_on(code: CodeType) -> frozenset[str]:
-    """Return the globals that code does more with than take attributes of them."""
+    """Return the globals that code uses in other ways than reading attributes of them."""
     found: set[str] = set()
     name = ""
     for step in single_steps(code):
@@ -106,12 +106,12 @@ def constant_of(code: CodeType, name: str, argument: int) -> Any:
 
 
 def has(code: CodeType, name: str) -> bool:
-    """Whether some instruction is among those of code, functions nested in it not included."""
+    """Return whether code contains one of some instructions, nested functions excluded."""
     return dis.opmap[name] in code.co_code[::2]
 
 
 def computes_names(code: CodeType) -> bool:
-    """Whether code looks attributes up by names that are no constants, as far as can be told."""
+    """Return whether code seems to look attributes up by names that are not constants."""
     steps = [
         step for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "KW_NAMES")
     ]
@@ -140,22 +140,23 @@ _SIMPLE = ("LOAD_", "PUSH_NULL", "CACHE", "COPY_FREE", "NOP")
 
 
 def branches(code: CodeType) -> bool:
-    """Whether code can go several ways."""
+    """Return whether code has branches."""
     return bool(code.co_exceptiontable) or any(
         "JUMP" in name or name == "FOR_ITER" for name, _ in steps_of(code)
     )
 
 
 class Step(NamedTuple):
-    """An instruction as all Pythons have it.
+    """An instruction in a form common to all Python versions.
 
     Attributes:
-        offset: where the instruction is, in bytes. The two steps of one instruction share it.
-        name: of the instruction, without what says how a variable is loaded.
-        argument: as it is written.
-        value: what the argument stands for.
-        shown: the same in words of `dis`.
-        positions: in the source; None where two steps share them.
+        offset: the position of the instruction, in bytes. The two steps of one instruction share
+            it.
+        name: its name, without the part that says how a variable is loaded.
+        argument: its argument.
+        value: the meaning of the argument.
+        shown: the same in the words of `dis`.
+        positions: in the source; None if two steps share them.
     """
 
     offset: int
@@ -171,9 +172,9 @@ _LOADS = frozenset({"LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
 
 
 def single_steps(code: CodeType) -> Iterator[Step]:
-    """Yield the instructions that do something, those that do two things as two steps.
+    """Yield the effective instructions, with combined ones as two steps.
 
-    Since Python 3.13, `STORE_FAST_LOAD_FAST` and its like name two local variables; since 3.14,
+    Since Python 3.13, `STORE_FAST_LOAD_FAST` and similar ones name two local variables; since 3.14,
     `LOAD_FAST_BORROW` is another way of loading one.
     """
     for step in dis.get_instructions(code):
@@ -209,12 +210,12 @@ _DOES = {"LOAD": _READS, "DELETE": _READS, "STORE": _WRITES}
 
 
 def is_read_later(code: CodeType, offset: int, slot: int) -> bool:
-    """Whether what a local variable holds at an instruction may still be read.
+    """Return whether the value of a local variable at an instruction may still be read.
 
     Args:
         code: the code.
-        offset: of the instruction that is being carried out, in bytes.
-        slot: the variable, by its position among the slots of the frame.
+        offset: the current instruction, in bytes.
+        slot: the variable, by its index among the slots of the frame.
     """
     alive = _alive(code).get(offset)
     return alive is None or slot >= len(code.co_varnames) or bool(alive >> slot & 1)

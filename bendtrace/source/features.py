@@ -1,8 +1,8 @@
-"""What cannot be relied on with this Python and this torch, as probes have found out.
+"""Features that are unreliable with this Python and this torch, according to the probes.
 
-The tracer reads instructions of Python and steps in at parts of torch that are nobody's interface.
-Both move between versions without a word. `probes.py` asks at the first trace whether they are as
-the tracer takes them to be; what is not is switched off here, one feature at a time.
+The tracer reads Python's instructions, and intercepts parts of torch that are not public
+interfaces. Both change between versions without notice. At the first trace, `probes.py` checks that
+they behave as the tracer expects; features that do not are switched off here, one at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def switch_off(feature: str, reason: str, names: frozenset[str] = frozenset()) -
 
     Args:
         feature: "identity", "truth", "handlers", "places", "iterations", or a part of torch.
-        reason: a sentence that says what is done instead.
+        reason: a sentence that says what happens instead.
         names: code that uses one of these runs live from now on.
     """
     _off[feature] = reason
@@ -40,10 +40,10 @@ def is_off(feature: str) -> bool:
 
 
 def names_off() -> dict[str, str]:
-    """Return the names whose use cannot be seen, and why; "" stands for all code."""
+    """Return the names whose use cannot be observed, and why; "" covers all code."""
     return _names
 
 
 def reasons() -> Iterator[str]:
-    """Yield what is switched off, a sentence each."""
+    """Yield the reasons of the features that are switched off, a sentence each."""
     yield from _off.values()

@@ -1,4 +1,4 @@
-"""Where in the source something happened: folders, frames, and the chain of instructions."""
+"""Places in the source: folders, frames, and chains of instructions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BEHIND: set[types.CodeType] = set()
 
 
 def outside_scalars() -> FrameType:
-    """The frame that did something with a traced scalar, also where the tracer did it for it."""
+    """Return the frame that used a traced scalar, even if the tracer did so on its behalf."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(TRACER) and frame.f_back is not None:
         frame = frame.f_back
@@ -67,7 +67,7 @@ def outside_scalars() -> FrameType:
 
 
 def users_level() -> int:
-    """The `stacklevel` by which a warning of our caller names the line of the user."""
+    """Return the `stacklevel` with which a warning of our caller shows the user's line."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, TORCH)):
         frame, level = frame.f_back, level + 1
@@ -88,7 +88,7 @@ def users_code(frame: FrameType) -> types.CodeType:
 
 
 def user_place(frame: FrameType | None) -> str:
-    """Where the nearest code is that is the model's; "" once the model has returned."""
+    """Return the place of the nearest code of the model; "" once the model has returned."""
     while frame is not None and frame.f_code not in BEHIND:
         file = frame.f_code.co_filename
         if not file.startswith((PACKAGE, TORCH)) and not _is_stdlibs(file):
@@ -99,7 +99,7 @@ def user_place(frame: FrameType | None) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def is_users_file(file: str) -> bool:
-    """Whether code in a file may be the model's: it is not torch's, Python's or ours."""
+    """Return whether code in a file may be the model's, not torch's, Python's or bendtrace's."""
     return not file.startswith((PACKAGE, TORCH, "<")) and not _is_stdlibs(file)
 
 
@@ -108,7 +108,7 @@ def _is_stdlibs(file: str) -> bool:
 
 
 def definition(function: Callable[..., Any]) -> str:
-    """Where a module's forward, or a function, is defined."""
+    """Return the place where a module's forward, or a function, is defined."""
     called = function.forward if isinstance(function, nn.Module) else function
     while isinstance(called, functools.partial):
         called = called.func
@@ -134,7 +134,7 @@ _HANDING = (
 
 
 class Span(NamedTuple):
-    """A stretch of source text: lines count from 1, columns from 0 in UTF-8 bytes."""
+    """A span of source text: lines count from 1, columns from 0 in UTF-8 bytes."""
 
     line: int
     column: int
@@ -142,11 +142,11 @@ class Span(NamedTuple):
     end_column: int
 
     def holds(self, other: Span) -> bool:
-        """Whether `other` lies inside."""
+        """Return whether it contains `other`."""
         return self[:2] <= other[:2] and other[2:] <= self[2:]
 
     def text(self, file: str) -> str:
-        """The source text, white space folded; "" where the file cannot be read."""
+        """The source text, with collapsed white space; "" if the file cannot be read."""
         lines = [line.encode() for line in linecache.getlines(file)[self.line - 1 : self.end_line]]
         if not lines:
             return ""
@@ -170,7 +170,7 @@ class Place(NamedTuple):
 
     @property
     def in_torch(self) -> bool:
-        """Whether the code is torch's own, or the tracer's where it enters torch's."""
+        """Whether the code is torch's own, or the tracer's at its entry points into torch."""
         return self.file.startswith((TORCH, *TRACER))
 
     @property
@@ -196,15 +196,15 @@ class Site:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """The call chain as source positions, innermost first."""
+        """The call chain as places in the source, innermost first."""
         return tuple(_place(code, offset) for code, offset in self.chain)
 
     @cached_property
     def identity(self) -> tuple[int, ...]:
-        """What sites have in common that are one expression of the source, as numbers.
+        """Numbers that are equal for sites at the same expression of the source.
 
         The compiler writes the test of a `while` twice: before the loop and at its end. The numbers
-        stay good as long as the code objects in `chain` are alive.
+        are valid as long as the code objects in `chain` are alive.
         """
         return tuple(
             number
@@ -216,7 +216,8 @@ class Site:
     def level(self) -> int:
         """Index in `chain` of the innermost code outside torch.
 
-        If there is none, that of the innermost code but for what hands a call to the tracer.
+        If there is none, the index of the innermost code other than that which passes a call to the
+        tracer.
         """
         outside = next((i for i, place in enumerate(self.places) if not place.in_torch), None)
         if outside is not None:
@@ -225,7 +226,7 @@ class Site:
 
     @cached_property
     def guarded(self) -> tuple[Place, ...]:
-        """The places outside torch that the exception table of their code covers."""
+        """The places outside torch that are covered by the exception table of their code."""
         return tuple(
             place
             for (code, offset), place in zip(self.chain, self.places, strict=True)
@@ -234,7 +235,7 @@ class Site:
 
     @property
     def place(self) -> Place:
-        """The innermost position outside torch, or simply the innermost."""
+        """The innermost place outside torch, or else the innermost."""
         return self.places[self.level]
 
 
@@ -255,7 +256,7 @@ class SiteTable:
         self._sites: dict[tuple[int, ...], Site] = {}
 
     def find(self, frame: FrameType) -> Site:
-        """Return the site of the instruction that `frame` is at."""
+        """Return the site of the current instruction of `frame`."""
         key: list[int] = []
         walked: FrameType | None = frame
         while walked is not None:
@@ -301,7 +302,7 @@ _positions: dict[int, tuple[CodeType, list[tuple[int | None, ...]]]] = {}
 
 
 def place_at(code: CodeType, offset: int) -> Place:
-    """Return the place of the instruction that a frame says it is at."""
+    """Return the place of a frame's current instruction."""
     return _place(code, _call_at(code, offset))
 
 
@@ -339,7 +340,7 @@ _repeats: dict[int, tuple[CodeType, dict[int, int]]] = {}
 
 
 def first_offset(code: CodeType, offset: int) -> int:
-    """Return where an instruction is; of those that repeat the test of a `while`, the first one."""
+    """Return the offset of an instruction; for copies of a `while` test, that of the first."""
     return _repeated(code).get(offset, offset)
 
 
@@ -383,7 +384,7 @@ def _alike(one: dis.Instruction, other: dis.Instruction) -> bool:
 
 
 def is_covered(code: CodeType, offset: int) -> bool:
-    """Whether the exception table of code covers an instruction: an error there may be handled."""
+    """Return whether an error at an instruction may be handled, judging by the exception table."""
     if is_off("handlers"):
         return True
     if not code.co_exceptiontable:

@@ -1,13 +1,13 @@
-"""What running frames hold: local variables, cells and the value stack, read where CPython has it.
+"""The content of running frames: variables, cells and value stack, read from CPython's memory.
 
-`frame.f_locals` does not show the iterators of the `for` loops around, operands that wait, or the
-exits of `with`, and before 3.13 it keeps alive what it shows. So slots are read in memory. Where
-they are is not taken from a version number: `layout` looks for them in frames whose content it
-knows, and where it does not find them, nothing is read.
+`frame.f_locals` does not show the iterators of the surrounding `for` loops, waiting operands, or
+the exits of `with`, and before 3.13 it keeps its values alive. So slots are read from memory. Their
+position is not derived from a version number: `layout` searches for it in frames with known
+content, and if it finds nothing, nothing is read.
 
-What was found in CPython 3.11 to 3.14 is this: a frame object points to an inner frame, which has
-a pointer to the one before and ends with its slots: local variables, cells, then the stack. Since
-3.14 the lowest two bits of a slot are marks.
+In CPython 3.11 to 3.14, a frame object points to an inner frame, which has a pointer to the
+previous one and ends with its slots: local variables, cells, then the stack. Since 3.14 the lowest
+two bits of a slot are tags.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _NOT_AN_OBJECT = 3  # with both of them set, it is a number
 
 
 class Layout(NamedTuple):
-    """Where things are, in bytes.
+    """The positions of fields, in bytes.
 
     Attributes:
         inner: the pointer to the inner frame, in a frame object.
         slots: the first slot, in an inner frame.
-        previous: the pointer to the frame before.
-        entry: a byte that is set where C has called a function; -1 where `previous` tells.
-        leaves: whether a comparison that asks for the truth of its result has let go of what it
-            compared by then, and left the pointers there.
+        previous: the pointer to the previous frame.
+        entry: a byte that is set if C has called a function; -1 if `previous` shows this.
+        leaves: whether a comparison that asks for the truth of its result has released its operands
+            by then, and left the pointers there.
     """
 
     inner: int
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A slot that holds a number of the interpreter's own: how far a loop has come (3.15)."""
+    """A slot that holds a number of the interpreter itself: the progress of a loop (3.15)."""
 
     value: int
 
@@ -73,15 +73,16 @@ class _Instruction(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """What a frame holds.
+    """The content of a frame.
 
     Attributes:
-        code: what it runs.
-        offset: where it is in that.
-        slots: local variables and cells, `EMPTY` where there is nothing.
-        below: what is on the stack below what the current instruction takes.
-        operands: what that takes, if C is at it; None where its callee has taken it over.
-        name: of the instruction.
+        code: its code.
+        offset: its position in the code.
+        slots: local variables and cells, `EMPTY` for unset ones.
+        below: the values on the stack below the operands of the current instruction.
+        operands: these operands, if C is executing the instruction; None if its callee has taken
+            them.
+        name: name of the instruction.
     """
 
     code: CodeType
@@ -98,16 +99,16 @@ def read(
     places: Layout,
     compared: frozenset[int] = frozenset(),
 ) -> Stack | None:
-    """Read what a running frame holds.
+    """Read the content of a running frame.
 
     Args:
         frame: a frame of the calling thread.
         callee: the frame that it has called; None for the running one itself.
-        places: where things are.
-        compared: the identities of what was compared, if the frame asks for the truth of that.
+        places: the positions of fields.
+        compared: the identities of the compared values, if the frame asks for the truth of that.
 
     Returns:
-        What it holds, None if that cannot be said.
+        Its content; None if it cannot be determined.
     """
     code, offset = frame.f_code, frame.f_lasti
     instruction = _instructions(code).get(offset)
@@ -141,7 +142,7 @@ def read(
 
 
 def suspended(frame: FrameType, places: Layout) -> Stack | None:
-    """Read what the frame of a generator holds that waits at a `yield`."""
+    """Read the frame of a generator that is suspended at a `yield`."""
     code = frame.f_code
     instruction = _instructions(code).get(frame.f_lasti)
     if instruction is None or instruction.name not in _WAITS or not instruction.depth:
@@ -295,7 +296,7 @@ _LONGEST = 128
 
 @functools.lru_cache(maxsize=1)
 def layout() -> Layout | None:
-    """Return where things are in frames; None where that cannot be found out."""
+    """Return the positions of fields in frames; None if they cannot be found."""
     if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
         return None
     places = _found()

@@ -1,4 +1,4 @@
-"""What kind of statement consumed a value, read off the syntax tree of the source file."""
+"""The kind of statement that consumed a value, according to the syntax tree of the source file."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Role:
-    """What an expression is to the statements around it.
+    """The role of an expression in the statements around it.
 
     Attributes:
-        kind: "if", "while", "conditional expression", "and", "or", "not", "assert",
-            "comprehension filter", "match", "in", "for", "comprehension", "index", the name of
-            a called builtin, or "" where none of these fits. What decides a condition has the
-            kind of the condition; "and" and "or" are operands after which others may follow,
-            "not" is one whose inverse is a value of its own.
-        text: source of the expression that decides.
-        heads: the `for` that the expression is the header of, or a part of its header.
-        tests: the `while` in whose test the expression stands.
+        kind: "if", "while", "conditional expression", "and", "or", "not", "assert", "comprehension
+            filter", "match", "in", "for", "comprehension", "index", the name of a called builtin,
+            or "" for anything else. An expression that decides a condition has the kind of the
+            condition; "and" and "or" are operands that others may follow, "not" is an expression
+            whose negation is used as a value.
+        text: source of the deciding expression.
+        heads: each `for` whose header contains the expression.
+        tests: each `while` whose test contains the expression.
         loops: the loops of the same function around it, outermost first.
         is_subscript: whether the expression itself is `a[...]`.
-        several: whether carrying it out once can ask for many values: `any(...)`, `a in b`.
+        several: whether one evaluation can test many values: `any(...)`, `a in b`.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Role:
 
 @functools.cache
 def role_of(place: Place) -> Role:
-    """Find what the expression at `place` is to the statements around it."""
+    """Return the role of the expression at `place` in the statements around it."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
     if node is None:  # code that a tool made of a statement, as pytest does of `assert`
@@ -112,7 +112,7 @@ def _called(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
 
 @functools.cache
 def walked_from(place: Place) -> Span | None:
-    """Return what a generator walks, where it is made at `place` and asks for the iterator."""
+    """Return the iterable of a generator, created at `place`, which asks for the iterator."""
     node = source_file(place.file).expressions.get(place.span)
     return span_of(node.generators[0].iter) if isinstance(node, ast.GeneratorExp) else None
 
@@ -129,7 +129,7 @@ def part_taken(place: Place) -> str:
 
 @functools.cache
 def compares_containers(place: Place) -> bool:
-    """Whether the comparison at `place` is one of containers, judging by how they are written."""
+    """Return whether the comparison at `place` looks like one of containers."""
     node = source_file(place.file).expressions.get(place.span)
     return isinstance(node, ast.Compare) and any(
         isinstance(operand, (ast.Tuple, ast.List, ast.Set, ast.Dict))
@@ -147,17 +147,17 @@ def _gives_container(call: ast.Call) -> bool:
 
 @functools.cache
 def is_under_handler(place: Place) -> bool:
-    """Whether the same function might go on after what is raised at `place`.
+    """Return whether the same function might continue after an error at `place`.
 
-    Asked for places that the exception table of their code covers. Of these, the source can
-    only rule out blocks under torch's own context managers.
+    Call this only for places that the exception table of their code covers. Of these, the source
+    can only rule out blocks under torch's own context managers.
     """
     return any(True for _ in _handlers(place))
 
 
 @functools.cache
 def asks_for_error(place: Place) -> bool:
-    """Whether code that goes on after what is raised at `place` might look at the error."""
+    """Return whether code that continues after an error at `place` might inspect the error."""
     return any(
         not isinstance(handler, ast.ExceptHandler) or handler.name is not None
         for handler in _handlers(place)
@@ -195,9 +195,9 @@ _LET_THROUGH = (
 
 @functools.cache
 def decides(place: Place, outcome: bool) -> bool | None:
-    """Return what the test of a `while` comes to because of the expression at `place`.
+    """Return the value of a `while` test as far as the expression at `place` decides it.
 
-    None if it is no part of such a test, or if that depends on more.
+    None if it is not part of such a test, or does not decide it alone.
     """
     file = source_file(place.file)
     node = file.expressions.get(place.span)
@@ -211,10 +211,10 @@ def decides(place: Place, outcome: bool) -> bool | None:
 
 @functools.cache
 def governed(place: Place, outcome: bool) -> tuple[Span, ...]:
-    """Return the source that runs because the expression at `place` came out as it did.
+    """Return the source that runs because of the outcome of the expression at `place`.
 
-    For the header of a loop, its body; for a branch, the side taken, which goes on to the end
-    of the block where the other side leaves it.
+    For the header of a loop, its body; for a branch, the side taken, up to the end of the block if
+    the other side leaves the block.
     """
     file = source_file(place.file)
     node = file.expressions.get(place.span)
@@ -245,7 +245,7 @@ def governed(place: Place, outcome: bool) -> tuple[Span, ...]:
 
 @functools.cache
 def leaves_loop(place: Place, outcome: bool) -> tuple[Span, ...]:
-    """Return what is still run of the innermost loop, if `outcome` makes it break off."""
+    """Return the rest of the innermost loop that still runs, if `outcome` ends the loop."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
     if node is None:

@@ -1,4 +1,4 @@
-"""The syntax trees of source files: spans, blocks, and where truth values are handed on."""
+"""The syntax trees of source files: spans, blocks, and the flow of truth values."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class Loop:
     Attributes:
         kind: "for", "while" or "comprehension".
         span: the whole statement or expression.
-        text: what is walked (`range(n)`), or the condition of a while.
-        leaves_early: whether it can end before its bound: by a break, return or raise of its
-            own, or because nothing asks a generator for more.
-        head: the expression walked; None for a while.
+        text: the iterable (`range(n)`), or the condition of a while.
+        leaves_early: whether it can end before its bound: through its own break, return or raise,
+            or because a generator is not exhausted.
+        head: the iterable expression; None for a while.
     """
 
     kind: str
@@ -72,15 +72,14 @@ class Loop:
 
     @property
     def header(self) -> Span:
-        """Where the expression walked stands; for a while, the loop."""
+        """The span of the iterable; for a while, that of the loop."""
         return self.span if self.head is None else span_of(self.head)
 
     def length(self, taken: Mapping[Span, Sequence[int]]) -> int | None:
-        """Return how many iterations the header provides for, or None if that is not known.
+        """Return the number of iterations according to the header, or None if unknown.
 
         Args:
-            taken: the traced sizes that the header consumed, in order, by the expression that
-                consumed them.
+            taken: the traced sizes that the header consumed, in order, by the consuming expression.
         """
         if self.head is None:
             return None
@@ -122,7 +121,7 @@ def _number(node: ast.expr, call: ast.Call, taken: Mapping[Span, Iterator[int]])
 
 
 def ends_block(node: ast.AST, inner: bool) -> bool:
-    """Whether a statement can end the loop, or function, around it."""
+    """Return whether a statement can end the surrounding loop or function."""
     if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
         return False
     if isinstance(node, (ast.Return, ast.Raise)):
@@ -164,7 +163,7 @@ class SourceFile:
                 self.statements.setdefault(span_of(node), node)
 
     def statement_at(self, span: Span) -> ast.stmt | None:
-        """Return the innermost statement that holds a stretch of source."""
+        """Return the innermost statement that contains a span."""
         holding = [node for around, node in self.statements.items() if around.holds(span)]
         return max(holding, key=lambda node: span_of(node)[:2], default=None)
 
@@ -226,13 +225,13 @@ def source_file(file: str) -> SourceFile:
 
 @dataclass
 class Handed:
-    """How far a truth value is handed on, as it is or inverted, by the expressions around it.
+    """How far a truth value is passed on, unchanged or negated, by the expressions around it.
 
     Attributes:
-        decider: the outermost expression that it is the value of, inversions left out.
+        decider: the outermost expression with this value, negations excluded.
         child: the expression in which it ends up.
-        parent: what consumes that one.
-        inverted: whether an odd number of `not` lies between.
+        parent: the node that consumes that expression.
+        inverted: whether an odd number of `not` is in between.
     """
 
     decider: ast.AST
@@ -262,7 +261,7 @@ def follow_truth(file: SourceFile, node: ast.AST, outcome: bool | None = None) -
 
 
 def conclude_truth(file: SourceFile, node: ast.AST, outcome: bool) -> tuple[Handed, bool]:
-    """Return where a truth value ends up, and what it has become there."""
+    """Return where a truth value ends up, and its value there."""
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.NotIn):
         outcome = not outcome  # what was compared is an item
     test = follow_truth(file, node, outcome)
@@ -270,14 +269,14 @@ def conclude_truth(file: SourceFile, node: ast.AST, outcome: bool) -> tuple[Hand
 
 
 def is_one_of_several(node: ast.expr) -> bool:
-    """Whether an expression asks for the truth of several things in turn."""
+    """Return whether an expression tests several values in turn."""
     return any_or_all(node) != "" or (
         isinstance(node, ast.Compare) and (is_containment(node) or len(node.ops) > 1)
     )
 
 
 def needs_all(node: ast.expr) -> bool:
-    """Whether such an expression is true only if all of them are."""
+    """Return whether such an expression is true only if all of them are."""
     return any_or_all(node) == "all" or not (isinstance(node, ast.Call) or is_containment(node))
 
 
@@ -288,12 +287,12 @@ def any_or_all(node: ast.expr) -> str:
 
 
 def is_containment(node: ast.expr) -> bool:
-    """Whether an expression is `a in b` or `a not in b`."""
+    """Return whether an expression is `a in b` or `a not in b`."""
     return isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn))
 
 
 def closes_block(block: list[ast.stmt]) -> bool:
-    """Whether what follows a block is only reached on the other side."""
+    """Return whether the code after a block is only reached on the other side."""
     if not block:
         return False
     last = block[-1]
@@ -303,7 +302,7 @@ def closes_block(block: list[ast.stmt]) -> bool:
 
 
 def spans_of_item(file: SourceFile, generator: ast.comprehension, passed: int) -> tuple[Span, ...]:
-    """Return what each item of a comprehension's `for` leads to, having passed some filters."""
+    """Return the source that each item of a comprehension's `for` leads to after some filters."""
     owner = file.parents[generator]
     assert isinstance(owner, COMPREHENSIONS)
     nodes = generator.ifs[passed:]
@@ -314,7 +313,7 @@ def spans_of_item(file: SourceFile, generator: ast.comprehension, passed: int) -
 
 
 def rest_of_block(file: SourceFile, statement: ast.AST) -> tuple[Span, ...]:
-    """Return what follows a statement in its block, and in those that its block ends."""
+    """Return the code after a statement in its block, and in the blocks that this block ends."""
     spans: tuple[Span, ...] = ()
     for child, block in file.ancestors(statement):
         for name in ("body", "orelse", "finalbody"):
@@ -328,7 +327,7 @@ def rest_of_block(file: SourceFile, statement: ast.AST) -> tuple[Span, ...]:
 
 
 def span_of(node: ast.AST) -> Span:
-    """Return where a node stands."""
+    """Return the span of a node."""
     assert isinstance(node, (ast.expr, ast.stmt, ast.pattern))
     return Span(
         node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or 0
@@ -336,10 +335,10 @@ def span_of(node: ast.AST) -> Span:
 
 
 def spans_of(nodes: Sequence[ast.stmt | ast.expr]) -> tuple[Span, ...]:
-    """Return where each node stands."""
+    """Return the spans of several nodes."""
     return tuple(span_of(node) for node in nodes)
 
 
 def called_name(call: ast.Call) -> str:
-    """Return the name that a call calls; "" if it is no plain name."""
+    """Return the name that a call uses; "" if it is not a plain name."""
     return call.func.id if isinstance(call.func, ast.Name) else ""

@@ -1,7 +1,7 @@
-"""What code does with the values it comes by, judging by its instructions.
+"""How code uses values, judging by its instructions.
 
-Traced scalars and real tensors pass for what the model expects nearly everywhere. Where code
-would tell the difference, it is given plain values, or more is guarded.
+Traced scalars and real tensors work like the expected objects nearly everywhere. Code that could
+tell the difference receives plain values, or more is guarded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _identity: dict[int, tuple[CodeType, bool]] = {}
 
 
 def compares_identity(code: CodeType) -> bool:
-    """Whether code, or code within it, asks `x is y` of things neither of which is a constant."""
+    """Return whether code, or nested code, tests `x is y` with neither being a constant."""
     known = _identity.get(id(code))
     if is_off("identity"):
         return True
@@ -55,7 +55,7 @@ def _within(code: CodeType) -> Iterator[CodeType]:
 
 
 def stores_outside(code: CodeType) -> bool:
-    """Whether code assigns to a variable of the function around it."""
+    """Return whether code assigns to a variable of the enclosing function."""
     if code.co_freevars and any(
         step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars
         for step in dis.get_instructions(code)
@@ -76,11 +76,11 @@ _plain: dict[int, tuple[CodeType, bool]] = {}
 
 
 def needs_plain_numbers(code: CodeType) -> bool:
-    """Whether code does something that a traced scalar would answer otherwise than a number.
+    """Return whether code contains an operation that differs between traced scalars and numbers.
 
-    That is asking for `type(x)` or `x is True`, and giving it to C code that insists on an exact
-    number without asking the tracer: seeding a generator, `json.dumps` and the like. Code within
-    it, such as a comprehension, counts.
+    Such operations are `type(x)` and `x is True`, and calls of C code that needs an exact number
+    and does not ask the tracer: seeding a generator, `json.dumps` and the like. Nested code, such
+    as a comprehension, is included.
     """
     known = _plain.get(id(code))
     if is_off("identity"):
@@ -104,15 +104,15 @@ _tests: dict[tuple[int, int, int], tuple[CodeType, bool | None]] = {}
 
 
 def only_tests(frame: FrameType, depth: int = 0) -> bool:
-    """Whether code does no more than test what its instruction at hand results in, or drop it.
+    """Return whether code only tests or discards the result of its current instruction.
 
-    It is tested for its truth, or for being None.
+    The test is for its truth, or for being None.
 
-    A traced bool must not go further: torch's C++ functions take none but a real one
-    for `keepdim` and the like, and refuse it before the tracer is asked.
+    A traced bool must not be used otherwise: for `keepdim` and the like, torch's C++ functions
+    accept only a real bool, and refuse others before they ask the tracer.
 
     Args:
-        frame: where the code is at the instruction.
+        frame: the frame, at the instruction.
         depth: for bools in a list, 1; in a list of lists, 2; and so on.
     """
     found: FrameType | None = None if is_off("truth") else frame
@@ -128,11 +128,11 @@ def only_tests(frame: FrameType, depth: int = 0) -> bool:
 
 
 class Asking(NamedTuple):
-    """A comparison that turns its result into a truth value itself, for an `if` (Python 3.13).
+    """A comparison that converts its result to a truth value itself, for an `if` (Python 3.13).
 
     Attributes:
-        symbol: which comparison, such as "==".
-        operands: the local variables that are compared, as far as they are known: right, left.
+        symbol: the comparison operator, such as "==".
+        operands: the compared local variables, as far as known: right, left.
     """
 
     symbol: str
@@ -163,10 +163,10 @@ _CONTAINERS = (tuple, list, dict, set, frozenset)
 
 
 def compares_items(frame: FrameType) -> bool:
-    """Whether code that asks for a truth now does so for two items of containers.
+    """Return whether code that asks for a truth does so for two items of containers.
 
-    `a == b` of two lists asks for the truth of one comparison of items after the other. Where the
-    comparison itself turns its result into a truth value, nothing else tells that from `x == y`.
+    `a == b` of two lists asks for the truth of one item comparison after another. If the comparison
+    itself converts its result to a truth value, only this distinguishes it from `x == y`.
     """
     code = frame.f_code
     asked = asking_comparisons(code).get(frame.f_lasti) if _HAS_ASKING else None

@@ -1,4 +1,4 @@
-"""Versions of dicts and of code: whether one has changed since it was read."""
+"""Versions of dicts and of code: whether they have changed since they were read."""
 
 from __future__ import annotations
 
@@ -94,21 +94,21 @@ _EMPTY = object()
 
 
 def all_same(a: list[Any], b: list[Any]) -> bool:
-    """Whether two lists hold the very same objects."""
+    """Return whether two lists contain the same objects."""
     return len(a) == len(b) and all(map(is_, a, b))
 
 
 @dataclass(slots=True, eq=False)
 class Depends:
-    """What a search looked at, each by its identity.
+    """The objects that a scan depends on, by identity.
 
     Attributes:
-        looked: names that stood for something.
-        absent: names that did not.
-        sized: namespaces in which many names were looked for; new ones must not come.
-        functions: what was followed.
-        cells: what these close over.
-        classes: those whose members were looked at.
+        looked: names that were found.
+        absent: names that were not found.
+        sized: namespaces in which many names were looked up, which must not get new ones.
+        functions: the functions that were followed.
+        cells: their closure cells.
+        classes: the classes whose members were read.
     """
 
     looked: dict[tuple[int, str], Named] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Depends:
     classes: dict[int, type] = field(default_factory=dict)
 
     def add(self, other: Depends) -> None:
-        """Depend on all that another search depended on as well."""
+        """Depend also on everything that another scan depends on."""
         self.looked |= other.looked
         self.absent |= other.absent
         self.sized |= other.sized
@@ -129,10 +129,10 @@ class Depends:
 
 
 class CodeVersion:
-    """What all of it was when a search had just ended.
+    """The state of these dependencies at the end of a scan.
 
     Args:
-        depends: what the search depended on.
+        depends: the dependencies of the scan.
     """
 
     __slots__ = (
@@ -159,7 +159,7 @@ class CodeVersion:
         self._bases = [*map(_bases, self._classes)]
 
     def holds(self) -> bool:
-        """Whether another search would find the same."""
+        """Return whether another scan would have the same result."""
         try:
             return (
                 all_same([*map(getitem, *self._followed)], self._values)

@@ -1,4 +1,4 @@
-"""Captured values: what a run can read before it begins, as a flat list."""
+"""Captured values: everything a run can read before it begins, as a flat list."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ PLAIN_TYPES: frozenset[type] = frozenset(
 )  # fmt: skip
 
 
-UNSET = object()  # what a context variable gives that has no value
+UNSET = object()  # a context variable without a value
 
 
 class Access(Enum):
-    """How a part is reached from its parent."""
+    """How a captured value is reached from its parent."""
 
     ROOT = "root"  # an argument, by its position among the bound ones
     FIXED = "fixed"  # the object itself, known since the trace
@@ -61,7 +61,7 @@ class Access(Enum):
 
 
 class CaptureKind(Enum):
-    """What a part is, and so how it is guarded."""
+    """The kind of a captured value, which determines its guard."""
 
     TENSOR = "tensor"
     NUMBER = "number"  # an int or float argument: traced, guarded only where consumed
@@ -69,17 +69,17 @@ class CaptureKind(Enum):
     LIST = "list"
     TUPLE = "tuple"
     DICT = "dict"
-    OBJECT = "object"  # guarded by type; its attributes are parts
+    OBJECT = "object"  # guarded by type; its attributes are captured, too
     SET = "set"  # guarded by equality
     LARGE = "large"  # a big container of plain values: guarded by equality
     ARRAY = "array"  # a numpy array: guarded by its bytes
     MODULE = "module"  # guarded by identity
     IDENTITY = "identity"  # functions, classes, foreign objects: guarded by identity
-    ALIAS = "alias"  # the very object that another part is
+    ALIAS = "alias"  # the very object that is captured elsewhere, too
 
 
 class Array:
-    """The content of a numpy array, as it was."""
+    """The content of a numpy array at one point in time."""
 
     __slots__ = ("value",)
 
@@ -87,7 +87,7 @@ class Array:
         self.value = array.copy()
 
     def __eq__(self, other: object) -> bool:
-        """Whether an array, or another such content, is the same bit by bit."""
+        """Return whether an array, or another such content, is equal bit by bit."""
         array: Any = other.value if isinstance(other, Array) else other
         return bool(
             is_array(array)
@@ -103,10 +103,10 @@ class Array:
 
 
 def requires_grad(tensor: torch.Tensor) -> bool:
-    """Whether a tensor requires grad; False where torch refuses to say.
+    """Return whether a tensor requires grad; False if torch refuses to say.
 
-    It does so for a view that was made under no_grad and whose base was changed since. The
-    model may have one, as long as it asks nothing of it.
+    torch refuses for a view that was made under no_grad and whose base was changed since. A model
+    may have such a view, as long as it does not use it.
     """
     try:
         return tensor.requires_grad
@@ -121,35 +121,35 @@ def is_array(value: Any) -> bool:
 
 
 class TensorFacts(NamedTuple):
-    """What is guarded of a tensor among the arguments."""
+    """The guarded properties of a tensor among the arguments."""
 
     dtype: torch.dtype
     device: torch.device
     rank: int
     requires_grad: bool
     layout: torch.layout
-    attributes: int  # how many it has of its own, set by Python
+    attributes: int  # the number of its own attributes, set by Python
 
 
 @dataclass(slots=True, eq=False)
 class Captured:
-    """One thing that the run could read.
+    """One value that the run could read.
 
     Attributes:
         index: position in the list; parents come before children.
-        parent: the part it is reached from.
-        access: how.
+        parent: the value it is reached from.
+        access: how it is reached.
         key: key or attribute name for that.
         kind: see `CaptureKind`.
-        value: the thing itself. Tensors are let go after the run (None), alias parts hold
-            the part they are the same as, LARGE and SET parts a copy.
-        type: the exact type of the thing.
-        label: how a person would write it: `x`, `past[0]`, `self.fc.weight`.
-        is_argument: whether it is, or is held by, an argument.
-        size: what is guarded of a container: its length (lists, tuples, modules' dicts), its
+        value: the value itself. Tensors are released after the run (None), alias values hold the
+            value they equal, LARGE and SET values a copy.
+        type: its exact type.
+        label: its name in user code: `x`, `past[0]`, `self.fc.weight`.
+        is_argument: whether it is an argument, or inside one.
+        size: the guarded property of a container: its length (lists, tuples, modules' dicts), its
             keys (dicts, objects, lists and tuples with attributes), a copy of it (sets and large
             containers); for a tensor its `TensorFacts`.
-        hidden: keys of a module's attributes that are no parts of it.
+        hidden: keys of a module's attributes that are not captured.
     """
 
     index: int
@@ -168,13 +168,13 @@ class Captured:
         return self.label
 
     def read(self, arguments: tuple[Any, ...]) -> Any:
-        """Read the thing as it is now.
+        """Read its current value.
 
         Args:
             arguments: the bound arguments of a call.
 
         Raises:
-            LookupError: if it is not there any more; also AttributeError or TypeError.
+            LookupError: it no longer exists; also AttributeError or TypeError.
         """
         if self.kind is CaptureKind.ALIAS:
             return self.value.read(arguments)
@@ -194,13 +194,13 @@ class Captured:
 
 @dataclass(slots=True)
 class Change:
-    """Something a run changed in its environment.
+    """A change that a run made to its environment.
 
     Attributes:
         part: the container that was changed.
-        key: what in it; for a list whose length changed, None for the whole content.
+        key: the changed key; for a list whose length changed, None for the whole content.
         value: the new value.
-        deleted: whether the key is gone.
+        deleted: whether the key was deleted.
     """
 
     part: Captured
@@ -209,11 +209,11 @@ class Change:
     deleted: bool = False
 
     def store(self, value: Any) -> None:
-        """Put `value` where the change was made."""
+        """Store `value` at the changed location."""
         put(self.part.value, self.key, value)
 
     def covers(self, part: Captured) -> bool:
-        """Whether a part is in what was changed, or what has other keys or items for it."""
+        """Return whether the change affects a captured value, or the keys or items of it."""
         if part is self.part:
             return True
         inner: Captured | None = part
@@ -225,16 +225,16 @@ class Change:
 
     @property
     def label(self) -> str:
-        """How a person would write the changed place."""
+        """The name of the changed location in user code."""
         return self.part.label if self.key is None else child_label(self.part, self.key)
 
 
 class AttributeKey(str):
-    """A key that is an attribute name, to tell it from a dict's key.
+    """A key that is an attribute name, as opposed to a dict's key.
 
     Attributes:
-        name: of the attribute; the text differs from it where a dict has an item by that name.
-        access: how to come by it.
+        name: name of the attribute; the text differs from it if a dict has an item with that name.
+        access: how to reach it.
     """
 
     __slots__ = ("access", "name")
@@ -247,14 +247,14 @@ class AttributeKey(str):
         return key
 
     def beside(self, items: Mapping[Any, Any]) -> AttributeKey:
-        """Return a key that is none of some items'."""
+        """Return a key that differs from the keys of some items."""
         key = self
         while key in items:
             key = AttributeKey(self.name, self.access, f".{key}")
         return key
 
     def put(self, owner: Any, value: Any) -> None:
-        """Set the attribute of `owner`, past properties and frozen classes."""
+        """Set the attribute of `owner`, bypassing properties and frozen classes."""
         if self.access is Access.DICT:
             owner.__dict__[self.name] = value
         else:
@@ -262,7 +262,7 @@ class AttributeKey(str):
 
 
 def put(container: Any, key: Any, value: Any) -> None:
-    """Put a value into a container, by the key of a change."""
+    """Store a value in a container, by the key of a change."""
     if key is None:
         container[:] = value
     elif isinstance(key, AttributeKey):
@@ -272,7 +272,7 @@ def put(container: Any, key: Any, value: Any) -> None:
 
 
 def layout_over_ranks(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return over which ranks a DTensor is spread, and how; nothing for other tensors."""
+    """Return the ranks and placements of a DTensor; nothing for other tensors."""
     if type(tensor) in _PLAIN_TENSORS or "torch.distributed.tensor" not in sys.modules:
         return {}
     if not isinstance(tensor, sys.modules["torch.distributed.tensor"].DTensor):
@@ -285,7 +285,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def attributes_of(value: Any) -> dict[AttributeKey, Any]:
-    """What an object itself holds, past properties and `__getattr__`."""
+    """Return the attributes of the object itself, bypassing properties and `__getattr__`."""
     if isinstance(value, torch.Tensor) and (layout := layout_over_ranks(value)):
         own = vars(value)
         found = {AttributeKey(name, Access.ATTRIBUTE): item for name, item in layout.items()}
@@ -299,12 +299,12 @@ def attributes_of(value: Any) -> dict[AttributeKey, Any]:
 
 
 def has_attributes(kind: type) -> bool:
-    """Whether objects of a class of containers have attributes, too."""
+    """Return whether instances of a container class also have attributes."""
     return kind not in _BARE and bool(kind.__dictoffset__)
 
 
 def module_of(kind: type) -> str:
-    """Return the name of the module of a class; "" for what does not say."""
+    """Return the name of the module of a class; "" if unknown."""
     name: Any = kind.__module__  # of some that are written in Cython, a descriptor
     return name if isinstance(name, str) else ""
 
@@ -321,7 +321,7 @@ def slots_of(kind: type) -> Iterator[str]:
 
 
 def child_label(part: Captured, key: Any) -> str:
-    """How a person would write a thing in a container."""
+    """Return the name of an item of a container in user code."""
     if isinstance(key, AttributeKey):
         return f"{part.label}.{key.name}"
     if part.access is Access.FIXED:
@@ -335,7 +335,7 @@ def _exact(value: Any) -> tuple[type, Any]:
 
 
 def exact_members(values: Any) -> tuple[Any, ...]:
-    """Return a set's members, in the order in which it is walked."""
+    """Return a set's members, in iteration order."""
     return tuple(map(_exact, values))
 
 
@@ -346,7 +346,7 @@ def exact_items(container: Any) -> dict[Any, Any]:
 
 
 def identical(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same for every purpose: type, sign of zero, nan."""
+    """Return whether two plain values are the same in every respect: type, sign of zero, nan."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -361,11 +361,11 @@ def identical(a: Any, b: Any) -> bool:
 
 
 def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
-    """What a container holds now, by key; attributes have `AttributeKey`s.
+    """Return the current content of a container, by key; attributes have `AttributeKey`s.
 
     Args:
         part: the container.
-        names: which names are looked at, of a module's globals, a class or a cell.
+        names: the names to include, for a module's globals, a class or a cell.
     """
     value = part.value
     if part.kind is CaptureKind.IDENTITY:
@@ -378,7 +378,7 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
     if isinstance(value, (list, tuple)):
         content.update(enumerate(value))
     elif isinstance(value, dict):
-        # Past methods of its own, but in the order it is iterated in.
+        # Bypassing its own methods, but in iteration order.
         base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
         content.update(base.items(value))
         for key in part.hidden:

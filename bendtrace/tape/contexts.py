@@ -1,4 +1,4 @@
-"""The ambient state that an op runs under: grad mode, inference mode, autocast."""
+"""The ambient state of an op: grad mode, inference mode, autocast."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Autocast(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What decides, besides its arguments, how an op is carried out."""
+    """The state that affects an op besides its arguments."""
 
     grad: bool
     inference: bool
@@ -45,7 +45,7 @@ _ANY_AUTOCAST = torch._C._is_any_autocast_enabled  # seen in 2.13 to 2.15; test_
 
 
 def current_context() -> Context:
-    """Return the state that an op called now would run under."""
+    """Return the state for an op called now."""
     context = _PLAIN[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     if not _ANY_AUTOCAST():
         return context
@@ -82,7 +82,7 @@ _cublas_tf32 = torch._C._get_cublas_allow_tf32
 
 
 def current_settings() -> tuple[Any, ...]:
-    """Return the settings of torch's that ops, or torch's own Python, look at.
+    """Return torch's settings that ops, or torch's own Python, read.
 
     Deterministic algorithms (on, and only warning), precision of float32 products, MKLDNN, kinds
     of attention, anomaly detection, threads, cuDNN, cuBLAS, cached parametrizations.
@@ -95,12 +95,13 @@ def current_settings() -> tuple[Any, ...]:
 
 
 class AutocastHold:
-    """Keeps autocast's cache of cast weights until the recorded run forgot it.
+    """Keeps autocast's cache of cast weights until the point where the recorded run cleared it.
 
-    Autocast forgets what it has cast when the outermost block is left. A replay enters and leaves
-    blocks where the mode of its ops changes, which is not quite where the model does; and when it
-    goes on as another one, or as a resumed run, it leaves a block in the middle and enters it
-    again. Weights must not be cast twice, or their gradients are summed in another precision.
+    Autocast clears its cache when the outermost block is left. A replay enters and leaves blocks
+    where the mode of its ops changes, which is not exactly where the model does; and when it
+    continues as another replay, or as a resumed run, it leaves a block in the middle and enters it
+    again. Weights must not be cast twice, because their gradients would be summed in another
+    precision.
     """
 
     __slots__ = ("_held",)
@@ -109,13 +110,13 @@ class AutocastHold:
         self._held = False
 
     def take(self) -> None:
-        """Forget nothing until `release`."""
+        """Keep the cache until `release`."""
         if not self._held:
             self._held = True
             torch.autocast_increment_nesting()
 
     def release(self) -> bool:
-        """Leave it to the blocks around; forget, and return True, if there are none."""
+        """Return the cache to the blocks around; if there are none, clear it and return True."""
         if not self._held:
             return False
         self._held = False
@@ -126,11 +127,10 @@ class AutocastHold:
 
 
 class ContextSwitch:
-    """Puts recorded contexts into force during a replay and takes them back at its end.
+    """Applies recorded contexts during a replay, and restores the original one at its end.
 
-    Entering and leaving go through torch's own context managers, and autocast is left alone
-    while only the grad mode changes, so that autocast's cache of cast weights lives exactly as
-    long as it does in eager.
+    Entering and leaving use torch's own context managers, and autocast is left alone while only the
+    grad mode changes, so that autocast's cache of cast weights lives exactly as long as in eager.
     """
 
     __slots__ = ("_current", "_entry", "_stack")
@@ -140,7 +140,7 @@ class ContextSwitch:
         self._stack = ExitStack()
 
     def to(self, context: Context) -> None:
-        """Run what follows under `context`."""
+        """Run the following ops under `context`."""
         if context._replace(grad=self._current.grad) != self._current:
             self._stack.close()
             if context.inference != self._entry.inference:
@@ -159,7 +159,7 @@ class ContextSwitch:
         self._current = context
 
     def restore(self) -> None:
-        """Go back to the state the replay began under."""
+        """Restore the state at the beginning of the replay."""
         self._stack.close()
         if torch.is_grad_enabled() != self._entry.grad:
             torch._C._set_grad_enabled(self._entry.grad)

@@ -1,10 +1,10 @@
-"""Traced scalars: Python numbers that came out of a tensor and know which op gave them.
+"""Traced scalars: Python numbers taken from a tensor that know the op they came from.
 
-They subclass torch's symbolic numbers because torch's argument parser hands those to the
-tracer untouched, wherever an int, float or bool is allowed (seen in torch 2.13 to 2.15; the
-tests in `test_scalars.py` would notice a change). They answer `__class__` as the plain type,
-so `isinstance(n, int)` holds. Whenever Python itself needs the value - a branch, an index, a
-hash, a format - one of the methods below is called, and the tracer is told.
+They subclass torch's symbolic numbers because torch's argument parser passes those to the tracer
+unchanged, wherever an int, float or bool is allowed (seen in torch 2.13 to 2.15; the tests in
+`test_scalars.py` would notice a change). Their `__class__` is the plain type, so `isinstance(n,
+int)` holds. Whenever Python itself needs the value - a branch, an index, a hash, a format - one of
+the methods below is called, which reports to the tracer.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ __all__ = [
 
 
 class Origin(Protocol):
-    """What a traced scalar reports to: the recorder of the run it belongs to."""
+    """The interface that a traced scalar reports to: the recorder of its run."""
 
     active: bool
-    turns: int  # how often code has asked something of it
+    turns: int  # how often code has asked it for something
 
     def consume(self, scalar: TracedScalar, how: str) -> Any:
-        """Note that Python needed the value of `scalar` and return it."""
+        """Record that Python needed the value of `scalar`, and return it."""
 
     def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Record Python arithmetic and return its traced result."""
 
     def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
-        """Return the text that a function makes of the value of `scalar`."""
+        """Return the text of a function for the value of `scalar`."""
 
 
 class _Node:
-    """Answers torch's C++ code where a call slips past the tracer: with the plain value.
+    """Answers torch's C++ code with the plain value if a call bypasses the tracer.
 
-    Every question about the value is a consumption, and so puts a guard.
+    Every question about the value consumes it, and so adds a guard.
     """
 
     __slots__ = ("scalar",)
@@ -89,7 +89,7 @@ class _Node:
 
 
 class TracedScalar:
-    """What the three kinds share: a value, the recorder, and the op (see `Recorder.ref`)."""
+    """The base of the three kinds: a value, the recorder, and the op (see `Recorder.ref`)."""
 
     # The slots are in the three classes: of two bases only one may have any.
     _value: Any
@@ -110,7 +110,7 @@ class TracedScalar:
 
     @property
     def node(self) -> _Node:
-        """What torch's C++ code asks."""
+        """The object that torch's C++ code queries."""
         return _Node(self)
 
     def __bool__(self) -> bool:
@@ -183,11 +183,11 @@ class TracedScalar:
 
 
 def plain(value: Any) -> Any:
-    """Return the plain number in a traced scalar, without guarding it; others as they are."""
+    """Return the plain number in a traced scalar, without a guard; return others unchanged."""
     return value._value if isinstance(value, TracedScalar) else value
 
 
-_NUMBERS = (int, float, complex)  # isinstance holds for bools and for traced scalars too
+_NUMBERS = (int, float, complex)  # isinstance works for bools and for traced scalars too
 
 
 def _arithmetic(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
@@ -207,8 +207,8 @@ def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
 def _binary(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[..., Any]:
     def method(self: TracedScalar, other: Any) -> Any:
         if not isinstance(other, _NUMBERS):
-            # Tensors, arrays and other number types know how to take a traced value; of one
-            # whose run is over they only know the plain value.
+            # Tensors, arrays and other number types accept traced values; for one whose run is over
+            # they only know the plain value.
             if type(self) in TRACED:
                 return NotImplemented
             return function(other, self._value) if reflected else function(self._value, other)
@@ -261,7 +261,7 @@ def _attribute(name: str) -> property:
 
 
 class _NotSymbolic:
-    """Takes the place of torch's class, with the same layout, once the run is over."""
+    """Replaces torch's class, with the same layout, once the run is over."""
 
 
 def _kind(base: type, plain_kind: type) -> Any:
@@ -273,8 +273,8 @@ def _kind(base: type, plain_kind: type) -> Any:
     def new(cls: type, *args: Any) -> Any:
         if len(args) != 3:
             raise TypeError(
-                f"the type of a traced {plain_kind.__name__} makes no others: "
-                f"call {plain_kind.__name__}() on the number before handing it on"
+                f"the type of a traced {plain_kind.__name__} cannot create others: call "
+                f"{plain_kind.__name__}() on the number before passing it on"
             )
         return object.__new__(cls)
 
@@ -286,7 +286,7 @@ def _kind(base: type, plain_kind: type) -> Any:
         __doc__=f"A {plain_kind.__name__} that knows the op it came from.",
         __module__=__name__,
     )
-    # By the name of the plain type, which Python's error messages and `type(n).__name__` give.
+    # By the name of the plain type, as in Python's error messages and `type(n).__name__`.
     return type(plain_kind.__name__, (TracedScalar, base), body)
 
 
@@ -323,11 +323,11 @@ _set_class: Any = vars(object)["__class__"].__set__
 
 
 def retire(scalar: TracedScalar) -> None:
-    """Make a scalar whose run is over an ordinary object with a number's protocols.
+    """Turn a scalar whose run is over into an ordinary object with a number's protocols.
 
-    Most are exchanged for plain numbers by then. Of those that nobody can reach - in the
-    variables of a generator, say - torch must not think that they are symbolic: it would
-    compute with a placeholder instead of their value.
+    Most are replaced by plain numbers by then. Those that cannot be reached, for example in the
+    variables of a generator, must not look symbolic to torch: it would compute with a placeholder
+    instead of their value.
     """
     _set_class(scalar, _RETIRED[type(scalar)])
     scalar._origin, scalar._source = _OVER, None  # the run need not live as long

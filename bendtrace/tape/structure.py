@@ -1,4 +1,4 @@
-"""Values with structure: how they are written down, and built again."""
+"""Values with structure: how they are recorded, and rebuilt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-# Making objects from their content, past their constructors.
+# Creating objects from their content, bypassing their constructors.
 
 
 _BASES = frozenset({object, tuple, list, dict, OrderedDict, set, frozenset})
@@ -43,7 +43,7 @@ _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinM
 
 
 def can_build(cls: type) -> bool:
-    """Whether an object of the class is fully described by its content and attributes."""
+    """Return whether an object of the class is fully described by its content and attributes."""
     if issubclass(cls, tuple):
         return True
     for base in cls.__mro__:
@@ -55,7 +55,7 @@ def can_build(cls: type) -> bool:
 
 
 def refill(container: dict[Any, Any], items: dict[Any, Any]) -> None:
-    """Give a dict, past methods of its own, exactly these items in this order."""
+    """Give a dict exactly these items in this order, bypassing its own methods."""
     base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
     base.clear(container)
     for key, value in items.items():
@@ -63,7 +63,7 @@ def refill(container: dict[Any, Any], items: dict[Any, Any]) -> None:
 
 
 def build(cls: type, items: Any, attributes: dict[Any, Any]) -> Any:
-    """Make the object that an `Instance` describes, without running its constructor."""
+    """Build the object that an `Instance` describes, without running its constructor."""
     made: Any
     if issubclass(cls, tuple):
         # torch.Size and torch's named results check their content in their constructor.
@@ -90,7 +90,7 @@ def make_function(
     held: tuple[Any, ...],
     attributes: dict[str, Any],
 ) -> types.FunctionType:
-    """Make a function from its code, its globals and what it closes over."""
+    """Create a function from its code, its globals and its closure."""
     cells = tuple(map(types.CellType, held))
     made = types.FunctionType(code, namespace, code.co_name, defaults, cells)
     made.__kwdefaults__ = keyword_defaults
@@ -99,7 +99,7 @@ def make_function(
 
 
 def held_by(function: Any) -> Iterator[Any]:
-    """Yield what code holds on to: its closure, defaults and bound arguments, and containers."""
+    """Yield the objects that code holds: closure, defaults, bound arguments, and containers."""
     if isinstance(function, types.MethodType):
         yield from (function.__func__, function.__self__)
     elif isinstance(function, type) and issubclass(function, torch.autograd.Function):
@@ -119,7 +119,7 @@ def held_by(function: Any) -> Iterator[Any]:
 
 
 def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
-    """Yield the results that a `functools.lru_cache` keeps, and what containers among them hold."""
+    """Yield the results in a `functools.lru_cache`, and the content of containers among them."""
     waiting = [result for _, result in entries_of(cache)]
     while waiting:
         held = waiting.pop()
@@ -131,7 +131,7 @@ def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
 
 
 def entries_of(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:
-    """Return the keys and results that a `functools.lru_cache` keeps."""
+    """Return the keys and results in a `functools.lru_cache`."""
     own = getattr(cache, "__dict__", None)
     waiting = [
         held
@@ -165,7 +165,7 @@ def _kind_name(value: Any) -> str:
 def make_partial(
     function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> functools.partial[Any]:
-    """Make a partial function from its parts."""
+    """Create a partial function from its parts."""
     return functools.partial(function, *args, **keywords)
 
 
@@ -175,14 +175,13 @@ def tagged(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
     return tensor
 
 
-# Values with structure, written down: what a replay has to build again.
-#
-# In recorded arguments and outputs, exact tuples, lists, dicts and slices stand for themselves
-# with `Ref`s inside. The classes here stand for everything else.
+# Values with structure, encoded: what a replay has to build again.  In recorded arguments and
+# outputs, exact tuples, lists, dicts and slices represent themselves with `Ref`s inside. The
+# classes here represent everything else.
 
 
 class Existing:
-    """An object that was there before the run, and is meant itself, not a copy."""
+    """An object that existed before the run: the object itself, not a copy."""
 
     __slots__ = ("part",)
 
@@ -200,7 +199,7 @@ class Existing:
 
 
 class Fixed:
-    """A thing that is meant itself, not a copy, and that no walk has found."""
+    """An object used itself, not a copy, that no scan has found."""
 
     __slots__ = ("value",)
 
@@ -218,7 +217,7 @@ class Fixed:
 
 
 class Opaque:
-    """Something in a module's arguments that no op received: kept by name only."""
+    """An object in a module's arguments that no op received: only its name is kept."""
 
     __slots__ = ("type",)
 
@@ -236,10 +235,10 @@ class Opaque:
 
 
 class Made(Container):
-    """Something made during the run by a call that a replay makes again.
+    """An object created during the run by a call that a replay repeats.
 
     Attributes:
-        maker: what to call; it has no effect besides what it returns.
+        maker: the function to call; it has no side effects.
         args: its arguments, encoded.
     """
 
@@ -267,12 +266,12 @@ class Made(Container):
 
 
 class Instance(Container):
-    """An object made during the run: its class, what it contains and its attributes.
+    """An object created during the run: its class, its content and its attributes.
 
     Attributes:
         cls: the class.
         items: for subclasses of tuple, list and dict (and torch.Size, sets): the content.
-        attributes: what the object itself holds, by name.
+        attributes: its own attributes, by name.
     """
 
     __slots__ = ("attributes", "cls", "items")
@@ -309,5 +308,5 @@ class Instance(Container):
 
 
 def existing_in(value: Any) -> Iterator[Existing]:
-    """Yield what was there before the run in recorded arguments, or in an output."""
+    """Yield the objects in recorded arguments, or in an output, that existed before the run."""
     return (leaf for leaf in leaves_in(value) if type(leaf) is Existing)

@@ -1,4 +1,4 @@
-"""The tape: what one run did, as a flat list of small records, in the order it happened."""
+"""The tape: everything one run did, as a flat list of small records, in order."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ __all__ = [
 ]
 
 
-#
 # Nothing else is written during a run. The graph, the flow steps, the guards and the replay
 # function are all derived from the tape afterwards.
 
 
 class Ref:
-    """Stands in recorded arguments for the value that op number `index` gave."""
+    """A reference in recorded arguments to the value of op number `index`."""
 
     __slots__ = ("index",)
 
@@ -76,17 +75,17 @@ ref_to = _Refs().__getitem__
 
 
 class OpKind(Enum):
-    """What an entry of the tape is."""
+    """The kind of an entry of the tape."""
 
     INPUT = "input"  # a tensor or number among the arguments
     STATE = "state"  # a tensor read from a module, a closure or a global
     CALL = "call"  # a torch function, method, property or opaque function
     SCALAR = "scalar"  # Python arithmetic on traced scalars, or an element of a result
-    UNKNOWN = "unknown"  # a tensor that came from nowhere; the tape has a blocker for it
+    UNKNOWN = "unknown"  # a tensor of unknown origin; the tape has a blocker for it
 
 
 class TensorMeta(NamedTuple):
-    """What is kept of a tensor that an op gave."""
+    """The kept properties of a tensor that an op returned."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -99,7 +98,7 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
         shape: tuple[int, ...] = (tensor.size(0), *[-1] * (tensor.dim() - 1))
     else:
         shape = tuple(tensor.shape)
-    # What the named tuple's own constructor does, for each op of each run.
+    # The work of the named tuple's own constructor, for each op of each run.
     return tuple.__new__(TensorMeta, (shape, tensor.dtype, tensor.device))
 
 
@@ -109,14 +108,14 @@ class ModuleCall:
     Attributes:
         path: qualified name of the module ("" for the traced module itself).
         module: the module.
-        number: how many calls of the same module came before, so pass `number + 1`.
+        number: how many calls of the same module came before; the pass is `number + 1`.
         parent: the call it happened in.
         args: encoded positional arguments, as `Op.args`.
         kwargs: encoded keyword arguments.
-        output: what it returned, encoded.
+        output: its return value, encoded.
         start: length of the tape when it began.
         stop: length of the tape when it ended.
-        site: where it was called, within the parent.
+        site: the site of the call, within the parent.
         training: whether the module was in training mode.
     """
 
@@ -159,11 +158,11 @@ class ModuleCall:
 
 
 class Raised(NamedTuple):
-    """An error that an op raised, as far as the model can have looked at it.
+    """An error that an op raised, as far as the model can have inspected it.
 
     Attributes:
         type: its class.
-        text: what it says; None where the model's handlers do not ask for the error itself.
+        text: its text; None if the model's handlers do not use the error itself.
     """
 
     type: type[BaseException]
@@ -181,18 +180,18 @@ class Op:
     """One recorded call: of a torch function, or of Python arithmetic on a traced scalar.
 
     Attributes:
-        index: position on the tape; `Ref(index)` stands for its value.
+        index: position on the tape; `Ref(index)` refers to its value.
         kind: see `OpKind`.
         target: the function (for CALL and SCALAR), else the input slot or state location.
         args: positional arguments with tensors and traced scalars replaced by `Ref`.
         kwargs: keyword arguments, likewise.
         scope: the module call it happened in.
-        site: where in the source it happened.
+        site: its place in the source.
         context: grad, inference and autocast state it ran under.
         meta: a `TensorMeta`, a plain value, or a tuple of these.
-        raised: what it raised, for an op whose error the model caught.
-        writes: ops that gave the tensors, among its arguments, that it wrote to.
-        reads: for arguments that were written to since their op gave them, the op that wrote.
+        raised: the raised error, for an op whose error the model caught.
+        writes: the ops of those tensors among its arguments that it wrote to.
+        reads: for arguments that were written to after their op returned them, the op that wrote.
     """
 
     __slots__ = (
@@ -239,7 +238,7 @@ class Op:
 
     @property
     def operands(self) -> list[int]:
-        """The ops that gave its arguments, in order."""
+        """The ops of its arguments, in order."""
         if type(self.args) is not tuple:
             return [ref.index for ref in refs_in((self.args, self.kwargs))]
         found: list[int] = []
@@ -252,16 +251,16 @@ class Op:
 
     @property
     def is_given(self) -> bool:
-        """Whether it names an argument or state, which was there before the run."""
+        """Whether it represents an argument or state, which existed before the run."""
         return self.kind is OpKind.INPUT or self.kind is OpKind.STATE
 
     @property
     def is_work(self) -> bool:
-        """Whether it is carried out: a call, or arithmetic."""
+        """Whether it is an operation: a call, or arithmetic."""
         return self.kind is OpKind.CALL or self.kind is OpKind.SCALAR
 
     def does_the_same_as(self, other: Op) -> bool:
-        """Whether both call the same function on the same values."""
+        """Return whether both call the same function on the same values."""
         if self.kind is not other.kind or not identical(self.args, other.args):
             return False
         if not identical((*self.kwargs.items(),), (*other.kwargs.items(),)):
@@ -272,15 +271,15 @@ class Op:
 
 
 class Test(Enum):
-    """How a guard compares the value of an op with what was recorded."""
+    """How a guard compares the value of an op with the recorded one."""
 
     TRUTH = "truth"  # bool(value) is as recorded
     VALUE = "value"  # the value is identical
-    LENGTH = "length"  # the op gave as many things
+    LENGTH = "length"  # the op returned as many values
     RANK = "rank"  # the tensor has as many dimensions
-    SAME = "same"  # the op gave back the very tensor that another op gave (expected: its index)
-    OTHER = "other"  # it gave another tensor than that
-    KIND = "kind"  # the op gave something of that type (expected: its name)
+    SAME = "same"  # the op returned the very tensor that another op returned (expected: its index)
+    OTHER = "other"  # it returned another tensor than that
+    KIND = "kind"  # the op returned a value of that type (expected: its name)
 
 
 def kind_of(value: Any) -> str:
@@ -298,17 +297,17 @@ _kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 @dataclass(slots=True, eq=False)
 class Guard:
-    """A condition on the value of an op, put where Python consumed it.
+    """A condition on the value of an op, at the point where Python consumed it.
 
     Attributes:
-        position: length of the tape when it was put.
+        position: length of the tape when it was added.
         index: the op whose value is tested.
-        test: how.
+        test: the test.
         expected: the recorded outcome.
         how: how Python consumed it: "bool", "item" (of two containers that are compared), "index",
-            "format", "iter", ... ("" for guards that no flow step of the model's own put).
+            "format", "iter", ... ("" for guards without a flow step of the model).
         scope: the module call it happened in.
-        site: where in the source.
+        site: its place in the source.
     """
 
     position: int
@@ -326,27 +325,27 @@ class Guard:
 
     @property
     def is_on_identity(self) -> bool:
-        """Whether it tests that two ops gave the same tensor, or that they did not."""
+        """Whether it tests that two ops returned the same tensor, or that they did not."""
         return self.test is Test.SAME or self.test is Test.OTHER
 
     def is_like(self, other: Guard) -> bool:
-        """Whether another run has the same test of the same op, at the same place."""
+        """Return whether another run has the same test of the same op, at the same place."""
         mine, its = (self.position, self.index), (other.position, other.index)
         return mine == its and self.test is other.test
 
     @property
     def answer(self) -> object:
-        """The recorded answer to what it asks."""
+        """The recorded answer to its question."""
         return True if self.is_on_identity else self.expected
 
 
 class State(NamedTuple):
-    """In which state a run was when it asked for a value (see `states.py`).
+    """The state of a run when it asked for a value (see `states.py`).
 
     Attributes:
-        key: what two runs have in common that are in the same state.
+        key: equal for two runs in the same state.
         holes: the ops whose values can still be reached, in the order of the key.
-        kept: what the key knows by its identity, so that nothing else can come to have it.
+        kept: the objects that the key identifies by id, which have to stay alive.
     """
 
     key: bytes
@@ -356,18 +355,18 @@ class State(NamedTuple):
 
 @dataclass(slots=True)
 class Tape:
-    """All that a run wrote down.
+    """Everything that a run recorded.
 
     Attributes:
         ops: the records, in order.
         guards: the guards, in order.
         calls: the module calls, in order of their beginning.
-        forgets: positions at which autocast forgot the weights that it had cast.
+        forgets: positions at which autocast cleared its cache of cast weights.
         trainable: the state that required grad, by op.
         blockers: why a replay could be wrong; one line each, empty for nearly all models.
-        is_joint: whether ranks act together in it, and have to agree.
-        joint: for ops that communicated, where that was, as all ranks write it.
-        states: the states in which guards were put, by their number, where these were read.
+        is_joint: whether ranks communicate in it, and have to agree.
+        joint: the places of communicating ops, in the same words on all ranks.
+        states: the states at guards, by guard number, if they were read.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -381,27 +380,27 @@ class Tape:
     states: dict[int, State] = field(default_factory=dict)
 
     def block(self, reason: str) -> None:
-        """Note why this run must not be replayed."""
+        """Record why this run must not be replayed."""
         if reason not in self.blockers:
             self.blockers.append(reason)
 
 
 class Container:
-    """Base of what stands for a value with structure in recorded arguments."""
+    """The base of representations for values with structure in recorded arguments."""
 
     __slots__ = ()
 
     def inside(self) -> tuple[Any, ...]:
-        """Return the recorded values that it holds."""
+        """Return the recorded values inside."""
         raise NotImplementedError
 
     def with_inside(self, *inside: Any) -> Any:
-        """Return a copy that holds other recorded values."""
+        """Return a copy with other recorded values inside."""
         raise NotImplementedError
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
-    """Yield what is no container in recorded arguments: every `Ref`, constant and `Existing`."""
+    """Yield every `Ref`, constant and `Existing` in recorded arguments."""
     kind = type(value)
     if kind is tuple or kind is list:
         for item in value:
@@ -441,16 +440,16 @@ def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
     return map_leaves(value, lambda leaf: change(leaf) if type(leaf) is Ref else leaf)
 
 
-# What the model does about an error that an op raises.
+# How the model handles an error that an op raises.
 
 
 def is_handled(op: Op) -> bool:
-    """Whether the model might go on after an error of the op."""
+    """Return whether the model might continue after an error of the op."""
     return any(map(is_under_handler, _covered(op)))
 
 
 def raised_by(op: Op, error: Exception) -> Raised:
-    """Describe an error as far as handlers of the model can tell it from others."""
+    """Describe an error as far as handlers of the model can distinguish it from others."""
     seen = any(map(asks_for_error, _covered(op)))
     return Raised(type(error), str(error) if seen else None)
 
@@ -460,7 +459,7 @@ def _covered(op: Op) -> Iterator[Place]:
     site: Site | None = op.site
     scope: ModuleCall | None = op.scope
     while site is not None:
-        # Most code has no exception table at all, which saves looking any further.
+        # Most code has no exception table at all, which allows an early exit.
         if any(code.co_exceptiontable for code, _ in site.chain):
             yield from site.guarded
         site, scope = (scope.site, scope.parent) if scope is not None else (None, None)

@@ -1,4 +1,4 @@
-"""Who follows a run while it is recorded: its recorder, observers of values, inserters of ops."""
+"""The followers of a run while it is recorded: recorder, observers of values, inserters of ops."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 
-# Who is told what the calling thread comes by: its recorder, while it is recording.
+# Receives what the calling thread reaches: its recorder, while it is recording.
 
 
 class Watcher(Protocol):
-    """What the boundaries report to."""
+    """The interface that intercepts report to."""
 
     def module_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's call as a scope."""
@@ -40,33 +40,33 @@ class Watcher(Protocol):
     def opaque_call(
         self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType | None = None
     ) -> Any:
-        """Run `function(*args, **kwargs)` as one op, called in `frame` if that is given."""
+        """Run `function(*args, **kwargs)` as one op, called in `frame` if given."""
 
     def printed(
         self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
     ) -> Any:
-        """Print values to the screen, which a replay does anew."""
+        """Print values to the screen, which each replay repeats."""
 
     def told(self, text: str) -> str:
-        """Return a text that somebody looks at after all, and guard the values in it."""
+        """Return a text that is used after all, and guard the values in it."""
 
     def read(self, function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-        """Ask something of a tensor that is not its values, and guard the answer."""
+        """Query something of a tensor other than its values, and guard the answer."""
 
     def unseen(self, what: str) -> None:
-        """Note that the run comes by something that a replay could not repeat."""
+        """Record that the run reaches something that a replay could not repeat."""
 
     def recomputed(self, entering: bool) -> None:
-        """Note that a block begins or ends that the backward pass runs again."""
+        """Record that a block begins or ends that the backward pass runs again."""
 
     def forgot_casts(self) -> None:
-        """Note that autocast forgets the weights that it has cast."""
+        """Record that autocast clears its cache of cast weights."""
 
     def wants_inside(self) -> bool:
-        """Whether the module that runs must not be carried out by one fused op."""
+        """Return whether the running module must not be executed by one fused op."""
 
     def called_inside(self, module: nn.Module) -> None:
-        """Note that a module is called by a function that is recorded as one op."""
+        """Record that a module is called by a function that is recorded as one op."""
 
     def forget(self, *tensors: torch.Tensor) -> None:
         """Keep nothing that refers to these tensors."""
@@ -86,13 +86,13 @@ def current_watcher() -> Watcher | None:
 
 
 def set_watcher(watcher: Watcher | None) -> Watcher | None:
-    """Report what the calling thread does to `watcher` from now on; return the one before."""
+    """Report the calling thread's actions to `watcher` from now on; return the previous watcher."""
     before, _local.watcher = _local.watcher, watcher
     return before
 
 
 def unwatched(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function without reporting what it calls in turn: it is an op itself."""
+    """Call a function without reporting its inner calls: it is an op itself."""
     outer, _local.watcher = _local.watcher, None
     try:
         return function(*args, **kwargs)
@@ -101,29 +101,29 @@ def unwatched(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def set_around(watcher: Watcher | None) -> Watcher | None:
-    """Tell `watcher` of modules that are called while nobody watches; return the one before."""
+    """Tell `watcher` of modules called while nothing is watched; return the previous one."""
     before, _local.around = _local.around, watcher
     return before
 
 
 def note_call(module: nn.Module) -> None:
-    """Tell who wants to know that a module is called unwatched."""
+    """Report that a module is called unwatched."""
     if _local.around is not None:
         _local.around.called_inside(module)
 
 
-# Who is shown the values of a run while they are there: what keeps activations, for one.
+# Sees the values of a run while they exist: keeps activations, for example.
 
 
 class StopRun(BaseException):
-    """Ends a run early; raised by an observer, and by nothing else.
+    """Ends a run early; only observers raise it.
 
-    Not an `Exception`, so that the model's own handlers let it pass.
+    Not an `Exception`, so that the model's own handlers do not catch it.
     """
 
 
 class Observer(Protocol):
-    """Is shown the values of a run. What it does with torch is not recorded."""
+    """Sees the values of a run. Its own torch operations are not recorded."""
 
     ended: str  # where the run was ended early; "" if it was not
     times: dict[int, int]  # nanoseconds that each op took; filled in by who carries them out
@@ -132,58 +132,58 @@ class Observer(Protocol):
         """Called for each tensor among the arguments of the run."""
 
     def state(self, op: Op, tensor: Tensor) -> None:
-        """Called for each tensor that was there before the run, when it is first used."""
+        """Called at the first use of each tensor that existed before the run."""
 
     def reads(self, position: int, index: int, tensor: Tensor) -> None:
-        """Called with a tensor that was written to since op `index` gave it, before it is read.
+        """Called before a tensor is read that was written to after op `index` returned it.
 
-        By the op at a position of the tape, or by the caller of the run, at its end.
+        The reader is the op at a position of the tape, or the caller of the run, at its end.
         """
 
     def heeds(self, function: Any) -> bool:
-        """Whether it has to be told each time before a function is called without an `out`."""
+        """Return whether it has to be notified before each call of a function without `out`."""
 
     def begins(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
-        """Called before an op is carried out, with what the function is given."""
+        """Called before an op runs, with the arguments of the function."""
 
     def gave(self, op: Op, out: Any) -> None:
-        """Called with what an op gave."""
+        """Called with the result of an op."""
 
     def wrote(self, op: Op, tensor: Tensor) -> None:
-        """Called with the tensor that an op has written to, if it gave none."""
+        """Called with the tensor that an op has written to, if it returned none."""
 
     def left(self, call: ModuleCall, output: Any) -> None:
         """Called when a module's call has ended."""
 
     def escaped(self, value: Any) -> None:
-        """Called with what is handed to code that may keep a pointer to its memory."""
+        """Called with a value that is passed to code that may keep a pointer to its memory."""
 
 
-# Who may put ops of its own into a run: what interjects, for one.
+# May add its own ops to a run: interjections, for example.
 
 
 class Stage(Protocol):
-    """What a recorder lets an inserter do."""
+    """The interface that a recorder offers to an inserter."""
 
     @property
     def scope(self) -> ModuleCall:
         """The module call that the run is in."""
 
     def site(self, frame: FrameType) -> Site | None:
-        """Where `frame` is."""
+        """Return the site of `frame`."""
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
-        """Put a call of `function` on the tape as one op, and return what it gives."""
+        """Record a call of `function` on the tape as one op, and return its result."""
 
     def expect(self, truth: Any, frame: FrameType) -> bool:
-        """Return a truth that a gate has given, and have replays go on only while it holds."""
+        """Return a truth value from a gate; replays continue only while it is the same."""
 
     def state(self, tensor: Tensor) -> Captured | None:
-        """Return the part that a tensor is, if it was there before the run."""
+        """Return the captured value for a tensor, if it existed before the run."""
 
 
 class Inserter(Protocol):
-    """Is asked at each node of a run, and may emit ops before, after and instead of it."""
+    """Is called at each node of a run, and may emit ops before, after and instead of it."""
 
     def begins(self, stage: Stage) -> None:
         """Called before the run."""
@@ -191,10 +191,10 @@ class Inserter(Protocol):
     def starts(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called with what the function is about to be given; returns what it is given."""
+        """Called with the arguments of the function; returns those to use."""
 
     def ends(self, output: Any, frame: FrameType) -> Any:
-        """Called with what the function gave; returns what the run gives."""
+        """Called with the output of the function; returns the output of the run."""
 
     def module(
         self,
@@ -217,13 +217,13 @@ class Inserter(Protocol):
         """Run the call of a function."""
 
     def scalar(self, function: Any, frame: FrameType) -> None:
-        """Called before arithmetic on traced scalars is put on the tape."""
+        """Called before arithmetic on traced scalars is recorded on the tape."""
 
     def wants_inside(self, scope: ModuleCall) -> bool:
-        """Whether there is something to insert in what the call of a module consists of."""
+        """Return whether there are insertions inside the call of a module."""
 
     def inside(self, module: nn.Module, path: str) -> None:
-        """Called where a module is called inside of a function that is recorded as one op."""
+        """Called when a module is called inside a function that is recorded as one op."""
 
     def recomputed(self, entering: bool) -> None:
-        """Called where a block begins or ends that the backward pass runs again, unwatched."""
+        """Called when a block begins or ends that the backward pass runs again, unwatched."""

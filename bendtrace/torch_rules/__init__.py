@@ -1,1 +1,1 @@
-"""What is peculiar to torch: what escapes a function mode, writes, draws, communicates."""
+"""The peculiarities of torch: what escapes a function mode, writes, draws, communicates."""

@@ -1,9 +1,9 @@
-"""Arrays of numpy that a tensor of the run shares its memory with.
+"""numpy arrays that share their memory with a tensor of the run.
 
-`torch.from_numpy(array)` copies nothing: what Python writes into the array the tensor has, and
-what torch writes into the tensor Python reads from the array. A replay makes the tensor of an array
-of its own, which has the content that the recorded one had. So neither must happen, as long as
-anybody but the tensor can reach the array.
+`torch.from_numpy(array)` copies nothing: writes to the array by Python appear in the tensor, and
+writes to the tensor by torch appear in the array. A replay creates the tensor from its own array,
+with the content of the recorded one. So no such write may occur as long as anything but the tensor
+can reach the array.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["SharedArrays", "may_share"]
 
 
 def may_share(function: Any) -> bool:
-    """Whether a function, or class, of torch's may give a tensor in the memory of an array."""
+    """Return whether a torch function, or class, may return a tensor in the memory of an array."""
     return function in SHARING or isinstance(function, type)
 
 
@@ -55,8 +55,8 @@ class SharedArrays:
     """Watches the arrays that tensors of a run share their memory with.
 
     Args:
-        tape: has a reason noted where a replay would not do the same.
-        find: finds an array that was there before the run.
+        tape: receives a reason if a replay would behave differently.
+        find: finds an array that existed before the run.
     """
 
     def __init__(self, tape: Tape, find: Callable[[Any], object]) -> None:
@@ -75,14 +75,14 @@ class SharedArrays:
         again: Callable[[], Any] | None,
         frame: FrameType,
     ) -> None:
-        """Take note of what an op gave that may be in the memory of its arguments.
+        """Record the result of an op that may be in the memory of its arguments.
 
         Args:
             op: the op.
-            args: what it was given.
-            out: what it gave.
-            again: where that is from a replay, carries it out.
-            frame: where the run is.
+            args: its arguments.
+            out: its result.
+            again: if the result comes from a replay, runs the op.
+            frame: the frame of the run.
         """
         arrays = [array for array in args if is_array(array) and array.nbytes]
         if not arrays or not isinstance(out, Tensor):
@@ -98,7 +98,7 @@ class SharedArrays:
                 )  # fmt: skip
 
     def begins(self, given: Iterable[Tensor]) -> None:
-        """Look at the arrays before an op that is given tensors."""
+        """Check the arrays before an op with tensor arguments."""
         for storage in self._storages_of(given):
             self._compare(self._shared[storage])
         for storage, shared in list(self._shared.items()):
@@ -107,19 +107,19 @@ class SharedArrays:
                 self._shared.pop(storage, None)
 
     def ended(self, op: Op, given: Iterable[Tensor]) -> None:
-        """Look at what an op has written to."""
+        """Check what an op has written to."""
         for storage in self._storages_of(given) if op.writes else ():
             shared = self._shared[storage]
             if shared.was_there or not _is_free(shared):
-                self._block(shared, "is written to by way of the tensor")
+                self._block(shared, "is written to through the tensor")
 
     def finish(self) -> None:
-        """Look at the arrays that were not let go of by the end of the run."""
+        """Check the arrays that still exist at the end of the run."""
         self.begins(())
         for shared in list(self._shared.values()):
             self._compare(shared)
             if not shared.was_there:
-                self._block(shared, "is still there after the run")
+                self._block(shared, "still exists after the run")
         self._shared.clear()
 
     def _storages_of(self, given: Iterable[Tensor]) -> set[int]:
@@ -133,8 +133,9 @@ class SharedArrays:
         reason = f"the array whose memory a tensor shares since {shared.place} {what}"
         if shared.is_resumed:
             raise NondeterminismError(
-                f"{reason}, along a path that a replay has begun, and which has an array of its "
-                "own: name the function around it with bendtrace.opaque, or copy it by torch.tensor"
+                f"{reason}, along a path that a replay has begun with an array of its own: "
+                "name the function around it with bendtrace.opaque, or copy the array with "
+                "torch.tensor"
             )
         self._tape.block(reason)
         # Once is enough.

@@ -1,4 +1,4 @@
-"""What ranks do together: which things belong to torch.distributed, and which ops communicate."""
+"""Communication of ranks: the objects of torch.distributed, and the ops that communicate."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ __all__ = [
 
 
 def is_wiring(value: Any) -> bool:
-    """Whether a thing says who communicates and how, and stays what it is: a group, a mesh.
+    """Return whether an object defines who communicates, and never changes: a group, a mesh.
 
-    Such things are constants of a run: they are made once, on all ranks, and never change.
+    Such objects are constants of a run: they are created once, on all ranks, and never change.
     """
     module = type(value).__module__
     if not module.startswith(("torch._C._distributed_c10d", "torch.distributed")):
@@ -65,10 +65,10 @@ def _wirings(_: int) -> tuple[type, ...]:
 
 
 def joint_functions() -> Iterator[tuple[Any, str]]:
-    """Yield, as owner and name, functions in Python that are one op when a run comes by them.
+    """Yield, as owner and name, Python functions that are recorded as one op.
 
-    Those of torch.distributed work on process groups past the function mode; the methods of
-    DTensors consist of Python that handles their local parts.
+    Those of torch.distributed use process groups past the function mode; the methods of DTensors
+    are Python code that handles their local parts.
     """
     if not dist.is_available():
         return
@@ -94,7 +94,7 @@ def joint_functions() -> Iterator[tuple[Any, str]]:
 
 
 def layout_properties() -> Iterator[tuple[Any, str]]:
-    """Yield the properties that tell how a tensor is laid out over ranks, as owner and name."""
+    """Yield the properties that describe how a tensor is laid out over ranks, as owner and name."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is not None:
         yield tensor.DTensor, "placements"
@@ -127,7 +127,7 @@ _COMMON = frozenset({"barrier", "broadcast", "gather", "reduce", "scatter"})
 
 
 def names_collectives(names: frozenset[str]) -> bool:
-    """Whether code that uses some names may communicate."""
+    """Return whether code that uses some names may communicate."""
     if not _TELLING.isdisjoint(names - _COMMON):
         return True
     return not _COMMON.isdisjoint(names) and not names.isdisjoint({"dist", "distributed"})
@@ -170,11 +170,11 @@ class Collective:
 
 
 def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
-    """Return the collective that an op is, if it is one.
+    """Return the collective for an op, if it is one.
 
     Args:
         func: an op of torch's dispatcher that belongs to torch.distributed.
-        args: what it is called with.
+        args: its arguments.
     """
     name = func._schema.name.partition("::")[2]
     if name in _NOT_JOINT or not (groups := [g for g in map(_group_in, args) if g is not None]):
@@ -218,7 +218,7 @@ def _group_in(value: Any) -> Group | None:
 
 
 def group_of(group: Any) -> Group:
-    """Return what is known of a process group on all ranks."""
+    """Return the properties of a process group that are the same on all ranks."""
     return Group(group.group_name, tuple(dist.get_process_group_ranks(group)))
 
 
@@ -231,7 +231,7 @@ def world() -> Group:
 
 
 def groups_of(model: nn.Module) -> list[Group]:
-    """Return the groups over which a model's parameters and buffers are spread."""
+    """Return the groups over which a model's parameters and buffers are distributed."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return []
@@ -247,9 +247,9 @@ def groups_of(model: nn.Module) -> list[Group]:
 
 
 def parameters_reached(model: Any, output: Any) -> str | None:
-    """Tell which of the parameters that FSDP gathers a backward pass will find gradients for.
+    """Return which of the parameters that FSDP gathers will get gradients in a backward pass.
 
-    FSDP scatters those that there are, so they have to be the same ones on all ranks.
+    FSDP scatters the gradients that exist, so they have to be the same ones on all ranks.
 
     Returns:
         Their number and a digest of their names; None for a model without such parameters.

@@ -1,7 +1,8 @@
-"""What makes tensors past the function mode: constructors of old, parameters, numpy's memory.
+"""Constructors of tensors that bypass the function mode: legacy ones, parameters, numpy's memory.
 
 `Variable(x)`, `torch.Tensor([1])`, `torch.LongTensor([1])`, `nn.Parameter(x)` and
-`torch.from_numpy(array)` ask no mode. Each is an op of the class, or function, itself.
+`torch.from_numpy(array)` bypass the mode. Each is recorded as an op of the class, or function,
+itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _from_numpy = torch.from_numpy
 
 
 def entries_of_constructors() -> Iterator[tuple[Any, str, Any]]:
-    """Yield what is to be exchanged while a run is recorded: an attribute of what, and for what."""
+    """Yield the replacements during recording: owner, attribute and replacement."""
     yield type(_variable), "__call__", _makes_variable
     yield torch.Tensor, "__new__", _New()
     yield nn.Parameter, "__new__", staticmethod(_makes_parameter)

@@ -1,10 +1,10 @@
-"""Direct calls: the cheapest function that a torch function amounts to, given its arguments.
+"""Direct calls: the cheapest function equivalent to a torch function, given its arguments.
 
-`torch.nn.functional.layer_norm` and its like are Python: they ask whether some tensor overrides
-torch functions, look at options, and call one function of torch's C++. Where the recorded call has
-settled all that, a replay calls the latter at once. It does so for tensors only whose exact class
-is known, since subclasses can tell the two calls apart, and never where the model might catch
-what the call raises.
+`torch.nn.functional.layer_norm` and similar functions are Python: they check whether a tensor
+overrides torch functions, look at options, and call one function of torch's C++. If the recorded
+call has decided all that, a replay calls the C++ function directly. It does so only for tensors
+whose exact class is known, since subclasses can distinguish the two calls, and never where the
+model might catch the errors of the call.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ __all__ = ["ENTRIES", "Asked", "Call", "Entry", "cheapest", "plain_values"]
 
 
 class Call(NamedTuple):
-    """A call that does what another one does.
+    """A call that is equivalent to another one.
 
     Attributes:
         target: the function.
-        args: its arguments, as in `Op.args`; where one is a function, it is called for it.
+        args: its arguments, as in `Op.args`; a function among them is called to compute its
+            argument.
         kwargs: its keyword arguments.
-        gives_back: what the call gives back as it is, unless it is a nested tensor or some
-            dispatch mode wants to see the call; None if it computes something.
+        gives_back: the argument that the call returns unchanged, unless it is a nested tensor or a
+            dispatch mode wants to see the call; None if the call computes something.
     """
 
     target: Any
@@ -58,13 +59,13 @@ _Given = dict[str, Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """What a function comes down to.
+    """The equivalent of a function.
 
     Attributes:
         function: the function.
-        resolve: given the recorded arguments by name, returns the call; None if these leave it
-            open which.
-        names: the names that its code uses, so that other code is noticed.
+        resolve: given the recorded arguments by name, returns the call; None if they do not
+            determine it.
+        names: the names that its code uses, to detect changed code.
     """
 
     function: types.FunctionType
@@ -72,7 +73,7 @@ class Entry:
     names: frozenset[str]
 
     def call(self, op: Op) -> Call | None:
-        """Return what a recorded call comes down to, if that is clear."""
+        """Return the equivalent of a recorded call, if it is certain."""
         code = self.function.__code__
         names = code.co_varnames[: code.co_argcount]
         if len(op.args) > len(names) or not op.kwargs.keys() <= set(names[len(op.args) :]):
@@ -247,11 +248,11 @@ def _entries() -> dict[Any, Entry]:
 
 
 ENTRIES: dict[Any, Entry] = _entries()
-"""What is known of functions, by function."""
+"""The known functions, by function."""
 
 
 def cheapest(op: Op, plain: frozenset[int] | set[int]) -> Call | None:
-    """Return the call that a replay makes in place of a recorded one, if there is a cheaper one.
+    """Return a cheaper call that a replay makes instead of a recorded one, if there is one.
 
     Args:
         op: the recorded call.
@@ -264,9 +265,9 @@ def cheapest(op: Op, plain: frozenset[int] | set[int]) -> Call | None:
 
 
 def plain_values(tape: Tape) -> set[int]:
-    """Return the ops whose values are no tensors of a subclass, whatever the inputs are.
+    """Return the ops whose values are certainly not tensors of a subclass, whatever the inputs are.
 
-    They follow from classes that are checked before the run: those of arguments and state.
+    This follows from classes that are checked before the run: those of arguments and state.
     """
     plain: set[int] = set()
     for op in tape.ops:

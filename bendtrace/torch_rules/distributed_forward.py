@@ -1,8 +1,8 @@
-"""What DDP and FSDP do around the forward of a module, as ops of a run.
+"""The work of DDP and FSDP around the forward of a module, as ops of a run.
 
-Both leave the forward itself as it is. What they do before and after it - synchronise buffers,
-gather parameters and let go of them, prepare for the backward pass - is carried out by each
-replay as well, as an op that is given the module and the tensors that go in or come out.
+Both leave the forward itself unchanged. What they do before and after it - synchronise buffers,
+gather and release parameters, prepare for the backward pass - each replay does as well, as an op
+that receives the module and its input or output tensors.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def hidden_of(module: nn.Module) -> frozenset[str]:
 
 
 def prepare_forward(module: Any, *tensors: Tensor) -> Any:
-    """Do what DDP does before the forward; return the tensors where it wants them."""
+    """Do DDP's work before the forward; return the tensors on the right device."""
     args, _ = _before(module, *tensors)
     return tuple(args) if tensors else None
 
 
 def prepare_backward(module: Any, *tensors: Tensor) -> Any:
-    """Do what DDP does after the forward; return the tensors that are given out."""
+    """Do DDP's work after the forward; return the output tensors."""
     out = _after(module, tuple(tensors))
     return tuple(out) if tensors else None
 
 
 def before_ddp(module: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Stand in for `DistributedDataParallel._pre_forward`."""
+    """Replaces `DistributedDataParallel._pre_forward`."""
     watcher = current_watcher()
     if watcher is None:
         return _before(module, *inputs, **kwargs)
@@ -76,7 +76,7 @@ def before_ddp(module: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def after_ddp(module: Any, output: Any) -> Any:
-    """Stand in for `DistributedDataParallel._post_forward`."""
+    """Replaces `DistributedDataParallel._post_forward`."""
     watcher = current_watcher()
     if watcher is None:
         return _after(module, output)
@@ -114,14 +114,14 @@ _BEFORE, _AFTER = "_pre_forward", "_post_forward"
 
 
 def is_joint_hook(hook: Any) -> bool:
-    """Whether a forward hook on a module is FSDP's."""
+    """Return whether a forward hook on a module is FSDP's."""
     return any(_hook_of_fsdp({0: hook}, name) is not None for name in (_BEFORE, _AFTER))
 
 
 def gathered_names(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Yield for each parameter that FSDP gathers when a module is called where it is held.
+    """Yield the locations of each parameter that FSDP gathers when a module is called.
 
-    That is in modules, by names; between calls there are shards in these places.
+    These are modules and names; between calls they hold shards.
     """
     for parameter in gathered_by(module):
         info = parameter._module_info
@@ -130,7 +130,7 @@ def gathered_names(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
 
 
 def gathered_by(module: nn.Module) -> Iterator[Any]:
-    """Yield what FSDP keeps of each parameter that it gathers when a module is called."""
+    """Yield FSDP's record of each parameter that it gathers when a module is called."""
     states = _states()
     state = None if states is None else states._get_module_fsdp_state(module)
     for group in _groups_of(state):
@@ -147,7 +147,7 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def gather_parameters(module: nn.Module, *tensors: Tensor) -> Any:
-    """Do what FSDP does before the forward; return the tensors it gives on, and the parameters."""
+    """Do FSDP's work before the forward; return the tensors for it, and the parameters."""
     found = _hook_of_fsdp(module._forward_pre_hooks, _BEFORE)
     assert found is not None
     args, _ = found[1](module, tensors, {})
@@ -155,7 +155,7 @@ def gather_parameters(module: nn.Module, *tensors: Tensor) -> Any:
 
 
 def release_parameters(module: nn.Module, *tensors: Tensor) -> Any:
-    """Do what FSDP does after the forward; return the tensors that are given out."""
+    """Do FSDP's work after the forward; return the output tensors."""
     found = _hook_of_fsdp(module._forward_hooks, _AFTER)
     assert found is not None
     return tuple(found[1](module, (), tensors))
@@ -183,7 +183,7 @@ class _Before(_JointHook):
         for places, parameter in zip(gathered_names(module), given[len(tensors) :], strict=True):
             for holder, name in places:
                 held = holder._parameters
-                # A resumed run comes by what was done before: FSDP has the shards back in place.
+                # A resumed run reaches what was done before: FSDP has the shards back in place.
                 if held[name] is not parameter:
                     self.shards.append((held, name, held[name]))
                     held[name] = parameter
@@ -208,14 +208,14 @@ def _put_back(shards: list[_Shard]) -> None:
 
 
 def has_joint_hooks(module: nn.Module) -> bool:
-    """Whether FSDP may do something around the forward of a module."""
+    """Return whether FSDP may act around the forward of a module."""
     hooked = module._forward_pre_hooks or module._forward_hooks
     return bool(hooked) and _states() is not None
 
 
 @contextmanager
 def with_joint_hooks(module: nn.Module) -> Iterator[None]:
-    """Have what FSDP does around the forward of a module recorded, within the context."""
+    """Record FSDP's work around the forward of a module, within the context."""
     exchanged: list[tuple[Any, int, Any]] = []
     shards: list[_Shard] = []
     for hooks, name, kind in (
@@ -236,7 +236,7 @@ def with_joint_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, in the kinds of containers that models give out."""
+    """Return the tensors in a value, in the kinds of containers that models return."""
     return _apart(value)[0]
 
 

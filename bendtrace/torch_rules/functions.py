@@ -1,4 +1,4 @@
-"""Which torch functions need more than being recorded, and what else they do."""
+"""Torch functions that need more than recording, and their other effects."""
 
 from __future__ import annotations
 
@@ -202,10 +202,10 @@ _entered: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def entered(function: Any) -> Callable[..., Any]:
-    """Return a twin of a Python function of torch's whose inner calls reach the mode.
+    """Return a twin of one of torch's Python functions whose inner calls reach the mode.
 
-    The original hands itself to the mode as its first act. The twin runs the same code with
-    that question answered by no.
+    The original first passes itself to the mode. The twin runs the same code with that check
+    answered by no.
     """
     twin = _entered.get(function)
     if twin is None:
@@ -221,7 +221,7 @@ def entered(function: Any) -> Callable[..., Any]:
 
 
 def is_torchs_function(function: object) -> bool:
-    """Whether a function is torch's own, so that metadata in decides metadata out."""
+    """Return whether a function is torch's own: then input metadata determines output metadata."""
     module = getattr(function, "__module__", None)
     owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
     if isinstance(owner, type) and not owner.__module__.startswith("torch"):
@@ -236,9 +236,9 @@ def is_torchs_function(function: object) -> bool:
 
 
 def may_vary(function: Any) -> bool:
-    """Whether a function may give things of several types: None, or a tensor.
+    """Return whether a function may return values of several types: None, or a tensor.
 
-    Those of torch do not, nor do operators and scripts, which have schemas.
+    torch's functions do not, nor do operators and scripts, which have schemas.
     """
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
@@ -261,7 +261,7 @@ _DECLARED = (
 
 
 def is_gate(op: Op) -> bool:
-    """Whether an op is not the model's own, nor in the place of one, but was put in besides."""
+    """Return whether an op is an addition, neither the model's own nor a replacement for one."""
     return (
         getattr(op.target, "is_gate", False) is True
         and getattr(op.target, "stands_for", None) is None
@@ -269,7 +269,7 @@ def is_gate(op: Op) -> bool:
 
 
 def is_named_in_place(name: str) -> bool:
-    """Whether a function of such a name gives back what it was given, changed."""
+    """Return whether a function with such a name returns its argument, changed."""
     return name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -293,7 +293,7 @@ def name_of(function: Any) -> str:
 
 
 def said_of(function: Any) -> str:
-    """Return what messages call a function: its name, or what an insertion says of itself."""
+    """Return the name of a function in messages: its name, or the description of an insertion."""
     return getattr(function, "described", None) or name_of(function)
 
 
@@ -312,10 +312,10 @@ _EXCEPTED = ("batch_norm", "instance_norm", "rrelu", "attention")
 
 
 def is_pure(function: Any) -> bool:
-    """Whether a function writes to nothing that it is given, nor calls any Python.
+    """Return whether a function neither writes to its arguments nor calls Python.
 
-    Told from the schemas of the operator of that name: of all its overloads, but for those with
-    an `out`, none may say that it writes. Of random functions it says nothing.
+    This is decided by the schemas of the operator with that name: none of its overloads, except
+    those with an `out`, may declare a write. It says nothing about random functions.
     """
     kind = type(function)
     if kind is types.MethodDescriptorType or kind is types.WrapperDescriptorType:
@@ -343,7 +343,7 @@ def _writes(schema: Any) -> bool:
 
 
 def is_simple(function: Any) -> bool:
-    """Whether a function works element by element, or on sizes alone."""
+    """Return whether a function works element by element, or on sizes only."""
     return function.__name__ in _SIMPLE
 
 

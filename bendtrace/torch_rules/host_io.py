@@ -1,9 +1,8 @@
-"""Host I/O: what a model asks of the clock, the environment and files.
+"""Host I/O: a model's use of the clock, the environment and files.
 
-A clock is read anew by each replay, a variable of the environment is guarded by its value, and
-whatever is in a file, or is written to one, cannot be followed. What goes to the screen is printed
-anew by each replay. What counts is who asks: the code
-of the user's, or of a package. torch and the standard library look at such things for their own
+Each replay reads the clock again, environment variables are guarded by value, and reads and writes
+of files cannot be tracked. Each replay repeats the output to the screen. Only requests by the
+user's code or by packages count: torch and the standard library read such things for their own
 purposes, and so does an import.
 """
 
@@ -42,7 +41,7 @@ _variable_of = _Environment.__getitem__
 
 
 def entries_of_outside() -> Iterator[tuple[Any, str, Any]]:
-    """Yield what is to be exchanged while a run is recorded: an attribute of what, and for what."""
+    """Yield the replacements during recording: owner, attribute and replacement."""
     for name in _CLOCKS:
         yield time, name, _clock(name)
     yield _Environment, "__getitem__", _reads_variable
@@ -54,7 +53,7 @@ def entries_of_outside() -> Iterator[tuple[Any, str, Any]]:
 
 
 def environ(name: str) -> str | None:
-    """Return an environment variable, None if there is none: what each replay asks for."""
+    """Return an environment variable, or None: replays call this."""
     try:
         return _variable_of(os.environ, name)
     except KeyError:
@@ -84,7 +83,7 @@ def _clock(name: str) -> Callable[[], Any]:
         if watcher is None:
             return call.__wrapped__()
         if name not in frame.f_code.co_names:  # something in C asks, such as `date.today`
-            watcher.unseen(f"time.{name}, which something else asks,")
+            watcher.unseen(f"time.{name}, called by other code,")
             return call.__wrapped__()
         return watcher.opaque_call(read, (), {}, frame)
 

@@ -1,10 +1,10 @@
-"""Where the tracer steps in besides the function mode, and how it steps out again.
+"""Intercepts: where the tracer steps in besides the function mode, and how it steps out again.
 
-A function mode does not see the call of a module, nor an `autograd.Function`, a scripted
-function, a transform such as vmap, or the seeding of torch's generator. While at least one
-recorder is running in the process, the few entry points below are exchanged for ones that first
-look whether the *calling thread* is recording; when the last recorder ends, the originals are
-put back. They were seen in torch 2.13 to 2.15; test_boundaries.py would notice a change.
+A function mode does not see the call of a module, nor an `autograd.Function`, a scripted function,
+a transform such as vmap, or the seeding of torch's generator. While at least one recorder is
+running in the process, the few entry points below are replaced by versions that first check whether
+the *calling thread* is recording; when the last recorder ends, the originals are restored. They
+were seen in torch 2.13 to 2.15; test_boundaries.py would notice a change.
 """
 
 from __future__ import annotations
@@ -48,23 +48,22 @@ __all__ = ["INTERCEPT_CODES", "REPLACED", "opaque", "watching"]
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function recorded as one op, whatever it does inside.
+    """Record a function as one op, whatever it does inside.
 
-    For what torch does not let a tracer see: foreign kernels, numpy code that makes tensors, C++
-    extensions. The function is called anew by each replay, with the tensors and numbers of that
-    call; what it changes in them, it changes again. The op is guarded by what it returns: its type,
-    numbers as traced scalars, other plain values by value. Nothing inside it becomes
-    a node or a flow step, and of what it reads besides its arguments only numbers in globals and
-    closures are guarded.
+    For code that torch does not let a tracer see: foreign kernels, numpy code that creates tensors,
+    C++ extensions. Each replay calls the function again, with the tensors and numbers of that call,
+    and it changes them again. The op is guarded by its return value: its type, numbers as traced
+    scalars, other plain values by value. Nothing inside it becomes a node or a flow step. Of the
+    values that it reads besides its arguments, only numbers in globals and closures are guarded.
 
     Args:
-        function: any callable; usable as a decorator, also of methods.
+        function: any callable; usable as a decorator, also for methods.
 
     Returns:
-        A function that does the same, and is one op when a trace comes by it.
+        A function that does the same, and is recorded as one op.
 
     Raises:
-        InputError: if `function` cannot be called.
+        InputError: `function` is not callable.
 
     Example:
         >>> import numpy, torch, bendtrace as bt
@@ -79,7 +78,7 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
         (tensor([3., 6., 6.]), 1)
     """
     if not callable(function):
-        raise InputError(f"only what can be called can be opaque; {function!r} cannot")
+        raise InputError(f"only a callable can be opaque, not {function!r}")
     return as_one_op(function)
 
 
@@ -474,7 +473,7 @@ _before: list[Any] = []
 def watching(watcher: Watcher | None) -> Iterator[None]:
     """Report the calling thread's module calls and opaque calls to `watcher`.
 
-    An interrupt may come at any point; what was entered until then is left again.
+    An interrupt may come at any point; everything entered until then is left again.
     """
     outer, token = current_watcher(), object()
     try:

@@ -1,9 +1,9 @@
-"""Monkeypatches: which functions of torch, numpy and math have been replaced.
+"""Monkeypatches: functions of torch, numpy and math that have been replaced.
 
-Packages that bring faster kernels, and tests, put their own in the place of functions
-(`torch.sin = mine`). A replay calls what was called when it was recorded, so that this has to be
-noticed. And torch names the function that a mode is asked about by looking it up: the original,
-called by what stands in for it, says that it is that.
+Packages with faster kernels, and tests, replace functions (`torch.sin = mine`). A replay calls the
+functions that were called when it was recorded, so replacements have to be detected. torch also
+finds the function to report to a mode by looking up its name: if the replacement calls the
+original, the reported function is the replacement.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def _is_torchs(function: Any) -> bool:
 
 
 class Monkeypatch(NamedTuple):
-    """What stands in for a function.
+    """The replacement of a function.
 
     Attributes:
         name: of the function.
-        value: what stands in for it; None if it is gone.
-        original: the function.
+        value: the replacement; None if the function was deleted.
+        original: the original function.
     """
 
     name: str
@@ -92,7 +92,6 @@ class _Space:
         self._inherited = functions.keys() - table.keys()
 
     def patches(self) -> Monkeypatches:
-        """Return what stands in for functions."""
         get = self.table.get
         if list(map(get, self._own)) == self._originals and self._inherited.isdisjoint(self.table):
             return ()
@@ -154,9 +153,10 @@ _seen: tuple[list[Any], list[Monkeypatches], Monkeypatches] = (
 
 
 def monkeypatches() -> Monkeypatches:
-    """Return what stands in for functions of torch, numpy and math: usually nothing.
+    """Return the replaced functions of torch, numpy and math: usually none.
 
-    Asked for at each call: as long as nothing was written to the tables of these, it is known.
+    Called at each call; cheap, because the result is cached until the tables of these modules are
+    written to.
     """
     global _unchanged
     if _READER is None:
@@ -183,7 +183,7 @@ def _by_stamps() -> Monkeypatches:
 
 
 def may_be_patched(function: Any) -> bool:
-    """Whether a function that a mode is asked about is not one of torch's own."""
+    """Return whether a function reported to a mode is not torch's own."""
     if type(function) in _NATIVE:
         getter = getattr(function, "__self__", None)  # of what is read, not called
         return type(getter) is property and id(getter) not in _ORIGINALS
@@ -191,14 +191,14 @@ def may_be_patched(function: Any) -> bool:
 
 
 def asked(function: Any, frame: types.FrameType) -> Any:
-    """Return the function that asks a mode: the original of one that stands in for it.
+    """Return the function that called a mode: the original, if the reported one is its replacement.
 
     Args:
-        function: what the mode was told, by the name of the function that asks.
-        frame: from where the mode is called.
+        function: the function reported to the mode, by name.
+        frame: the frame that calls the mode.
 
     Raises:
-        InputError: which function it stands in for cannot be told.
+        InputError: the replaced function cannot be determined.
     """
     if type(function) is types.MethodWrapperType:
         getter = _original_of(function.__self__, None)
@@ -208,7 +208,7 @@ def asked(function: Any, frame: types.FrameType) -> Any:
         original = _original_of(function, None)
         if original is None and type(function) is types.FunctionType:
             if id(function) not in _ORIGINALS:
-                raise InputError(f"{function!r} {_UNTOLD}: put a plain function in its place")
+                raise InputError(f"{function!r} {_UNTOLD}: replace it with a plain function")
         return function if original is None else original
     code = asking.f_code
     if not code.co_filename.startswith(TORCH):
@@ -224,7 +224,7 @@ def asked(function: Any, frame: types.FrameType) -> Any:
 
 
 _rebuilt: dict[types.CodeType, types.FunctionType] = {}
-_UNTOLD = "stands in for a function of torch's, and which it calls cannot be told"
+_UNTOLD = "replaces a torch function, but which one it calls cannot be determined"
 
 
 def _original_of(value: Any, code: types.CodeType | None) -> Any:
@@ -235,8 +235,8 @@ def _original_of(value: Any, code: types.CodeType | None) -> Any:
         meant = [s for s in meant if getattr(s.original, "__code__", None) is code]
     if len(meant) > 1:
         names = ", ".join(sorted(patch.name for patch in meant))
-        raise InputError(f"{value!r} stands in for {names}: {_ONE_EACH}")
+        raise InputError(f"{value!r} replaces {names}: {_ONE_EACH}")
     return meant[0].original if meant else None
 
 
-_ONE_EACH = "which of them it calls cannot be told; put a function of its own in the place of each"
+_ONE_EACH = "which of them it calls cannot be determined; replace each with a separate function"

@@ -1,7 +1,7 @@
-"""How ranks tell each other what they are about to do: through the store they found each other by.
+"""How ranks exchange what they are about to do: through the store of the process group.
 
-Nothing here is a collective, so that nothing here can be mistaken for one of the model's, and a
-rank that never comes can be told from one that is late.
+Nothing here is a collective, so it cannot be confused with a collective of the model, and a rank
+that never comes can be distinguished from a late one.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _GO, _STOP = b"go", b"stop"
 
 @dataclass
 class Ranks:
-    """The other ranks of the process, as far as a store lets one talk to them.
+    """The other ranks of the process, reachable through a store.
 
     Attributes:
-        store: the store that the default process group was made with.
+        store: the store of the default process group.
         rank: this process.
-        size: how many there are.
-        timeout: how long to wait for others, in seconds.
-        events: how many meetings there were, by group.
-        messages: how many requests the store has been sent.
-        call: the latest call in which ranks act together: of which model, and its number.
+        size: the number of ranks.
+        timeout: the number of seconds to wait for others.
+        events: the number of meetings, by group.
+        messages: the number of requests to the store.
+        call: the latest call in which ranks communicate: its model, and its number.
     """
 
     store: Any
@@ -66,10 +66,10 @@ class Ranks:
         Args:
             group: the group.
             what: what this rank is about to do, in the same words as on the others.
-            told: what is told to people if it is something else.
+            told: the description for messages if something else is about to happen.
 
         Raises:
-            RankDivergenceError: they are not.
+            RankDivergenceError: the ranks are about to do different things.
         """
         self._come_back()
         number = self._next(group)
@@ -90,11 +90,11 @@ class Ranks:
         self._latest[group.name] = number
 
     def leave(self, groups: Iterable[Group], told: str) -> None:
-        """Have others not wait for this rank where it would have met them next.
+        """Stop others from waiting for this rank at their next meeting.
 
         Args:
             groups: the groups that it would have met.
-            told: what has become of it, for people.
+            told: what happened to it, for messages.
         """
         for group in groups:
             key = f"{group.name}/{self._next(group)}"
@@ -103,7 +103,7 @@ class Ranks:
         self.go(told)
 
     def go(self, told: str) -> None:
-        """Say that this rank will meet nobody in its latest call any more."""
+        """Announce that this rank will not meet others in its latest call again."""
         self._is_gone = True
         self._set(f"at/{self.rank}", json.dumps({"gone": told, "call": self.call}))
 
@@ -254,10 +254,10 @@ _events: dict[str, int] = {}  # go on counting if the process group is made anew
 
 
 def ranks(timeout: float) -> Ranks:
-    """Return what this process talks to the others by.
+    """Return the object through which this process communicates with the others.
 
     Args:
-        timeout: how long to wait for others, in seconds.
+        timeout: the number of seconds to wait for others.
     """
     default = dist.group.WORLD
     with _lock:

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def as_one_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function recorded as one op wherever a run calls it."""
+    """Record a function as one op wherever a run calls it."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -41,8 +41,8 @@ def as_one_op(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def entries_of_transforms() -> Iterator[tuple[Any, str, Any]]:
-    """Yield what is to be exchanged while a run is recorded: an attribute of what, and for what."""
-    # What most come down to, whichever way the model came by them.
+    """Yield the replacements during recording: owner, attribute and replacement."""
+    # What most come down to, whichever way the model reached them.
     for owner, name in (
         (apis, "vmap_impl"), (eager_transforms, "grad_impl"),
         (eager_transforms, "grad_and_value_impl"), (eager_transforms, "_jvp_with_argnums"),
@@ -148,7 +148,7 @@ REGISTERS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_ac
 
 @functools.cache
 def registers(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """Return what does the same as one of `REGISTERS`, and gives a tensor with the handle."""
+    """Return an equivalent of one of `REGISTERS` that returns a tensor with the handle."""
 
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         carrier = torch.empty(0)
@@ -168,10 +168,10 @@ remove.gives_nothing = True  # type: ignore[attr-defined]
 
 
 class HandleOfRun(RemovableHandle):
-    """What a model is given as the handle of a hook while it is recorded.
+    """The handle of a hook that a model receives while it is recorded.
 
     Args:
-        carrier: the tensor that has it.
+        carrier: the tensor that has the hook.
     """
 
     def __init__(self, carrier: Any) -> None:
@@ -179,7 +179,7 @@ class HandleOfRun(RemovableHandle):
         self._carrier = carrier
 
     def remove(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         remove(self._carrier)
 
     def __getstate__(self) -> Any:

@@ -1,8 +1,8 @@
-"""Which ops write into tensors, and which read what others have written there.
+"""Ops that write into tensors, and ops that read the written values.
 
-The tape names a tensor by the op that gave it. An op that works in place on a view of it, or
-assigns to an index, changes what that name stands for: here is noted who did, and who read it
-afterwards.
+The tape names a tensor by the op that returned it. An op that works in place on a view of it, or
+assigns to an index, changes the value under that name: this module records the writers, and the
+later readers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor, or another view of the same memory, was written to; 0 if unknown."""
+    """Return how often a tensor, or another view of its memory, was written to; 0 if unknown."""
     kind = type(tensor)
     if kind is not Tensor and kind is not nn.Parameter:
         return 0
@@ -32,7 +32,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return what tensors in the same memory have in common; 0 for those without a storage."""
+    """Return a value equal for tensors in the same memory; 0 for those without a storage."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return 0
     try:
@@ -42,11 +42,11 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class Writes:
-    """Watches the tensors that an op is given.
+    """Watches the tensors that an op receives.
 
     Attributes:
-        stale: what the op now being written was given and was written to since it was named.
-        latest_unseen: the last op that wrote to something without a new version; -1 if none did.
+        stale: the arguments of the current op that were written to since they were named.
+        latest_unseen: the last op that wrote without changing a version; -1 if none did.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Writes:
         self._replaced: set[int] = set()  # ops that gave a tensor whose `.data` was set
 
     def there(self, tensor: Tensor) -> None:
-        """Note a tensor that was there before the run, and may share memory with another one."""
+        """Record a tensor that existed before the run, and may share memory with another one."""
         storage = storage_of(tensor)
         if storage in self._there:
             self._apart.add(storage)
@@ -70,12 +70,12 @@ class Writes:
             self._there.add(storage)
 
     def begin(self) -> None:
-        """Forget what was given to the op before."""
+        """Forget the arguments of the previous op."""
         self._given.clear()
         self.stale.clear()
 
     def given(self, ref: Ref, tensor: Tensor, named_at: int) -> None:
-        """Note that an op is given a tensor, which had version `named_at` when it was named."""
+        """Record that an op receives a tensor, which had version `named_at` when it was named."""
         version = version_of(tensor)
         self._given.append((ref, tensor, version))
         if (
@@ -86,21 +86,21 @@ class Writes:
             self.stale.append((ref, tensor))
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that the op now being written was given."""
+        """Return the tensors that the current op received."""
         return [tensor for _, tensor, _ in self._given]
 
     def read_by(self, op: Op) -> None:
-        """Note on an op, before it is carried out, whose writing it reads."""
+        """Record on an op, before it runs, whose writes it reads."""
         if self.stale and not op.reads:
             op.reads = self.writers()
 
     def writers(self) -> dict[int, int]:
-        """For each tensor given that was written to since it was named, the op that did last."""
+        """Return, for each argument written to since it was named, the last op that wrote."""
         found = {ref.index: self._writers.get(storage_of(tensor)) for ref, tensor in self.stale}
         return {index: writer for index, writer in found.items() if writer is not None}
 
     def written_by(self, op: Op) -> None:
-        """Note on an op, after it was carried out, what it has written to."""
+        """Record on an op, after it ran, what it has written to."""
         if not self._given:
             return
         self._note_sharing(op)
@@ -130,7 +130,7 @@ class Writes:
             self._writers[storage_of(tensor)] = self.latest_unseen = op.index
 
     def repeat(self, op: Op, before: Op) -> None:
-        """Note what an op reads and writes that is not carried out again."""
+        """Record the reads and writes of an op that is not run again."""
         self._note_sharing(op)
         op.reads, op.writes = before.reads, before.writes
         for ref, tensor, _ in self._given:
@@ -138,7 +138,7 @@ class Writes:
                 self._writers[storage_of(tensor)] = op.index
 
     def stale_names(self, named: list[tuple[Ref, Tensor]]) -> list[Tensor]:
-        """Return those of some tensors that were written to by an op after they were named."""
+        """Return those of some tensors that an op wrote to after they were named."""
         return [
             tensor for ref, tensor in named if self._writers.get(storage_of(tensor), -1) > ref.index
         ]
@@ -217,6 +217,6 @@ def _written_by_name(op: Op) -> set[int]:
 
 
 def works_in_place(op: Op) -> bool:
-    """Whether an op, going by its name, gives back what it was given, changed."""
+    """Return whether an op, judging by its name, returns its argument, changed."""
     name = getattr(op.target, "__name__", "")
     return "out" in op.kwargs or is_named_in_place(name)

@@ -1,1 +1,1 @@
-"""What people look at: pictures, the viewer, the tree of a model, differences of runs."""
+"""Views for people: pictures, the viewer, the tree of a model, differences of runs."""

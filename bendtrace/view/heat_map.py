@@ -65,7 +65,7 @@ def heat_map(
         columns: a name for each column.
         names: a name for each row.
         values: the numbers; nan has no colour.
-        texts: what the cells show instead of their numbers.
+        texts: the texts in the cells, in place of the numbers.
 
     Example:
         >>> heat_map("effect", ["0"], ["relu"], [[1.0]]).count("<td")

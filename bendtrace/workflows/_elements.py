@@ -1,4 +1,4 @@
-"""The elements of values in a run that depend on some elements of its inputs."""
+"""Which elements of a value in a run depend on some elements of its inputs."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _LOCAL = frozenset(
 
 
 class Elements:
-    """Follows single elements along a recorded run, op by op.
+    """Follows single elements through a recorded run, op by op.
 
-    Each op runs twice, on values that differ only in the followed elements, and the elements that
+    Each op runs twice, on values that differ only in the followed elements; the elements that
     differ in its output are followed next. The values that depend on the inputs are those of the
     run, and random ones too, so that the selection of a relu, a gate or a maximum in this run does
-    not matter. All else - weights, masks, constants - stays. Numbers are computed in double
+    not matter. Weights, masks and constants keep their values. Numbers are computed in double
     precision, so that rounding errors of one element do not reach another.
 
     Args:
@@ -57,8 +57,7 @@ class Elements:
         seed: for the random values.
 
     Attributes:
-        coarse: ops all of whose output may depend on all of their inputs, as far as is known,
-            and why.
+        coarse: ops whose whole output is assumed to depend on all of their inputs, and why.
     """
 
     def __init__(self, trace: Any, sources: list[int], seed: int) -> None:
@@ -84,11 +83,12 @@ class Elements:
         """Return the elements of a value that depend on some elements of the inputs.
 
         Args:
-            marked: by op of an input, a mask of its elements.
+            marked: a mask of elements for each input op.
             target: op of the value.
 
         Returns:
-            A mask of its shape, or for several values a tuple of these; None if nothing does.
+            A mask with the value's shape, or a tuple of masks for several values; None if nothing
+            depends on them.
         """
         marks: dict[int, Any] = dict(marked)
         self._mark(marks, target)
@@ -163,7 +163,7 @@ class Elements:
         if name not in _LOCAL and any(
             self._is_whole(op, index) and _any(mark) for index, mark in given.items()
         ):
-            self.coarse[op.index] = "it is given whole numbers that depend on values"
+            self.coarse[op.index] = "it receives integers that depend on values"
             return whole
         found = None
         for draw in range(_DRAWS):
@@ -268,9 +268,9 @@ def _draws(value: Any, generator: torch.Generator) -> tuple[list[Any], list[Any]
     if isinstance(value, float):
         return [value] * _DRAWS, [-2 * value or 1.0] * _DRAWS
     if isinstance(value, int):
-        raise LookupError("it is given a whole number that depends on values")
+        raise LookupError("it receives an integer that depends on values")
     if not isinstance(value, Tensor):
-        raise LookupError(f"it is given a {type(value).__name__}")
+        raise LookupError(f"it receives a {type(value).__name__}")
     if value.dtype is torch.bool:
         # What a mask hides in the run, it need not hide for other inputs.
         some = (torch.rand(value.shape, generator=generator) < 0.5).to(value.device)
@@ -383,7 +383,7 @@ def _all_of(meta: Any) -> Any:
 
 
 def bisected(mask: Tensor, matters: Callable[[Tensor], bool]) -> Tensor:
-    """Return the elements of a mask that matter by themselves, by halving sets that do.
+    """Return the elements of a mask that matter individually, by halving the sets that matter.
 
     Args:
         mask: the elements to test.

@@ -1,4 +1,4 @@
-"""Numbers over sites, positions and heads, and the metric that makes them."""
+"""Numbers over sites, positions and heads, and the metric that computes them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ Metric = Callable[[Any], Any]
 
 
 def required_metric(metric: Any) -> Metric:
-    """Return a metric that can be called; anything else is an `InputError`."""
+    """Return a metric that can be called; raise an `InputError` for anything else."""
     if not callable(metric):
-        raise InputError(f"metric= is a function from the model's output to a number: {metric!r}")
+        raise InputError(
+            f"metric= has to be a function from the model's output to a number, not {metric!r}"
+        )
     return metric  # type: ignore[no-any-return]
 
 
@@ -64,7 +66,7 @@ def as_number(value: Tensor | float) -> float:
 
 
 def position_of(said: Any, name: str = "positions") -> Position:
-    """Read one position, or several that go together: a number, a slice, or numbers."""
+    """Parse one position, or several that belong together: a number, a slice, or numbers."""
     if isinstance(said, slice):
         return said
     if isinstance(said, Tensor) and said.dim() and not said.dtype.is_floating_point:
@@ -111,7 +113,7 @@ def _heads_of(said: Any, count: int) -> tuple[int, ...]:
     listed = listed if isinstance(listed, tuple) else (listed,)
     for number in listed:
         if not -count <= number < count:
-            raise InputError(f"there is no head={number} among {count}")
+            raise InputError(f"there is no head={number}; there are {count} heads")
     return tuple(number % count for number in listed)
 
 
@@ -119,11 +121,11 @@ def _heads_of(said: Any, count: int) -> tuple[int, ...]:
 
 
 class NoPart(Exception):
-    """A value has no such part; the message says why."""
+    """A value lacks the requested part; the message says why."""
 
 
 class Beyond(NoPart):
-    """A value has no such position, and values of other sites do."""
+    """A value lacks a position that values of other sites have."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Part:
     """A part of an activation: a position along an axis, and a head, which is a slice of another.
 
     Attributes:
-        is_one_of_all: whether it is one of all positions that there are in any value.
+        is_one_of_all: whether it is one of all positions that occur in any value.
     """
 
     position: Position | None = None
@@ -145,7 +147,7 @@ class Part:
         """Return the index of the part in a tensor; None for all of it.
 
         Raises:
-            NoPart: the tensor has no such part.
+            NoPart: the tensor does not have this part.
         """
         size = value.shape[self.axis] if -value.dim() <= self.axis < value.dim() else None
         if self.is_one_of_all and isinstance(self.position, int) and size is not None:
@@ -160,11 +162,11 @@ class Part:
         if self.head is not None:
             axis = _axis(self.head_axis, value)
             if axis in found:
-                raise NoPart(f"axis {axis} is both that of the positions and that of the heads")
+                raise NoPart(f"axis {axis} is used for both the positions and the heads")
             width, rest = divmod(value.shape[axis], self.heads)
             if rest:
                 raise NoPart(
-                    f"axis {axis} has size {value.shape[axis]}, which is no multiple of "
+                    f"axis {axis} has size {value.shape[axis]}, which is not a multiple of "
                     f"{self.heads}"
                 )
             found[axis] = slice(self.head * width, (self.head + 1) * width)
@@ -200,7 +202,7 @@ def _entry(position: Position, size: int, axis: int) -> Any:
 
 @dataclass(frozen=True)
 class Columns:
-    """The parts that a grid has at each site: positions, and heads where they are separate."""
+    """The parts of a grid at each site: positions, and heads if they are separate."""
 
     positions: tuple[Position, ...] | str | None
     axis: int
@@ -212,25 +214,25 @@ class Columns:
     def of(
         cls, positions: Any, axis: Any, heads: Any = None, head: Any = None, head_axis: Any = -1
     ) -> Columns:
-        """Read the arguments of a workflow; nonsense is an `InputError`."""
+        """Parse the arguments of a workflow; invalid ones raise an `InputError`."""
         required_int("axis", axis)
         required_int("head_axis", head_axis)
         which: tuple[int, ...] = ()
         if heads is not None:
             if type(heads) is not int or heads < 1:
-                raise InputError(f"heads= is how many heads there are, not {heads!r}")
+                raise InputError(f"heads= has to be the number of heads, not {heads!r}")
             which = _heads_of(head, heads)
         elif head is not None:
-            raise InputError("head= chooses among heads: give their number with heads=")
+            raise InputError("head= selects heads: also pass their number as heads=")
         return cls(_positions_of(positions), axis, heads, which, head_axis)
 
     @property
     def chosen_heads(self) -> tuple[int, ...] | None:
-        """The numbers of the heads; None where they are not separate."""
+        """The indices of the heads; None if they are not separate."""
         return None if self.heads is None else self.which
 
     def settled(self, values: Iterable[Tensor] = ()) -> tuple[Position | None, ...]:
-        """Return the positions, for the values that there are at the sites."""
+        """Return the columns with the positions that the values at the sites have."""
         if self.positions is None or not isinstance(self.positions, str):
             return self.positions or (None,)
         with_axis = (v for v in values if -v.dim() <= self.axis < v.dim())
@@ -255,8 +257,8 @@ class Columns:
 
         Args:
             names: the sites.
-            seen: their values, which say how many positions there are.
-            cell: returns the number of a cell, for the number of the site and a part.
+            seen: their values, which determine the number of positions.
+            cell: returns the number of a cell, for the index of the site and a part.
 
         Returns:
             The fields of a `Grid`.
@@ -274,7 +276,7 @@ class Columns:
 
 
 class Table:
-    """Results that are read as rows, as text, as HTML and as a data frame."""
+    """Results with rows, text, HTML and a data frame."""
 
     values: Tensor
     _between = " "  # the parts of a column's name
@@ -299,7 +301,7 @@ class Table:
             yield dict(zip(axes, cell, strict=True)) | {"value": value, "effect": effect}
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a row for each cell: its place along each axis, its value, and the effect.
+        """Return a row for each cell: its coordinates, its value, and the effect.
 
         Raises:
             ImportError: pandas is not installed.
@@ -327,13 +329,13 @@ class Grid(Table):
     """A number for each site, position and head.
 
     Attributes:
-        values: the metric, in shape (sites, positions), or (sites, positions, heads) where heads
-            are separate; float64, nan where something is missing.
+        values: the metric, with shape (sites, positions), or (sites, positions, heads) if heads are
+            separate; float64, nan for missing cells.
         sites: names of the sites.
         positions: along the axis: ints, slices, groups of ints; (None,) for the whole value.
         heads: the numbers of the heads; None where they are not separate.
-        missing: why cells are nan, by name of the site; for "each" position not where other sites
-            merely have more of them.
+        missing: why cells are nan, by name of the site; for "each" position, cells that only other
+            sites have are not listed.
     """
 
     values: Tensor
@@ -350,14 +352,14 @@ class Grid(Table):
 
 
 def effect_of(values: Tensor, clean: float, corrupted: float, direction: str) -> Tensor:
-    """Return how far values take a metric from the patched run (0) to the other one (1)."""
+    """Return how far values move a metric from the patched run (0) to the other one (1)."""
     start, end = (clean, corrupted) if direction == "noise" else (corrupted, clean)
     return (values - start) / (end - start)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TwoRuns(Grid):
-    """A grid over two runs, where values of one run are put into the other.
+    """A grid over two runs, with values of one run put into the other.
 
     Attributes:
         clean: the metric of the clean run.
@@ -371,9 +373,9 @@ class TwoRuns(Grid):
 
     @property
     def effect(self) -> Tensor:
-        """How far each cell takes the metric from the patched run (0) to the other run (1).
+        """How far each cell moves the metric from the patched run (0) to the other run (1).
 
-        nan or inf where both runs have the same metric.
+        nan or inf if both runs have the same metric.
         """
         return effect_of(self.values, self.clean, self.corrupted, self.direction)
 
@@ -394,12 +396,12 @@ def _shown(position: Any) -> str:
 
 
 class Missing:
-    """The cells that have no number: an error for the first one, or nan with the reason.
+    """The cells without a number: raises for the first one, or records nan with the reason.
 
     Args:
-        option: "raise", or "nan".
-        verb: the action of the workflow on a site, for the error.
-        hint: the end of the error.
+        option: "raise" or "nan".
+        verb: what the workflow does to a site, for the error.
+        hint: the end of the error message.
 
     Attributes:
         reasons: why cells are nan, by name of the site.
@@ -412,7 +414,7 @@ class Missing:
         self.reasons: dict[str, str] = {}
 
     def note(self, site: str, why: str) -> float:
-        """Return nan, and keep the reason; or raise a `SiteError` where that is the option."""
+        """Return nan and record the reason; or raise a `SiteError` if that is the option."""
         if self._raises:
             raise SiteError(f"cannot {self._verb} {site!r}: {why}{self._hint}", site)
         self.reasons.setdefault(site, why)

@@ -1,4 +1,4 @@
-"""The edges of a run that carry a change, from some nodes to others."""
+"""The edges of a run that carry a change from some nodes to others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Spot:
         values: the ops of its output.
         call: the call, for a module.
         index: the op, or -1 for calls of modules and for the output.
-        is_output: whether it is the model's output, or a part of that.
+        is_output: whether it is the model's output, or a part of it.
     """
 
     path: str
@@ -55,9 +55,9 @@ class Edges:
     """Edges that carry a change.
 
     Attributes:
-        into: for each op those of its inputs that are changed, by their ops.
+        into: for each op the changed ones among its inputs, by their ops.
         ends: the receivers.
-        known: the values that the change begins with.
+        known: the values at which the change begins.
     """
 
     into: dict[int, set[int]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Flow:
         """Return a pass of a node.
 
         Raises:
-            SiteError: there is none in this run.
+            SiteError: this run has no such pass.
         """
         if path == "output" or path.startswith("output|"):
             values = tuple(index for _, index in self.outputs(Spot(path, number, ())))
@@ -100,7 +100,7 @@ class Flow:
             raise SiteError(f"the patched run did not reach {path!r}: {error}", path) from None
         if number >= len(node.passes):
             raise SiteError(
-                f"{path!r} ran {len(node.passes)} times in the patched run: there is no pass "
+                f"{path!r} ran {len(node.passes)} times in the patched run: it has no pass "
                 f"{number + 1}",
                 path,
             )
@@ -110,7 +110,8 @@ class Flow:
             return Spot(path, number, tuple(_refs(call.output)), call)
         if node.role == "input" and "." in node.path:
             raise SiteError(
-                f"{path!r} is the input of a module: give the module, or where the input is from",
+                f"{path!r} is the input of a module: name the module, or the node that "
+                "computes the input",
                 path,
             )
         return self._value(path, number, node)
@@ -146,25 +147,25 @@ class Flow:
         return next(found, index)
 
     def place(self, index: int) -> tuple[str, int]:
-        """Return the path and pass of an op at which something can be inserted.
+        """Return the path and pass for insertions at an op.
 
         Raises:
-            SiteError: nothing can.
+            SiteError: insertions at the op are not possible.
         """
         node = self._tree.locate(index)
         if node is None or node._data.role != "op":
-            raise self._refusal(index, "is no node that something can be inserted at")
+            raise self._refusal(index, "is not a node, so nothing can be inserted at it")
         chosen = node._chosen
         return node._data.path, 0 if chosen is None else chosen[0]
 
     # Edges
 
     def begin(self, senders: Sequence[Spot], within: bool) -> tuple[Edges, set[int]]:
-        """Return the changed values at the beginning, and the values that carry them on.
+        """Return the changed values at the beginning, and the values that pass them on.
 
         Args:
             senders: the nodes.
-            within: whether their inputs are changed, for them alone, and not their outputs.
+            within: whether to change their inputs, for them alone, instead of their outputs.
         """
         made = Edges()
         if not within:
@@ -178,13 +179,13 @@ class Flow:
         return made, carried
 
     def direct(self, made: Edges, carried: set[int], ends: Sequence[Spot]) -> None:
-        """Add the edges that lead to some nodes right away."""
+        """Add the edges that lead to some nodes directly."""
         self._arrive(made, self._spread(made, carried, lambda op: False), ends)
 
     def every(
         self, made: Edges, carried: set[int], ends: Sequence[Spot], frozen: Iterable[Spot]
     ) -> None:
-        """Add all edges on ways to some nodes that lead through no frozen one."""
+        """Add all edges on paths to some nodes that avoid frozen nodes."""
         held = _values(frozen)
         came = self._spread(made, carried, lambda op: op.index not in held)
         if changed := made.known - carried & made.into.keys():
@@ -196,10 +197,10 @@ class Flow:
         self._require_no_memory(carried, held, ends)
 
     def along(self, made: Edges, carried: set[int], nodes: Sequence[Sequence[Spot]]) -> None:
-        """Add the edges of a path: of its nodes with their passes, the first and last included.
+        """Add the edges of a path, given as its nodes with their passes, both ends included.
 
         Raises:
-            SiteError: there is no edge between two of the nodes.
+            SiteError: two consecutive nodes have no edge between them.
         """
         for before, spots in pairwise(nodes[:-1]):
             came = set[int]().union(*(self._through(made, carried, spot) for spot in spots))
@@ -216,7 +217,7 @@ class Flow:
         given = self._given(spot)
         first = next((i for i in given if isinstance(self.ops[i].meta, TensorMeta)), None)
         if first is None:
-            raise SiteError(f"{spot.path!r} is given no tensor", spot.path)
+            raise SiteError(f"{spot.path!r} receives no tensor", spot.path)
         return first
 
     def _given(self, spot: Spot) -> list[int]:
@@ -260,20 +261,20 @@ class Flow:
         return spot.values[0]
 
     def arguments(self, spot: Spot) -> tuple[Any, Any]:
-        """Return the arguments of a node as the tape has them."""
+        """Return the recorded arguments of a node."""
         called = self.ops[spot.index] if spot.call is None else spot.call
         return tuple(called.args), called.kwargs
 
     def is_element(self, index: int) -> bool:
-        """Whether an op only names a part of another op's output."""
+        """Return whether an op only names a part of another op's output."""
         return _is_element(self.ops[index])
 
     def require_own(self, spot: Spot) -> None:
-        """Refuse calls of modules that return their inputs."""
+        """Raise for calls of modules that return their inputs."""
         call = spot.call
         if call is not None and any(not call.start <= i < call.stop for i in spot.values):
             raise SiteError(
-                f"{spot.path!r} returns its input: give the node that the input comes from",
+                f"{spot.path!r} returns its input: name the node that computes the input",
                 spot.path,
             )
 
@@ -289,7 +290,7 @@ class Flow:
         """Return the ops that have to run on the side, in order.
 
         Raises:
-            SiteError: one of them cannot.
+            SiteError: one of them cannot run on the side.
         """
         wanted: set[int] = set()
         waiting = [index for end in made.ends for index in end.sources]
@@ -315,11 +316,9 @@ class Flow:
         if _is_element(op):
             return
         if getattr(op.target, "is_gate", False) is True:
-            raise self._refusal(index, "is an insertion in the model: take it out first")
+            raise self._refusal(index, "is an insertion in the model: remove it first")
         if op.kind is not OpKind.CALL or op.target in VALUES:
-            raise self._refusal(
-                index, "is a number that Python computes with, which cannot run on the side"
-            )
+            raise self._refusal(index, "is a Python number, which cannot be computed on the side")
         if op.raised is not None:
             raise self._refusal(index, f"raised {op.raised.type.__name__}")
         if any(source in op.reads for source in sources):
@@ -385,4 +384,4 @@ def _is_element(op: Op) -> bool:
 
 def _no_edge(before: Sequence[Spot], after: Sequence[Spot]) -> SiteError:
     first, then = before[0].path, after[0].path
-    return SiteError(f"no edge of the mirror leads from {first!r} to {then!r}", then)
+    return SiteError(f"the mirror has no edge from {first!r} to {then!r}", then)

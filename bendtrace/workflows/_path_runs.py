@@ -1,4 +1,4 @@
-"""Ops that run a second time on the side, on changed inputs, while a model runs as it is."""
+"""Ops that run a second time on the side, with changed inputs, while a model runs unchanged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _with_changed(recorded: Any, given: Any, changed: Mapping[int, Any]) -> Any:
         return slice(
             *(_with_changed(getattr(recorded, e), getattr(given, e), changed) for e in ends)
         )
-    raise SiteError(f"a value inside of a {type(given).__name__} cannot be replaced", "")
+    raise SiteError(f"a value inside a {type(given).__name__} cannot be replaced", "")
 
 
 class _Aside(Interjection):
@@ -100,8 +100,8 @@ class _Aside(Interjection):
             op = self._ops[index]
             if op.target is not operator.getitem or not isinstance(op.args[0], Ref):
                 raise SiteError(
-                    f"the run did not reach op {index} ({op.target}), as it did before with the "
-                    "same inputs: the model depends on something else",
+                    f"the run did not reach op {index} ({op.target}), as it did before with "
+                    "the same inputs: the model depends on something else",
                     "",
                 )
             self.values[index] = self.value(op.args[0].index)[op.args[1]]
@@ -110,12 +110,14 @@ class _Aside(Interjection):
     def _require_alike(self, path: str, aside: Any, output: Any) -> None:
         changed, plain = list(tensors_in(aside)), list(tensors_in(output))
         if len(changed) != len(plain):
-            raise SiteError(f"with the change, {path!r} gives another number of tensors", path)
+            raise SiteError(
+                f"with the change, {path!r} returns a different number of tensors", path
+            )
         for one, other in zip(changed, plain, strict=True):
             if why := unlike(one, other):
                 raise SiteError(
-                    f"with the change and as it is, the output of {path!r} is {why}: paths cannot "
-                    "be patched through it",
+                    f"with and without the change, the output of {path!r} is {why}: paths "
+                    "cannot be patched through it",
                     path,
                 )
 
@@ -148,16 +150,16 @@ class _Given(Interjection):
 
 
 class Runs:
-    """Runs with ops on the side, and runs whose receivers are given the side results.
+    """Runs with ops on the side, and runs whose receivers get the side results.
 
-    Also a context manager: the insertions that all cells need stay in for as long as it lasts.
+    It is also a context manager: the insertions that all cells need stay active while it lasts.
 
     Args:
         bended: the model.
         flow: the patched run.
         needed: the ops that run on the side, for each cell.
         made: the edges of each cell.
-        still: restores the state that each run begins with.
+        still: restores the state at the beginning of each run.
         call: the inputs.
         metric: of the output.
     """
@@ -211,7 +213,7 @@ class Runs:
         return None if given is None else given.clone()
 
     def value(self, made: Edges, known: dict[int, Tensor]) -> float:
-        """Return the metric for some edges, and the values that are sent along them."""
+        """Return the metric for some edges, and the values sent along them."""
         aside, given = self._aside, self._given
         aside.into, aside.values = made.into, dict(known)
         self._run()

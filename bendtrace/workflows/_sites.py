@@ -1,4 +1,4 @@
-"""The sites of a workflow: one insertion at each, which every run uses in its own way."""
+"""The sites of a workflow: one insertion at each, which every run uses differently."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Row:
 
 
 def listed_sites(sites: Any, name: str = "sites") -> list[Any]:
-    """Return sites as a list; a single one becomes a list of one."""
+    """Return sites as a list; a single site becomes a list of one."""
     listed = list(sites) if isinstance(sites, (list, tuple, set, frozenset)) else [sites]
     if not listed:
-        raise InputError(f"{name}= is empty: say at which nodes")
+        raise InputError(f"{name}= is empty: pass at least one node")
     return listed
 
 
@@ -57,7 +57,7 @@ def listed_sites(sites: Any, name: str = "sites") -> list[Any]:
 
 
 def replaced(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor | None]) -> Any:
-    """Replace the one tensor in the value of a node; None where it stays as it is.
+    """Replace the only tensor in the value of a node; return None to keep it.
 
     Raises:
         SiteError: the value has no tensor, or several.
@@ -69,7 +69,7 @@ def replaced(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor
     if len(tensors) != 1:
         which = f"{len(tensors)} tensors in it" if tensors else "no tensor in it"
         raise SiteError(
-            f"{said} gives {describe(value)} with {which}: name a part, as in "
+            f"{said} returns {describe(value)} with {which}: name a part, as in "
             f"'{path}.output|sub_0' for the call of a module, '{path}|sub_0' for an op",
             said,
         )
@@ -83,15 +83,15 @@ def replaced(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor
 def first_replaced(
     inputs: Inputs, path: str, change: Callable[[Tensor], Tensor | None]
 ) -> Inputs | None:
-    """Replace the first tensor among the inputs of a node; None where it stays as it is.
+    """Replace the first tensor among the inputs of a node; return None to keep it.
 
     Raises:
-        SiteError: there is none.
+        SiteError: it has no tensor inputs.
     """
     shape, found = take_apart((tuple(inputs), inputs.kwargs))
     first = next((i for i, value in enumerate(found) if isinstance(value, Tensor)), None)
     if first is None:
-        raise SiteError(f"{path or 'the model'} is given no tensor", path)
+        raise SiteError(f"{path or 'the model'} receives no tensor", path)
     made = change(found[first])
     if made is None:
         return None
@@ -130,10 +130,10 @@ def _names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
 def differing(
     source: Mapping[int, Tensor] | None, target: Mapping[int, Tensor] | None, names: tuple[str, str]
 ) -> str:
-    """Say why the values of a node in one run cannot replace those in another; "" if they can.
+    """Return why a node's values in one run cannot replace those in another; "" if they can.
 
     Args:
-        source: its passes in the one run; None where the run did not reach it.
+        source: its passes in the one run; None if the run did not reach it.
         target: its passes in the other run.
         names: the names of the two runs.
     """
@@ -151,7 +151,7 @@ def differing(
 
 
 def unlike(source: Tensor, target: Tensor) -> str:
-    """Say in which way two tensors are not of the same kind; "" if they are."""
+    """Return how the kinds of two tensors differ; "" if they are alike."""
     if source.shape != target.shape:
         return f"of shape {tuple(source.shape)}, and {tuple(target.shape)}"
     if source.dtype != target.dtype:
@@ -200,28 +200,28 @@ class _InputStation(_Station):
 
 
 class Sites:
-    """Sites in a model, for as long as the context lasts.
+    """Sites in a model, active while the context lasts.
 
-    All are inserted at once, and for all runs, so that these share their traces; each run
+    All are inserted at once, and for all runs, so that the runs share their traces; each run
     decides on the replacements.
 
     Args:
         bended: the model.
         items: the nodes, one item for each site.
-        calls: inputs that the model will be called with. Where no known run has a site, the model
-            is called once with each, so that their nodes have names.
-        at: whether the output of a node is the value, or its first input.
-        also: more sites, whose outputs are the values. They come last in number, run before the
-            others, and are no rows.
-        noted: more nodes, whose passes are only listed, in `places`.
-        label: what reports call it.
-        observes: whether no run will replace anything.
-        every_part: whether each tensor in a container is a value of its own, under the path of the
+        calls: inputs that the model will be called with. If no known run has reached a site, the
+            model is called once with each of them, so that its nodes have names.
+        at: whether the value is the output of a node, or its first input.
+        also: further sites, with their outputs as the values. They come last in the numbering, run
+            before the others, and are not rows.
+        noted: further nodes, whose passes are only recorded, in `places`.
+        label: the name in reports.
+        observes: whether runs never replace anything.
+        every_part: whether each tensor in a container is a separate value, under the path of the
             part. Otherwise a container has to hold one tensor.
         allow_none: whether an item may match no node.
 
     Attributes:
-        places: for the noted nodes, their passes in the last run.
+        places: the passes of the noted nodes in the last run.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class Sites:
         self._still = PreservedState(bended.model)
 
     def run(self, call: Call, act: Act | None = None, *, with_gradients: bool = False) -> Any:
-        """Call the model with copies of some inputs, from the same random numbers and buffers.
+        """Call the model with copies of some inputs, and the same random numbers and buffers.
 
         Args:
             call: the inputs.
@@ -279,9 +279,9 @@ class Sites:
     def seen(
         self, call: Call, act: Act | None = None, *, with_gradients: bool = False
     ) -> tuple[Any, Seen]:
-        """Call the model as `run` does; return its output, and copies of the values at the sites.
+        """Call the model like `run`; return its output, and copies of the values at the sites.
 
-        Where `act` replaces a value, its replacement is returned.
+        If `act` replaces a value, the replacement is returned.
         """
         seen: Seen = {}
 
@@ -300,10 +300,10 @@ class Sites:
         return number_of(metric, output), seen
 
     def rows(self, *runs: Iterable[Key]) -> list[Row]:
-        """Return the sites, in the order in which they were given.
+        """Return the sites, in the order given.
 
-        An item that matches several nodes is a row for each, in the order in which they ran; a
-        list of items is one row.
+        An item that matches several nodes becomes a row for each, in the order in which they ran; a
+        list of items becomes one row.
 
         Args:
             *runs: the values of some runs.
@@ -328,19 +328,19 @@ class Sites:
         return found
 
     def settle(self, *runs: Iterable[Key]) -> None:
-        """Insert by their paths the items that would have to be looked up in each run anew."""
+        """Insert, by path, the items that each run would have to resolve again."""
         for number, insertion in enumerate(self._group.insertions):
             if any(want.is_ahead for want in insertion.wants) and not insertion.passes.needs_total:
                 if keys := _keys_of(number, runs):
                     self._group.replace(number, [NodePath(path) for _, path in keys])
 
     def note(self, number: int, at: NodePass) -> None:
-        """List a pass of a noted node."""
+        """Record a pass of a noted node."""
         if threading.get_ident() == self._thread:
             self.places.setdefault((number, at.path or "output"), []).append(at.number)
 
     def reached(self, number: int, at: NodePass, value: Any) -> Any:
-        """Let the present run replace a value; return the replacement, or None."""
+        """Let the current run replace a value; return the replacement, or None."""
         act = self._act
         if act is None or threading.get_ident() != self._thread:
             return None
@@ -400,13 +400,13 @@ def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
 
 
 class Exchange:
-    """Puts values of one run into another one, cell by cell.
+    """Puts values of one run into another, cell by cell.
 
     Args:
         source: the values of the one run.
-        target: those of the run that they are put into.
-        names: what these runs are called, in errors.
-        missing: what happens where a value cannot be put there.
+        target: those of the other run.
+        names: the names of the runs, for errors.
+        missing: what to do if a value cannot be replaced.
     """
 
     def __init__(
@@ -422,12 +422,12 @@ class Exchange:
     def cell(
         self, row: Row, keys: Sequence[Key], part: Part, run: Callable[[Act], Any], metric: Metric
     ) -> float:
-        """Return the metric with one cell replaced; nan where that is not possible.
+        """Return the metric with one cell replaced; nan if that is not possible.
 
         Args:
             row: the site.
             keys: the nodes whose values are replaced.
-            part: the part of them.
+            part: the part of the values.
             run: calls the model with an `Act`, and returns its output.
             metric: of the output.
         """
@@ -449,7 +449,7 @@ class Exchange:
             flaw = self._flaw
             if not flaw and len(reached) < len(keys):
                 gone = next(key[1] for key in keys if key not in reached)
-                flaw = f"with others replaced, the run no longer reached {gone!r}"
+                flaw = f"with other values replaced, the run no longer reached {gone!r}"
             if not flaw:
                 return number_of(metric, output)
         return self._missing.note(row.name, flaw)
@@ -476,7 +476,7 @@ class Exchange:
         source, target = self._names
         if given is None:
             self._flaw = (
-                f"{key[1]}: with it replaced, the {target} run reached it once more, in pass "
+                f"{key[1]}: with it replaced, the {target} run reached it again, in pass "
                 f"{number + 1}, which the {source} run does not have"
             )
         elif why := unlike(given, value):

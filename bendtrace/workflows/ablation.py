@@ -1,4 +1,4 @@
-"""Ablation: taking out the contribution of a module, an op, a head or a channel."""
+"""Ablation: removing the contribution of a module, an op, a head or a channel."""
 
 from __future__ import annotations
 
@@ -80,28 +80,28 @@ def ablate(
         how: the replacement:
 
             - "zero";
-            - "mean": the mean over the axes `over`, of the node's output for `reference`, or
-              without one of its output in the present call, for each node and pass;
-            - "resample": the node's output for another sample (axis 0): of the present call, in
-              a cycle of all of them, so that none gets its own; or of `reference` (Chan et al.,
-              "Causal Scrubbing", 2022);
+            - "mean": the mean over the axes `over` of the node's output for `reference`, or without
+              a reference of its output in the current call, for each node and pass;
+            - "resample": the node's output for another sample (axis 0): of the current call, in one
+              cycle through all samples, so that no sample keeps its own; or of `reference` (Chan et
+              al., "Causal Scrubbing", 2022);
             - a number or a tensor, which is broadcast to the part;
-            - a function of the whole value, which returns another one of the same shape.
+            - a function of the whole value that returns a value of the same shape.
         heads: the number of heads of the value, along `head_axis`.
-        head: which are ablated: an int or ints; None for all.
-        head_axis: the axis that consists of heads, one after the other.
-        channels: which positions along `axis` are ablated: an int, a slice or ints; None for all.
-        axis: their axis.
+        head: the heads to ablate: an int or ints; None for all.
+        head_axis: the axis that consists of consecutive heads.
+        channels: the positions along `axis` to ablate: an int, a slice or ints; None for all.
+        axis: the axis of the channels.
         at: "output": the outputs of the nodes; "input": their first input tensors.
-        reference: for "mean", inputs, or a list or another iterable of inputs, such as a data
-            loader, which is run through once, now, in bounded memory, with sums in float64. A tuple
-            is the arguments of one call. For "resample" inputs of one call.
-        over: axes that the mean is taken over. 0 keeps a mean for each position; where samples
-            differ in length, (0, 1).
-        seed: for "resample": of the cycle, or the samples of the reference, which are drawn with
-            `torch.Generator().manual_seed(seed)` anew in each call, so that all nodes, passes and
-            calls with as many samples have the same.
-        passes: in which passes of each node; see `BendedModule.interject`.
+        reference: for "mean": inputs, or a list or another iterable of inputs, such as a data
+            loader. It is run through once, immediately, in bounded memory, with sums in float64. A
+            tuple is the arguments of one call. For "resample": inputs of one call.
+        over: the axes to take the mean over. 0 keeps a mean for each position; if samples differ in
+            length, use (0, 1).
+        seed: for "resample": seed of the cycle, or of the choice of reference samples. Each call
+            draws again with `torch.Generator().manual_seed(seed)`, so that all nodes, passes and
+            calls with the same number of samples use the same choice.
+        passes: the passes of each node to ablate; see `BendedModule.interject`.
         every: only in every n-th pass.
         allow_none: whether `where` may match no node.
 
@@ -109,9 +109,9 @@ def ablate(
         The insertion, which is also a context manager: `remove()`, `report()`.
 
     Raises:
-        SiteError: the output of a node has no such part.
+        SiteError: the output of a node does not have this part.
         NodePathError: `where` matches no node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -140,8 +140,6 @@ def ablate(
 
 
 class _Ablation(Interjection):
-    """Replaces parts of a value."""
-
     def __init__(self, substitute: _Substitute, parts: list[Part], said: str) -> None:
         self._substitute = substitute
         self._parts = parts
@@ -179,8 +177,6 @@ class _Ablation(Interjection):
 
 
 class _InputAblation(_Ablation):
-    """Replaces parts of the first input of a node."""
-
     after = Interjection.after
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
@@ -192,12 +188,12 @@ class AblationStudy(Grid):
     """The result of an ablation study: the metric with each cell ablated.
 
     Attributes:
-        values: the metric with each cell ablated, in shape (sites, channels), or (sites, channels,
-            heads) where heads are separate; float64, nan where something is missing.
+        values: the metric with each cell ablated, with shape (sites, channels), or (sites,
+            channels, heads) if heads are separate; float64, nan for missing cells.
         sites: names of the sites.
-        positions: the channels: ints, slices, groups of ints; (None,) where they are not separate.
-        heads: the numbers of the heads; None where they are not separate.
-        base: the metric of the model as it is.
+        positions: the channels: ints, slices, groups of ints; (None,) if they are not separate.
+        heads: the indices of the heads; None if they are not separate.
+        base: the metric of the unchanged model.
         how: the name of the replacement.
         missing: why cells are nan, by name of the site.
 
@@ -221,7 +217,7 @@ class AblationStudy(Grid):
 
     @property
     def effect(self) -> Tensor:
-        """The change of the metric: with the ablation less without it."""
+        """The change of the metric: with the ablation minus without it."""
         return self.values - self.base
 
     def _title(self) -> str:
@@ -246,11 +242,11 @@ def ablation_study(
     seed: int = 0,
     missing: Literal["raise", "nan"] = "raise",
 ) -> AblationStudy:
-    """Ablate one part after the other, and measure a metric.
+    """Ablate one part after another, and measure a metric.
 
-    The model is called once as it is, and once for each site, channel and head; each call is given
-    copies of the inputs, and begins with the same random numbers and buffers, which are restored
-    at the end.
+    The model is called once unchanged, and once for each site, channel and head. Each call gets
+    copies of the inputs and starts with the same random numbers and buffers, which are restored at
+    the end.
 
     Args:
         model: a module, a function, or a `BendedModule`, whose insertions stay active.
@@ -258,25 +254,25 @@ def ablation_study(
         sites: as for `activation_patching`.
         metric: a function from the model's output to a number.
         how: as for `ablate`.
-        heads: as for `ablate`; here each head is a cell of its own.
-        head: which of them.
+        heads: as for `ablate`; here each head is a separate cell.
+        head: which heads.
         head_axis: the axis that consists of heads.
         channels: None for all together, "each", or channels: ints, slices, or groups of ints, each
-            of which is a cell of its own.
-        axis: their axis.
+            of which is a separate cell.
+        axis: the axis of the channels.
         at: "output" or "input".
         reference: as for `ablate`.
         over: as for `ablate`.
         seed: as for `ablate`.
-        missing: what happens with channels and heads that do not exist: "raise", or "nan".
+        missing: what to do with channels and heads that do not exist: "raise", or "nan".
 
     Returns:
         An `AblationStudy`: values in shape (sites, channels) or (sites, channels, heads).
 
     Raises:
-        SiteError: no run reached a site, or it has no such part.
+        SiteError: no run reached a site, or it lacks the requested part.
         NodePathError: a site matches no node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -355,7 +351,8 @@ class _Substitute:
         indices = [part.index(value) for part in parts]
         if not can_cast(other.dtype, value.dtype):
             raise SiteError(
-                f"cannot put {other.dtype} into the value of {path!r}, which is {value.dtype}", path
+                f"cannot put {other.dtype} into the value of {path!r}, which has {value.dtype}",
+                path,
             )
         made = value.clone()
         for index in indices:
@@ -439,7 +436,7 @@ def _axes_of(over: Any) -> tuple[int, ...]:
     except TypeError:
         raise InputError(f"over= takes an axis or axes, not {over!r}") from None
     if not axes:
-        raise InputError("over= is empty: say over which axes the mean is taken")
+        raise InputError("over= is empty: pass the axes to take the mean over")
     return axes
 
 
@@ -484,8 +481,8 @@ def _shuffled(seed: int) -> Source:
         count = value.shape[0] if value.dim() else 0
         if count < 2:
             raise SiteError(
-                f"{path!r} gives {count} sample{'s' * (count != 1)} (axis 0), and there is no "
-                "other one to take: give a reference",
+                f"{path!r} returns {count} sample{'s' * (count != 1)} (axis 0), so there is no "
+                "other sample to use: pass a reference",
                 path,
             )
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
@@ -511,9 +508,10 @@ def _mean_over(
                 known = sums.get((path, number))
                 if known is not None and known.shape != part.shape:
                     raise SiteError(
-                        f"{path!r} gives other shapes for other batches of the reference, "
-                        f"{tuple(part.shape)} and {tuple(known.shape)} (means over axes {over}): "
-                        "take the mean over those axes as well, as in over=(0, 1)",
+                        f"{path!r} has different shapes for different batches of the "
+                        f"reference, {tuple(part.shape)} and {tuple(known.shape)} (means over "
+                        f"axes {over}): take the mean over those axes as well, as in over=(0, "
+                        "1)",
                         path,
                     )
                 sums[path, number] = part if known is None else known + part
@@ -562,7 +560,7 @@ def _samples_of(
 ) -> Source:
     """Run a reference, and take samples of its values."""
     if are_several(reference):
-        raise InputError('for how="resample" reference= is one batch of inputs, not several')
+        raise InputError('reference= has to be one batch of inputs for how="resample", not several')
     call = Call.of(reference)
     with Sites(bended, items, [call], at=at, label="reference") as there:
         _, seen = there.seen(call)
@@ -574,8 +572,8 @@ def _samples_of(
         there = kept[path, number]
         if not there.dim() or there.shape[1:] != value.shape[1:] or not there.shape[0]:
             raise SiteError(
-                f"{path!r} gave {tuple(there.shape)} for the reference, which has no samples for "
-                f"{tuple(value.shape)}",
+                f"{path!r} had shape {tuple(there.shape)} for the reference, whose samples do "
+                f"not fit {tuple(value.shape)}",
                 path,
             )
         generator = torch.Generator().manual_seed(seed)
@@ -592,9 +590,9 @@ def _require_reached(known: dict[tuple[str, int], Tensor], path: str, number: in
 
 def _check_axes(path: str, value: Tensor, over: tuple[int, ...]) -> None:
     if not (value.is_floating_point() or value.is_complex()):
-        raise SiteError(f"{path!r} gives {value.dtype}, which has no mean", path)
+        raise SiteError(f"{path!r} has {value.dtype}, which has no mean", path)
     for axis in over:
         if not -value.dim() <= axis < value.dim():
             raise SiteError(
-                f"{path!r} gives shape {tuple(value.shape)}, which has no axis {axis} (over=)", path
+                f"{path!r} has shape {tuple(value.shape)}, which has no axis {axis} (over=)", path
             )

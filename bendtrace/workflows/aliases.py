@@ -1,4 +1,4 @@
-"""Other names for activations: those of TransformerLens's hooks, and a user's own."""
+"""Other names for activations: those of TransformerLens's hooks, and the user's own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Alias", "Aliases", "transformer_lens_aliases"]
 
 @dataclass(frozen=True)
 class Alias:
-    """The place that another name stands for.
+    """The location that an alias names.
 
     Attributes:
         where: a module's path with `.output` or `.input`, or a node path.
-        pick: a function from the value there to the one of this name; None for the value itself.
-        why: why the two are the same.
+        pick: a function from the value there to the named value; None for the value itself.
+        why: why the two are equal.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -42,9 +42,9 @@ class Aliases(Mapping[str, Alias]):
     r"""Other names for the values of nodes.
 
     Args:
-        names: for each name an `Alias`, or just its `where`.
-        unequal: names that people may look for but that have no equal here, as regular
-            expressions that match them in full, and the reasons.
+        names: an `Alias` for each name, or just its `where`.
+        unequal: names without an equal value here, as regular expressions that match them in full,
+            with the reasons.
 
     Raises:
         InputError: a name or an alias is of another type.
@@ -71,7 +71,7 @@ class Aliases(Mapping[str, Alias]):
         for name, alias in (names or {}).items():
             if not isinstance(name, str) or not isinstance(alias, (str, Alias)):
                 raise InputError(
-                    f"an alias is a name for a path or an Alias, not {name!r}: {alias!r}"
+                    f"an alias maps a name to a path or an Alias, not {name!r} to {alias!r}"
                 )
             self._names[name] = Alias(alias) if isinstance(alias, str) else alias
         self._unequal = dict(unequal or {})
@@ -86,7 +86,7 @@ class Aliases(Mapping[str, Alias]):
         return len(self._names)
 
     def why_not(self, name: str) -> str:
-        """Return the reason why a name has no equal here; "" where there is none."""
+        """Return why a name has no equal here; "" if there is no entry."""
         reasons = (why for pattern, why in self._unequal.items() if re.fullmatch(pattern, name))
         return "" if name in self._names else next(reasons, "")
 
@@ -111,7 +111,7 @@ def transformer_lens_aliases(model: Any) -> Aliases:
     folding and centring (`enable_compatibility_mode`, once `from_pretrained`) change the values.
 
     Args:
-        model: the model. For others than those, no name is known.
+        model: the model. For models of other kinds no names are known.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -188,16 +188,16 @@ def _aliases(
 
 _UNEQUAL = {
     r"blocks\.\d+\.(attn\.)?hook_(q_input|k_input|v_input|mlp_in|attn_in)": (
-        "TransformerLens can split the input of a layer into one for each head; here there is one "
-        "tensor: take blocks.{i}.hook_resid_pre, or hook_resid_mid"
+        "TransformerLens can split the input of a layer into one for each head; here there is "
+        "one tensor: use blocks.{i}.hook_resid_pre, or hook_resid_mid"
     ),
     r"blocks\.\d+\.attn\.hook_result": (
         "no tensor of the model holds the contribution of each head: it is "
         "hook_z @ W_O, head by head"
     ),
     r"blocks\.\d+\.attn\.hook_attn_scores": (
-        "masked entries have other numbers there (-inf) than here; take attn.hook_pattern, or the "
-        "node in front of the softmax"
+        "masked entries have other numbers there (-inf) than here; use attn.hook_pattern, or "
+        "the node in front of the softmax"
     ),
     r".*\.hook_scale": "the norm's scale is inside one operation, and no tensor of the model",
     r"hook_tokens": "that is the input of the model",
@@ -251,8 +251,8 @@ _FAMILIES = (
         {"ln_final.hook_normalized": "ln_f.output"},
         {
             "hook_pos_embed": (
-                "here there is one row for all examples: take {prefix}wpe.output, which has no "
-                "axis of its own for them"
+                "here there is one row for all examples: use {prefix}wpe.output, which has no "
+                "axis for them"
             ),
             r"blocks\.\d+\.attn\.hook_rot_[qk]": "GPT-2 rotates nothing",
             r"blocks\.\d+\.mlp\.hook_pre_linear": "GPT-2's MLP has no gate",
@@ -279,15 +279,15 @@ _FAMILIES = (
         {},
         {
             r"blocks\.\d+\.attn\.hook_rot_[qk]": (
-                "the rotated queries and keys are no module's: take the nodes self_attn.add and "
-                "self_attn.add_1, whose axes are in another order"
+                "the rotated queries and keys are not the output of a module: use the nodes "
+                "self_attn.add and self_attn.add_1, whose axes have another order"
             ),
             r"(blocks\.\d+\.ln[12]|ln_final)\.hook_normalized": (
                 "in TransformerLens it is the output of the norm before the product with its "
-                "weights, and the module's output here is that product: take the node in front of "
-                "the last `mul`"
+                "weights, and the module's output here is that product: use the node in front "
+                "of the last `mul`"
             ),
-            "hook_pos_embed": "Llama has rotations in place of embeddings of positions",
+            "hook_pos_embed": "Llama has rotations instead of position embeddings",
         },
     ),
 )

@@ -1,4 +1,4 @@
-"""Attribution patching: an estimate of activation patching, to first order, at all ops at once."""
+"""Attribution patching: a first-order estimate of activation patching, at all ops at once."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Attribution(TwoRuns):
     """The result of attribution patching: an estimate for each cell.
 
     Attributes:
-        values: the estimated change of the metric, in shape (sites, positions), or (sites,
-            positions, heads) where heads are separate; float64, nan where a site has no such
-            position, or something is missing.
+        values: the estimated change of the metric, with shape (sites, positions), or (sites,
+            positions, heads) if heads are separate; float64, nan for positions that a site does not
+            have, and for missing cells.
         sites: names of the sites.
         positions: along the axis: ints, slices, groups of ints; (None,) for the whole value.
         heads: the numbers of the heads; None where they are not separate.
         clean: the metric of the clean run.
         corrupted: the metric of the corrupted run.
         direction: "denoise" or "noise".
-        total: for each site the sum over its whole value, in shape (sites,).
-        tensors: for each site, by name, the estimate for each element of its value, with a tensor
+        total: for each site the sum over its whole value, with shape (sites,).
+        tensors: for each site, by name, the estimate for each element of its value, with one tensor
             for each pass of each of its nodes; None without `keep_tensors`.
         missing: why cells are nan, by name of the site.
 
@@ -113,49 +113,49 @@ def attribution_patching(
     """Estimate activation patching at many nodes from one backward pass.
 
     To first order, putting the clean value at a node into the corrupted run changes the metric by
-    `((clean - corrupted) * gradient).sum()`, the gradient being that of the metric at the node in
-    the corrupted run (Nanda, "Attribution Patching", 2023). It is exact where the metric is a
-    linear function of the node. It takes a run for each of the inputs, and one backward pass. Two
-    equal infinities, such as those of a mask, differ by 0.
+    `((clean - corrupted) * gradient).sum()`, where the gradient is that of the metric at the node
+    in the corrupted run (Nanda, "Attribution Patching", 2023). It is exact if the metric is a
+    linear function of the node. It takes one run for each of the two inputs, and one backward pass.
+    Two equal infinities, such as those of a mask, differ by 0.
 
-    With `steps` the gradient is the mean of those along the straight line from the one value to the
-    other (integrated gradients, Sundararajan et al. 2017, at each node by itself, midpoint rule),
-    and the total converges to the true change. It takes a run and a backward pass for each site and
-    step.
+    With `steps` the gradient is the mean of the gradients along the straight line from one value to
+    the other (integrated gradients, Sundararajan et al. 2017, for each node separately, midpoint
+    rule), and the total converges to the true change. It takes a run and a backward pass for each
+    site and step.
 
-    Gradients are recorded in every mode of the caller; meanwhile frozen parameters require
-    gradients, and so do copies of the inputs. No `.grad` is written to.
+    Gradients are recorded in every mode of the caller. Meanwhile frozen parameters and copies of
+    the inputs require gradients. No `.grad` is written to.
 
     Args:
         model: a module, a function, or a `BendedModule`, whose insertions stay active.
         clean: inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
         corrupted: other inputs.
         sites: as for `activation_patching`; None for every op whose output is a floating point
-            tensor that the metric has a gradient for. Ops that nothing can be inserted at are left
-            out. An op with several output tensors is a site for each of them.
-        metric: a function from the model's output to a tensor without dimensions, through which
-            gradients flow.
+            tensor that the metric has a gradient for. Ops without support for insertions are left
+            out. Each output tensor of an op with several is a separate site.
+        metric: a differentiable function from the model's output to a tensor without dimensions.
         positions: as for `activation_patching`.
         axis: as for `activation_patching`.
         heads: as for `activation_patching`.
         head: as for `activation_patching`.
         head_axis: as for `activation_patching`.
-        direction: "denoise": gradients in the corrupted run, clean values less corrupted ones;
+        direction: "denoise": gradients in the corrupted run, clean values minus corrupted ones;
             "noise": the other way round.
         at: "output" or "input", for the sites.
-        steps: None for one gradient; or how many points of the line gradients are taken at.
-        keep_tensors: whether to keep the estimate for each element, in the shapes of the values.
-        missing: what happens with sites that the two runs did not reach alike, and with positions
-            that do not exist: "raise" or "nan". The default is "nan" for `sites=None`, else
-            "raise".
+        steps: None for one gradient; or the number of points on the line at which to take
+            gradients.
+        keep_tensors: whether to keep the estimate for each element, with the shapes of the values.
+        missing: what to do with sites that the two runs reach differently, and with positions that
+            do not exist: "raise" or "nan". The default is "nan" for `sites=None`, else "raise".
 
     Returns:
-        An `Attribution`: sums over all but positions and heads, in shape (sites, positions).
+        An `Attribution`: sums over everything except positions and heads, with shape (sites,
+        positions).
 
     Raises:
         SiteError: a value is missing; it names the site.
         NodePathError: a site matches no node.
-        InputError: an argument makes no sense, or no gradient reaches the metric.
+        InputError: an argument is invalid, or no gradient reaches the metric.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -179,7 +179,7 @@ def attribution_patching(
     if steps is not None:
         required_int("steps", steps, 1)
     if sites is None and at != "output":
-        raise InputError('sites=None means the outputs of all ops: give sites for at="input"')
+        raise InputError('sites=None selects the outputs of all ops: pass sites for at="input"')
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
     items = [_every_op] if sites is None else listed_sites(sites)
     with (
@@ -256,7 +256,6 @@ class _Scores:
         self._target: Seen = {}
 
     def run(self, steps: int | None, every_op: bool) -> None:
-        """Make the runs."""
         there, patched = self._there, self._calls[self._patched]
         output, self.source = there.seen(self._calls[self._first], with_gradients=True)
         start = as_number(scalar_of(self._metric, output))
@@ -278,8 +277,8 @@ class _Scores:
         if steps is None or every_op:
             if not isinstance(end, Tensor) or not end.requires_grad:
                 raise InputError(
-                    "metric= returned a value that has no gradient: it has to compute a tensor "
-                    "from the output, without item(), detach() or argmax()"
+                    "metric= returned a value that has no gradient: compute a tensor from the "
+                    "output, without item(), detach() or argmax()"
                 )
             gradients = _gradients(end, edges)
         if every_op:
@@ -304,11 +303,9 @@ class _Scores:
             ]
 
     def total(self, name: str) -> float:
-        """Return the sum over all elements of a site."""
         return math.fsum(map(_sum, self.found[name])) if name in self.found else math.nan
 
     def cell(self, number: int, part: Part) -> float:
-        """Return the sum over a part of a site."""
         name = self.rows[number].name
         if name not in self.found:
             return math.nan

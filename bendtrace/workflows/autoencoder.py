@@ -78,8 +78,6 @@ class LatentEdit:
 
 
 class _Reconstructs(Interjection):
-    """Replaces a value by its reconstruction."""
-
     def __init__(
         self,
         encode: Callable[[Any], Any] | None,
@@ -110,16 +108,17 @@ class _Reconstructs(Interjection):
         key = self._key(at)
         if not isinstance(output, Tensor) or not output.is_floating_point():
             raise InterjectionError(
-                f"{self.label} at {at.path}: it gives {describe(output)}, and a tensor of floating "
-                f"point numbers is wanted; of a container, name a part: '{at.path}.output|sub_0'",
+                f"{self.label} at {at.path}: the value is {describe(output)}, but a "
+                "floating-point tensor is needed; for a container, name a part: "
+                f"'{at.path}.output|sub_0'",
                 at.path,
             )
         made, edited = self._made(output, key)
         for what in (made, edited):
             if not isinstance(what, Tensor) or what.shape != output.shape:
                 raise InterjectionError(
-                    f"{self.label} at {at.path} made {describe(what)} of {describe(output)}: a "
-                    "reconstruction has the same shape",
+                    f"{self.label} at {at.path} returned {describe(what)} for "
+                    f"{describe(output)}: a reconstruction has to have the same shape",
                     at.path,
                 )
         made, edited = made.to(output.dtype), edited.to(output.dtype)
@@ -302,7 +301,7 @@ class SplicedAutoencoder(InsertionHandle):
     def latents(self) -> dict[str, Tensor]:
         """The latents of the latest call as they were decoded, with their graph, by node path.
 
-        Where a node ran several times there is a key for each pass: `relu:1`, `relu:2`.
+        A node that ran several times has a key for each pass: `relu:1`, `relu:2`.
         """
         return dict(self._inner.latents)
 
@@ -311,13 +310,13 @@ class SplicedAutoencoder(InsertionHandle):
         """The latents, if there is only one node and pass.
 
         Raises:
-            InputError: there are none, or several.
+            InputError: there are no latents, or several.
         """
         return _only(self._inner.latents, "latents")
 
     @property
     def errors(self) -> dict[str, Tensor]:
-        """The value less its reconstruction, without changes of latents, by node path."""
+        """The value minus its reconstruction, without changes of latents, by node path."""
         return dict(self._inner.errors)
 
     @property
@@ -325,7 +324,7 @@ class SplicedAutoencoder(InsertionHandle):
         """The error term, if there is only one node and pass.
 
         Raises:
-            InputError: there are none, or several.
+            InputError: there are no error terms, or several.
         """
         return _only(self._inner.errors, "error terms")
 
@@ -343,11 +342,13 @@ class SplicedAutoencoder(InsertionHandle):
         """
         if self._inner.encode is None or self._inner.decode is None:
             raise InputError(
-                f"latents of {self._inner.label} cannot be changed: it has no encode and decode; "
-                "give these to splice_autoencoder"
+                f"latents of {self._inner.label} cannot be changed: it has no encode and "
+                "decode; pass these to splice_autoencoder"
             )
         if not callable(change) or isinstance(change, type):
-            raise InputError(f"a change of latents is a function of them, not {change!r}")
+            raise InputError(
+                f"a change of latents has to be a function of the latents, not {change!r}"
+            )
         edit = LatentEdit(self._inner.edits, change)
         if not is_contained(change):
             self._group.forget_plans()
@@ -357,7 +358,7 @@ class SplicedAutoencoder(InsertionHandle):
         """Set single latents, counted along the last axis, to a number or a `BendingParameter`."""
         indices = [latents] if isinstance(latents, int) else list(latents)
         if not indices or not all(type(index) is int for index in indices):
-            raise InputError(f"latents are given by their numbers, not by {latents!r}")
+            raise InputError(f"latents have to be given by index, not by {latents!r}")
 
         def change(made: Tensor) -> Tensor:
             beyond = [i for i in indices if not -made.shape[-1] <= i < made.shape[-1]]
@@ -374,7 +375,7 @@ class SplicedAutoencoder(InsertionHandle):
         return self.set(latents, 0.0)
 
     def remove(self) -> None:
-        """Take it out, and forget the latents. A second call does nothing."""
+        """Remove it, and forget the latents. A second call does nothing."""
         super().remove()
         self._inner.forget()
 
@@ -398,17 +399,17 @@ def splice_autoencoder(
     encode: Callable[[Any], Any] | None = None,
     decode: Callable[[Any], Any] | None = None,
 ) -> SplicedAutoencoder:
-    """Replace values by their reconstructions by an autoencoder, from now on.
+    """Replace values by their reconstructions with an autoencoder, from now on.
 
     Args:
         model: a `BendedModule`.
         where: nodes; see `BendedModule.interject`. The output of each has to be one tensor.
         autoencoder: a module or object with `encode` and `decode`; or a function of the value that
             returns a reconstruction, or (reconstruction, latents), whose latents cannot be changed.
-        error_term: whether the error of the reconstruction is added again (Marks et al., "Sparse
-            Feature Circuits", 2024): `decode(changed latents) + (value - decode(latents))`. Where
-            no latent is changed the value stays as it is, bit for bit. The error term has no
-            gradient: all of it flows through the latents.
+        error_term: whether to add the reconstruction error back (Marks et al., "Sparse Feature
+            Circuits", 2024): `decode(changed latents) + (value - decode(latents))`. If no latent is
+            changed, the value stays as it is, bit for bit. The error term has no gradient: the
+            whole gradient flows through the latents.
         encode: used instead of the method of that name.
         decode: used instead of the method of that name.
 
@@ -416,7 +417,7 @@ def splice_autoencoder(
         A handle on the latents, which is also a context manager.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
         NodePathError: `where` matches no node.
 
     Example:
@@ -436,18 +437,20 @@ def splice_autoencoder(
         tensor([[1., 0.]])
     """
     if (encode is None) != (decode is None):
-        raise InputError("encode= and decode= go together")
+        raise InputError("encode= and decode= have to be passed together")
     if encode is None and decode is None:
         encode, decode = (getattr(autoencoder, name, None) for name in ("encode", "decode"))
     parts = callable(encode) and callable(decode)
     if isinstance(autoencoder, type) or not (parts or callable(autoencoder)):
         raise InputError(
-            "an autoencoder has encode and decode, or is a function of the value, not "
+            "an autoencoder has to have encode and decode, or be a function of the value, not "
             f"{autoencoder!r}"
         )
     bended = required_bended(model, "an autoencoder")
     if isinstance(autoencoder, nn.Module) and any(autoencoder is m for m in bended.modules()):
-        raise InputError(f"{type(autoencoder).__name__} is a part of the model: give another one")
+        raise InputError(
+            f"{type(autoencoder).__name__} is a part of the model: pass a separate one"
+        )
     own = bended.model.modules() if isinstance(bended.model, nn.Module) else ()
     inner = _Reconstructs(
         encode if parts else None, decode if parts else None, autoencoder, error_term,
@@ -469,5 +472,5 @@ def _set(latents: Tensor, indices: Sequence[int], value: Any) -> Tensor:
 def _only(kept: dict[str, Tensor], what: str) -> Tensor:
     if len(kept) != 1:
         listed = ", ".join(map(repr, kept)) or "none; no call reached a node"
-        raise InputError(f"there is not one set of {what}, but {listed}")
+        raise InputError(f"expected one set of {what}, but there are {listed}")
     return next(iter(kept.values()))

@@ -24,10 +24,10 @@ class Sweep:
     """The outputs of a model for each value of a parameter.
 
     Attributes:
-        parameter: name of the parameter.
+        parameter: the name of the parameter.
         values: its values.
         outputs: the output of the model for each.
-        traces: how many paths were traced for them.
+        traces: the number of paths that were traced for them.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -50,7 +50,7 @@ class Sweep:
         """Return the outputs along a new first axis.
 
         Raises:
-            InputError: they are not tensors of one shape.
+            InputError: they are not tensors with equal shapes.
         """
         if not all(isinstance(out, Tensor) for out in self.outputs):
             raise InputError("only tensors can be stacked: take them from outputs")
@@ -77,20 +77,21 @@ def sweep(
     """Call a model once for each value of a parameter of its bends.
 
     Args:
-        model: a `BendedModule` with bends (or steering vectors, or functions) that read it.
+        model: a `BendedModule` with bends (or steering vectors, or functions) that read the
+            parameter.
         inputs: its inputs; see `Call.of`.
-        parameter: the parameter, or the name of one that bends of the model have. Its value is
+        parameter: the parameter, or the name of a parameter of the model's bends. Its value is
             restored afterwards.
         values: numbers, or tensors.
-        seed: for torch's random numbers, set before each call, so that nothing but the parameter
-            differs; the global generators are restored afterwards. None to leave them alone.
+        seed: seed of torch's random numbers, set before each call, so that the calls differ only in
+            the parameter; the global generators are restored afterwards. None leaves them alone.
 
     Returns:
         A `Sweep`.
 
     Raises:
-        InputError: there is no such parameter, or it cannot have one of the values; then no call
-            was made.
+        InputError: the parameter does not exist, or one of the values is not valid for it; then no
+            call was made.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -136,7 +137,7 @@ def _parameter(bended: BendedModule, parameter: BendingParameter | str) -> Bendi
 class BendingSession:
     """Bends of a model whose parameters change between calls; a context manager.
 
-    At its end its bends are removed; other insertions stay.
+    At its end it removes its bends; other insertions stay.
 
     Attributes:
         model: the `BendedModule`.
@@ -167,15 +168,15 @@ class BendingSession:
         self._handles = handles
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model with the parameters as they are now."""
+        """Call the model with the current parameters."""
         return self.model(*args, **kwargs)
 
     def set(self, **values: Value) -> None:
         """Set parameters for the next calls.
 
         Raises:
-            InputError: there is no such parameter, or it cannot have the value; then all stay as
-                they are.
+            InputError: a parameter does not exist, or a value is not valid for it; then all stay
+                unchanged.
         """
         found = {name: self[name] for name in values}
         before = {name: parameter.value for name, parameter in found.items()}
@@ -224,14 +225,14 @@ def bending_session(model: Callable[..., Any], bends: Mapping[Any, Any]) -> Bend
 
     Args:
         model: a `BendedModule`, or a module; then call the `.model` of the session.
-        bends: for each pattern of names (see `BendedModule.bend`), or any other way to name nodes,
-            a callback, or several; each number in it can be a `BendingParameter`.
+        bends: for each pattern of names (see `BendedModule.bend`), or any other way to select
+            nodes, one callback or several; each number in a callback can be a `BendingParameter`.
 
     Returns:
         A `BendingSession`.
 
     Raises:
-        InputError: an argument makes no sense, or two parameters have one name. Then nothing is
+        InputError: an argument is invalid, or two parameters have the same name. Then nothing is
             bent.
 
     Example:
@@ -249,7 +250,7 @@ def bending_session(model: Callable[..., Any], bends: Mapping[Any, Any]) -> Bend
         1
     """
     if not isinstance(bends, Mapping) or not bends:
-        raise InputError("bends= is a mapping of patterns to callbacks with something in it")
+        raise InputError("bends= has to be a non-empty mapping from patterns to callbacks")
     bended = bended_of(model)
     handles: list[BendHandle] = []
     parameters: dict[str, BendingParameter] = {}

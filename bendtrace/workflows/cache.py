@@ -37,10 +37,10 @@ _SHOWN = 20
 class ActivationCache(dict[str, Any]):
     """The values of nodes in one call, by node path and by other names.
 
-    Keys are node paths (`transformer.h_0.mlp`), with the number of the pass where there were
-    several (`relu:2`), and followed by `.input` for the input of a module; and the requested
-    aliases. Qualified names, followed by `.output` or `.input` (`transformer.h.0.output`), and all
-    aliases find their values as well.
+    Keys are node paths (`transformer.h_0.mlp`), with the number of the pass if there were several
+    (`relu:2`), followed by `.input` for the input of a module; and the requested aliases. Qualified
+    names followed by `.output` or `.input` (`transformer.h.0.output`) and all aliases find their
+    values as well.
 
     Attributes:
         aliases: other names.
@@ -87,7 +87,7 @@ class ActivationCache(dict[str, Any]):
         if isinstance(name, str):
             _require_equal(self.aliases, name)
         hint = near_misses(str(name), [*self, *self._names])
-        raise NodePathError(f"there is no {name!r} in this cache; {hint}", str(name), tuple(self))
+        raise NodePathError(f"{name!r} is not in this cache; {hint}", str(name), tuple(self))
 
     def __repr__(self) -> str:
         lines = [f"<ActivationCache: {len(self)} values>"]
@@ -117,24 +117,24 @@ def run_with_cache(
     Args:
         model: a module, a function or a `BendedModule`, whose insertions stay active.
         inputs: its inputs; see `Call.of`.
-        names_filter: the values to keep: None for all with a tensor in them; a name, or several; a
+        names_filter: the values to keep: None for all that contain a tensor; a name, or several; a
             compiled regular expression that matches names in full, or a predicate of a name. The
             names of a node are its path (`transformer.h_0.mlp`); for calls of modules also the
-            qualified name followed by `.output` or `.input`; and aliases. A module's input is its
-            first argument.
-        aliases: other names for nodes: a mapping to paths, or to an `Alias`. None for those of
-            TransformerLens where the model is a GPT-2 or a Llama of Hugging Face
+            qualified name followed by `.output` or `.input`; and aliases. The input of a module is
+            its first argument.
+        aliases: other names for nodes: a mapping to paths, or to an `Alias`. None uses those of
+            TransformerLens if the model is a GPT-2 or a Llama of Hugging Face
             (`transformer_lens_aliases`).
         detach: whether to keep snapshots, which share memory with the tensors until one of them is
-            written to. Otherwise the tensors themselves, with their graph.
+            written to. Otherwise the tensors themselves are kept, with their graph.
 
     Returns:
         The output, and an `ActivationCache`.
 
     Raises:
-        NodePathError: a name matches no node; for names of TransformerLens without an equal here
-            it says why.
-        InputError: an argument makes no sense.
+        NodePathError: a name matches no node; for names of TransformerLens without an equal here,
+            the message says why.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -172,8 +172,8 @@ def run_with_cache(
         for run in (run for insertion in wanted.group.insertions for run in insertion.runs):
             if reasons := _hands_out(run):
                 raise InputError(
-                    f"this call took a new path, on which {reasons[0]}: the kept values may have "
-                    "been changed there. Now that this is known, the next call makes copies"
+                    f"this call took a new path, on which {reasons[0]}: the kept values may "
+                    "have been changed there. The next call makes copies on this path"
                 )
     found = wanted.cache()
     if not found:
@@ -256,8 +256,6 @@ class _Keeper(Interjection):
 
 
 class _InputKeeper(_Keeper):
-    """Keeps the first inputs of calls of modules."""
-
     late = False
     is_input = True
     after = Interjection.after
@@ -383,7 +381,7 @@ class _Wanted:
                     other = f"{stem!r}" if part == "output" else "a function"
                     raise NodePathError(
                         f"{name!r} is a module, and also the {part} of {stem!r}: write "
-                        f"'{name}.output' for the one, {other} for the other",
+                        f"'{name}.output' for the module, {other} for the {part}",
                         name,
                     )
             if module is not None:
@@ -417,7 +415,6 @@ class _Wanted:
         self.group.put_around(first, last)
 
     def close(self) -> None:
-        """Keep nothing more."""
         self.group.remove()
         for keeper in self._keepers.values():
             keeper.thread = None
@@ -432,7 +429,6 @@ class _Wanted:
         return error
 
     def cache(self) -> ActivationCache:
-        """Return the kept values."""
         everything = any(source.where is _anything for source in self._sources)
         values: dict[str, Any] = {}
         names: dict[str, dict[str, None]] = {}

@@ -33,19 +33,19 @@ class CausalTrace(Grid):
     """The result of causal tracing: the metric with each cell restored.
 
     Attributes:
-        values: the mean metric over the samples of noise with each cell restored: in shape
-            (sites, positions), or (sites, positions, heads) where heads are separate; float64,
-            nan where something is missing.
+        values: the mean metric over the samples of noise with each cell restored, with shape
+            (sites, positions), or (sites, positions, heads) if heads are separate; float64, nan for
+            missing cells.
         sites: names of the sites.
         positions: along the axis: ints, slices, groups of ints; (None,) for the whole value.
         heads: the numbers of the heads; None where they are not separate.
         clean: the metric of the clean run.
         corrupted: the mean metric of the corrupted runs.
-        corrupted_samples: the metric of each of them, in shape (samples,).
-        samples: the metric of each cell with each noise, in shape (samples, sites, positions[,
+        corrupted_samples: the metric of each of them, with shape (samples,).
+        samples: the metric of each cell with each noise, with shape (samples, sites, positions[,
             heads]).
         noise: standard deviation of the noise.
-        window: how many sites were restored together.
+        window: the number of sites that were restored together.
         missing: why cells are nan, by name of the site.
 
     Example:
@@ -73,19 +73,19 @@ class CausalTrace(Grid):
     def effect(self) -> Tensor:
         """The indirect effect as a fraction of the total effect.
 
-        How far restoring takes the metric from that of the corrupted runs (0) to that of the clean
-        one (1), in the mean over the samples.
+        How far restoring moves the metric from that of the corrupted runs (0) to that of the clean
+        one (1), as the mean over the samples.
         """
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
 
     @property
     def indirect_effect(self) -> Tensor:
-        """The change of the corrupted runs' metric by restoring, in its own units."""
+        """The change of the corrupted runs' metric through restoring, in the metric's units."""
         return self.values - self.corrupted
 
     @property
     def total_effect(self) -> float:
-        """The loss of the metric by the noise."""
+        """The loss of the metric through the noise."""
         return self.clean - self.corrupted
 
     def _title(self) -> str:
@@ -120,41 +120,42 @@ def causal_tracing(
     """Find out where a model keeps its knowledge of a subject.
 
     After Meng et al., "Locating and Editing Factual Associations in GPT" (2022): noise is added to
-    the embedding of a subject, and then, site by site and position by position, the value of the
-    clean run is restored. Where that restores the output, the information passes.
+    the embedding of a subject; then the value of the clean run is restored, site by site and
+    position by position. If that restores the output, the information passes through that cell.
 
-    The model is called once without noise, and for each sample once with it and once for each cell.
-    These are separate calls, not rows of one batch, so that any inputs will do, and the numbers
-    equal those of a loop bit for bit. Each call begins with the same random numbers and buffers,
-    which are restored at the end. The noise is drawn from a generator of its own.
+    The model is called once without noise, and for each sample once with noise and once for each
+    cell. These are separate calls, not rows of one batch, so that any inputs are possible, and the
+    numbers equal those of a loop bit for bit. Each call starts with the same random numbers and
+    buffers, which are restored at the end. The noise comes from its own generator.
 
     Args:
         model: a module, a function, or a `BendedModule`, whose insertions stay active.
         inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
-        subject_positions: an int, a slice, or ints: where along `axis` the noise is added.
-        sites: the values that are restored, as for `activation_patching`, in layer order.
+        subject_positions: an int, a slice, or ints: the positions along `axis` that get noise.
+        sites: the values to restore, as for `activation_patching`, in layer order.
         metric: a function from the model's output to a number, such as the probability of the
             right answer.
-        where: the node whose output is the embedding, which noise is added to; as `interject`
-            takes it. It has to run once.
+        where: the node whose output is the embedding that gets noise, as `interject` takes it. It
+            has to run once.
         noise: standard deviation of the noise, in units of `std`.
         std: None: the (unbiased) standard deviation of the node's output in the clean run. Or a
             number: that of the embeddings of a whole data set, or 1.0 for `noise` in absolute
             units.
         samples: the number of draws of noise.
-        seed: of the noise. Sample after sample `torch.randn(shape, generator=generator)` is drawn,
-            on the CPU, from `torch.Generator().manual_seed(seed)`, for the part of the embedding at
-            the subject's positions, in its dtype (in float32 where that is shorter).
+        seed: seed of the noise. For each sample in turn, `torch.randn(shape, generator=generator)`
+            is drawn on the CPU from `torch.Generator().manual_seed(seed)`, for the part of the
+            embedding at the subject's positions, in its dtype (in float32 if that dtype is
+            shorter).
         window: how many neighbours in the order of the sites are restored together: those with
-            numbers from `i - window // 2` up to, but not including, `i + (window + 1) // 2`.
+            indices from `i - window // 2` up to, but not including, `i + (window + 1) // 2`.
         positions: as for `activation_patching`.
-        axis: the axis of the positions, also of those of the subject.
+        axis: the axis of the positions, including those of the subject.
         heads: as for `activation_patching`.
         head: as for `activation_patching`.
         head_axis: as for `activation_patching`.
         at: "output" or "input", for the sites.
-        missing: what happens where a value cannot be restored: "raise", or "nan" for the cell, if
-            any of the samples cannot restore it.
+        missing: what to do if a value cannot be restored: "raise", or "nan" for a cell that any of
+            the samples cannot restore.
 
     Returns:
         A `CausalTrace`: means in shape (sites, positions).
@@ -162,7 +163,7 @@ def causal_tracing(
     Raises:
         SiteError: a value cannot be restored; it names the site.
         NodePathError: a site matches no node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -233,13 +234,13 @@ def _embedding_of(seen: Seen, number: int, where: Any) -> tuple[Key, Tensor]:
     if len(passes) != 1:
         reached = "nothing" if not passes else f"{len(passes)} passes of nodes"
         raise SiteError(
-            f"where={said} has to match the one node that gives the embedding, in its one pass, "
-            f"and the clean run reached {reached}",
+            f"where={said} has to match the one node that outputs the embedding, in its only "
+            f"pass, but the clean run reached {reached}",
             said,
         )
     key, value = passes[0]
     if not value.is_floating_point():
-        raise SiteError(f"noise cannot be added to {key[1]!r}, which is {value.dtype}", said)
+        raise SiteError(f"noise cannot be added to {key[1]!r}, which has {value.dtype}", said)
     return key, value
 
 

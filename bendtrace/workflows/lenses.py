@@ -26,13 +26,13 @@ __all__ = ["LensResult", "TunedLens", "logit_lens"]
 
 @dataclass(frozen=True)
 class LensResult:
-    """Logits at several sites of a model, and its own logits.
+    """Logits at several sites of a model, and the model's own logits.
 
     Attributes:
-        sites: node paths, in the order in which they were given.
-        logits: for each site, of shape (examples, positions, classes), or (examples, classes).
-        final: the logits of the model, of the same shape.
-        decode: a function from a class to its text; None for its number.
+        sites: node paths, in the order given.
+        logits: for each site, with shape (examples, positions, classes), or (examples, classes).
+        final: the logits of the model, with the same shape.
+        decode: a function from a class to its text; None uses the index.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -67,11 +67,11 @@ class LensResult:
         return found
 
     def kl(self) -> Mapping[str, Tensor]:
-        """Return KL(final || site), in nats: (examples, positions). 0 where they are the same."""
+        """Return KL(final || site), in nats: (examples, positions). 0 if they are equal."""
         return {site: divergence(self.final, value) for site, value in self.logits.items()}
 
     def rank(self, classes: Tensor) -> Mapping[str, Tensor]:
-        """Return how many classes have greater logits than given ones, at each site.
+        """Return how many classes have greater logits than the given ones, at each site.
 
         Args:
             classes: one for each example and position: (examples, positions).
@@ -151,19 +151,20 @@ def logit_lens(
     Args:
         model: a module, a function or a `BendedModule`.
         inputs: its inputs; see `Call.of`.
-        sites: nodes, in the order wanted; see `BendedModule.interject`. The output of each is a
-            tensor that the end of the model takes.
+        sites: nodes, in the desired order; see `BendedModule.interject`. The output of each is a
+            tensor that the end of the model accepts.
         unembed: the end of the model, in order: qualified names of modules (`"transformer.ln_f"`,
             `"lm_head"`), modules, and functions.
-        output: a function from the model's output to the logits; None for a tensor, or `logits`.
-        decode: a function from the number of a class to its text, such as a tokenizer's `decode`.
+        output: a function from the model's output to the logits; None if the output is a tensor, or
+            has `logits`.
+        decode: a function from the index of a class to its text, such as a tokenizer's `decode`.
 
     Returns:
-        A `LensResult`, without gradients. A site whose value is the model's own input to its end
-        has the logits of the model, bit for bit.
+        A `LensResult`, without gradients. At a site whose value is the model's own input to its
+        end, the logits equal those of the model, bit for bit.
 
     Raises:
-        InputError: the end does not take the output of a site, or an argument makes no sense.
+        InputError: the end does not accept the output of a site, or an argument is invalid.
         NodePathError: a site matches no node.
 
     Example:
@@ -206,8 +207,8 @@ def _logits_in(given: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
         given = getattr(given, "logits", given) if held is None else held
     if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() < 2:
         raise InputError(
-            f"the model gives {describe(given)}, and logits are wanted (examples, ..., classes): "
-            "say with output= how to find them"
+            f"the model returns {describe(given)}, but logits are needed (examples, ..., "
+            "classes): pass a function that extracts them as output="
         )
     return given
 
@@ -215,9 +216,9 @@ def _logits_in(given: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
 def _check_fits(site: str, logits: Tensor, final: Tensor) -> None:
     if logits.shape != final.shape:
         raise InputError(
-            f"the end of the model makes {tuple(logits.shape)} of the output of {site}, and the "
-            f"model gives {tuple(final.shape)}: name the right modules with unembed=, or the "
-            "logits with output="
+            f"the end of the model returns {tuple(logits.shape)} for the output of {site}, but "
+            f"the model returns {tuple(final.shape)}: pass the right modules as unembed=, or a "
+            "function that extracts the logits as output="
         )
 
 
@@ -247,13 +248,15 @@ class _End:
             else:
                 raise InputError(f"unembed= takes names of modules and functions, not {item!r}")
         if not self.steps:
-            raise InputError("unembed= is empty: name modules that turn activations into logits")
+            raise InputError(
+                "unembed= is empty: pass the modules that turn activations into logits"
+            )
 
     def __call__(self, value: Any, site: str) -> Tensor:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise InputError(
-                f"{site} gives {describe(value)}, which is no tensor of floating point numbers; "
-                "of a container, name a part: 'path|sub_0'"
+                f"{site} returns {describe(value)}, which is not a floating-point tensor; for "
+                "a container, name a part: 'path|sub_0'"
             )
         try:
             made: Any = value
@@ -267,7 +270,9 @@ class _End:
                 f"{error}"
             ) from error
         if not isinstance(made, Tensor):
-            raise InputError(f"the end of the model gives {describe(made)} at {site}, no tensor")
+            raise InputError(
+                f"the end of the model returns {describe(made)} at {site}, not a tensor"
+            )
         return made
 
 
@@ -283,24 +288,24 @@ def _called(step: Callable[[Any], Any], value: Any) -> Any:
 class TunedLens(nn.Module):
     """A logit lens with an affine translator at each site (Belrose et al., 2023).
 
-    At each site the end of the model is applied to `value + A value + b`. `A` and `b` are zero at
-    first, so that it is the logit lens, and are trained to bring the logits near to those of the
+    At each site the end of the model is applied to `value + A value + b`. `A` and `b` start at
+    zero, so that it is the logit lens at first. Training brings the logits closer to those of the
     model: the loss is KL(final || site), the mean over examples and positions.
 
     Args:
-        model: a module, a function or a `BendedModule`. It stays as it is, and is not a submodule.
+        model: a module, a function or a `BendedModule`. It is not changed, and is not a submodule.
         sites: nodes; see `BendedModule.interject`. The output of each is one tensor.
         unembed: the end of the model; see `logit_lens`.
-        inputs: an example, which shows the sites and their sizes.
+        inputs: an example, which determines the sites and their sizes.
         output: a function from the model's output to the logits; see `logit_lens`.
 
     Attributes:
         translators: a linear layer for each site.
         sites: their node paths.
-        steps: the number of batches that it was trained on.
+        steps: the number of batches used for training so far.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
         NodePathError: a site matches no node.
 
     Example:
@@ -377,31 +382,31 @@ class TunedLens(nn.Module):
         checkpoint: str | os.PathLike[str] | None = None,
         every: int = 100,
     ) -> list[dict[str, float]]:
-        """Train the translators with Adam; the model's parameters and gradients stay as they are.
+        """Train the translators with Adam; the model's parameters and gradients are not changed.
 
         Args:
-            batches: inputs of the model, one after another: a list, a `DataLoader`. A list
-                has a random order in each epoch; other iterables keep their own.
-            epochs: how many times.
+            batches: inputs of the model: a list, or an iterable such as a `DataLoader`. A list is
+                shuffled in each epoch; other iterables keep their order.
+            epochs: the number of epochs.
             lr: the learning rate.
-            seed: for the order of a list.
-            checkpoint: a file with everything, to resume from if it exists: the batches before
-                are skipped.
-            every: after how many batches the file is written, besides at the end.
+            seed: seed for shuffling a list.
+            checkpoint: a file for the full state. If it exists, training resumes from it and skips
+                the batches before.
+            every: write the file after this many batches, and at the end.
 
         Returns:
-            The loss at each site, for each batch, those before a resumption included.
+            The loss at each site, for each batch, including those before a resumption.
 
         Raises:
-            InputError: an argument makes no sense, or the file is of another lens.
+            InputError: an argument is invalid, or the file belongs to another lens.
         """
         if epochs < 1 or every < 1 or not lr > 0:
-            raise InputError("epochs= and every= are at least 1, and lr= is above 0")
+            raise InputError("epochs= and every= have to be at least 1, and lr= above 0")
         if isinstance(batches, Iterator) and epochs > 1:
-            raise InputError("an iterator can be used only once: give a list, or epochs=1")
+            raise InputError("an iterator can be used only once: pass a list, or epochs=1")
         parameters = list(self.translators.parameters())
         if torch.is_inference_mode_enabled() or any(p.is_inference() for p in parameters):
-            raise InputError("a lens is neither made nor trained in torch.inference_mode()")
+            raise InputError("a lens can neither be created nor trained in torch.inference_mode()")
         optimizer = torch.optim.Adam(parameters, lr=lr)
         history: list[dict[str, float]] = []
         done = 0
@@ -447,8 +452,8 @@ class TunedLens(nn.Module):
         new = [site for site in found if site not in self.sites]
         if new:
             raise InputError(
-                f"this call reached {new[0]!r}, which the lens has no translator for; it has "
-                f"{', '.join(map(repr, self.sites))}"
+                f"this call reached {new[0]!r}, but the lens has no translator for it, only "
+                f"for {', '.join(map(repr, self.sites))}"
             )
         return found, final
 
@@ -475,8 +480,8 @@ class TunedLens(nn.Module):
         kept = torch.load(path, weights_only=True)
         if tuple(kept["sites"]) != self.sites or kept["seed"] != seed:
             raise InputError(
-                f"{os.fspath(path)} is of a lens with sites {kept['sites']} and seed "
-                f"{kept['seed']}, not of this one"
+                f"{os.fspath(path)} belongs to a lens with sites {kept['sites']} and seed "
+                f"{kept['seed']}, not to this one"
             )
         self.translators.load_state_dict(kept["translators"])
         optimizer.load_state_dict(kept["optimizer"])

@@ -20,7 +20,7 @@ from bendtrace.workflows._sites import At, Exchange, Sites, listed_sites
 __all__ = ["Direction", "Patching", "activation_patching"]
 
 Direction = Literal["denoise", "noise"]
-HINT = " (missing='nan' gives nan for what cannot be replaced)"
+HINT = " (missing='nan' uses nan for values that cannot be replaced)"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -28,8 +28,8 @@ class Patching(TwoRuns):
     """The result of activation patching: the metric with each cell patched.
 
     Attributes:
-        values: the metric with each cell patched, in shape (sites, positions), or (sites,
-            positions, heads) where heads are separate; float64, nan where something is missing.
+        values: the metric with each cell patched, with shape (sites, positions), or (sites,
+            positions, heads) if heads are separate; float64, nan for missing cells.
         sites: names of the sites.
         positions: along the axis: ints, slices, groups of ints; (None,) for the whole value.
         heads: the numbers of the heads; None where they are not separate.
@@ -72,48 +72,48 @@ def activation_patching(
     at: At = "output",
     missing: Literal["raise", "nan"] = "raise",
 ) -> Patching:
-    """Put the values of one input's run into the run of another, one cell of a grid at a time.
+    """Put values of one input's run into the run of another, one cell of a grid at a time.
 
     After Vig et al., "Investigating Gender Bias in Language Models Using Causal Mediation Analysis"
-    (2020); the directions have the names of Heimersheim and Nanda, "How to use and interpret
-    activation patching" (2024).
+    (2020); the names of the directions are those of Heimersheim and Nanda, "How to use and
+    interpret activation patching" (2024).
 
     The model is called once with each input, and once for each cell; all calls share their traces.
-    Each call is given copies of the inputs, and begins with the same random numbers and buffers,
-    which are restored at the end. Gradients are recorded if the caller has them on.
+    Each call gets copies of the inputs, and starts with the same random numbers and buffers, which
+    are restored at the end. Gradients are recorded if the caller has them enabled.
 
     Args:
         model: a module, a function, or a `BendedModule`, whose insertions stay active.
         clean: inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
         corrupted: other inputs.
-        sites: where: several of what `BendedModule.interject` takes. An item that matches several
-            nodes is a row for each of them; a list of items is one row, of nodes that are replaced
-            together. A node that has several passes is replaced in all of them, each by the same
-            pass of the other run, unless the site names one (`"relu:2"`).
+        sites: a list of nodes, each in any form that `BendedModule.interject` accepts. An item that
+            matches several nodes becomes a row for each of them; a list of items becomes one row of
+            nodes that are replaced together. A node with several passes is replaced in all of them,
+            each by the same pass of the other run, unless the site names one (`"relu:2"`).
         metric: a function from the model's output to a number or a tensor without dimensions.
         positions: None for the whole activation, "each" for every position along `axis` at any of
-            the sites (nan at sites that have fewer), or positions: ints, slices, or groups of ints
-            that are replaced together.
+            the sites (nan at sites with fewer positions), or positions: ints, slices, or groups of
+            ints that are replaced together.
         axis: the axis of the positions.
-        heads: the number of heads of the activation: that many slices of the same size, one after
-            the other, along `head_axis`. Each is a cell of its own.
+        heads: the number of heads of the activation: consecutive slices of equal size along
+            `head_axis`. Each is a separate cell.
         head: which of the heads; None for all.
         head_axis: the axis that consists of heads.
-        direction: "denoise": values of the clean run are put into the corrupted one (which suffice
-            to restore it?); "noise": the other way round (which are needed?).
+        direction: "denoise": put values of the clean run into the corrupted one (which values
+            suffice to restore it?); "noise": the other way round (which values are necessary?).
         at: "output": the outputs of the nodes; "input": their first input tensors, such as the
-            heads' results, side by side, in front of the output projection of attention.
-        missing: what happens where a value cannot be replaced, since one of the runs did not reach
-            the node, or not as often, or the shapes differ, or there is no such position: "raise",
-            or "nan" in that cell, and the reason in `missing` of the result.
+            concatenated heads before the output projection of attention.
+        missing: what to do if a value cannot be replaced, because one of the runs did not reach the
+            node, or not as often, or the shapes differ, or the position does not exist: "raise", or
+            "nan" in that cell, with the reason in `missing` of the result.
 
     Returns:
-        A `Patching`: values in shape (sites, positions) or (sites, positions, heads).
+        A `Patching`: values with shape (sites, positions) or (sites, positions, heads).
 
     Raises:
         SiteError: a value cannot be replaced; it names the site.
         NodePathError: a site matches no node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -153,7 +153,7 @@ def activation_patching(
 
 
 def in_order(direction: Any) -> tuple[int, int, tuple[str, str]]:
-    """Return which of two runs is the source, which is patched, and their names in that order."""
+    """Return the numbers of the source and of the patched run, and their names in this order."""
     if required_choice("direction", direction, "denoise", "noise") == "denoise":
         return 0, 1, ("clean", "corrupted")
     return 1, 0, ("corrupted", "clean")

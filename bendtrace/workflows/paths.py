@@ -1,4 +1,4 @@
-"""Path patching: the contribution of one node to another along some edges, and no others."""
+"""Path patching: the contribution of one node to another along some edges only."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class PathPatching(Table):
     """The result of path patching: the metric for each sender and receiver.
 
     Attributes:
-        values: the metric, in shape (senders, receivers), or (senders, receivers, heads) where the
-            senders' heads are separate; float64. Where no path leads from the one to the other,
-            that of the run that is patched.
-        edges: how many edges carry each sender's change, in shape (senders, receivers).
+        values: the metric, with shape (senders, receivers), or (senders, receivers, heads) if the
+            senders' heads are separate; float64. If no path leads from a sender to a receiver, the
+            metric of the patched run.
+        edges: how many edges carry each sender's change, with shape (senders, receivers).
         senders: their names.
         receivers: their names.
         heads: numbers of the heads; None where they are not separate.
@@ -77,7 +77,7 @@ class PathPatching(Table):
 
     @property
     def effect(self) -> Tensor:
-        """How far each cell takes the metric from the patched run (0) to the other one (1)."""
+        """How far each cell moves the metric from the patched run (0) to the other one (1)."""
         return effect_of(self.values, self.clean, self.corrupted, self.direction)
 
     _between = ", "
@@ -110,59 +110,58 @@ def path_patching(
     at: At = "output",
     missing: Literal["raise", "nan"] = "raise",
 ) -> PathPatching:
-    """Patch one node's contribution to another, along edges of the op graph, and nothing else.
+    """Patch one node's contribution to another, along edges of the op graph only.
 
     After Wang et al., "Interpretability in the Wild" (2022), and Goldowsky-Dill et al., "Localizing
-    Model Behavior with Path Patching" (2023), for any graph of ops. One run is patched, with values
+    Model Behavior with Path Patching" (2023), for any graph of ops. One run is patched with values
     of the other. For each sender and receiver:
 
-    1. Among the data edges of the run that is patched, as the networkx mirror has them, some are
-       chosen; see `paths`.
-    2. That run is repeated, and the ops that the chosen edges lead to run a second time on the
-       side: with the sender's value of the other run, and with side results, on the chosen edges,
-       and with the run's own values on all others. Branches, sizes and random numbers are those of
-       the run.
-    3. It is repeated again, with the side results as inputs of the receiver on the chosen edges
-       that lead to it. From there on the model runs as usual, and the metric of its output counts.
+    1. Some of the data edges of the patched run are chosen, as the networkx mirror lists them; see
+       `paths`.
+    2. That run is repeated. The ops that the chosen edges lead to run a second time on the side:
+       chosen edges carry the sender's value of the other run, and side results; all other edges
+       carry the run's own values. Branches, sizes and random numbers are those of the run.
+    3. The run is repeated again; now the chosen edges into the receiver carry the side results.
+       From there the model runs as usual, and the metric of its output is the result.
 
     Args:
-        model: a module, a function, or a `BendedModule`. Along the paths nothing may be inserted.
+        model: a module, a function, or a `BendedModule` without insertions along the paths.
         clean: inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
         corrupted: other inputs.
         senders: nodes, as the sites of `activation_patching`: each is a row; a list is one row.
-        receivers: nodes: ops, calls of modules, or `"output"`, the model's output, or a part of
-            it, `"output|logits"`. Each is a column; a list is one column, of receivers that are
-            patched together.
+        receivers: nodes: ops, calls of modules, or `"output"`, the model's output, or a part of it,
+            `"output|logits"`. Each is a column; a list is one column of receivers that are patched
+            together.
         metric: a function from the model's output to a number.
         paths: which edges are chosen:
 
             - "direct": those from the sender to the receiver;
             - "all": those on all paths from the sender to the receiver;
-            - paths: each a sequence of nodes, the first a sender and the last a receiver, such that
-              from each an edge leads to the next. A module stands for all ways through it.
+            - paths: each a sequence of nodes from a sender to a receiver, with an edge from each
+              node to the next. A module represents all paths through it.
 
-            An edge may be that of an element (`split|sub_0`) of a node's output. The choice is a
-            set of edges: of two paths that cross, parts of both together are a path as well.
-        frozen: for "all", nodes that keep their values: no path leads through them. In Wang et al.
-            all heads of attention (and the MLPs, if only what goes by the residual is wanted).
-        heads: of how many heads the senders' values consist; each is replaced by itself.
+            An edge may start at an element (`split|sub_0`) of a node's output. The choice is a set
+            of edges: if two paths cross, a path that combines parts of both is included as well.
+        frozen: for "all": nodes that keep their values, so that no path leads through them. In Wang
+            et al. these are all attention heads (and the MLPs, to keep only the residual paths).
+        heads: the number of heads in the senders' values; each is replaced separately.
         head: which of them; None for all.
-        head_axis: the axis that is made of heads, one after the other.
-        direction: "denoise": the corrupted run is patched, with values of the clean one; "noise":
+        head_axis: the axis that consists of consecutive heads.
+        direction: "denoise": the corrupted run is patched with values of the clean one; "noise":
             the other way round, as in these papers.
-        at: "output": the senders' values are their outputs. "input": their first input tensors,
-            for them alone; with that a projection of attention has its heads as senders.
-        missing: what happens where a sender's value cannot be replaced, since the runs differ:
+        at: "output": the senders' values are their outputs. "input": their first input tensors, for
+            the senders alone; this makes the heads of an attention projection senders.
+        missing: what to do if a sender's value cannot be replaced, because the runs differ:
             "raise", or "nan".
 
     Returns:
-        A `PathPatching`: values in shape (senders, receivers) or (senders, receivers, heads).
+        A `PathPatching`: values with shape (senders, receivers) or (senders, receivers, heads).
 
     Raises:
-        SiteError: a value cannot be replaced, there is no such path, or an op on the way cannot
-            run on the side: numbers that Python computes with, writes into parts of tensors.
+        SiteError: a value cannot be replaced, a path does not exist, or an op on it cannot run on
+            the side: Python numbers, writes into parts of tensors.
         NodePathError: an item matches no node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -228,17 +227,20 @@ class _Plan:
         self._nodes: list[range] = []
         if isinstance(paths, str):
             if paths not in ("direct", "all"):
-                raise InputError(f'paths= is "direct", "all" or a list of paths, not {paths!r}')
+                raise InputError(
+                    f'paths= has to be "direct", "all" or a list of paths, not {paths!r}'
+                )
         else:
             for path in listed_sites(paths, "paths"):
                 if not isinstance(path, (list, tuple)) or len(path) < 2:
                     raise InputError(
-                        f"a path is a sequence of nodes, from a sender to a receiver, not {path!r}"
+                        "a path has to be a sequence of nodes, from a sender to a receiver, "
+                        f"not {path!r}"
                     )
                 self._nodes.append(self._add(list(path)))
         if frozen is not None:
             if paths != "all":
-                raise InputError('frozen= is for paths="all": it names nodes without paths')
+                raise InputError('frozen= is only for paths="all": it names nodes that paths avoid')
             self._frozen = self._add(listed_sites(frozen, "frozen"))
 
     def _add(self, items: list[Any]) -> range:
@@ -316,7 +318,7 @@ class _Cells:
             if not spots:
                 raise SiteError(f"the patched run did not reach {said!r}", said)
             if len(spots) > 1 and any(spot.is_output for spot in spots):
-                raise InputError("the model's output is a receiver by itself, not with others")
+                raise InputError("the model's output cannot be combined with other receivers")
         frozen, ways = plan.frozen(flow, places), plan.ways(flow, places)
         for spot in frozen:
             flow.require_own(spot)
@@ -366,14 +368,14 @@ class _Cells:
             if number not in self._used:
                 told = " to ".join(repr(spots[0].path) if spots else "nothing" for spots in way)
                 raise SiteError(
-                    f"the path {told} does not begin with one of the senders, or not end with one "
-                    "of the receivers",
+                    f"the path {told} does not begin with one of the senders, or does not end "
+                    "with one of the receivers",
                     self._rows[0].name,
                 )
         if not any(made.ends for made in self.made.values()):
             pairs = f"{[row.name for row in self._rows]} to {self._plan.names}"
             raise SiteError(
-                f"no edge of the mirror leads from {pairs}; paths='all' takes the ways through "
+                f"the mirror has no edge from {pairs}; paths='all' includes the paths through "
                 "other nodes",
                 self._rows[0].name,
             )

@@ -1,4 +1,4 @@
-"""Linear probes: the information that is linear in the outputs of nodes."""
+"""Linear probes: the information that is linearly encoded in the outputs of nodes."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class ProbeData:
 
 @dataclass(frozen=True)
 class RidgeProbe:
-    """A linear map from features to labels, found in closed form.
+    """A linear map from features to labels, fitted in closed form.
 
     Attributes:
         weight: (numbers, size); in double precision.
         bias: (numbers,).
-        classes: the labels of the numbers; None for a regression.
+        classes: the label of each output; None for a regression.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -71,7 +71,7 @@ class RidgeProbe:
     classes: Tensor | None = None
 
     def scores(self, features: Tensor) -> Tensor:
-        """Return the numbers for some features: (samples, numbers)."""
+        """Return the outputs for some features: (samples, numbers)."""
         return features.to(self.weight.dtype) @ self.weight.T + self.bias
 
     def predict(self, features: Tensor) -> Tensor:
@@ -103,9 +103,9 @@ def probe_data(
     Args:
         model: a module, a function or a `BendedModule`.
         loader: batches of inputs (see `Call.of`) and labels, as pairs.
-        where: nodes; see `BendedModule.interject`. Each has one output tensor, once in a call.
-        split: a function from a batch to a pair of inputs and labels, if it is none.
-        reduce: how axes between the first and the last are reduced: "mean", "last" or "flatten";
+        where: nodes; see `BendedModule.interject`. Each outputs one tensor, once per call.
+        split: a function from a batch to a pair of inputs and labels, if batches are not pairs.
+        reduce: how to reduce the axes between the first and the last: "mean", "last" or "flatten";
             or a function of the value and the `Call` that returns (samples, size).
 
     Returns:
@@ -123,7 +123,9 @@ def probe_data(
         <ProbeData: 12 samples, sub_0: (12, 2), sub_1: (12, 2)>
     """
     if reduce not in ("mean", "last", "flatten") and not callable(reduce):
-        raise InputError(f"reduce= is 'mean', 'last', 'flatten' or a function, not {reduce!r}")
+        raise InputError(
+            f"reduce= has to be 'mean', 'last', 'flatten' or a function, not {reduce!r}"
+        )
     bended = bended_of(model)
     features: dict[str, list[Tensor]] = {}
     labels: list[Tensor] = []
@@ -138,12 +140,14 @@ def probe_data(
             raise InputError(
                 f"batch {number} reached {listed}, and others "
                 f"{', '.join(map(repr, features)) or 'none'}: all samples have to reach the same "
-                "nodes; harvest() separates them by their paths"
+                "nodes; harvest() separates "
+                "them by path"
             )
         for path, value in rows.items():
             if len(value) != len(given):
                 raise InputError(
-                    f"{path} gives {len(value)} rows for the {len(given)} labels of batch {number}"
+                    f"{path} returns {len(value)} rows for the {len(given)} labels of batch "
+                    f"{number}"
                 )
             features.setdefault(path, []).append(value.cpu())
         labels.append(given.cpu())
@@ -158,8 +162,8 @@ def _pair(batch: Any, split: Callable[[Any], tuple[Any, Tensor]] | None) -> tupl
     pair = batch if split is None else split(batch)
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], Tensor):
         raise InputError(
-            f"a batch is a pair of inputs and a tensor of labels, not {describe(pair)}: say with "
-            "split= how to make one"
+            f"a batch has to be a pair of inputs and a tensor of labels, not {describe(pair)}: "
+            "pass a function that converts batches as split="
         )
     return pair[0], pair[1].detach()
 
@@ -179,21 +183,21 @@ def fit_ridge(features: Tensor, labels: Tensor, *, ridge: float = 1e-3) -> Ridge
     """Fit a linear map to labels by regularised least squares, in double precision.
 
     It minimises the sum of squared errors plus `ridge` times that of the weights (Hoerl and
-    Kennard, 1970); the bias is not penalised. The class is the greatest of as many numbers, each
-    fitted to 1 for its class and 0 otherwise. `bt.analysis.LinearProbe` trains probes, many at once
-    along a stream.
+    Kennard, 1970); the bias is not penalised. For classes there is one output per class, fitted to
+    1 for the class and 0 otherwise; the prediction is the class with the greatest output.
+    `bt.analysis.LinearProbe` trains many probes at once along a stream.
 
     Args:
         features: (samples, size).
-        labels: whole numbers or bools, (samples,), for classes; floating point numbers,
-            (samples,) or (samples, numbers), for a regression.
+        labels: integers or bools, (samples,), for classes; floating point numbers, (samples,) or
+            (samples, numbers), for a regression.
         ridge: the weight of the penalty; 0 for none.
 
     Returns:
         A `RidgeProbe`, in double precision.
 
     Raises:
-        InputError: the shapes do not fit, there is only one class, or something is not finite.
+        InputError: the shapes do not fit, there is only one class, or a value is not finite.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -204,18 +208,18 @@ def fit_ridge(features: Tensor, labels: Tensor, *, ridge: float = 1e-3) -> Ridge
     """
     if features.dim() != 2 or not len(features) or len(labels) != len(features):
         raise InputError(
-            f"features are (samples, size) with as many labels, not {tuple(features.shape)} and "
-            f"{tuple(labels.shape)}"
+            "features have to be (samples, size) with as many labels, not "
+            f"{tuple(features.shape)} and {tuple(labels.shape)}"
         )
     classes = None
     if labels.is_floating_point():
         targets = labels.double().reshape(len(labels), -1)
     else:
         if labels.dim() != 1:
-            raise InputError(f"classes are (samples,), not {tuple(labels.shape)}")
+            raise InputError(f"classes have to be (samples,), not {tuple(labels.shape)}")
         classes, which = labels.unique(return_inverse=True)
         if len(classes) < 2:
-            raise InputError(f"all labels are {classes[0].item()}: there is nothing to tell apart")
+            raise InputError(f"all labels are {classes[0].item()}: at least two classes are needed")
         targets = torch.nn.functional.one_hot(which).double()
     sums = Products()
     sums.update(torch.cat([features.detach().double(), targets], 1))

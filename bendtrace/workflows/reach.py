@@ -41,9 +41,9 @@ class Reach:
         nodes: the nodes that they depend on, or that depend on them, in the order of the run.
         inputs: the inputs among them.
         states: the parameters and buffers among them.
-        outputs: which parts of the output are reached: `output`, `output.logits`.
-        decisions: of an ancestry, the branches and loops that decide whether these nodes run at
-            all; of an influence, those that the nodes decide.
+        outputs: the parts of the output that are reached: `output`, `output.logits`.
+        decisions: for an ancestry, the branches and loops that decide whether these nodes run at
+            all; for an influence, those that the nodes decide.
         under: nodes that run because of these decisions, and are not reached otherwise.
         deciding: nodes that the conditions of the decisions depend on, and that are not reached
             otherwise.
@@ -76,20 +76,20 @@ class Reach:
 
 
 def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
-    """Return the nodes that a node's value is computed from, by the edges of the mirror.
+    """Return the nodes that a node's value is computed from, along the edges of the mirror.
 
-    Values that were written into memory count, sizes do not. The conditions on which the node runs
-    are listed separately.
+    Values written into memory count, sizes do not. The conditions under which the node runs are
+    listed separately.
 
     Args:
         trace: a `Trace`, or a model; then `inputs` are its inputs.
-        node: the name of a node of the mirror, a node path, the qualified name of a module (for
-            its output), `output` or a part of it, or several of these.
-        inputs: see `Call.of`; for a model.
+        node: the name of a mirror node, a node path, the qualified name of a module (for its
+            output), `output` or a part of it, or several of these.
+        inputs: for a model: see `Call.of`.
 
     Raises:
         NodePathError: there is no such node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -128,17 +128,17 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
 
 
 def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
-    """Return the nodes that are computed from a node's value, by the edges of the mirror.
+    """Return the nodes that are computed from a node's value, along the edges of the mirror.
 
     Args:
         trace: a `Trace`, or a model; then `inputs` are its inputs.
         node: see `ancestry`; inputs and parameters (by the names of the mirror, or qualified
             names) are nodes, too.
-        inputs: see `Call.of`; for a model.
+        inputs: for a model: see `Call.of`.
 
     Raises:
         NodePathError: there is no such node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -178,14 +178,13 @@ def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """Which elements of the inputs some elements of a value depend on.
+    """The elements of the inputs that some elements of a value depend on.
 
     Attributes:
         node: the value, by its name in the mirror.
-        masks: by input, True where an element counts.
-        coarse: by node of the mirror: ops all of whose output may depend on all of their inputs,
-            as far as is known, and why. Without such ops the field is exact along the recorded
-            path.
+        masks: by input; True for elements in the field.
+        coarse: by mirror node: ops whose whole output is assumed to depend on all of their inputs,
+            and why. Without such ops the field is exact along the recorded path.
         decisions: the branches and loops that decide whether the value is computed, and that
             depend on values of the inputs; they are not in the masks.
 
@@ -216,7 +215,7 @@ class ReceptiveField:
         return next(iter(self.masks.values()))
 
     def bounds(self, name: str | None = None) -> tuple[slice, ...] | None:
-        """Return the smallest block of an input that has the field in it; None if it is empty."""
+        """Return the smallest block of an input that contains the field; None if it is empty."""
         mask = self.mask if name is None else self.masks[name]
         places = mask.nonzero()
         if not len(places):
@@ -252,29 +251,29 @@ def receptive_field(
     """Return which elements of the inputs an element of a value depends on.
 
     Elements are followed op by op along the path that the model takes for these inputs, through
-    every op whose output they can change. All values that depend on the inputs are varied for
-    that, so that a relu that is 0 here, or the place of a maximum, hides nothing. Weights and
-    masks stay: a weight of zero, or a causal mask, lets nothing through. So the field is that of
-    the architecture with these weights, along this path, and not of the values; an op that undoes
+    every op whose output they can change. All values that depend on the inputs are varied for that,
+    so that a relu that is 0 here, or the position of a maximum, hides nothing. Weights and masks
+    stay fixed: a weight of zero, or a causal mask, lets nothing through. So the field belongs to
+    the architecture with these weights, along this path, not to the values; an op that undoes
     another one (a transform and its inverse) hides nothing either. The conditions of the path are
     listed in `decisions`.
 
     Args:
         model: a module or function. It is called once.
-        inputs: its inputs; see `Call.of`. Small ones are enough: the time grows with the number of
-            elements in the field.
-        index: the element, or elements, of the value, as an index of a tensor.
+        inputs: its inputs; see `Call.of`. Small inputs are enough: the time grows with the number
+            of elements in the field.
+        index: the element or elements of the value, as an index of a tensor.
         node: the value; see `ancestry`. It has to be one tensor.
         of: which inputs; None for all tensors of numbers.
         seed: of the random values.
 
     Returns:
-        A `ReceptiveField`. An element in a mask can change the element in question, unless there
-        are `coarse` ops on the way.
+        A `ReceptiveField`. An element in a mask can change the selected element, unless there are
+        `coarse` ops on the way.
 
     Raises:
         NodePathError: there is no such node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -403,10 +402,10 @@ def _left(place: Place, outcome: bool) -> Iterator[Span]:
 def _trace_of(model: Any, inputs: Any) -> Trace:
     if isinstance(model, Trace):
         if inputs is not None:
-            raise InputError("a trace has its inputs: leave inputs= out")
+            raise InputError("a trace has its inputs already: do not pass inputs=")
         return model
     if inputs is None:
-        raise InputError("give the inputs of the model with inputs=, or a trace")
+        raise InputError("pass the inputs of the model as inputs=, or pass a trace")
     call = Call.of(inputs)
     return run_trace(model, call.args, dict(call.kwargs), None)
 
@@ -471,11 +470,11 @@ def _ops_of(trace: Trace, node: Any) -> list[int]:
     """Return the ops whose outputs are the value of a node."""
     if isinstance(node, (list, tuple, set, frozenset)):
         if not node:
-            raise InputError("no node is given")
+            raise InputError("no node was given")
         return sorted({index for item in node for index in _ops_of(trace, item)})
     name = node.name if isinstance(node, NodeRef) else getattr(node, "_path", node)
     if not isinstance(name, str):
-        raise InputError(f"a node is given by a name or path, not by {node!r}")
+        raise InputError(f"a node has to be given by name or path, not by {node!r}")
     outputs = [(path, index) for path, index, _ in trace._tree.outputs if index is not None]
     name = name.replace("|", ".") if name.startswith("output|") else name
     found = [i for path, i in outputs if path == name or path.startswith(f"{name}.")]
@@ -528,10 +527,10 @@ def _sources(trace: Trace, of: str | Iterable[str] | None) -> dict[str, int]:
         wanted = [of] if isinstance(of, str) else list(of)
         wrong = [name for name in wanted if name not in inputs]
         if wrong:
-            raise InputError(f"no input is called {wrong[0]!r}; there are {', '.join(inputs)}")
+            raise InputError(f"no input is called {wrong[0]!r}; the inputs are {', '.join(inputs)}")
         found = {name: inputs[name] for name in wanted}
     if not found:
-        raise InputError("the model is given no tensors")
+        raise InputError("the model has no tensor inputs")
     return found
 
 
@@ -543,7 +542,7 @@ def _asked(trace: Trace, target: int, element: tuple[Any, ...], index: Any) -> T
     try:
         mask[index] = True
     except (IndexError, TypeError) as error:
-        raise InputError(f"{index!r} is no index into {tuple(meta.shape)}: {error}") from None
+        raise InputError(f"{index!r} is not an index into {tuple(meta.shape)}: {error}") from None
     if not mask.any():
-        raise InputError(f"{index!r} means no element of {tuple(meta.shape)}")
+        raise InputError(f"{index!r} selects no element of {tuple(meta.shape)}")
     return mask

@@ -1,4 +1,4 @@
-"""Steering vectors: directions from differences of means, and adding them while a model runs."""
+"""Steering vectors: differences of means, and adding them while a model runs."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ __all__ = ["Steering", "SteeringVectors", "steer", "steering_vector"]
 
 @dataclass(frozen=True)
 class SteeringVectors:
-    """Directions, by node path, and the means that they are differences of.
+    """Directions, by node path, and the means whose differences they are.
 
     Attributes:
-        vectors: a vector for each node, of the size of its last axis.
+        vectors: a vector for each node, with the size of its last axis.
         positive: the mean over the positive examples, in double precision.
         negative: the mean over the negative ones.
-        counts: how many examples each set has, positive first.
+        counts: the number of examples in each set, positive first.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -103,18 +103,18 @@ def steering_vector(
             `DataLoader`. A tuple is the arguments of one call.
         negative: the same for the other set.
         where: nodes; see `BendedModule.interject`. The output of each has to be one tensor.
-        position: which position of the second axis, for values of three and more axes (batch,
-            position, size); a slice for the mean over several; None for the mean over all
-            axes but the last; or a function of the value and the `Call` (which has the attention
-            mask, say) that returns a row for each example: (examples, size).
-        reduce: "mean", or a function of all rows of both sets, (examples, size) each, that
-            returns a vector. It needs all rows in memory.
+        position: the position on the second axis, for values with three or more axes (batch,
+            position, size); a slice for the mean over several; None for the mean over all axes but
+            the last; or a function of the value and the `Call` (to use its attention mask, for
+            example) that returns a row for each example: (examples, size).
+        reduce: "mean", or a function of all rows of both sets, (examples, size) each, that returns
+            a vector. The function needs all rows in memory.
 
     Returns:
         `SteeringVectors`, for each node and pass.
 
     Raises:
-        InputError: an option makes no sense, a set is empty, or the output of a node does not fit.
+        InputError: an option is invalid, a set is empty, or the output of a node does not fit.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -126,13 +126,14 @@ def steering_vector(
     """
     if reduce != "mean" and not callable(reduce):
         raise InputError(
-            f"reduce= is 'mean' or a function of the rows of both sets, not {reduce!r}"
+            f"reduce= has to be 'mean' or a function of the rows of both sets, not {reduce!r}"
         )
     if isinstance(position, bool) or not (
         position is None or isinstance(position, (int, slice)) or callable(position)
     ):
         raise InputError(
-            f"position= is a position, a slice, None or a function of the value, not {position!r}"
+            "position= has to be a position, a slice, None or a function of the value, not "
+            f"{position!r}"
         )
     bended = bended_of(model)
     one, other = (
@@ -213,7 +214,8 @@ def _rows(given: Any, call: Call, position: Any, path: str) -> Tensor:
         return value.flatten(1, -2).mean(1) if value.dim() > 2 else value
     if value.dim() < 3:
         raise InputError(
-            f"{path} gives {tuple(value.shape)}, which has no axis of positions: give position=None"
+            f"{path} has shape {tuple(value.shape)}, which has no axis of positions: pass "
+            "position=None"
         )
     try:
         taken = value[:, position]
@@ -222,7 +224,9 @@ def _rows(given: Any, call: Call, position: Any, path: str) -> Tensor:
             f"there is no position {position} in the output of {path}, {tuple(value.shape)}"
         ) from None
     if isinstance(position, slice) and not taken.shape[1]:
-        raise InputError(f"{position} is empty in the output of {path}, {tuple(value.shape)}")
+        raise InputError(
+            f"{position} selects nothing in the output of {path}, {tuple(value.shape)}"
+        )
     return taken.flatten(1, -2).mean(1) if taken.dim() > 2 else taken
 
 
@@ -274,8 +278,6 @@ class _Steps(Interjection):
 
 @dataclass(eq=False, repr=False)
 class _Adds(Interjection):
-    """Adds a vector."""
-
     vector: Tensor | Expression
     scale: Any
     positions: Any
@@ -291,8 +293,8 @@ class _Adds(Interjection):
             return None
         if not isinstance(output, Tensor):
             raise InterjectionError(
-                f"steer at {at.path}: it gives {describe(output)}; name the tensor in it, such as "
-                f"'{at.path}.output|sub_0'",
+                f"steer at {at.path}: the value is {describe(output)}; name the tensor in it, "
+                f"such as '{at.path}.output|sub_0'",
                 at.path,
             )
         vector: Any = value_of(self.vector)
@@ -376,8 +378,8 @@ def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
     """
     if value.dim() < 2:
         raise InterjectionError(
-            f"steer at {at.path}: {tuple(value.shape)} has no axis of positions; leave positions= "
-            "out",
+            f"steer at {at.path}: {tuple(value.shape)} has no axis of positions; do not pass "
+            "positions=",
             at.path,
         )
     if isinstance(positions, slice):
@@ -397,9 +399,9 @@ def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
     beyond = [p for p in listed if not -length <= p < length]
     if beyond:
         raise InterjectionError(
-            f"steer at {at.path}: there is no position {beyond[0]} among the {length} of this "
-            "pass; with a cache later passes only see new tokens: give steps='prompt', or "
-            "positions from the end",
+            f"steer at {at.path}: there is no position {beyond[0]}, this pass has {length}; "
+            "with a cache later passes only see new tokens: pass steps='prompt', or positions "
+            "from the end",
             at.path,
         )
     return slice(None), torch.tensor(listed, device=value.device)
@@ -435,10 +437,10 @@ class Steering(InsertionHandle):
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Within it, calls of the model are the steps of one generation, the first the prompt.
+        """Treat calls within this context as the steps of one generation, the first as the prompt.
 
         For loops written by hand: within `generate()`, and every other method of the model, steps
-        are counted anyway.
+        are always counted.
         """
         with self._counter.counted():
             yield
@@ -464,26 +466,26 @@ def steer(
 
     Args:
         model: a `BendedModule`.
-        vectors: a vector of the size of the last axis (or anything that can be added), or several
-            by node path. A `BendingParameter` can be changed while it is inserted.
-        where: the nodes, for one vector; see `BendedModule.interject`. Not for several.
+        vectors: a vector with the size of the last axis (or any value that can be added), or
+            several by node path. A `BendingParameter` can be changed while it is inserted.
+        where: the nodes, for one vector; see `BendedModule.interject`. Not allowed with several.
         scale: a number, or a `BendingParameter`.
-        positions: which positions of the second axis of the present pass's output: a number
-            (negative ones from the end), several, a slice, a mask of positions or of examples and
-            positions, or a function of the value that returns one of these. None for all. With a
-            cache, passes after the prompt have one position.
-        steps: in which calls of the model within one call of `generate` (or another method):
-            "all", "prompt" (the first one), "new" (the others), numbers counted from 0, a slice
-            (`slice(2, None)`: from step 2 on), or a function of the number. A call of the model
-            itself is a prompt; see `Steering.generation` for loops by hand.
-        normalise: "vector" (or True) to give the vector length 1 before it is scaled, "value"
-            to scale the sum to the length of the value before, position by position.
+        positions: the positions on the second axis of the current pass's output: a number (negative
+            ones from the end), several, a slice, a mask of positions or of examples and positions,
+            or a function of the value that returns one of these. None for all. With a cache, passes
+            after the prompt have one position.
+        steps: the calls of the model within one call of `generate` (or another method): "all",
+            "prompt" (the first one), "new" (the others), numbers counted from 0, a slice (`slice(2,
+            None)`: from step 2 on), or a function of the number. A direct call of the model is a
+            prompt; see `Steering.generation` for your own loops.
+        normalise: "vector" (or True) to scale the vector to length 1 first, "value" to scale the
+            sum to the length of the original value, position by position.
 
     Returns:
         A handle, which is also a context manager.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
         NodePathError: `where` matches no node.
 
     Example:
@@ -499,10 +501,10 @@ def steer(
     wanted = _by_place(vectors, where)
     chosen = _chooser(steps)
     if normalise not in (False, True, None, "vector", "value"):
-        raise InputError(f"normalise= is 'vector' or 'value', or False, not {normalise!r}")
+        raise InputError(f"normalise= has to be 'vector', 'value' or False, not {normalise!r}")
     norm = "vector" if normalise is True else normalise or None
     if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor, Expression)):
-        raise InputError(f"scale= is a number or a BendingParameter, not {scale!r}")
+        raise InputError(f"scale= has to be a number or a BendingParameter, not {scale!r}")
     _check_positions(positions)
     bended = required_bended(model, "what is steered")
     counter, group = _Steps(bended.model), InsertionGroup(bended)
@@ -518,20 +520,22 @@ def _by_place(vectors: Any, where: Any) -> list[tuple[Any, Any]]:
         vectors = own if where is None else vectors.vector
     if isinstance(vectors, Mapping):
         if not vectors:
-            raise InputError("there are no vectors")
+            raise InputError("no vectors were given")
         if where is not None:
-            raise InputError("vectors by node path say where themselves: leave where= out")
+            raise InputError("vectors by node path already name their nodes: do not pass where=")
         found = list(vectors.items())
     elif where is None:
-        raise InputError("say with where= at which nodes the vector is to be added")
+        raise InputError("pass the nodes at which to add the vector as where=")
     else:
         found = [(where, vectors)]
     for _, vector in found:
         if not isinstance(vector, (Tensor, Expression)):
-            raise InputError(f"a steering vector is a tensor or a BendingParameter, not {vector!r}")
+            raise InputError(
+                f"a steering vector has to be a tensor or a BendingParameter, not {vector!r}"
+            )
         value = value_of(vector)
         if not isinstance(value, Tensor) or not value.dim():
-            raise InputError(f"a steering vector has at least one axis, and {value!r} has none")
+            raise InputError(f"a steering vector needs at least one axis, and {value!r} has none")
     return found
 
 
@@ -572,6 +576,7 @@ def _chooser(steps: Any) -> Callable[[int], bool]:
     elif callable(steps):
         return lambda number: bool(steps(number))
     raise InputError(
-        "steps= is 'all', 'prompt', 'new', numbers counted from 0, a slice without negative "
-        f"numbers, or a function of the number, not {steps!r}: nobody knows the last step yet"
+        "steps= has to be 'all', 'prompt', 'new', numbers counted from 0, a slice without "
+        f"negative numbers, or a function of the number, not {steps!r}: the last step is not "
+        "known in advance"
     )

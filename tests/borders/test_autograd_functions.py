@@ -129,7 +129,7 @@ class Inner(Function):
 
 # Since torch 2.14, `apply` is written in C, and one that was taken before a run goes past it.
 exchanged = isinstance(vars(Function)["apply"], classmethod)
-takes = border.replays if exchanged else border.live(r"\w+\.apply, taken before the run,")
+takes = border.replays if exchanged else border.live(r"\w+\.apply, saved before the run,")
 
 doubled, saves, in_place, once = Doubled.apply, Saves.apply, InPlace.apply, Once.apply
 
@@ -214,7 +214,7 @@ def in_place_whose_apply_was_taken_before(x: Tensor) -> Tensor:
 past_apply = super(torch.autograd.function._SingleLevelFunction, InPlace).apply
 
 
-@border.live(r"InPlace\.apply, taken before the run,")
+@border.live(r"InPlace\.apply, saved before the run,")
 def in_place_past_apply(x: Tensor) -> Tensor:
     y = x.exp()
     return past_apply(y) * y

@@ -72,25 +72,25 @@ class _Shifted(UnitStatistic):
 class Moments(_Shifted):
     """Mean, variance, and for `order=4` skewness and kurtosis, of each unit of a stream.
 
-    Deviations from a fixed value near the data (the mean of the first rows) are added up in
-    float64, and sums of their powers are joined by the formulae of Chan, Golub and LeVeque
-    (Updating formulae and a pairwise algorithm for computing sample variances, 1979) and of Pébay
-    (Formulas for robust, one-pass parallel computation of covariances and arbitrary-order
-    statistical moments, 2008). So results are those of two passes over all rows, up to rounding,
-    however the rows come in batches, and also where the mean is large and the variance small.
+    Deviations from a fixed value near the data (the mean of the first rows) are summed in float64,
+    and sums of their powers are combined by the formulae of Chan, Golub and LeVeque (Updating
+    formulae and a pairwise algorithm for computing sample variances, 1979) and of Pébay (Formulas
+    for robust, one-pass parallel computation of covariances and arbitrary-order statistical
+    moments, 2008). So results equal those of two passes over all rows, up to rounding, however the
+    rows are split into batches, and also if the mean is large and the variance small.
 
-    A nan or an infinity in a unit gives what numpy gives: a nan, or an infinite mean.
+    A nan or an infinity in a unit has the same result as in numpy: a nan, or an infinite mean.
 
     Args:
         order: 1 for the mean alone, 2, or 4.
-        correction: subtracted from the count in the divisor of the variance: 1 for the estimate
-            without bias, as `torch.var`; 0 as `numpy.var`.
+        correction: subtracted from the count in the divisor of the variance: 1 for the unbiased
+            estimate, as in `torch.var`; 0 as in `numpy.var`.
 
     Attributes:
         count: the number of rows.
 
     Raises:
-        InputError: the order is another number.
+        InputError: the order is not one of these.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -106,7 +106,7 @@ class Moments(_Shifted):
     def __init__(self, order: int = 2, correction: int = 1) -> None:
         super().__init__()
         if order not in (1, 2, 4):
-            raise InputError(f"order={order!r}: moments are kept up to order 1, 2 or 4")
+            raise InputError(f"order={order!r}: moments are supported up to order 1, 2 or 4")
         self.order = order
         self.correction = correction
 
@@ -142,7 +142,7 @@ class Moments(_Shifted):
         return made
 
     def result(self) -> Any:
-        """Return the count and the moments by name, as float64 of the shape of the units."""
+        """Return the count and the moments by name, as float64 with the shape of the units."""
         found: dict[str, Any] = {"count": self.count, "mean": self.mean}
         if self.order > 1:
             found["var"] = self.variance()
@@ -152,15 +152,15 @@ class Moments(_Shifted):
 
     @property
     def total(self) -> Tensor:
-        """The sum; 0 where there was nothing."""
+        """The sum; 0 without rows."""
         shift = self._known()
         return torch.zeros_like(shift) if self.count == 0 else shift * self.count + self._sums[0]
 
     def variance(self, correction: int | None = None) -> Tensor:
-        """Return the variance; nan where there are not more rows than `correction`.
+        """Return the variance; nan if there are not more rows than `correction`.
 
         Args:
-            correction: as for the constructor; None for the one given there.
+            correction: as for the constructor; None for the constructor's value.
         """
         self._require(2)
         shift, correction = self._known(), self.correction if correction is None else correction
@@ -170,21 +170,23 @@ class Moments(_Shifted):
 
     @property
     def skewness(self) -> Tensor:
-        """The third standardised moment, as `scipy.stats.skew`; nan where all is one value."""
+        """The third standardised moment, as in `scipy.stats.skew`; nan if all values are equal."""
         self._require(4)
         second = self.variance(0)
         return self._sums[2] / self.count / second**1.5 if self.count else second
 
     @property
     def kurtosis(self) -> Tensor:
-        """The fourth standardised moment less 3, as `scipy.stats.kurtosis`; nan likewise."""
+        """The fourth standardised moment minus 3, as in `scipy.stats.kurtosis`; nan likewise."""
         self._require(4)
         second = self.variance(0)
         return self._sums[3] / self.count / second**2 - 3 if self.count else second
 
     def _require(self, order: int) -> None:
         if self.order < order:
-            raise InputError(f"this needs moments of order {order}, kept are {self.order}")
+            raise InputError(
+                f"this needs moments of order {order}, but only order {self.order} is kept"
+            )
 
 
 class Mean(Moments):
@@ -229,10 +231,10 @@ class Variance(Moments):
 
 
 class Covariance(_Shifted):
-    """The covariance matrix of the units of a stream, as `numpy.cov` of all of it.
+    """The covariance matrix of the units of a stream, as `numpy.cov` returns for all rows.
 
-    Rows of several dimensions are flattened. Sums are kept as by `Moments`; memory grows with
-    the square of the number of units.
+    Rows with several dimensions are flattened. Sums are kept as in `Moments`; memory grows with the
+    square of the number of units.
 
     Args:
         correction: subtracted from the count in the divisor.
@@ -258,7 +260,7 @@ class Covariance(_Shifted):
     def _checked(self, rows: Tensor) -> Tensor:
         units = rows.new_empty(rows.shape[1:]).numel()
         if rows.dim() and self._shape not in (None, (units,)):
-            raise InputError(f"so far there were {self._shape[0]} units, now there are {units}")
+            raise InputError(f"there were {self._shape[0]} units so far, but now there are {units}")
         return super()._checked(rows.reshape(rows.shape[0], units) if rows.dim() else rows)
 
     def _sums_of(self, away: Tensor) -> list[Tensor]:
@@ -276,7 +278,7 @@ class Covariance(_Shifted):
         return self._sums[1].clone() if self._sums else torch.zeros(())
 
     def result(self) -> Tensor:
-        """Return the matrix, (units, units); nan where there are too few rows."""
+        """Return the matrix, (units, units); nan if there are too few rows."""
         if self.count <= self.correction:
             return torch.full_like(self.comoment, torch.nan)
         return self.comoment / (self.count - self.correction)

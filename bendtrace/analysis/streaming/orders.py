@@ -20,7 +20,7 @@ __all__ = ["Histogram", "MinMax", "Quantiles", "TopK", "even_edges"]
 class MinMax(UnitStatistic):
     """The smallest and the largest value of each unit, exactly, in the dtype of the values.
 
-    A unit with a nan has nan, as `numpy.min` gives.
+    A unit with a nan has nan, as in `numpy.min`.
 
     Attributes:
         count: the number of rows.
@@ -54,7 +54,7 @@ class MinMax(UnitStatistic):
         self._add([item.clone() for item in other._ends], other.count)
 
     def result(self) -> dict[str, Tensor]:
-        """Return `min` and `max`, of the shape of the units; nan where there was nothing."""
+        """Return `min` and `max`, with the shape of the units; nan without rows."""
         nothing = torch.full(self._shape or (), torch.nan)
         low, high = self._ends or (nothing, nothing)
         return {"min": low.clone(), "max": high.clone()}
@@ -63,19 +63,19 @@ class MinMax(UnitStatistic):
 class TopK(UnitStatistic):
     """The k largest values of each unit, exactly, with the samples that they came from.
 
-    Of equal values those of the smaller sample number come first, then those of the smaller
-    position within a sample; so the kept values depend neither on batches nor on the order of
-    merging, as long as sample numbers tell the rows apart. A nan is no value here, and left out.
+    Equal values are ordered by sample number, then by position within the sample; so the kept
+    values depend neither on batches nor on the order of merging, as long as sample numbers identify
+    the rows. Nan is left out.
 
     Args:
-        k: how many.
-        largest: whether the largest, or the smallest.
+        k: the number of values.
+        largest: whether to keep the largest or the smallest values.
 
     Attributes:
         count: the number of rows.
 
     Raises:
-        InputError: k is no positive whole number.
+        InputError: k is not a positive integer.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -97,23 +97,23 @@ class TopK(UnitStatistic):
     def update(
         self, rows: Tensor, samples: Tensor | None = None, positions: Tensor | None = None
     ) -> None:
-        """Take in rows.
+        """Add rows.
 
         Args:
             rows: `(n, *shape)`.
-            samples: (n,) which sample each is of, from 0 on; None for those that count on.
-            positions: (n,) or `(n, *shape)`, where in its sample each is; None for 0.
+            samples: (n,) the sample of each row, from 0; None continues the count.
+            positions: (n,) or `(n, *shape)`, the position of each within its sample; None for 0.
 
         Raises:
-            InputError: the shapes do not fit, or a number of a sample is negative.
+            InputError: the shapes do not fit, or a sample number is negative.
         """
         rows, count = self._checked(rows), rows.shape[0]
         if samples is None:
             samples = torch.arange(self.count, self.count + count)
         if samples.shape != (count,) or (count and int(samples.min()) < 0):
             raise InputError(
-                f"there are {count} rows, so samples= are {count} numbers from 0 on; got the shape "
-                f"{tuple(samples.shape)}, the smallest {_least_of(samples)}"
+                f"there are {count} rows, so samples= has to be {count} numbers from 0; got "
+                f"shape {tuple(samples.shape)}, the smallest {_least_of(samples)}"
             )
         if rows.dtype == torch.bool:
             rows = rows.to(torch.uint8)
@@ -198,8 +198,8 @@ class TopK(UnitStatistic):
     def result(self) -> dict[str, Any]:
         """Return `values`, `samples` and `positions`, `(k, *shape)`, in order.
 
-        There are fewer than k where there were fewer rows. Where nan left too few, values are nan,
-        and the number of the sample is -1.
+        There are fewer than k if there were fewer rows. If nan leaves too few, the missing values
+        are nan, with the sample number -1.
         """
         if not self._kept:
             shape = (0, *(self._shape or ()))
@@ -221,24 +221,27 @@ def even_edges(bins: int, low: float, high: float) -> Tensor:
     """Return the edges of bins of equal width, (bins + 1,), as `numpy.linspace` does.
 
     Raises:
-        InputError: there is no bin, or no width.
+        InputError: there are no bins, or they have no width.
 
     Example:
         >>> even_edges(2, 0.0, 1.0)
         tensor([0.0000, 0.5000, 1.0000], dtype=torch.float64)
     """
     if type(bins) is not int or bins < 1 or not low < high or not math.isfinite(high - low):
-        raise InputError(f"{bins!r} bins from {low!r} to {high!r}: at least one, of some width")
+        raise InputError(
+            f"{bins!r} bins from {low!r} to {high!r}: at least one bin with a positive width is "
+            "needed"
+        )
     edges = torch.arange(bins + 1, dtype=torch.float64) * ((high - low) / bins) + low
     edges[-1] = high
     return edges
 
 
 class Histogram(UnitStatistic):
-    """How many values of each unit are in each bin, as whole numbers, as `numpy.histogram` counts.
+    """The number of values of each unit in each bin, as integers, as in `numpy.histogram`.
 
-    A bin includes its lower edge and not its upper one, but the last one includes both. What lies
-    outside is counted as `below` and `above` (infinities there, too), and nan as `nan`.
+    A bin includes its lower edge but not its upper one; only the last one includes both. Values
+    outside are counted as `below` and `above` (including infinities), and nan as `nan`.
 
     Args:
         edges: (bins + 1,), ascending.
@@ -263,9 +266,9 @@ class Histogram(UnitStatistic):
         super().__init__()
         found = torch.as_tensor(edges, dtype=torch.float64).detach().cpu().clone()
         if found.dim() != 1 or len(found) < 2 or not found.isfinite().all():
-            raise InputError(f"edges= are at least two finite numbers, not {edges!r}")
+            raise InputError(f"edges= has to be at least two finite numbers, not {edges!r}")
         if not bool((found.diff() > 0).all()):
-            raise InputError(f"edges= ascend, each larger than the one before: {edges!r}")
+            raise InputError(f"edges= have to be ascending: {edges!r}")
         self.edges = found
         self._counts: Tensor | None = None  # (units, bins + 3): below, bins, above, nan
 
@@ -307,20 +310,20 @@ class Histogram(UnitStatistic):
 
 
 class Quantiles(UnitStatistic):
-    """Quantiles of each unit: exact while there are fewer than `2 * size` rows, bounded after.
+    """Quantiles of each unit: exact below `2 * size` rows, with a bounded error after.
 
-    Values wait in a buffer. When there are `2 * size`, they are sorted, and of each two neighbours
-    one moves to the next buffer, where it counts for both, and so on. Whether it is the
+    Values are collected in a buffer. When there are `2 * size`, they are sorted, and one of every
+    two neighbours moves to the next buffer, where it counts for both, and so on. Whether it is the
     first or the second alternates. Taking one of two neighbours of weight w moves the rank of any
-    value by at most w, and these are added up: `rank_error` is a bound that is never exceeded, not
-    one that holds with some probability (Manku, Rajagopalan and Lindsay, Approximate medians and
-    other quantiles in one pass and with limited memory, 1998; Agarwal et al., Mergeable summaries,
-    2012). It is at most `levels / (2 * size)` of the rows, with `levels = log2(rows / size)`: 0.5%
-    for a million rows and 1024, and less for large batches. At most `2 * size * levels` values are
-    kept for each unit.
+    value by at most w, and these errors are summed: `rank_error` is a bound that is never exceeded,
+    not one that holds with some probability (Manku, Rajagopalan and Lindsay, Approximate medians
+    and other quantiles in one pass and with limited memory, 1998; Agarwal et al., Mergeable
+    summaries, 2012). It is at most `levels / (2 * size)` of the rows, with `levels = log2(rows /
+    size)`: 0.5% for a million rows and 1024, and less for large batches. At most `2 * size *
+    levels` values are kept for each unit.
 
-    The same rows in the same batches always give the same. The largest and smallest value are
-    exact. A unit with a nan has nan, as with `numpy.quantile`.
+    The same rows in the same batches always have the same results. The largest and smallest value
+    are exact. A unit with a nan has nan, as in `numpy.quantile`.
 
     Args:
         size: how many values are kept at each level; more is more precise.
@@ -329,7 +332,7 @@ class Quantiles(UnitStatistic):
         count: the number of rows.
 
     Raises:
-        InputError: the size is no whole number from 2 on.
+        InputError: the size is not an integer of at least 2.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -356,7 +359,7 @@ class Quantiles(UnitStatistic):
     def rank_error(self) -> float:
         """The bound on the error of the rank of a result, as a fraction of the rows; 0 if exact.
 
-        At rank q there is a value whose true rank is between `q - rank_error` and `q + rank_error`.
+        The value returned for rank q has a true rank between `q - rank_error` and `q + rank_error`.
         """
         return self._error / self.count if self.count else 0.0
 
@@ -411,17 +414,17 @@ class Quantiles(UnitStatistic):
     def at(self, ranks: Sequence[float] | Tensor) -> Tensor:
         """Return the values at some ranks, `(len(ranks), *shape)`, float64; nan without rows.
 
-        Between two values it is interpolated linearly, as `numpy.quantile` does.
+        Values between two others are interpolated linearly, as in `numpy.quantile`.
 
         Args:
             ranks: from 0 for the smallest to 1 for the largest.
 
         Raises:
-            InputError: a rank is outside of that.
+            InputError: a rank is outside 0 to 1.
         """
         wanted = torch.as_tensor(ranks, dtype=torch.float64).cpu()
         if wanted.dim() != 1 or not bool(((wanted >= 0) & (wanted <= 1)).all()):
-            raise InputError(f"ranks are a list of numbers from 0 to 1, not {ranks!r}")
+            raise InputError(f"ranks have to be a list of numbers from 0 to 1, not {ranks!r}")
         if self.count == 0:
             return torch.full((len(wanted), *(self._shape or ())), torch.nan, dtype=torch.float64)
         values = torch.cat(self._levels)
@@ -451,7 +454,7 @@ class Quantiles(UnitStatistic):
         return ordered.gather(0, position)[0]
 
     def result(self) -> dict[str, Any]:
-        """Return the quartiles, `(5, *shape)`, with smallest and largest, and the bound."""
+        """Return the quartiles, `(5, *shape)`, including smallest and largest, and the bound."""
         ranks = [0.0, 0.25, 0.5, 0.75, 1.0]
         return {"quantiles": self.at(ranks), "rank_error": self.rank_error}
 

@@ -1,4 +1,4 @@
-"""The base of statistics of a stream: they take in rows, are merged, saved, and have a result."""
+"""The base of statistics of a stream: they add rows, merge, save, and have a result."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Statistic:
         Statistic._kinds[f"{cls.__module__}.{cls.__qualname__}"] = cls
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows.
+        """Add rows.
 
         Args:
-            rows: `(n, *shape)`; one row for each sample, n may be 0.
+            rows: `(n, *shape)`; one row for each sample; n may be 0.
         """
         raise NotImplementedError
 
@@ -56,7 +56,7 @@ class Statistic:
         """Add the rows of another statistic of the same kind and settings.
 
         Raises:
-            InputError: it cannot be added.
+            InputError: it cannot be merged.
         """
         raise NotImplementedError
 
@@ -69,7 +69,7 @@ class Statistic:
         return copy.deepcopy(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
         vars(self).update(copy.deepcopy(state))
 
     def __repr__(self) -> str:
@@ -77,10 +77,10 @@ class Statistic:
 
 
 class UnitStatistic(Statistic):
-    """A statistic of each unit of rows of one shape.
+    """A statistic of each unit, for rows of one shape.
 
-    Subclasses name their settings in `_settings`, take in rows of the right shape in `_take`, and
-    those of another one, which has some, in `_join`.
+    Subclasses name their settings in `_settings`, add rows of the right shape in `_take`, and merge
+    another non-empty statistic in `_join`.
     """
 
     _settings: ClassVar[tuple[str, ...]] = ()
@@ -90,10 +90,10 @@ class UnitStatistic(Statistic):
         self._shape: tuple[int, ...] | None = None
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, `(n, *shape)`.
+        """Add rows, `(n, *shape)`.
 
         Raises:
-            InputError: they are of another shape than the ones before.
+            InputError: their shape differs from that of earlier rows.
         """
         rows = self._checked(rows)
         self._shape = tuple(rows.shape[1:])
@@ -104,12 +104,13 @@ class UnitStatistic(Statistic):
 
     def _checked(self, rows: Tensor) -> Tensor:
         if rows.dim() == 0:
-            raise InputError("rows have a dimension that counts them: give (n, *shape)")
+            raise InputError("rows need a dimension that counts them: pass (n, *shape)")
         shape = tuple(rows.shape[1:])
         if self._shape is not None and shape != self._shape:
             raise InputError(
-                f"so far there was a statistic for each of {self._shape}, now there are values for "
-                f"each of {shape}: keep only dimensions that stay the same, keep=-1 or keep=()"
+                f"the statistic has units of shape {self._shape} so far, but these values have "
+                f"{shape}: keep only dimensions whose sizes stay the same, such as keep=-1 or "
+                "keep=()"
             )
         return rows.detach()
 
@@ -117,7 +118,7 @@ class UnitStatistic(Statistic):
         """Add the rows of another one.
 
         Raises:
-            InputError: it has other settings, or its rows are of another shape.
+            InputError: it has other settings, or its rows have another shape.
         """
         for name in self._settings:
             self._require_same(name, getattr(self, name), getattr(other, name))
@@ -133,7 +134,7 @@ class UnitStatistic(Statistic):
         if isinstance(mine, Tensor):
             mine, theirs = mine.tolist(), theirs.tolist()
         if mine != theirs:
-            raise InputError(f"{name} is {mine} here and {theirs} there: these cannot be merged")
+            raise InputError(f"{name} is {mine} here and {theirs} there: the two cannot be merged")
 
     def _join(self, other: Self) -> None:
         raise NotImplementedError
@@ -154,7 +155,7 @@ class Count(Statistic):
         self.count = 0
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, `(n, *shape)`."""
+        """Add rows, `(n, *shape)`."""
         self.count += rows.shape[0]
 
     def merge(self, other: Self) -> None:
@@ -167,7 +168,7 @@ class Count(Statistic):
 
 
 class Tally(UnitStatistic):
-    """The number of true rows of each unit, as whole numbers.
+    """The number of true rows of each unit, as integers.
 
     Attributes:
         count: the number of rows.
@@ -197,7 +198,7 @@ class Tally(UnitStatistic):
             self._add(other._true, other.count)
 
     def result(self) -> Tensor:
-        """Return the number of true rows, int64 of the shape of the units."""
+        """Return the number of true rows, int64 with the shape of the units."""
         return torch.zeros((), dtype=torch.int64) if self._true is None else self._true.clone()
 
 
@@ -209,8 +210,8 @@ def merge_states(state: Any, other: Any) -> None:
     """
     if type(state) is not type(other):
         raise InputError(
-            f"a {type(other).__name__} cannot be added to a {type(state).__name__}: states are of "
-            "the same kind"
+            f"a {type(other).__name__} cannot be added to a {type(state).__name__}: states "
+            "need the same type"
         )
     if isinstance(state, Statistic):
         state.merge(other)
@@ -225,13 +226,13 @@ def merge_states(state: Any, other: Any) -> None:
             merge_states(one, another)
     else:
         raise InputError(
-            f"how to add a {type(state).__name__} is not known: keep a `Statistic` in the state, "
-            "or override `merge_state`"
+            f"cannot merge a {type(state).__name__}: keep a `Statistic` in the state, or "
+            "override `merge_state`"
         )
 
 
 def encoded(state: Any) -> Any:
-    """Return a state as plain containers of tensors and numbers, which `torch.load` takes.
+    """Return a state as plain containers of tensors and numbers, which `torch.load` accepts.
 
     Example:
         >>> encoded({"seen": Count()})
@@ -250,10 +251,10 @@ def encoded(state: Any) -> Any:
 
 
 def decoded(plain: Any) -> Any:
-    """Return the state that `encoded` was given; lists and tuples come back as lists.
+    """Return the state that `encoded` received; tuples come back as lists.
 
     Raises:
-        InputError: it holds a kind of statistic that is not known here.
+        InputError: it contains an unknown kind of statistic.
 
     Example:
         >>> decoded(encoded([Count()]))
@@ -263,7 +264,8 @@ def decoded(plain: Any) -> Any:
         kind = Statistic._kinds.get(plain["statistic"])
         if kind is None:
             raise InputError(
-                f"a statistic {plain['statistic']} is not known: import the module that defines it"
+                f"unknown kind of statistic, {plain['statistic']}: import the module that "
+                "defines it"
             )
         made = kind.__new__(kind)
         made.load_state_dict(plain["values"])

@@ -1,1 +1,1 @@
-"""Bending: callbacks that change activations and weights, chosen by the names of these."""
+"""Bending: callbacks that change activations and weights, selected by name."""

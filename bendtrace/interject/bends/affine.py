@@ -23,10 +23,10 @@ class Bias(Bend):
     """Adds a number.
 
     Args:
-        bias: a number, a parameter, or a tensor that goes with what is bent.
+        bias: a number, a parameter, or a tensor that broadcasts with the value.
 
     Raises:
-        InputError: something given is no number, parameter or tensor.
+        InputError: an argument is not a number, parameter or tensor.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -50,13 +50,13 @@ class Bias(Bend):
 
 
 class Scale(Bend):
-    """Multiplies with a number.
+    """Multiplies by a number.
 
     Args:
-        scale: a number, a parameter, or a tensor that goes with what is bent.
+        scale: a number, a parameter, or a tensor that broadcasts with the value.
 
     Raises:
-        InputError: something given is no number, parameter or tensor.
+        InputError: an argument is not a number, parameter or tensor.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -80,14 +80,14 @@ class Scale(Bend):
 
 
 class Affine(Bend):
-    """Multiplies with one number and adds another.
+    """Multiplies by one number and adds another.
 
     Args:
-        bias: what to add.
-        scale: what to multiply with, before that.
+        bias: the summand.
+        scale: the factor, applied first.
 
     Raises:
-        InputError: something given is no number, parameter or tensor.
+        InputError: an argument is not a number, parameter or tensor.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -132,7 +132,7 @@ def checked(name: str, value: Any) -> Any:
     """Return an argument that has to be a number, a tensor or an expression."""
     if not isinstance(value, (numbers.Number, Tensor, Expression)):
         raise InputError(
-            f"{name} is a number, a tensor or a BendingParameter, not {value!r} "
+            f"{name} has to be a number, a tensor or a BendingParameter, not {value!r} "
             f"({type(value).__name__})"
         )
     return value

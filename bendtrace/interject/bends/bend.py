@@ -27,11 +27,11 @@ __all__ = ["Bend", "CallbackChain", "bent"]
 class Bend(Interjection):
     """A callback that changes a tensor: an activation, or a weight.
 
-    Subclasses override `bend`. Where a node gives a container, each tensor of floating or
-    complex numbers in it is bent; other tensors, and what is no tensor, stay as they are. To be
-    saved in files and shown, a callback keeps each argument of its constructor as an attribute
-    of that name. One that looks at nothing of the model but the tensor says so by
-    `self_contained = True` (see `Interjection`). Called by itself, it bends a value right away.
+    Subclasses override `bend`. If the output of a node is a container, each floating-point or
+    complex tensor in it is bent; other values stay as they are. To be saved and printed, a callback
+    keeps each argument of its constructor as an attribute of the same name. A callback that uses
+    nothing of the model but the tensor says so with `self_contained = True` (see `Interjection`).
+    Calling a callback bends a value immediately.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -45,19 +45,19 @@ class Bend(Interjection):
     """
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
-        """Return what a tensor becomes.
+        """Return the new value of a tensor.
 
         Args:
-            tensor: the tensor. It is not to be written to.
-            at: which node it comes from; `at.path` names the tensor, also inside a container.
+            tensor: the tensor, which must not be changed in place.
+            at: the node; `at.path` names the tensor, also inside a container.
         """
         raise NotImplementedError
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Bend what a node gave.
+        """Bend the output of a node.
 
         Raises:
-            BendError: if there is nothing in it that can be bent.
+            BendError: it contains no tensor that can be bent.
         """
         met = False
 
@@ -70,8 +70,8 @@ class Bend(Interjection):
         made = replaced(output, at, change)
         if not met:
             raise BendError(
-                f"{self!r} bends tensors of floating or complex numbers, and {_place(at.path)} "
-                f"gave {_described(output)}",
+                f"{self!r} bends floating-point and complex tensors, and {_place(at.path)} "
+                f"returned {_described(output)}",
                 at.path,
             )
         return made
@@ -94,25 +94,25 @@ class Bend(Interjection):
                 cls.effect_of_bend = Bend.effect_of_bend  # type: ignore[method-assign]
 
     def __call__(self, value: Any, path: str = "") -> Any:
-        """Return what a value becomes.
+        """Return the bent value.
 
         Args:
             value: a tensor, or a container of tensors.
-            path: the node to take it for; what is drawn once for each node goes by it.
+            path: the node path to use; random numbers that are drawn once per node depend on it.
         """
         return self.after(NodePass(path), Inputs(()), value)
 
     def reset(self) -> None:
-        """Forget what was drawn or kept for the nodes so far."""
+        """Forget the numbers drawn and values kept so far."""
 
     @property
     def label(self) -> str:
-        """What reports and graphs call it."""
+        """The name in reports and graphs."""
         return repr(self)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the constructor was given, by name; without what has its default value."""
+        """The constructor's arguments by name, without those that have their default value."""
         found = {}
         for name, argument in inspect.signature(type(self)).parameters.items():
             if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
@@ -129,7 +129,7 @@ class Bend(Interjection):
 
     @property
     def parameters(self) -> list[BendingParameter]:
-        """The parameters among its arguments."""
+        """The parameters among the arguments."""
         return parameters_in(self.arguments.values())
 
     def __rshift__(self, other: Any) -> CallbackChain:
@@ -147,16 +147,16 @@ class Bend(Interjection):
 
 
 class CallbackChain(Bend):
-    """Callbacks one after the other: `a >> b` bends with `a`, and what that gives with `b`.
+    """Callbacks in sequence: `a >> b` bends with `a`, then bends the result with `b`.
 
     Args:
-        *callbacks: the callbacks; chains among them are taken apart.
+        *callbacks: the callbacks; nested chains are flattened.
 
     Attributes:
         callbacks: the callbacks in the order in which they bend.
 
     Raises:
-        InputError: one of them is no bending callback.
+        InputError: one of them is not a bending callback.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -170,7 +170,7 @@ class CallbackChain(Bend):
     def __init__(self, *callbacks: Bend) -> None:
         for callback in callbacks:
             if not isinstance(callback, Bend):
-                raise InputError(f"a chain is made of bending callbacks; {callback!r} is none")
+                raise InputError(f"a chain takes bending callbacks, not {callback!r}")
         self.callbacks: tuple[Bend, ...] = tuple(_flat(callbacks))
         self.observes = all(callback.observes for callback in self.callbacks)
         self.self_contained = all(callback.self_contained for callback in self.callbacks)
@@ -187,7 +187,7 @@ class CallbackChain(Bend):
         return made
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
-        """Return what a tensor becomes."""
+        """Return the new value of a tensor."""
         for callback in self.callbacks:
             tensor = bent(callback, tensor, at)
         return tensor
@@ -207,12 +207,12 @@ class CallbackChain(Bend):
 
 
 def bent(callback: Bend, tensor: Tensor, at: NodePass) -> Tensor:
-    """Return what a callback makes of a tensor, which has to be a tensor again."""
+    """Return the result of a callback for a tensor, which has to be a tensor again."""
     made = value_of(callback.bend(tensor, at))  # `tensor * parameter` is an expression
     if not isinstance(made, Tensor):
         raise BendError(
-            f"{callback!r} has to make a tensor of what {_place(at.path)} gave, "
-            f"and it made {_described(made)}",
+            f"{callback!r} has to return a tensor for the value of {_place(at.path)}, but it "
+            f"returned {_described(made)}",
             at.path,
         )
     return made
@@ -241,7 +241,7 @@ def _short(value: Any) -> str:
 
 
 def _place(path: str) -> str:
-    return f"node {path!r}" if path else "what it was called with"
+    return f"node {path!r}" if path else "the argument"
 
 
 def _described(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Bending a model: callbacks at activations and weights that are chosen by name."""
+"""Bending a model: callbacks at activations and weights that are selected by name."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Bending:
     """The bends of one model.
 
     Args:
-        owner: what the callbacks are inserted in.
-        known: what is known of the model.
+        owner: where the callbacks are inserted.
+        known: the recorded runs of the model.
 
     Attributes:
         versions: the versions of the model's weights.
@@ -86,13 +86,13 @@ class Bending:
         """Bend activations and weights from now on (see `BendedModule.bend`)."""
         if isinstance(callback, BendingConfig):
             if where:
-                raise InputError("a configuration says itself what it bends: give it alone")
+                raise InputError("a configuration already contains its patterns: pass it alone")
             specs = list(callback)
         else:
             specs = [BendSpec(_as_bend(callback), tuple(flat(where)), weights, activations)]
         for spec in specs:
             if not spec.where:
-                raise InputError("say what to bend, by patterns of names for one")
+                raise InputError("pass patterns for the names of what to bend")
         specs = [self._catalogue.named(spec) for spec in specs]
         for spec in specs:
             if not allow_none:
@@ -103,13 +103,13 @@ class Bending:
         return BendHandle(sources, self._sources.remove)
 
     def reset(self, *what: Any) -> None:
-        """Bend no more.
+        """Stop bending.
 
         Args:
-            *what: callbacks, and names or patterns of what is bent; without any, everything.
+            *what: callbacks, and names or patterns of bent values; without any, everything.
 
         Raises:
-            InputError: nothing of the kind is bent.
+            InputError: nothing that is bent matches.
         """
         if not what:
             self._sources.set(())
@@ -120,11 +120,11 @@ class Bending:
         self._sources.set(left)
 
     def update(self, name: str | None = None, value: Value | None = None) -> None:
-        """Set a parameter, or look anew at what the patterns mean.
+        """Set a parameter, or match the patterns again.
 
         Args:
-            name: which parameter; None for none.
-            value: what it stands for from now on.
+            name: the name of the parameter; None for none.
+            value: its new value.
 
         Raises:
             InputError: no callback has a parameter of that name, or the value is not in its range.
@@ -136,7 +136,7 @@ class Bending:
         if name not in known:
             raise InputError(f"no callback has a parameter {name!r}; {near(name, known)}")
         if value is None:
-            raise InputError(f"say what parameter {name!r} is to stand for")
+            raise InputError(f"pass a value for parameter {name!r}")
         known[name].value = value
 
     @property
@@ -151,18 +151,18 @@ class Bending:
         return list(dict.fromkeys(source.spec.callback for source in self._sources))
 
     def bended_keys(self) -> list[str]:
-        """Return the names of what is bent: node paths, and names of the state dict."""
+        """Return the names of everything that is bent: node paths, and names of the state dict."""
         return list(dict.fromkeys(key for source in self._sources for key in self._keys(source)))
 
     @contextmanager
     def capture(self, *callbacks: Capture) -> Iterator[None]:
-        """Have capturing callbacks keep what they see, within a `with` statement.
+        """Make capturing callbacks keep the values they see, within a `with` statement.
 
         Args:
-            *callbacks: which ones; without any, all that bend the model.
+            *callbacks: which callbacks; without any, all that bend the model.
 
         Raises:
-            InputError: one of them captures nothing of this model.
+            InputError: one of them does not capture values of this model.
         """
         found = [c for callback in self.callbacks for c in _captures(callback)]
         for callback in callbacks:
@@ -177,7 +177,7 @@ class Bending:
         return self._catalogue.keys(source.spec, source.without)
 
     def _dropped(self, item: Any) -> list[tuple[Source, frozenset[str]]]:
-        """Return what is to be bent no more."""
+        """Return the bends to stop."""
         if not isinstance(item, (str, re.Pattern, Bend)):
             raise InputError(f"reset() takes callbacks, names and patterns, not {item!r}")
         names = {found.name: found.names for found in self._catalogue.activations()}
@@ -199,7 +199,7 @@ class Bending:
             keys = self.bended_keys()
             text = item if isinstance(item, str) else getattr(item, "pattern", "")
             hint = f"; {near(text, keys)}" if keys else ""
-            raise InputError(f"{item!r} names nothing that is bent{hint}")
+            raise InputError(f"{item!r} matches nothing that is bent{hint}")
         return drops
 
     def _require_distinct(self, specs: Iterable[BendSpec]) -> None:
@@ -207,7 +207,8 @@ class Bending:
         for parameter in (p for spec in specs for p in spec.callback.parameters):
             if known.setdefault(parameter.name, parameter) is not parameter:
                 raise InputError(
-                    f"another parameter is named {parameter.name!r} already: give each its name"
+                    f"another parameter already has the name {parameter.name!r}: give each a "
+                    "name of its own"
                 )
 
     # Names
@@ -222,11 +223,11 @@ class Bending:
         return [found.name for found in self.activations(flt, exclude)]
 
     def activations(self, flt: Filter = None, exclude: Filter = None) -> list[Activation]:
-        """Return what is known of the activations.
+        """Return the known activations.
 
         Args:
-            flt: patterns that have to match a name from the beginning.
-            exclude: patterns that may not.
+            flt: patterns; a name has to match one of them from its start.
+            exclude: patterns that a name must not match.
 
         Raises:
             InputError: nothing has been traced yet.
@@ -247,9 +248,9 @@ class Bending:
         """Print a table of the activations, and return it.
 
         Args:
-            flt: patterns that have to match a name from the beginning.
-            exclude: patterns that may not.
-            out: a file to write it to instead, or its path.
+            flt: patterns; a name has to match one of them from its start.
+            exclude: patterns that a name must not match.
+            out: a file to write the table to instead, or its path.
         """
         return _written(activation_table(self.activations(flt, exclude)), out)
 
@@ -257,9 +258,9 @@ class Bending:
         """Print a table of the parameters, and return it.
 
         Args:
-            flt: patterns that have to match a name from the beginning.
-            exclude: patterns that may not.
-            out: a file to write it to instead, or its path.
+            flt: patterns; a name has to match one of them from its start.
+            exclude: patterns that a name must not match.
+            out: a file to write the table to instead, or its path.
         """
         listed = self._catalogue.parameters().items()
         return _written(
@@ -269,7 +270,7 @@ class Bending:
     # Configurations
 
     def bending_config(self, name: str | None = None) -> BendingConfig:
-        """Return what is bent now, or what is kept under a name, as a configuration.
+        """Return the active bends, or those saved under a name, as a configuration.
 
         Raises:
             InputError: there is no configuration of that name.
@@ -281,20 +282,20 @@ class Bending:
         return BendingConfig(*self.configs[name])
 
     def save_config_as(self, name: str, *, force: bool = False) -> None:
-        """Keep what is bent now under a name.
+        """Save the active bends under a name.
 
         Raises:
-            InputError: the name is taken, and not `force`.
+            InputError: the name is taken, and `force` is not set.
         """
         if name in self.configs and not force:
             raise InputError(f"there is a configuration {name!r} already; force=True replaces it")
         self.configs[name] = self.bending_config()
 
     def set_config(self, config: str | BendingConfig) -> Restoring:
-        """Bend by a configuration, and nothing else.
+        """Bend by a configuration, and by nothing else.
 
         Returns:
-            A context manager, at whose end what was bent before is bent again.
+            Returns a context manager that restores the earlier bends at its end.
         """
         chosen = self.bending_config(config) if isinstance(config, str) else config
         before = tuple(self._sources)
@@ -311,9 +312,9 @@ class Bending:
         write_configs(path, self.configs)
 
     def load_configs(self, path: str | os.PathLike[str]) -> None:
-        """Add the named configurations of a JSON file, in the place of those of the same names.
+        """Add the named configurations of a JSON file, replacing those with the same names.
 
-        Parameters that the callbacks of this model have already are used for those in the file.
+        Parameters of this model's callbacks are reused for parameters of the same name in the file.
         """
         self.configs.update(read_configs(path, self.controllables))
 
@@ -321,7 +322,7 @@ class Bending:
 
     @property
     def version(self) -> str:
-        """Which version of the weights is in use; for mixtures, how they are mixed."""
+        """The version of the weights in use; for mixtures, the weight of each version."""
         return str(self.versions)
 
     def add_version(
@@ -332,17 +333,17 @@ class Bending:
         strict: bool = True,
         force: bool = False,
     ) -> None:
-        """Keep weights under a name. They are copied.
+        """Save weights as a version under a name. They are copied.
 
         Args:
             name: the name.
-            weights: a state dict, or a module that has one; None keeps the weights as they are
-                bent now.
-            strict: whether all parameters have to be there.
+            weights: a state dict, or a module that has one; None saves the weights as they are bent
+                now.
+            strict: whether all parameters are required.
             force: whether a version of the same name is replaced.
 
         Raises:
-            InputError: they are not weights of this model, or the name is taken.
+            InputError: these are not weights of this model, or the name is taken.
         """
         if weights is None:
             weights, strict = self.bended_state_dict(), False
@@ -352,14 +353,14 @@ class Bending:
         self._sources.change_version()
 
     def remove_version(self, name: str) -> None:
-        """Forget a version that is not in use."""
+        """Remove a version that is not in use."""
         self.versions.remove(name)
 
     def set_version(self, name: str | None = None) -> Restoring:
         """Use a version of the weights; None for the model's own.
 
         Returns:
-            A context manager, at whose end the version from before is in use.
+            Returns a context manager that restores the earlier version at its end.
         """
         return self.interpolate_versions({ORIGINAL if name is None else name: 1.0})
 
@@ -367,11 +368,11 @@ class Bending:
         """Use a mixture of versions.
 
         Args:
-            mixture: for each version how much it counts, as a number or a parameter. The model's
-                own weights are the version "original". Only the proportions matter.
+            mixture: the weight of each version, as a number or a parameter. The model's own weights
+                are the version "original". Only the proportions matter.
 
         Returns:
-            A context manager, at whose end the version from before is in use.
+            Returns a context manager that restores the earlier version at its end.
         """
         before = self.versions.mixture
         self._choose(self.versions.checked(mixture))
@@ -382,7 +383,7 @@ class Bending:
         self._sources.change_version()
 
     def bended_state_dict(self) -> dict[str, Tensor]:
-        """Return the weights that are bent, or of another version, as they are in a run."""
+        """Return the weights that are bent, or from another version, as a run uses them."""
         own = self._catalogue.states()
         found: dict[str, Tensor] = {}
         steps: list[tuple[Interjection, Iterable[str]]] = [(self.versions, self.versions.needed)]
@@ -399,10 +400,10 @@ class Bending:
     # Copies of the model
 
     def kept(self, memo: dict[int, Any] | None) -> Any:
-        """Return what a copy of the model is to know of its bends.
+        """Return the part of the bends' state that a copy of the model needs.
 
         Args:
-            memo: for a deep copy, what was copied already; None where everything is pickled.
+            memo: the objects copied so far, for a deep copy; None when everything is pickled.
         """
         state = self.versions, self.configs, self._sources.kept()
         if memo is None:
@@ -412,7 +413,7 @@ class Bending:
         return copy.deepcopy(state, memo)
 
     def restore(self, kept: Any) -> None:
-        """Take over what `kept` returned, once the insertions of the copy are there again."""
+        """Restore the result of `kept`, once the insertions of the copy exist again."""
         self.versions, self.configs, sources = kept
         self._sources = Sources(self._owner, self._catalogue, self.versions)
         self._sources.restore(sources)
@@ -424,7 +425,7 @@ def _as_bend(callback: Any) -> Bend:
     if isinstance(callback, (str, type)) or not callable(callback):
         hint = f": make one, {callback.__name__}(...)" if isinstance(callback, type) else ""
         raise InputError(
-            f"bend() takes a bending callback, or a function of a tensor, not {callback!r}{hint}"
+            f"bend() takes a bending callback or a function of a tensor, not {callback!r}{hint}"
         )
     return Lambda(callback)
 

@@ -1,4 +1,4 @@
-"""Callbacks that keep what they see, and use it later."""
+"""Callbacks that keep the values they see, and use them later."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Capture", "InterpolationFromCapture"]
 
 
 class Capture(Bend):
-    """Keeps what nodes give while it is told to, and never changes it.
+    """Keeps the outputs of nodes while it is capturing, and never changes them.
 
     Attributes:
-        captured: for each node path, snapshots of what it gave, in order.
+        captured: for each node path, snapshots of its outputs, in order.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -43,11 +43,11 @@ class Capture(Bend):
 
     @property
     def is_capturing(self) -> bool:
-        """Whether it keeps what it sees."""
+        """Whether it is capturing."""
         return self._capturing
 
     def capture(self) -> AbstractContextManager[Capture]:
-        """Begin to keep what it sees, until `stop` or the end of a `with` statement."""
+        """Start capturing, until `stop` or the end of a `with` statement."""
         self._capturing = True
         return self._until_stopped()
 
@@ -59,19 +59,19 @@ class Capture(Bend):
             self.stop()
 
     def stop(self) -> None:
-        """Keep no more. What is captured stays."""
+        """Stop capturing. Captured values stay."""
         self._capturing = False
 
     def reset(self) -> None:
-        """Forget what was captured."""
+        """Forget the captured values."""
         self.captured = {}
 
     @property
     def captures(self) -> dict[str, Tensor]:
-        """For each node path what was captured there, joined along the first dimension.
+        """For each node path, the values captured there, concatenated along the first dimension.
 
         Raises:
-            BendError: if what a node gave cannot be joined; `captured` has it one by one.
+            BendError: the outputs of a node cannot be concatenated; `captured` has them one by one.
         """
         return {path: _joined(kept, path) for path, kept in self.captured.items()}
 
@@ -85,18 +85,18 @@ class Capture(Bend):
 
 
 class InterpolationFromCapture(Capture):
-    """Puts mixtures of what was captured at a node in the place of what it gives.
+    """Replaces the output of a node by mixtures of the values captured there.
 
     While it captures, it changes nothing.
 
     Args:
-        weights: a tensor, or a parameter that stands for one: a weight for each captured example,
-            or a row of these for each mixture. None takes what the node gives for the weights,
-            so that they can be handed in in its place.
+        weights: a tensor, or a parameter that holds one: a weight for each captured example, or one
+            row of weights per mixture. None uses the output of the node as the weights, so that
+            they can be passed in as an activation.
         softmax: whether to take the softmax of each row of weights.
 
     Raises:
-        InputError: the weights are neither.
+        InputError: the weights are neither a tensor nor a parameter.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -121,8 +121,8 @@ class InterpolationFromCapture(Capture):
         kept = self.captured.get(at.path)
         if kept is None:
             raise BendError(
-                f"{self!r} has captured nothing at {at.path!r}: run the model within "
-                "`with callback.capture():` before",
+                f"{self!r} has captured nothing at {at.path!r}: first run the model within "
+                "`with callback.capture():`",
                 at.path,
             )
         examples = _joined(kept, at.path).to(tensor)
@@ -134,8 +134,8 @@ def _joined(kept: list[Tensor], path: str) -> Tensor:
     shapes = sorted({tuple(tensor.shape[1:]) for tensor in kept})
     if len(shapes) > 1:
         raise BendError(
-            f"what was captured at {path!r} cannot be joined along the first dimension: the "
-            f"other sizes are {' and '.join(map(str, shapes))}",
+            f"the values captured at {path!r} cannot be concatenated along the first "
+            f"dimension: the other sizes are {' and '.join(map(str, shapes))}",
             path,
         )
     return torch.cat([tensor if tensor.dim() else tensor.reshape(1) for tensor in kept])

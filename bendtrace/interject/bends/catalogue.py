@@ -1,4 +1,4 @@
-"""What there is to bend in a model, and which of it a pattern names."""
+"""The values of a model that can be bent, and which of them a pattern selects."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ __all__ = [
 
 
 Level = Literal["whole", "around", "inside"]
-# What no pattern means by name.
+# What patterns never select by name.
 _NAMELESS = "\0"
-# They are of torch.nn, and yet what is inside is what one wants to bend.
+# They belong to torch.nn, but users want to bend what is inside.
 _OPEN = (
     nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
     nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
@@ -59,19 +59,19 @@ _OPEN = (
 
 @dataclass(frozen=True)
 class NamedActivations(NodeSelector):
-    r"""The activations that patterns mean.
+    r"""The activations that patterns select.
 
-    A pattern means an activation if it matches one of its names from the beginning: its node
-    path (`blocks.sub_0.relu`), its qualified name (`blocks.0.relu`), or that with underscores
-    (`blocks_0_relu`). Activations are calls of leaf modules, and of functions outside these.
-    A module around others is meant only by a pattern that ends with its name (`blocks\.0$`),
-    and a node inside a leaf module only by its own path. What gives no floating or complex
-    tensor is none.
+    A pattern selects an activation if it matches one of its names from the start: its node path
+    (`blocks.sub_0.relu`), its qualified name (`blocks.0.relu`), or the latter with underscores
+    (`blocks_0_relu`). Activations are the outputs of leaf modules, and of functions outside leaf
+    modules. A module that contains others is selected only by a pattern that ends with its name
+    (`blocks\.0$`), and a node inside a leaf module only by its own path. A node that outputs no
+    floating-point or complex tensor is not an activation.
 
     Attributes:
         patterns: the patterns.
         leaves: qualified names of the leaf modules.
-        without: node paths that are not meant after all.
+        without: node paths to leave out.
     """
 
     needs_output = True
@@ -87,7 +87,7 @@ class NamedActivations(NodeSelector):
         return self.means(level_of(node, self.leaves), names_of(node))
 
     def means(self, level: Level, names: Iterable[str]) -> bool:
-        """Whether something by some names is meant."""
+        """Return whether the patterns select something that has some names."""
         return any(means(pattern, level, name) for pattern in self.patterns for name in names)
 
     def __repr__(self) -> str:
@@ -95,12 +95,12 @@ class NamedActivations(NodeSelector):
 
 
 def means(pattern: re.Pattern[str], level: Level, name: str) -> bool:
-    """Whether a pattern means something by a name.
+    """Return whether a pattern selects something that has a name.
 
     Args:
         pattern: the pattern.
-        level: "whole" for activations, "around" for modules that have some inside, "inside" for
-            what is inside an activation.
+        level: "whole" for activations, "around" for modules that contain some, "inside" for nodes
+            inside an activation.
         name: one of its names.
     """
     if level == "whole":
@@ -112,13 +112,13 @@ def means(pattern: re.Pattern[str], level: Level, name: str) -> bool:
 
 
 def names_of(node: Candidate) -> tuple[str, ...]:
-    """Return the names of a node: path, qualified name, and that with underscores."""
+    """Return the names of a node: path, qualified name, and the latter with underscores."""
     qualified = node.qualified_name
     return tuple(dict.fromkeys((node.path, qualified, qualified.replace(".", "_"))))
 
 
 def level_of(node: Candidate, leaves: frozenset[str]) -> Level:
-    """Say whether a node is an activation, around activations or inside one."""
+    """Return whether a node is an activation, contains activations or is inside one."""
     around = node.scope_path
     if node.is_module:
         if node.module_path in leaves:
@@ -139,10 +139,10 @@ def is_inside(path: str, leaves: frozenset[str]) -> bool:
 
 
 def leaves_of(model: Callable[..., Any]) -> frozenset[str]:
-    """Return the qualified names of the modules that are one activation each.
+    """Return the qualified names of the modules that count as one activation each.
 
-    They are those that torch.fx keeps whole: of torch.nn, but for containers; and here also but
-    for transformers and their layers.
+    They are the leaf modules of torch.fx: the modules of torch.nn, except containers, and here also
+    except transformers and their layers.
     """
     return frozenset(
         path
@@ -154,14 +154,14 @@ def leaves_of(model: Callable[..., Any]) -> frozenset[str]:
 def weights_named(
     model: Callable[..., Any], patterns: Iterable[re.Pattern[str]], weights: bool | None
 ) -> list[str]:
-    """Return the parameters and buffers that patterns mean, as the state dict calls them.
+    """Return the parameters and buffers that patterns select, by their names in the state dict.
 
     Args:
         model: the model.
         patterns: the patterns.
-        weights: None for those that a pattern names: it matches all of the name, and with
-            another last part it would not. True for these, and the parameters that a pattern
-            matches from the beginning. False for none.
+        weights: None for those that a pattern names: it matches the full name, and would not match
+            with another last part. True for these, and for the parameters that a pattern matches
+            from the start. False for none.
     """
     if weights is False:
         return []
@@ -191,7 +191,7 @@ def is_bendable_dtype(dtype: torch.dtype | None) -> bool:
 
 
 def near(pattern: str, names: Iterable[str]) -> str:
-    """Say what there is that looks like what a pattern was meant for."""
+    """Return a text that suggests names similar to a pattern."""
     known = list(dict.fromkeys(names))
     close = near_names(re.sub(r"[\\^$]", "", pattern), known, 5)
     if close:
@@ -208,12 +208,12 @@ _METHODS = frozenset(
     member
     for cls in Tensor.__mro__
     for name, member in vars(cls).items()
-    if isinstance(member, _KINDS) and not name.startswith("__")  # not what others put there
+    if isinstance(member, _KINDS) and not name.startswith("__")  # not what others inserted
 )
 
 
 class Activation(NamedTuple):
-    """A value of a run that can be bent, or a place where there may be one.
+    """A value of a run that can be bent, or a module that may return one.
 
     Attributes:
         name: its node path; for an input of the model its name.
@@ -221,7 +221,7 @@ class Activation(NamedTuple):
         shape: its shape when it was first seen.
         dtype: its dtype then.
         level: "whole" for what tables list.
-        names: everything that patterns can know it by.
+        names: all names that patterns are matched against.
     """
 
     name: str
@@ -233,7 +233,7 @@ class Activation(NamedTuple):
 
 
 def of_candidate(node: Candidate, leaves: frozenset[str]) -> Activation | None:
-    """Return what is known of a node; None if it gives nothing that can be bent."""
+    """Return the activation of a node; None if its output cannot be bent."""
     if not node.path or node.shape is None or not is_bendable_dtype(node.dtype):
         return None
     op = "call_function"
@@ -264,7 +264,7 @@ def inputs_in(recording: Recording, registry: Registry) -> Iterator[Activation]:
 
 
 def modules_of(model: Callable[..., Any], leaves: frozenset[str]) -> Iterator[Activation]:
-    """Yield the modules of a model, for as long as no run has come by them."""
+    """Yield the modules of a model that no run has reached yet."""
     for path in modules_in(model):
         around = path.rpartition(".")[0]
         if path and not is_inside(around, leaves):
@@ -274,12 +274,12 @@ def modules_of(model: Callable[..., Any], leaves: frozenset[str]) -> Iterator[Ac
 
 
 def kept(names: Iterable[str], flt: Filter, exclude: Filter) -> bool:
-    """Whether something by some names passes a filter.
+    """Return whether something that has some names passes a filter.
 
     Args:
         names: its names.
-        flt: patterns that all have to match one of them, from the beginning.
-        exclude: patterns of which none may.
+        flt: patterns, each of which has to match one of the names from the start.
+        exclude: patterns, none of which may match.
     """
     names = list(names)
 
@@ -302,7 +302,7 @@ def activation_table(activations: Iterable[Activation]) -> Text:
 
 
 def weight_table(weights: Iterable[tuple[str, Tensor]]) -> Text:
-    """Return a table of weights: name, shape, dtype, and how large their values are."""
+    """Return a table of weights: name, shape, dtype, and the range of their values."""
     headers = ["name", "shape", "dtype", "min", "max", "mean", "stddev"]
     rows = [(name, tensor.shape, tensor.dtype, *_statistics(tensor)) for name, tensor in weights]
     return Text(tabulate.tabulate(rows, headers=headers))
@@ -328,7 +328,7 @@ class Known(Runs, Protocol):
 
     @property
     def registry(self) -> Registry:
-        """Gives the names of its nodes."""
+        """The registry of node names."""
 
     def recordings(self) -> list[Recording]:
         """Return all runs, those without insertions first."""
@@ -338,10 +338,10 @@ class Known(Runs, Protocol):
 
 
 class Catalogue:
-    """The activations and weights of a model.
+    """The activations and weights of a model that can be bent.
 
     Args:
-        known: what is known of the model.
+        known: the recorded runs of the model.
     """
 
     def __init__(self, known: Known) -> None:
@@ -366,7 +366,7 @@ class Catalogue:
         return {k: v for k, v in states_of(self.model) if isinstance(v, nn.Parameter)}
 
     def activations(self) -> list[Activation]:
-        """Return the inputs and nodes of all runs, and the modules that no run has come by."""
+        """Return the inputs and nodes of all runs, and the modules that no run has reached."""
         leaves = leaves_of(self.model)
         nodes: dict[str, Candidate] = {}
         inputs: dict[str, Activation] = {}
@@ -381,9 +381,9 @@ class Catalogue:
         return found + [a for a in modules_of(self.model, leaves) if a.name not in called]
 
     def selector(self, spec: BendSpec, without: frozenset[str]) -> NamedActivations | None:
-        """Return what selects the activations that are meant; None if only weights are.
+        """Return a selector for the selected activations; None if only weights are selected.
 
-        Patterns of which nothing is known yet may mean activations that are still to come.
+        Patterns without a match so far may select activations of later runs.
         """
         if not spec.activations:
             return None
@@ -396,16 +396,16 @@ class Catalogue:
         return NamedActivations(named, leaves_of(self.model), without) if named else None
 
     def inputs(self, spec: BendSpec, without: frozenset[str] = _NOTHING) -> list[NodePath]:
-        """Return the inputs that are meant."""
+        """Return the selected inputs."""
         return [NodePath(a.name) for a in self._meant(spec, without) if a.op == "placeholder"]
 
     def weights(self, spec: BendSpec, without: frozenset[str] = _NOTHING) -> list[str]:
-        """Return the parameters and buffers that are meant."""
+        """Return the selected parameters and buffers."""
         found = weights_named(self.model, spec.patterns, spec.weights)
         return [name for name in found if name not in without]
 
     def keys(self, spec: BendSpec, without: frozenset[str] = _NOTHING) -> list[str]:
-        """Return the names of all that is meant."""
+        """Return the names of everything selected."""
         found = [a.name for a in self._meant(spec, without)]
         found += [name for name in map(describe_where, spec.others) if name not in without]
         return found + self.weights(spec, without)
@@ -421,7 +421,7 @@ class Catalogue:
         ]
 
     def named(self, spec: BendSpec) -> BendSpec:
-        """Return a bend with nodes in the place of names of layers, which no pattern matches.
+        """Return a bend with nodes instead of names of layers, which patterns never match.
 
         Raises:
             NodePathError: a name is ambiguous.
@@ -441,10 +441,10 @@ class Catalogue:
         return replace(spec, where=tuple(where))
 
     def require_meaning(self, spec: BendSpec) -> None:
-        """Refuse patterns that mean nothing.
+        """Raise if a pattern selects nothing.
 
         Raises:
-            InputError: one does; it says what there is that looks like it.
+            InputError: a pattern selects nothing; the message lists similar names.
         """
         seen = self.activations()
         for pattern in spec.patterns:
@@ -459,10 +459,13 @@ class Catalogue:
             ):
                 others = [name for run in self._known.names() for name in run.listed()]
                 names = others if near_names(pattern.pattern, others) else names
-            text = f"nothing to bend is called {pattern.pattern!r}; {near(pattern.pattern, names)}"
+            text = (
+                f"nothing that can be bent matches {pattern.pattern!r}; "
+                f"{near(pattern.pattern, names)}"
+            )
             if not self.is_traced:
                 text += " (nothing has been traced yet, so only modules and weights are known)"
-            raise InputError(f"{text} (allow_none=True waits for something to come up)")
+            raise InputError(f"{text} (allow_none=True waits for a match in later runs)")
 
 
 def _means(pattern: re.Pattern[str], seen: list[Activation]) -> bool:

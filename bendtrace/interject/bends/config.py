@@ -1,4 +1,4 @@
-"""Configurations: which callbacks bend what, as a list that can be kept in a file."""
+"""Configurations: lists of callbacks and what they bend, which can be saved to a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VERSION = 1
 
 
 class BendingConfig:
-    r"""Which callbacks bend what, in order.
+    r"""The callbacks that bend a model, and what each of them bends, in order.
 
     Args:
         *bends: tuples of a callback and one or more patterns.
@@ -44,15 +44,15 @@ class BendingConfig:
         """Add a tuple of a callback and patterns.
 
         Raises:
-            InputError: it is something else.
+            InputError: it is not such a tuple.
         """
         if isinstance(bend, BendSpec):
             self.bends.append(bend)
             return
         if not isinstance(bend, tuple) or len(bend) < 2 or not isinstance(bend[0], Bend):
             raise InputError(
-                "a configuration is made of tuples of a bending callback and one or more "
-                f"patterns, not of {bend!r}"
+                "a configuration takes tuples of a bending callback and one or more patterns, "
+                f"not {bend!r}"
             )
         self.bends.append(BendSpec(bend[0], bend[1:]))
 
@@ -99,7 +99,8 @@ class BendingConfig:
         """Return it as plain values, ready for JSON.
 
         Raises:
-            InputError: a callback is made of a function, or bends what only Python can say.
+            InputError: a callback is made from a function, or is applied at something that cannot
+                be saved.
         """
         return encoded(self.bends)
 
@@ -107,22 +108,22 @@ class BendingConfig:
     def from_dict(
         cls, data: Any, *, parameters: Mapping[str, BendingParameter] | None = None
     ) -> BendingConfig:
-        """Make it of what `to_dict` returned.
+        """Create a configuration from a result of `to_dict`.
 
         Args:
             data: the plain values.
-            parameters: parameters to use in the place of those of the same name.
+            parameters: parameters to use instead of those of the same name.
 
         Raises:
-            InputError: it is something else, or names a class of callbacks there is not.
+            InputError: the data is invalid, or names an unknown class of callbacks.
         """
         return cls(*decoded(data, parameters or {}))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a JSON file.
 
-        Callbacks are kept by their class and arguments. One that draws random numbers draws the
-        same again if it has a seed. Functions cannot be kept.
+        Callbacks are saved as their class and arguments. A callback with a seed draws the same
+        random numbers again. Functions cannot be saved.
         """
         write_configs(path, {"": self})
 
@@ -133,11 +134,11 @@ class BendingConfig:
         *,
         parameters: Mapping[str, BendingParameter] | None = None,
     ) -> BendingConfig:
-        """Read it from a JSON file. Nothing in the file is run.
+        """Read it from a JSON file. No code in the file is run.
 
         Args:
             path: the file.
-            parameters: parameters to use in the place of those of the same name.
+            parameters: parameters to use instead of those of the same name.
         """
         found = read_configs(path, parameters)
         if set(found) != {""}:
@@ -163,17 +164,18 @@ def write_configs(path: str | os.PathLike[str], configs: Mapping[str, BendingCon
 def read_configs(
     path: str | os.PathLike[str], parameters: Mapping[str, BendingParameter] | None = None
 ) -> dict[str, BendingConfig]:
-    """Read configurations from a JSON file. Parameters of one name are one object in all."""
+    """Read configurations from a JSON file. Parameters with the same name become one object."""
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"cannot read bends from {os.fspath(path)!r}: {error}") from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise InputError(f"{os.fspath(path)!r} holds no bends")
+        raise InputError(f"{os.fspath(path)!r} contains no bends")
     if data.get("version") != _VERSION:
         raise InputError(
-            f"{os.fspath(path)!r} is of version {data.get('version')!r}, and this reads {_VERSION}"
+            f"{os.fspath(path)!r} has version {data.get('version')!r}, but only version "
+            f"{_VERSION} can be read"
         )
     known = dict(parameters or {})
     found = {}

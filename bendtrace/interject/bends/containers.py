@@ -1,4 +1,4 @@
-"""Tensors inside tuples, dicts and the like: changed one by one, in containers of the same kind."""
+"""Tensors inside tuples, dicts and other containers: each changed, the containers rebuilt."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Change = Callable[[Tensor, str], Any]
 
 
 def bendable(value: Any) -> bool:
-    """Whether a value is a tensor of floating or complex numbers."""
+    """Whether a value is a floating-point or complex tensor."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def replaced(value: Any, at: NodePass, change: Change) -> Any:
     """Return a value with every bendable tensor in it changed.
 
-    Containers without such tensors, and without any that changed, stay the objects they are.
+    Containers in which nothing has changed stay the same objects.
 
     Args:
         value: a tensor, a tuple, list, dict or data class, nested in any way.
-        at: the node that gave it.
+        at: the node that returned it.
         change: called with each tensor and its path, such as `lstm.output|sub_1.sub_0`.
     """
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Random numbers of callbacks: drawn from seeds of their own, kept for each node."""
+"""Random numbers of callbacks: drawn with their own generators, and kept for each node."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class _Drawn:
     """The numbers of one node.
 
     Attributes:
-        shape: of the tensor for which they were drawn.
-        sizes: those sizes of it that they depend on.
-        numbers: the numbers, of these sizes.
+        shape: shape of the tensor that they were drawn for.
+        sizes: the sizes in it that they depend on.
+        numbers: the numbers, with these sizes.
     """
 
     shape: tuple[int, ...]
@@ -37,14 +37,14 @@ class _Drawn:
 
 
 class DrawingBend(Bend):
-    """A callback that draws random numbers, for each node by itself.
+    """A callback that draws random numbers for each node separately.
 
-    The numbers come from generators of its own: the global ones of torch are neither read nor
-    moved. With a seed they depend on nothing but the seed and the sizes. Without one they are
-    others for each node, and others again after `reset`.
+    The numbers come from its own generators: torch's global generators are neither read nor
+    advanced. With a seed, the numbers depend only on the seed and the sizes. Without a seed, they
+    differ from node to node, and change after `reset`.
 
     Args:
-        seed: makes the numbers the same each time.
+        seed: makes the numbers reproducible.
         dim: dimensions along which numbers differ; None for all, with a number for each element.
 
     Attributes:
@@ -61,12 +61,12 @@ class DrawingBend(Bend):
         self._drawn: dict[str, _Drawn] = {}
 
     def reset(self) -> None:
-        """Forget the numbers drawn so far. With a seed, the same are drawn again."""
+        """Forget the numbers drawn so far. With a seed, the same numbers are drawn again."""
         self._entropy = os.urandom(16)
         self._drawn = {}
 
     def kept(self, tensor: Tensor, at: NodePass, draw: Draw) -> Tensor:
-        """Return the numbers of a node, shaped to go with a tensor; drawn the first time.
+        """Return the numbers of a node, broadcastable to a tensor; they are drawn the first time.
 
         Args:
             tensor: the tensor.
@@ -74,7 +74,7 @@ class DrawingBend(Bend):
             draw: draws numbers of some sizes with a generator.
 
         Raises:
-            BendShapeError: if they were drawn for other sizes.
+            BendShapeError: the numbers were drawn for other sizes.
         """
         drawn = self._drawn.get(at.path)
         if drawn is None:
@@ -97,13 +97,13 @@ class DrawingBend(Bend):
         return drawn.numbers
 
     def once(self, tensor: Tensor, at: NodePass, draw: Draw, number: int) -> Tensor:
-        """Return numbers that are for one time only, shaped to go with a tensor.
+        """Return fresh numbers, broadcastable to a tensor, for a single use.
 
         Args:
             tensor: the tensor.
             at: the node.
             draw: draws numbers of some sizes with a generator.
-            number: which time it is.
+            number: how many times this was called before.
         """
         sizes = sizes_of(tensor, self.dim, self, at)
         numbers = draw(sizes, self._generator(at.path, number))
@@ -129,34 +129,36 @@ class DrawingBend(Bend):
             known = f"shape {old}"
         else:
             known = f"the sizes {drawn.sizes} along dim={self.dim} of shape {old}"
-        message = f"{what} at {at.path!r} drew its numbers for {known}, and now meets shape {new}"
+        message = (
+            f"{what} at {at.path!r} drew its numbers for {known}, and now received shape {new}"
+        )
         if same:
             choices = " or ".join(f"dim={dim} (size {new[dim]} in both)" for dim in same)
-            message += f": give {what} {choices}, so that other sizes may change, or call reset()"
+            message += f": pass {what} {choices}, so that other sizes may change, or call reset()"
         else:
-            message += ": no size is the same in both, so only reset() makes it draw anew"
+            message += ": no size is the same in both, so only reset() makes it draw new numbers"
         return BendShapeError(message, at.path, old, new, same)
 
 
 def sizes_of(
     tensor: Tensor, dim: int | tuple[int, ...] | None, callback: Bend, at: NodePass
 ) -> tuple[int, ...]:
-    """Return the sizes of a tensor along some dimensions, in the order of these."""
+    """Return the sizes of a tensor along some dimensions, in the order of the dimensions."""
     if dim is None:
         return tuple(tensor.shape)
     dims = (dim,) if isinstance(dim, int) else dim
     for one in dims:
         if not -tensor.dim() <= one < tensor.dim():
             raise BendError(
-                f"{callback!r} has dim={one}, which the tensor of shape {tuple(tensor.shape)} "
-                f"at {at.path!r} has not",
+                f"{callback!r} has dim={one}, but the tensor at {at.path!r} has shape "
+                f"{tuple(tensor.shape)}",
                 at.path,
             )
     return tuple(tensor.shape[one] for one in sorted({one % tensor.dim() for one in dims}))
 
 
 def along(numbers: Tensor, tensor: Tensor, dim: int | tuple[int, ...] | None) -> Tensor:
-    """Return numbers for some dimensions of a tensor in a shape that goes with it."""
+    """Return numbers for some dimensions of a tensor in a shape that broadcasts to it."""
     if dim is None:
         return numbers
     dims = {one % tensor.dim() for one in ((dim,) if isinstance(dim, int) else dim)}
@@ -165,14 +167,14 @@ def along(numbers: Tensor, tensor: Tensor, dim: int | tuple[int, ...] | None) ->
 
 
 def _in_common(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions, counted from the end, that have the same size in both shapes."""
+    """Return the dimensions, counted from the end, with the same size in both shapes."""
     count = min(len(old), len(new))
     return tuple(dim for dim in range(-count, 0) if old[dim] == new[dim])
 
 
 def _checked_seed(seed: int | None) -> int | None:
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise InputError(f"a seed is an int or None, not {seed!r}")
+        raise InputError(f"seed has to be an int or None, not {seed!r}")
     return seed
 
 
@@ -181,5 +183,5 @@ def _checked_dim(dim: int | Sequence[int] | None) -> int | tuple[int, ...] | Non
         return dim
     dims: tuple[Any, ...] = tuple(dim) if isinstance(dim, Sequence) else ()
     if not dims or not all(isinstance(one, int) and not isinstance(one, bool) for one in dims):
-        raise InputError(f"dim is an int, several ints or None, not {dim!r}")
+        raise InputError(f"dim has to be an int, several ints or None, not {dim!r}")
     return dims

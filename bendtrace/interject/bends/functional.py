@@ -1,4 +1,4 @@
-"""Callbacks made of functions."""
+"""Callbacks made from functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Lambda(Bend):
     """Bends with a function.
 
     Args:
-        fn: given the tensor, returns what it becomes. It can use parameters like numbers.
+        fn: a function that takes the tensor and returns the new value. It can use parameters like
+            numbers.
 
     Raises:
         InputError: `fn` cannot be called.
@@ -38,7 +39,7 @@ class Lambda(Bend):
         self.fn = fn
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
-        """Return what the function makes of the tensor."""
+        """Return the result of the function."""
         made: Tensor = self.fn(tensor)
         return made
 

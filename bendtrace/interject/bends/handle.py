@@ -1,4 +1,4 @@
-"""What has been bent, and the handle on it."""
+"""Active bends, and the handles that remove them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["BendHandle", "Restoring", "Source"]
 
 
 class Source:
-    """One callback, and what stands for it in the model at the moment.
+    """One callback, and its current insertions in the model.
 
     Attributes:
-        spec: the callback, and what it is to bend.
+        spec: the callback, and what it bends.
         allow_none: whether that may be nothing.
-        without: names of what it bends no longer.
-        insertions: what is inserted for it now.
-        former: what was inserted for it before, for the reports.
+        without: names that it bends no longer.
+        insertions: its current insertions.
+        former: its earlier insertions, for the reports.
     """
 
     def __init__(self, spec: BendSpec, allow_none: bool) -> None:
@@ -34,14 +34,14 @@ class Source:
         self.former: list[Insertion] = []
 
     def lift(self) -> None:
-        """Take out what is inserted for it."""
+        """Remove its insertions."""
         for insertion in self.insertions:
             insertion.remove()
         self.former += [i for i in self.insertions if i.report().rows]
         self.insertions = ()
 
     def report(self) -> Report:
-        """Say what it has bent so far."""
+        """Return a report of what it has bent so far."""
         every = [insertion.report() for insertion in (*self.former, *self.insertions)]
         rows = tuple(row for report in every for row in report.rows)
         notes = () if rows else tuple(dict.fromkeys(n for r in every for n in r.notes))
@@ -50,10 +50,10 @@ class Source:
 
 
 class BendHandle:
-    """A bend, until it is removed: of one callback, or of all those of a configuration.
+    """A bend that is active until removed: one callback, or all of a configuration.
 
-    Also a context manager, at whose end it is removed; a `NeverFiredWarning` says so if no run
-    came by anything that it bends.
+    It is also a context manager that removes the bend at its end. A `NeverFiredWarning` is issued
+    if no run reached anything that it bends.
     """
 
     def __init__(self, sources: Sequence[Source], remove: Callable[[Source], None]) -> None:
@@ -62,20 +62,20 @@ class BendHandle:
 
     @property
     def active(self) -> bool:
-        """Whether any of it is in the model."""
+        """Whether any part of it is active."""
         return any(source.insertions for source in self._sources)
 
     def remove(self) -> None:
-        """Bend no more. Doing so twice is no error."""
+        """Stop bending. Further calls have no effect."""
         for source in self._sources:
             self._remove(source)
 
     def reports(self) -> tuple[Report, ...]:
-        """Say for each callback at which nodes it was called, and whether it changed anything."""
+        """Return for each callback where it was called, and whether it changed anything."""
         return tuple(source.report() for source in self._sources)
 
     def report(self) -> Report:
-        """Say at which nodes the callback was called, or the callbacks were."""
+        """Return the nodes where the callbacks were called, and whether they changed anything."""
         every = self.reports()
         if len(every) == 1:
             return every[0]
@@ -119,7 +119,7 @@ class BendHandle:
 
 
 class Restoring:
-    """What was set stays set; as a context manager, what was before comes back at the end."""
+    """A setting that stays; as a context manager, it restores the earlier setting at the end."""
 
     def __init__(self, restore: Callable[[], Any]) -> None:
         self._restore = restore

@@ -18,16 +18,16 @@ __all__ = ["InterpolateActivation", "checked_weights", "mixed"]
 
 
 class InterpolateActivation(Bend):
-    """Gives weighted sums of the examples in the batch.
+    """Returns weighted sums of the examples in the batch.
 
     Args:
-        interp_weights: a tensor, or a parameter that stands for one, with as many weights as
-            there are examples, for one mixture; or a row of weights for each of several. None
-            leaves the batch as it is. The attribute can be set between calls.
+        interp_weights: a tensor, or a parameter that holds one, with one weight per example, for
+            one mixture; or a row of weights for each of several mixtures. None leaves the batch as
+            it is. The attribute can be set between calls.
         softmax: whether to take the softmax of each row of weights.
 
     Raises:
-        InputError: the weights are neither.
+        InputError: the weights are neither a tensor nor a parameter.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -67,8 +67,8 @@ def checked_weights(weights: Any) -> Any:
     """Return weights that have to be a tensor, an expression or None."""
     if weights is not None and not isinstance(weights, (Tensor, Expression)):
         raise InputError(
-            f"weights are a tensor, a BendingParameter that stands for one, or None, "
-            f"not {weights!r}"
+            "weights have to be a tensor, a BendingParameter that holds one, or None, not "
+            f"{weights!r}"
         )
     return weights
 
@@ -80,7 +80,7 @@ def mixed(examples: Tensor, weights: Any, softmax: bool, callback: Bend, at: Nod
         examples: shape `(n, ...)`.
         weights: shape `(n,)` or `(rows, n)`.
         softmax: whether to take the softmax of each row of weights.
-        callback: who mixes.
+        callback: the callback, for messages.
         at: the node.
     """
     fits = isinstance(weights, Tensor) and weights.dim() in (1, 2) and examples.dim() > 0
@@ -88,8 +88,8 @@ def mixed(examples: Tensor, weights: Any, softmax: bool, callback: Bend, at: Nod
         shown = tuple(weights.shape) if isinstance(weights, Tensor) else repr(weights)
         count = examples.shape[0] if examples.dim() else 0
         raise BendError(
-            f"{type(callback).__name__} at {at.path!r} mixes {count} examples and needs weights "
-            f"of shape ({count},) or (rows, {count}), not {shown}",
+            f"{type(callback).__name__} at {at.path!r} mixes {count} examples and needs "
+            f"weights of shape ({count},) or (rows, {count}), not {shown}",
             at.path,
         )
     rows = weights.to(examples).reshape(-1, examples.shape[0])

@@ -22,19 +22,19 @@ __all__ = ["Mask", "OrderedMask", "ThresholdActivation", "fraction"]
 
 
 class Mask(DrawingBend):
-    """Keeps each element with some probability, and makes the others zero.
+    """Keeps each element with some probability, and sets the others to zero.
 
-    The elements are chosen once for each node, when it is bent first. As the probability rises,
-    further elements are kept besides those that were kept before.
+    The elements are chosen once per node, on its first use. A higher probability keeps further
+    elements in addition to those kept before.
 
     Args:
         prob: probability with which an element is kept.
-        seed: makes the choice the same for all nodes, and each time.
-        dim: dimensions along which to choose, so that whole channels are kept or zero; other
-            sizes may change then. None chooses each element, and the shape has to stay.
+        seed: makes the choice reproducible, and equal for all nodes.
+        dim: dimensions along which to choose, so that whole channels are kept or zeroed; the other
+            sizes may then change. None chooses single elements, and the shape must not change.
 
     Raises:
-        InputError: something given makes no sense, such as a share beyond 0 and 1.
+        InputError: an argument is invalid, such as a share outside 0 to 1.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -56,11 +56,11 @@ class Mask(DrawingBend):
         fraction("prob", prob, self)
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
-        """Return the tensor with the elements zero that are not kept."""
+        """Return the tensor with the other elements set to zero."""
         return tensor.masked_fill(~self.mask(tensor, at), 0)
 
     def mask(self, tensor: Tensor, at: NodePass) -> Tensor:
-        """Return which elements are kept, in a shape that goes with the tensor."""
+        """Return which elements are kept, in a shape that broadcasts to the tensor."""
         numbers = self.kept(tensor, at, _uniform)
         kept: Tensor = numbers < fraction("prob", self.prob, self, at)
         return kept
@@ -90,17 +90,17 @@ class Mask(DrawingBend):
 
 
 class OrderedMask(Mask):
-    """Keeps a share of the elements, and makes the others zero.
+    """Keeps a share of the elements, and sets the others to zero.
 
-    Other than with `Mask` it is certain how many are kept: the share times their number, rounded.
+    Unlike with `Mask`, the number of kept elements is fixed: the share times their number, rounded.
 
     Args:
         prob: share of the elements that is kept.
-        seed: makes the choice the same for all nodes, and each time.
-        dim: dimensions along which to choose; None for each element by itself.
+        seed: makes the choice reproducible, and equal for all nodes.
+        dim: dimensions along which to choose; None chooses single elements.
 
     Raises:
-        InputError: something given makes no sense, such as a share beyond 0 and 1.
+        InputError: an argument is invalid, such as a share outside 0 to 1.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -109,7 +109,7 @@ class OrderedMask(Mask):
     """
 
     def mask(self, tensor: Tensor, at: NodePass) -> Tensor:
-        """Return which elements are kept, in a shape that goes with the tensor."""
+        """Return which elements are kept, in a shape that broadcasts to the tensor."""
         order = self.kept(tensor, at, _order)
         share = float(fraction("prob", self.prob, self, at))
         kept: Tensor = order < round(share * order.numel())
@@ -121,18 +121,18 @@ class OrderedMask(Mask):
 
 
 class ThresholdActivation(Bend):
-    """Keeps the share of channels that are greatest in the mean, and makes the others zero.
+    """Keeps the share of channels with the greatest mean, and sets the others to zero.
 
-    Each example is judged by itself: the mean is over all dimensions after `dim`. It holds no
-    numbers of its own, so that every size may change.
+    Each example is treated separately: the mean is over all dimensions after `dim`. It stores no
+    numbers, so every size may change.
 
     Args:
         threshold: share of the channels that is kept.
         dim: the dimension of the channels. None compares all elements of the tensor.
-        invert: whether to keep those that are least.
+        invert: whether to keep the channels with the smallest mean instead.
 
     Raises:
-        InputError: something given makes no sense, such as a share beyond 0 and 1.
+        InputError: an argument is invalid, such as a share outside 0 to 1.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -154,7 +154,7 @@ class ThresholdActivation(Bend):
         self.invert = invert
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
-        """Return the tensor with the channels zero that are not kept."""
+        """Return the tensor with the other channels set to zero."""
         share = fraction("threshold", self.threshold, self, at)
         chosen = chosen_by_score(tensor, share, self.dim, self.invert, self, at)
         mask = torch.zeros(chosen.shape, dtype=torch.bool, device=tensor.device)
@@ -163,7 +163,7 @@ class ThresholdActivation(Bend):
 
 
 def fraction(name: str, value: Any, callback: Bend, at: NodePass | None = None) -> Any:
-    """Return what an argument comes to that has to be within 0 and 1."""
+    """Return the value of an argument that has to be from 0 to 1."""
     share: Any = value_of(value)
     if isinstance(share, Tensor):
         fits = not share.is_complex() and bool(((share >= 0) & (share <= 1)).all())
@@ -172,7 +172,8 @@ def fraction(name: str, value: Any, callback: Bend, at: NodePass | None = None) 
     if not fits:
         where = f" at {at.path!r}" if at is not None else ""
         raise BendError(
-            f"{name} of {type(callback).__name__}{where} is a share from 0 to 1, not {share!r}",
+            f"{name} of {type(callback).__name__}{where} has to be a share from 0 to 1, not "
+            f"{share!r}",
             "" if at is None else at.path,
         )
     return share

@@ -18,21 +18,21 @@ __all__ = ["Normal"]
 
 
 class Normal(DrawingBend):
-    """Adds normal noise, or multiplies with it.
+    """Adds normal noise, or multiplies by it.
 
-    The noise is new each time a node is bent. With a seed, the first noise of a node is the same
-    after each `reset`, and so are the second and the third.
+    Each use of a node draws new noise. With a seed, the sequence of noise at a node is the same
+    after each `reset`.
 
     Args:
         std: standard deviation of the noise.
-        seed: makes the noise the same for all nodes, and from each `reset` on.
+        seed: makes the noise reproducible from each `reset` on, and equal for all nodes.
         dim: dimensions along which the noise differs; None for each element.
-        op: "add" adds the noise, "mul" multiplies with it.
-        fresh: whether noise is drawn each time. If not, it is drawn once for each node; other
-            sizes than those along `dim` may change then, and without `dim` none.
+        op: "add" adds the noise, "mul" multiplies by it.
+        fresh: whether to draw new noise on each use. If not, it is drawn once per node; then only
+            the sizes outside `dim` may change, and without `dim` none.
 
     Raises:
-        InputError: something given makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -53,14 +53,14 @@ class Normal(DrawingBend):
     ) -> None:
         super().__init__(seed, dim)
         if op not in ("add", "mul"):
-            raise InputError(f"op of Normal is 'add' or 'mul', not {op!r}")
+            raise InputError(f"op of Normal has to be 'add' or 'mul', not {op!r}")
         self.std = checked("std", std)
         self.op = op
         self.fresh = fresh
         self._times: dict[str, int] = {}
 
     def reset(self) -> None:
-        """Begin anew. With a seed, the same noise comes again."""
+        """Start the noise again. With a seed, the same noise follows."""
         super().reset()
         self._times = {}
 

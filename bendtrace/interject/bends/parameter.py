@@ -26,7 +26,7 @@ __all__ = [
 Value: TypeAlias = int | float | complex | Tensor
 T = TypeVar("T")
 
-# What arithmetic is called in the module `operator`, its sign and the function itself.
+# The names of the operations in the module `operator`, their signs and functions.
 OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "add": ("+", operator.add),
     "sub": ("-", operator.sub),
@@ -35,15 +35,16 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "pow": ("**", operator.pow),
     "neg": ("-", operator.neg),
 }
-# What tensors call the arithmetic that they have an expression on the right of.
+# The names of tensor methods for an expression on the right.
 _OF_TENSORS = {"add": "add", "sub": "sub", "mul": "mul", "div": "truediv", "pow": "pow"}
 
 
 class Expression:
-    """A number that is worked out anew each time it is needed.
+    """A number that is computed each time it is read.
 
-    `+`, `-`, `*`, `/`, `**` and the unary minus with numbers, tensors and other expressions give
-    expressions. There are no comparisons: they would be decided once and for all.
+    `+`, `-`, `*`, `/`, `**` and the unary minus with numbers, tensors and other expressions return
+    expressions. Comparisons are not supported: their result would be fixed at the time of the
+    comparison.
 
     Example:
         >>> gain = BendingParameter("gain", 2.0)
@@ -55,10 +56,10 @@ class Expression:
         11.0
     """
 
-    __array_ufunc__ = None  # an array on the left is not to work through its items
+    __array_ufunc__ = None  # an array on the left must not iterate over its items
 
     def get_value(self) -> Value:
-        """Return what it comes to now."""
+        """Return the current value."""
         raise NotImplementedError
 
     @property
@@ -77,8 +78,8 @@ class Expression:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # `tensor * parameter` comes here: the tensor's operator has the first word. What is no
-        # arithmetic gets the values of now, so that functions on tensors take parameters.
+        # `tensor * parameter` ends up here: the tensor's operator is called first. Other functions
+        # receive the current values, so that functions on tensors accept parameters.
         name = _OF_TENSORS.get(function.__name__)
         if name is not None and len(args) == 2 and not kwargs:
             return Operation(name, args)
@@ -135,7 +136,7 @@ class Operation(Expression):
     """Arithmetic on expressions.
 
     Attributes:
-        name: which arithmetic, by its name in the module `operator`.
+        name: the operation, by its name in the module `operator`.
         operands: numbers, tensors and expressions.
     """
 
@@ -144,7 +145,7 @@ class Operation(Expression):
         self.operands = operands
 
     def get_value(self) -> Value:
-        """Return what it comes to now."""
+        """Return the current value."""
         result: Value = OPERATORS[self.name][1](*map(value_of, self.operands))
         return result
 
@@ -167,7 +168,7 @@ class Operation(Expression):
             rank = _RANKS[operand.name]
         elif text.startswith("-"):
             rank = _RANKS["neg"]
-        # All but the power bind from the left: a - (b - c), but (a ** b) ** c.
+        # All but the power are left-associative: a - (b - c), but (a ** b) ** c.
         outer = place == (1 if self.name != "pow" else 0)
         return f"({text})" if rank < own or (rank == own and outer) else text
 
@@ -185,23 +186,23 @@ def _operation(name: str, left: Any, right: Any) -> Any:
 class BendingParameter(Expression):
     """A named number, or tensor, that callbacks read each time they run.
 
-    It can be given wherever a callback takes a number, alone or in an expression. Changing it
-    has an effect from the next call on, in replays too; nothing is traced anew for it.
+    It is accepted wherever a callback takes a number, alone or in an expression. A new value takes
+    effect from the next call on, in replays too, without a retrace.
 
     Args:
-        name: what to call it, in `BendedModule.update` and in files.
+        name: its name in `BendedModule.update` and in files.
         value: a number or a tensor. Gradients flow into a tensor that requires them.
         range: the least and the greatest value; None for either leaves it open.
-        clamp: whether a value beyond the range becomes the nearest one within, where it
-            would otherwise be refused.
+        clamp: whether a value outside the range is moved to the nearest one inside, instead of
+            raising.
 
     Attributes:
         name: its name.
         range: the least and the greatest value.
-        clamp: whether values are brought into the range.
+        clamp: whether values are moved into the range.
 
     Raises:
-        InputError: for a value that is not a number, or not in the range.
+        InputError: the value is not a number, or outside the range.
 
     Example:
         >>> import bendtrace as bt
@@ -219,7 +220,7 @@ class BendingParameter(Expression):
         clamp: bool = False,
     ) -> None:
         if not isinstance(name, str) or not name:
-            raise InputError(f"a parameter is named by a non-empty string, not {name!r}")
+            raise InputError(f"the name of a parameter has to be a non-empty string, not {name!r}")
         self.name = name
         self.range = _range(name, range)
         self.clamp = clamp
@@ -227,7 +228,7 @@ class BendingParameter(Expression):
 
     @property
     def value(self) -> Value:
-        """What it stands for now."""
+        """The current value."""
         return self._value
 
     @value.setter
@@ -235,14 +236,14 @@ class BendingParameter(Expression):
         self._value = self._checked(value)
 
     def get_value(self) -> Value:
-        """Return what it stands for now."""
+        """Return the current value."""
         return self._value
 
     def set_value(self, value: Value) -> None:
-        """Make it stand for another number or tensor.
+        """Set another number or tensor as the value.
 
         Raises:
-            InputError: for a value that is not a number, or not in the range.
+            InputError: the value is not a number, or outside the range.
         """
         self._value = self._checked(value)
 
@@ -252,7 +253,7 @@ class BendingParameter(Expression):
     def _checked(self, value: Any) -> Value:
         if isinstance(value, Expression) or not isinstance(value, (numbers.Number, Tensor)):
             raise InputError(
-                f"parameter {self.name!r} stands for a number or a tensor, not for "
+                f"the value of parameter {self.name!r} has to be a number or a tensor, not "
                 f"{value!r} ({type(value).__name__})"
             )
         if self.range == (None, None):
@@ -274,8 +275,8 @@ class BendingParameter(Expression):
             fits = (low is None or number >= low) and (high is None or number <= high)
         if not fits:
             raise InputError(
-                f"parameter {self.name!r} is within {self.range}, and {value!r} is not; "
-                "with clamp=True it would become the nearest value that is"
+                f"{value!r} is outside the range {self.range} of parameter {self.name!r}; with "
+                "clamp=True it would become the nearest value inside"
             )
         return value  # type: ignore[return-value]
 
@@ -296,14 +297,14 @@ def _range(name: str, given: Any) -> tuple[Any, Any]:
         empty = True
     if empty:
         raise InputError(
-            f"the range of parameter {name!r} is a least and a greatest value, None for either "
-            f"where it is open, not {given!r}"
+            f"the range of parameter {name!r} has to be a pair of the least and the greatest "
+            f"value, with None for no limit, not {given!r}"
         )
     return low, high
 
 
 def value_of(value: T | Expression) -> T | Value:
-    """Return what an expression comes to now, and everything else as it is."""
+    """Return the current value of an expression, and anything else as it is."""
     return value.get_value() if isinstance(value, Expression) else value
 
 
@@ -314,7 +315,7 @@ def parameters_in(values: Any) -> list[BendingParameter]:
 
 
 def fitted(value: Any, tensor: Tensor) -> Any:
-    """Return a number as it is, and a tensor where `tensor` is and with its kind of numbers."""
+    """Return a number as it is, and a tensor on the device of `tensor` and with a fitting dtype."""
     value = value_of(value)
     if not isinstance(value, Tensor):
         return value

@@ -1,4 +1,4 @@
-"""Callbacks that put elements in other places."""
+"""Callbacks that move elements."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Permute", "ThresholdPermute"]
 
 
 class Permute(DrawingBend):
-    """Puts the channels in another order, drawn once for each node when it is bent first.
+    """Permutes the channels, in an order drawn once per node, on its first use.
 
     Args:
         dim: the dimension of the channels; all other sizes may change.
-        seed: makes the order the same for all nodes, and each time.
+        seed: makes the order reproducible, and equal for all nodes.
 
     Raises:
-        InputError: `dim` is no int.
+        InputError: `dim` is not an int.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -38,7 +38,7 @@ class Permute(DrawingBend):
 
     def __init__(self, dim: int, seed: int | None = None) -> None:
         if not isinstance(dim, int) or isinstance(dim, bool):
-            raise InputError(f"dim of Permute is an int, not {dim!r}")
+            raise InputError(f"dim of Permute has to be an int, not {dim!r}")
         super().__init__(seed, dim)
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
@@ -62,20 +62,20 @@ class Permute(DrawingBend):
 
 
 class ThresholdPermute(DrawingBend):
-    """Lets the channels that are greatest in the mean change places with one another.
+    """Permutes the channels with the greatest mean among each other.
 
-    Each example is judged by itself, as by `ThresholdActivation`; the other channels stay where
-    they are. Who goes where is drawn once for each node.
+    Each example is treated separately, as in `ThresholdActivation`; the other channels stay in
+    place. The permutation is drawn once per node.
 
     Args:
-        threshold: share of the channels that change places.
-        dim: the dimension of the channels; all other sizes may change. None compares all
-            elements of the tensor, whose shape has to stay then.
-        invert: whether those that are least change places.
-        seed: makes the places the same for all nodes, and each time.
+        threshold: share of the channels that move.
+        dim: the dimension of the channels; all other sizes may change. None compares all elements
+            of the tensor, whose shape then must not change.
+        invert: whether to move the channels with the smallest mean instead.
+        seed: makes the permutation reproducible, and equal for all nodes.
 
     Raises:
-        InputError: something given makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -94,13 +94,13 @@ class ThresholdPermute(DrawingBend):
     ) -> None:
         super().__init__(seed, dim)
         if isinstance(self.dim, tuple):
-            raise InputError(f"dim of ThresholdPermute is an int or None, not {dim!r}")
+            raise InputError(f"dim of ThresholdPermute has to be an int or None, not {dim!r}")
         self.threshold = checked("threshold", threshold)
         fraction("threshold", threshold, self)
         self.invert = invert
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
-        """Return the tensor with some of its channels in other places."""
+        """Return the tensor with some of its channels permuted."""
         share = fraction("threshold", self.threshold, self, at)
         rank = self.kept(tensor, at, _order).reshape(-1)
         chosen = chosen_by_score(tensor, share, self.dim, self.invert, self, at)

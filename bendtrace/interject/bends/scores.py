@@ -1,4 +1,4 @@
-"""Choosing channels by how great they are."""
+"""Choosing channels by their mean."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Chosen(NamedTuple):
     """Some channels of each example.
 
     Attributes:
-        indices: which ones, the first in rank first; along the last dimension.
+        indices: their indices along the last dimension, the highest rank first.
         shape: as many elements as there are channels: the dimensions up to that of the channels.
-        wide: the same with ones after it, which goes with the tensor.
+        wide: the same with dimensions of size one after it, which broadcasts to the tensor.
     """
 
     indices: Tensor
@@ -32,14 +32,14 @@ class Chosen(NamedTuple):
 def chosen_by_score(
     tensor: Tensor, share: Value, dim: int | None, invert: bool, callback: Bend, at: NodePass
 ) -> Chosen:
-    """Choose a share of the channels of a tensor, those that are greatest in the mean.
+    """Choose the share of the channels of a tensor with the greatest mean.
 
     Args:
         tensor: the tensor.
-        share: how many of them, from 0 to 1; rounded to whole channels.
+        share: the share, from 0 to 1, rounded to whole channels.
         dim: the dimension of the channels; None for all elements as one row.
-        invert: whether to choose those that are least.
-        callback: who asks.
+        invert: whether to choose the channels with the smallest mean instead.
+        callback: the callback, for messages.
         at: the node.
     """
     values = tensor.detach()
@@ -50,8 +50,8 @@ def chosen_by_score(
     else:
         if not -tensor.dim() <= dim < tensor.dim():
             raise BendError(
-                f"{callback!r} has dim={dim}, which the tensor of shape {tuple(tensor.shape)} "
-                f"at {at.path!r} has not",
+                f"{callback!r} has dim={dim}, but the tensor at {at.path!r} has shape "
+                f"{tuple(tensor.shape)}",
                 at.path,
             )
         place = dim % tensor.dim()

@@ -1,4 +1,4 @@
-"""What stands for the bends in a model: insertions, in the order in which it was bent."""
+"""The insertions of the bends of a model, in the order in which the bends were made."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Owner", "Sources"]
 
 
 class Owner(Protocol):
-    """A model that things can be inserted in."""
+    """A model that accepts insertions."""
 
     @property
     def insertions(self) -> tuple[Insertion, ...]:
-        """All that is inserted."""
+        """All active insertions."""
 
     def interject(self, where: Any, what: Any, *, allow_none: bool = False) -> Insertion:
         """Insert something."""
@@ -31,13 +31,13 @@ class Owner(Protocol):
 
 
 class Sources:
-    """The bends of one model, and what is inserted for them.
+    """The bends of one model, and their insertions.
 
-    A version of the weights comes first, so that weights are bent whatever version they are of.
+    A version of the weights comes first, so that bends apply to the weights of any version.
 
     Args:
-        owner: what they are inserted in.
-        catalogue: what there is to bend.
+        owner: where they are inserted.
+        catalogue: the values that can be bent.
         versions: the versions of the weights.
     """
 
@@ -53,7 +53,7 @@ class Sources:
         return iter(self._sources)
 
     def kept(self) -> Any:
-        """Return what a copy of the model is to know of them."""
+        """Return the part of their state that a copy of the model needs."""
         numbers = {id(made): number for number, made in enumerate(self._owner.insertions)}
         version = None if self._version is None else numbers[id(self._version)]
         rows = [
@@ -66,7 +66,7 @@ class Sources:
         return version, self._held, rows
 
     def restore(self, kept: Any) -> None:
-        """Take over what `kept` returned, where the same insertions are."""
+        """Restore the result of `kept`, if the same insertions exist."""
         version, self._held, rows = kept
         every = self._owner.insertions
         self._version = None if version is None else every[version]
@@ -79,7 +79,7 @@ class Sources:
         self._sources = tuple(sources)
 
     def add(self, sources: list[Source]) -> None:
-        """Bend besides; all of it, or nothing if that fails."""
+        """Add bends: all of them, or none if one fails."""
         try:
             for source in sources:
                 self._place(source)
@@ -90,12 +90,12 @@ class Sources:
         self._sources = (*self._sources, *sources)
 
     def remove(self, source: Source) -> None:
-        """Bend by one no more."""
+        """Remove one bend."""
         source.lift()
         self._sources = tuple(other for other in self._sources if other is not source)
 
     def set(self, sources: tuple[Source, ...]) -> None:
-        """Bend by these, and no others."""
+        """Use these bends, and no others."""
         for source in self._sources:
             source.lift()
         self._sources = sources
@@ -115,12 +115,12 @@ class Sources:
             self._place(source)
 
     def change_version(self) -> None:
-        """Insert what the chosen version of the weights needs."""
+        """Insert the version of the weights in use."""
         if self._versions.needed != self._held:
             self.renew()
 
     def where(self, spec: BendSpec, without: frozenset[str] = frozenset()) -> list[Any]:
-        """Return where the patterns of a bend are."""
+        """Return where the patterns of a bend apply."""
         selector = self._catalogue.selector(spec, without)
         found: list[Any] = [] if selector is None else [selector]
         found += self._catalogue.inputs(spec, without)
@@ -134,6 +134,6 @@ class Sources:
         if others:
             made = owner.interject(others, spec.callback, allow_none=source.allow_none)
             insertions.append(made)
-        if named:  # it is known that they mean something, or may
+        if named:  # it is known that they match something, or may
             insertions.append(owner.interject(named, spec.callback, allow_none=True))
         source.insertions = tuple(insertions)

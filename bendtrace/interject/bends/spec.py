@@ -1,4 +1,4 @@
-"""One bend, as it was asked for."""
+"""One bend, as requested by the user."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class BendSpec:
 
     Attributes:
         callback: the callback.
-        where: patterns, and whatever else says where an insertion is.
-        weights: whether the patterns mean weights: None for those that they name.
-        activations: whether the patterns mean activations.
+        where: patterns, and other locations of insertions.
+        weights: whether the patterns apply to weights: None for weights with a matching full name.
+        activations: whether the patterns apply to activations.
     """
 
     callback: Bend
@@ -36,12 +36,12 @@ class BendSpec:
 
     @property
     def others(self) -> list[Any]:
-        """What else says where."""
+        """The locations that are not patterns."""
         return [item for item in self.where if not isinstance(item, (str, re.Pattern))]
 
 
 def flat(where: Iterable[Any]) -> Iterator[Any]:
-    """Yield what says where, also what is in lists."""
+    """Yield locations, including those in lists."""
     for item in where:
         if isinstance(item, (list, tuple, set, frozenset)):
             yield from flat(item)
@@ -53,9 +53,9 @@ def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     """Return a pattern that can be matched.
 
     Raises:
-        InputError: it is no regular expression.
+        InputError: it is not a regular expression.
     """
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise InputError(f"{pattern!r} is no regular expression: {error}") from None
+        raise InputError(f"{pattern!r} is not a regular expression: {error}") from None

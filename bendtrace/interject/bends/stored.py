@@ -1,4 +1,4 @@
-"""Bends as plain values: callbacks by their class and arguments, parameters by their names."""
+"""Bends as plain values: callbacks by class and arguments, parameters by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def encoded(bends: Iterable[BendSpec]) -> dict[str, Any]:
     """Return bends as plain values, ready for JSON.
 
     Raises:
-        InputError: a callback is made of a function, or bends what only Python can say.
+        InputError: a callback is made from a function, or is applied at something that cannot be
+            saved.
     """
     writer = _Writer()
     listed = [writer.bend(bend) for bend in bends]
@@ -31,21 +32,21 @@ def encoded(bends: Iterable[BendSpec]) -> dict[str, Any]:
 
 
 def decoded(data: Any, parameters: Mapping[str, BendingParameter]) -> list[BendSpec]:
-    """Make bends of what `encoded` returned.
+    """Create bends from a result of `encoded`.
 
     Args:
         data: the plain values.
-        parameters: parameters to use in the place of those of the same name.
+        parameters: parameters to use instead of those of the same name.
 
     Raises:
-        InputError: it is something else, or names a class of callbacks there is not.
+        InputError: the data is invalid, or names an unknown class of callbacks.
     """
     try:
         return list(_Reader(data, parameters).bends())
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"these are no stored bends: {error!r}") from error
+        raise InputError(f"these are not stored bends: {error!r}") from error
 
 
 class _Writer:
@@ -60,7 +61,9 @@ class _Writer:
     def bend(self, bend: BendSpec) -> dict[str, Any]:
         for where in bend.where:
             if not isinstance(where, (str, re.Pattern)):
-                raise InputError(f"only bends by patterns can be kept in a file, not at {where!r}")
+                raise InputError(
+                    f"only bends with patterns can be saved to a file, not one at {where!r}"
+                )
         data: dict[str, Any] = {
             "callback": self.callback(bend.callback),
             "where": [_pattern(where) for where in bend.where],
@@ -105,8 +108,8 @@ class _Writer:
             dtype = str(plain.dtype).removeprefix("torch.")
             return {"$tensor": numbers.tolist(), "dtype": dtype}
         raise InputError(
-            f"{what} is {value!r}, which cannot be kept in a file; a callback made of a function "
-            "can be kept as a subclass of Bend"
+            f"{what} is {value!r}, which cannot be saved to a file; define a subclass of Bend "
+            "instead of passing a function"
         )
 
     def _parameter(self, parameter: BendingParameter, what: str) -> str:
@@ -136,7 +139,7 @@ def _pattern(where: str | re.Pattern[str]) -> str:
 
 
 class _Reader:
-    """Makes callbacks and parameters of what a writer wrote."""
+    """Creates callbacks and parameters from a writer's output."""
 
     def __init__(self, data: Any, parameters: Mapping[str, BendingParameter]) -> None:
         self._data = data
@@ -176,7 +179,7 @@ class _Reader:
             return Operation(name if name in OPERATORS else "", tuple(map(self._value, operands)))
         dtype = getattr(torch, data["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise InputError(f"{data['dtype']!r} is no dtype")
+            raise InputError(f"{data['dtype']!r} is not a dtype")
         if dtype.is_complex:
             return torch.view_as_complex(torch.tensor(data["$tensor"])).to(dtype)
         return torch.tensor(data["$tensor"], dtype=dtype)
@@ -193,18 +196,18 @@ class _Reader:
 
 
 def _class_name(cls: type[Bend]) -> str:
-    """Return what a class is known by: its name, and for those of others where it is from."""
+    """Return the stored name of a class: its name, with the module for user classes."""
     own = cls.__module__.startswith(_PACKAGE)
     return cls.__qualname__ if own else f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _class_named(name: str) -> type[Bend]:
-    # Only classes that are there already: no file makes anything be imported.
-    found = {_class_name(cls): cls for cls in _subclasses(Bend)}  # the latest of each name
+    # Only existing classes are used: no file can cause an import.
+    found = {_class_name(cls): cls for cls in _subclasses(Bend)}  # the latest for each name
     if name not in found:
         raise InputError(
-            f"there is no class of callbacks {name!r}; there are {', '.join(sorted(found))}. "
-            "Your own have to be defined before they are loaded"
+            f"there is no class of callbacks {name!r}; known classes: "
+            f"{', '.join(sorted(found))}. Define your own classes before loading"
         )
     return found[name]
 

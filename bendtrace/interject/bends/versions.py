@@ -21,16 +21,16 @@ ORIGINAL = "original"
 
 
 class Versions(Interjection):
-    """Named sets of weights that stand in for those of a model.
+    """Named sets of weights that replace those of a model.
 
-    As an interjection at parameters and buffers it gives the weights of the version that is
-    chosen. The model's own are never written to.
+    As an interjection at parameters and buffers it returns the weights of the version in use. It
+    never writes to the model's own weights.
 
     Args:
         model: the model.
 
     Attributes:
-        mixture: how much of each version counts. The version "original" is the model itself.
+        mixture: the weight of each version. The version "original" is the model itself.
     """
 
     self_contained = True
@@ -42,7 +42,7 @@ class Versions(Interjection):
 
     @property
     def label(self) -> str:
-        """What reports and graphs call it."""
+        """The name in reports and graphs."""
         return f"version {self}"
 
     def __repr__(self) -> str:
@@ -54,12 +54,12 @@ class Versions(Interjection):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The versions there are, that of the model first."""
+        """The names of all versions, that of the model first."""
         return ORIGINAL, *self._weights
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The weights in which the chosen versions may differ from the model."""
+        """The names of weights in which the version in use may differ from the model."""
         found: dict[str, None] = {}
         for name in self.mixture:
             found.update(dict.fromkeys(self._weights.get(name, ())))
@@ -69,17 +69,17 @@ class Versions(Interjection):
         return name == ORIGINAL or name in self._weights
 
     def weights(self, name: str) -> dict[str, Tensor]:
-        """Return the weights that a version has of its own."""
+        """Return the weights that are stored for a version."""
         self._require(name)
         return dict(self._weights.get(name, {}))
 
     def add(self, name: str, weights: Mapping[str, Tensor], *, strict: bool, force: bool) -> None:
-        """Keep copies of weights under a name.
+        """Save copies of weights under a name.
 
         Args:
             name: the name.
             weights: some or all of a state dict of the model.
-            strict: whether all parameters have to be there.
+            strict: whether all parameters are required.
             force: whether a version of that name may be replaced.
 
         Raises:
@@ -95,8 +95,8 @@ class Versions(Interjection):
                 raise InputError(f"version {name!r}: the model has no {key!r}; {near(key, own)}")
             if tensor.shape != own[key].shape:
                 raise InputError(
-                    f"version {name!r}: {key!r} is of shape {tuple(tensor.shape)}, and the "
-                    f"model's is of shape {tuple(own[key].shape)}"
+                    f"version {name!r}: {key!r} has shape {tuple(tensor.shape)}, but shape "
+                    f"{tuple(own[key].shape)} in the model"
                 )
         missing = [
             key
@@ -105,8 +105,9 @@ class Versions(Interjection):
         ]
         if strict and missing:
             raise InputError(
-                f"version {name!r} lacks {', '.join(map(repr, missing[:5]))}"
-                f"{', ...' if len(missing) > 5 else ''}; with strict=False it has the model's"
+                f"version {name!r} lacks "
+                f"{', '.join(map(repr, missing[:5]))}{', ...' if len(missing) > 5 else ''}; with "
+                "strict=False it uses the model's"
             )
         with torch.inference_mode(False), torch.no_grad():
             self._weights[name] = {
@@ -116,24 +117,24 @@ class Versions(Interjection):
             }
 
     def remove(self, name: str) -> None:
-        """Forget a version.
+        """Remove a version.
 
         Raises:
-            InputError: there is none of that name, or it is in use.
+            InputError: the version does not exist, or is in use.
         """
         self._require(name)
         if name == ORIGINAL or name in self.mixture:
-            raise InputError(f"version {name!r} is in use: choose another one first")
+            raise InputError(f"version {name!r} is in use: set another one first")
         del self._weights[name]
 
     def checked(self, mixture: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a mixture that can be chosen.
+        """Return a validated mixture.
 
         Raises:
-            InputError: there is no such version, or its weight is no number.
+            InputError: a version does not exist, or its weight is not a number.
         """
         if not mixture:
-            raise InputError("a mixture of versions has at least one")
+            raise InputError("a mixture needs at least one version")
         for name, weight in mixture.items():
             self._require(name)
             checked(f"the weight of version {name!r}", weight)
@@ -141,7 +142,7 @@ class Versions(Interjection):
         return dict(mixture)
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Return the weight of the chosen version."""
+        """Return the weight of the version in use."""
         held = {name: self._held(name, at.path, output) for name in self.mixture}
         if len(held) == 1:
             return next(iter(held.values()))
@@ -167,7 +168,7 @@ class Versions(Interjection):
 
 
 def _shares(mixture: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how much of each version counts; all together one."""
+    """Return the weight of each version; the sum is one."""
     values: dict[str, Any] = {name: value_of(weight) for name, weight in mixture.items()}
     total = sum(values.values())
     if not total:

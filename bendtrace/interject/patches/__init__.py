@@ -1,1 +1,1 @@
-"""Patches: values at nodes zeroed, added to, replaced, looked at or changed by a function."""
+"""Patches: values at nodes zeroed, added to, replaced, observed or changed by a function."""

@@ -17,15 +17,15 @@ Target = TypeVar("Target")
 
 
 class Patch(Interjection, Generic[Target]):
-    """Does something to the value at a node. Subclasses override `op`.
+    """Changes the value at a node. Subclasses override `op`.
 
-    Dataclasses make good patches, and need not know where they are placed: one patch can be used
-    at several nodes, and at several parts of one.
+    Dataclasses make good patches, and need not know where they are used: one patch works at several
+    nodes, and at several parts of one.
 
     Attributes:
-        requires_clone: whether `op` is given a copy, which it may then change in place, and
-            whether a tensor of its own that it gives back is copied, which the model may change
-            in place. Patches that only read, or only compute anew, can do without.
+        requires_clone: whether `op` receives a copy, which it may change in place, and whether a
+            tensor that `op` returns from elsewhere is copied, since the model may change it in
+            place. Patches that only read, or only compute new tensors, can set it to False.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -40,18 +40,18 @@ class Patch(Interjection, Generic[Target]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # An `op` of its own does not keep what its parent class promised of another one.
+        # A subclass that overrides `op` does not inherit the promise of its parent.
         if "op" in vars(cls):
             for promise in ("requires_clone", "observes", "self_contained", "deferrable", "effect"):
                 if promise not in vars(cls):
                     setattr(cls, promise, getattr(Patch, promise))
 
     def op(self, original_output: Target) -> Target | None:
-        """Return the value to go on with, of the same type; None keeps the one there is."""
+        """Return the new value, of the same type; None keeps the present one."""
         return original_output
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Put what `op` gives in the place of a node's value."""
+        """Replace the value of a node by the result of `op`."""
         value = copied_in(output, Tensor.clone) if self.requires_clone else output
         version = version_of(value)
         try:
@@ -72,10 +72,12 @@ class Patch(Interjection, Generic[Target]):
     def _refuse_write(self, is_original: bool) -> None:
         if is_original:
             raise PatchError(
-                "op changed the model's own value in place: leave requires_clone as it is, and "
-                "it gets a copy"
+                "op changed the model's own value in place: keep requires_clone=True, and op "
+                "receives a copy"
             )
-        raise PatchError("op changed its copy of the value in place and gave nothing: return it")
+        raise PatchError(
+            "op changed its copy of the value in place and returned nothing: return the copy"
+        )
 
     def __repr__(self) -> str:
         shown: list[str] = []
@@ -88,7 +90,7 @@ class Patch(Interjection, Generic[Target]):
 
 
 def _named(at: NodePass) -> str:
-    """Return the path of a node as one writes it, with the pass from the second one on."""
+    """Return the path of a node as users write it, with the pass from the second one on."""
     if not at.number:
         return repr(at.path)
     node, bar, part = at.path.partition("|")

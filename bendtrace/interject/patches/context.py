@@ -1,4 +1,4 @@
-"""The context in which patches are in place."""
+"""The context in which patches are active."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Patches = Mapping[Where, Patch[Any] | Sequence[Patch[Any]]]
 
 
 class Placing(Protocol):
-    """Where insertions are kept."""
+    """The store of insertions."""
 
     def make(self, where: Any, what: Any) -> Any:
-        """Make an insertion, and check it, without putting it in."""
+        """Create and check an insertion, without activating it."""
 
     def add(self, *insertions: Any) -> None:
-        """Put insertions in, all at once."""
+        """Activate insertions, all at once."""
 
     def remove(self, *insertions: Any) -> None:
-        """Take insertions away, all at once."""
+        """Remove insertions, all at once."""
 
 
 class Known(Protocol):
@@ -46,33 +46,33 @@ class Known(Protocol):
         """Return the trees of the runs without insertions."""
 
     def names(self) -> Iterable[Names]:
-        """Return what strings name in these runs."""
+        """Return the names that strings can refer to in these runs."""
 
     def mirror_path(self, name: str) -> str:
-        """Return the path of the node of a mirror that has a name; "" if none has."""
+        """Return the path of the mirror node with a name; "" if there is none."""
 
     def select(self, what: Any) -> list[str]:
-        """Return the paths of the nodes that a selector, or what stands for one, means."""
+        """Return the paths of the nodes that a selector, or a value for one, selects."""
 
 
 class PatchContext(ContextDecorator):
-    """Patches that are in place while the context lasts.
+    """Patches that are active while the context lasts.
 
-    It can be entered again, also inside itself, and it removes what it has placed and nothing
-    else, in whatever order contexts are left. Patches of an inner context run after those of the
-    outer one at the same node. As a decorator it surrounds each call of a function.
+    It can be entered again, even inside itself. On exit it removes only its own insertions, in
+    whatever order contexts are left. At the same node, patches of an inner context run after those
+    of the outer one. As a decorator it surrounds each call of a function.
 
     Args:
-        board: where the patches are placed.
-        known: what is known of the model.
-        patches: for each path a patch, or several in the order in which they are to run.
+        board: the store for the insertions.
+        known: the recorded runs of the model.
+        patches: for each path a patch, or several in the order in which they run.
 
     Attributes:
-        insertions: the handles of what is in place now.
+        insertions: the handles of the active insertions.
 
     Raises:
-        InputError: the patches are no mapping of paths to patches.
-        NodePathError: there are paths that lead to no single value.
+        InputError: the patches are not a mapping from paths to patches.
+        NodePathError: a path does not lead to a single value.
     """
 
     def __init__(self, board: Placing, known: Known, patches: Patches) -> None:
@@ -90,20 +90,20 @@ class PatchContext(ContextDecorator):
     def __del__(self) -> None:
         if not getattr(self, "_was_entered", True):
             warnings.warn(
-                f"the patches {self!r} were never applied: patch(...) gives a context, to be "
-                "entered by `with`, or the decorator of a function",
+                f"the patches {self!r} were never applied: patch(...) returns a context; enter "
+                "it with `with`, or use it as a decorator",
                 NeverFiredWarning,
                 stacklevel=2,
             )
 
     def __call__(self, func: Any) -> Any:
-        """Have each call of a function surrounded by the context."""
+        """Surround each call of a function with the context."""
         self._was_entered = True
         return super().__call__(func)
 
     @property
     def insertions(self) -> list[Any]:
-        """The handles of what is in place now."""
+        """The handles of the active insertions."""
         return [handle for handles in self._entered for handle in handles]
 
     def __enter__(self) -> Self:
@@ -138,14 +138,14 @@ class PatchContext(ContextDecorator):
 def _items(patches: Any) -> Iterator[tuple[Any, Any]]:
     if not isinstance(patches, Mapping):
         raise InputError(
-            "patches are given as a dict of node paths to patches, as in "
-            f"patch({{'linear.output': ZeroPatch()}}), not as {type(patches).__name__}"
+            "patches have to be a dict from node paths to patches, as in "
+            f"patch({{'linear.output': ZeroPatch()}}), not a {type(patches).__name__}"
         )
     yield from patches.items()
 
 
 def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
-    """Yield the patches for a path, and refuse what is none."""
+    """Yield the patches for a path; raise for anything else."""
     for patch in given if isinstance(given, (list, tuple)) else (given,):
         if isinstance(patch, type) and issubclass(patch, Patch):
             raise InputError(
@@ -153,14 +153,14 @@ def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
             )
         if not isinstance(patch, Patch):
             raise InputError(
-                f"{describe_where(where)}: {patch!r} is no patch"
+                f"{describe_where(where)}: {patch!r} is not a patch"
                 + ("; write CustomPatch(custom_op=...)" if callable(patch) else "")
             )
         yield patch
 
 
 def _parameter(known: Any, where: Where) -> Where:
-    """Return the node that a path of a parameter names: here it means one call, not all uses."""
+    """Return the node for a path of a parameter: here it selects one call, not all uses."""
     if isinstance(where, str) and (meant := meant_by(where, known)) is not None:
         for tree in known.trees() if meant.is_whole_state else ():
             try:
@@ -171,7 +171,7 @@ def _parameter(known: Any, where: Where) -> Where:
 
 
 def _check(board: Placing, known: Known, places: list[Where]) -> None:
-    """Refuse, all at once, the paths that lead to nothing, or to no single value."""
+    """Raise, once for all, for paths that lead to nothing, or not to a single value."""
     errors: list[NodePathError] = []
     for where in places:
         try:
@@ -189,7 +189,7 @@ def _check(board: Placing, known: Known, places: list[Where]) -> None:
 
 
 def _check_value(board: Placing, known: Known, where: Where) -> None:
-    """Refuse what leads to nothing, or to no single value."""
+    """Raise if a path leads to nothing, or not to a single value."""
     text = name_of(where, known)
     places = _places(known, where, text)
     for root, node, chosen in places:
@@ -203,7 +203,7 @@ def _check_value(board: Placing, known: Known, where: Where) -> None:
 def _places(
     known: Known, where: Where, text: str | None
 ) -> Sequence[tuple[TreeNode, TreeNode, Chosen]]:
-    """Return the nodes that are meant: the root of a tree, the node, and its passes."""
+    """Return the selected nodes: the root of a tree, the node, and its passes."""
     if text is None:
         trees = list(known.trees())
         if not trees or (isinstance(where, NodeSelector) and where.looks_ahead):

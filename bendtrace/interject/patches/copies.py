@@ -1,4 +1,4 @@
-"""Copies of values, and what values are in a few words."""
+"""Copies of values, and short descriptions of values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["copied_in", "described", "version_of"]
 def copied_in(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
     """Return a value with all tensors in it copied, and the containers that hold them.
 
-    Objects of other kinds are meant themselves, such as the caches of language models.
+    Objects of other kinds, such as the caches of language models, are not copied.
 
     Args:
-        value: a tensor, or tuples, lists and dicts of such.
-        copied: makes the copy of a tensor.
+        value: a tensor, or tuples, lists and dicts of tensors.
+        copied: copies a tensor.
     """
     if isinstance(value, Tensor):
         return copied(value)
@@ -36,14 +36,14 @@ def copied_in(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
 
 
 def version_of(value: Any) -> int | None:
-    """Return a number that changes with each write to a tensor; None for what has no such."""
+    """Return a number that changes with each write to a tensor; None if it has no such number."""
     if not isinstance(value, Tensor) or value.is_inference():
         return None
     return value._version
 
 
 def described(value: Any) -> str:
-    """Return what a value is, in a few words.
+    """Return a short description of a value.
 
     Example:
         >>> import torch

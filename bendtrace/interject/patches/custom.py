@@ -1,4 +1,4 @@
-"""A patch from a function."""
+"""A patch made from a function."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["CustomPatch"]
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CustomPatch(Patch[Any]):
-    """Puts what a function makes of a value in its place.
+    """Replaces a value by the result of a function.
 
-    The function is called anew in each run, with that run's value. It is given a copy, which it
-    may change in place; if it gives None, the value stays.
+    The function is called in each run, with that run's value. It receives a copy, which it may
+    change in place; if it returns None, the value stays.
 
     Args:
-        custom_op: the function: `custom_op(value)` gives the new value.
-        slice: the part of the value that it is about, as for `ZeroPatch`.
-        requires_clone: whether to give it a copy, and to copy what it gives; False saves that
-            for functions that only read or compute anew.
+        custom_op: the function: `custom_op(value)` returns the new value.
+        slice: the part of the value to replace, as for `ZeroPatch`.
+        requires_clone: whether to pass a copy, and to copy the result; False saves that for
+            functions that only read or compute new tensors.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -48,23 +48,23 @@ class CustomPatch(Patch[Any]):
         check_index(self.slice)
 
     def op(self, original_output: Any) -> Any:
-        """Return what the function makes of the value."""
+        """Return the result of the function."""
         if self.slice is None:
             return self.custom_op(original_output)
         return edited(original_output, self.slice, self._part)
 
     def _part(self, part: Tensor) -> Tensor:
-        """Return what the function makes of a part, which it may have changed in place."""
+        """Return the result of the function for a part, which it may have changed in place."""
         given = part.clone()
         version = version_of(given)
         made = self.custom_op(given)
         if made is None:
             if version_of(given) != version:
-                raise PatchError("op changed its part of the value in place and gave nothing")
+                raise PatchError("op changed its part of the value in place and returned nothing")
             return part
         if not isinstance(made, (Tensor, bool, int, float, complex)):
             raise PatchError(
-                f"op gave {described(made)} ({type(made).__name__}) for a part of a tensor",
+                f"op returned {described(made)} ({type(made).__name__}) for a part of a tensor",
                 expected=described(part), got=described(made),
             )  # fmt: skip
         result: Tensor = replaced(part, None, made)

@@ -1,4 +1,4 @@
-"""Patches that look at values and leave them as they are."""
+"""Patches that record values and leave them unchanged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ProbePatch(Patch[Any]):
     """Keeps the latest value of a node.
 
     Args:
-        detach: whether to keep it without its graph of autograd. With it, a loss on the
-            activation can go backward, and the run's memory stays as long as the activation does.
+        detach: whether to detach it from the autograd graph. If not, a loss on the activation
+            supports backward, and the run's memory is kept as long as the activation.
 
     Attributes:
-        activation: a copy of the value as it came up last; None before there was one.
+        activation: a copy of the latest value; None before the first.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -55,11 +55,11 @@ class RecordPatch(Patch[Any]):
     """Keeps all values of a node, over its passes and over calls of the model.
 
     Args:
-        activations: a list to go on with.
-        detach: whether to keep them without their graphs of autograd.
+        activations: an existing list to append to.
+        detach: whether to detach them from the autograd graph.
 
     Attributes:
-        activations: copies of the values, in the order in which they came up.
+        activations: copies of the values, in order.
 
     Example:
         >>> import torch, bendtrace as bt

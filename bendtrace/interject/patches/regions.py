@@ -1,4 +1,4 @@
-"""The part of a value that a patch is about."""
+"""The part of a value that a patch changes."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = [
 
 Number = bool | int | float | complex
 IndexItem = int | slice | EllipsisType | Tensor | list[Any] | tuple[Any, ...] | None
-# What may stand in brackets behind a tensor. A list counts as a tuple if it holds more than
-# numbers, and None as all of the tensor.
+# Valid indices of a tensor. A list counts as a tuple if it contains more than numbers, and None as
+# the whole tensor.
 Index = IndexItem | tuple[IndexItem, ...] | list[IndexItem]
 
 
 def check_index(index: Any) -> None:
-    """Refuse what cannot stand in brackets behind a tensor.
+    """Raise if something is not a valid index of a tensor.
 
     Raises:
-        InputError: it is no index expression.
+        InputError: it is not an index expression.
     """
     items = index if isinstance(index, (list, tuple)) else (index,)
     for item in items:
@@ -44,11 +44,13 @@ def check_index(index: Any) -> None:
             check_index(item)
         elif isinstance(item, Tensor):
             if item.is_floating_point() or item.is_complex():
-                raise InputError(f"slice={described(index)}: a tensor of {item.dtype} is no index")
+                raise InputError(
+                    f"slice={described(index)}: a tensor of {item.dtype} is not a valid index"
+                )
         elif item is not None and item is not ... and not _indexes(item):
             raise InputError(
-                f"slice={described(index)}: {item!r} cannot stand in brackets behind a tensor; "
-                "write x[:, 2] as slice=(slice(None), 2)"
+                f"slice={described(index)}: {item!r} is not a valid index of a tensor; write "
+                "x[:, 2] as slice=(slice(None), 2)"
             )
 
 
@@ -72,10 +74,10 @@ def _indexes(item: Any) -> bool:
 
 
 def check_value(value: Any) -> None:
-    """Refuse what can be neither added to a tensor nor put in its place.
+    """Raise if something can neither be added to a tensor nor replace it.
 
     Raises:
-        InputError: it is no tensor and no number.
+        InputError: it is neither a tensor nor a number.
     """
     if not isinstance(value, (Tensor, bool, int, float, complex)):
         raise InputError(
@@ -84,34 +86,34 @@ def check_value(value: Any) -> None:
 
 
 def _check_number(original: Any, value: Any) -> None:
-    """Refuse what is neither a tensor nor a number, and tensors for numbers.
+    """Raise for values that are neither tensors nor numbers, and for tensors that replace numbers.
 
     Raises:
-        PatchError: the node holds, or is to hold, another kind of thing.
+        PatchError: the node holds, or is to hold, an unsupported type.
     """
     if not isinstance(original, (bool, int, float, complex)):
         raise PatchError(
-            f"there was {described(original)} ({type(original).__name__}), neither a tensor nor a "
-            "number: give the path of a part of it, or use a CustomPatch",
+            f"the value is {described(original)} ({type(original).__name__}), neither a tensor "
+            "nor a number: give the path of a part of it, or use a CustomPatch",
             expected="Tensor", got=type(original).__name__,
         )  # fmt: skip
     if isinstance(value, Tensor):
         raise PatchError(
-            f"there was the number {original!r}, for which {described(value)} cannot stand",
+            f"the value is the number {original!r}, which {described(value)} cannot replace",
             expected=type(original).__name__, got=described(value),
         )  # fmt: skip
 
 
 def edited(original: Any, index: Index, edit: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of a tensor with something else in one part.
+    """Return a copy of a tensor with one part changed.
 
     Args:
-        original: the tensor; it stays as it is.
+        original: the tensor; it is not changed.
         index: the part.
-        edit: gives a tensor that fits for the one that is there.
+        edit: returns the new part for the present one.
 
     Raises:
-        PatchError: there is no such part, or what is to come in its place does not fit.
+        PatchError: the part does not exist, or the new part does not fit.
     """
     new = edit(_part_of(original, index))
     made = original.clone()
@@ -123,12 +125,12 @@ def added(original: Any, index: Index, value: Any) -> Any:
     """Return a value with something added to a part of it.
 
     Args:
-        original: a tensor or a number; it stays as it is.
+        original: a tensor or a number; it is not changed.
         index: the part; None for all of it.
-        value: what to add.
+        value: the summand.
 
     Raises:
-        PatchError: there is no such part, or the sum is none that it can hold.
+        PatchError: the part does not exist, or the value cannot hold the sum.
     """
     if index is not None:
         return edited(original, index, lambda part: added(part, None, value))
@@ -147,15 +149,15 @@ def added(original: Any, index: Index, value: Any) -> Any:
 
 
 def replaced(original: Any, index: Index, value: Any) -> Any:
-    """Return a value with something else in the place of a part of it.
+    """Return a value with a part of it replaced.
 
     Args:
-        original: a tensor or a number; it stays as it is.
+        original: a tensor or a number; it is not changed.
         index: the part; None for all of it.
-        value: what to put there.
+        value: the new part.
 
     Raises:
-        PatchError: there is no such part, or it cannot hold the value.
+        PatchError: the part does not exist, or cannot hold the value.
     """
     if index is None and not isinstance(original, Tensor):
         _check_number(original, value)
@@ -169,8 +171,8 @@ def replaced(original: Any, index: Index, value: Any) -> Any:
         fits = _holds(part.dtype, value)
     if not fits:
         raise _unfit_type(part, value)
-    # Not a new tensor, also where nothing of the old one is left: as with graphpatch, what led
-    # to it gets gradients of zero, not none.
+    # Not a new tensor, even if nothing of the old one is left: as in graphpatch, earlier nodes get
+    # zero gradients, not none.
     made = original.clone()
     made[... if index is None else _key(index)] = value
     return made
@@ -180,11 +182,11 @@ def _part_of(original: Any, index: Index) -> Tensor:
     """Return a part of a tensor.
 
     Raises:
-        PatchError: there is no such part.
+        PatchError: the part does not exist.
     """
     if not isinstance(original, Tensor):
         raise PatchError(
-            f"only of tensors can a slice be taken; there was {described(original)}",
+            f"only tensors can be sliced, and the value is {described(original)}",
             expected="Tensor", got=described(original),
         )  # fmt: skip
     try:
@@ -197,7 +199,7 @@ def _part_of(original: Any, index: Index) -> Tensor:
 
 
 def _key(index: Index) -> Any:
-    """Return what goes in the brackets.
+    """Return the index for the brackets.
 
     torch once took lists of more than numbers for tuples, and graphpatch's documents say so.
     """
@@ -214,7 +216,7 @@ def _is_plain(item: Any) -> bool:
 
 
 def _check_shape(part: Tensor, value: Tensor) -> None:
-    """Refuse a value that does not broadcast to the shape of what it is for."""
+    """Raise if a value does not broadcast to the shape of its target."""
     sizes = list(value.shape)
     while len(sizes) > part.dim() and sizes[0] == 1:
         del sizes[0]  # as in `part[...] = value`
@@ -237,7 +239,7 @@ def _unfit_type(part: Tensor, value: Any) -> PatchError:
 
 
 def _holds(dtype: torch.dtype, number: Number) -> bool:
-    """Return whether tensors of a dtype can hold a number, but for rounding."""
+    """Return whether tensors of a dtype can hold a number, apart from rounding."""
     if isinstance(number, complex):
         return dtype.is_complex
     if dtype.is_complex or dtype.is_floating_point:
@@ -249,7 +251,7 @@ def _holds(dtype: torch.dtype, number: Number) -> bool:
 
 
 def _as_number(original: Number, made: Number, value: Number) -> Number:
-    """Return a number as one of the type of another, if it is one."""
+    """Return a number converted to the type of another, if possible."""
     kind = next(kind for kind in (bool, int, float, complex) if isinstance(original, kind))
     fits = {
         bool: made in (0, 1),
@@ -270,7 +272,7 @@ def _of_shape(shape: torch.Size) -> str:
 
 
 def _shown(index: Index) -> str:
-    """Return an index as one writes it in brackets."""
+    """Return an index as users write it in brackets."""
     items = index if isinstance(index, tuple) else (index,)
     return ", ".join(_shown_item(item) for item in items)
 

@@ -1,4 +1,4 @@
-"""Patches that set values: to zero, to something more, to something else."""
+"""Patches that zero, add to or replace values."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Patchable = Tensor | Number
 class ZeroPatch(Patch[Patchable]):
     """Sets a value, or a part of it, to zero.
 
-    What led to it gets gradients of zero through this node.
+    Earlier nodes get zero gradients through this node.
 
     Args:
-        slice: the part: what one would write in brackets behind the tensor, with `slice(2, 4)`
-            for `2:4`; all of it if None.
+        slice: the part: the index that one would write in brackets after the tensor, with `slice(2,
+            4)` for `2:4`; the whole value if None.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -68,8 +68,8 @@ class AddPatch(Patch[Patchable]):
     """Adds to a value, or to a part of it.
 
     Args:
-        value: what to add: a number, or a tensor that broadcasts to the shape there, moved to
-            its device and rounded to its dtype. It gets its gradient, if it requires one.
+        value: the summand: a number, or a tensor that broadcasts to the shape of the part, moved to
+            its device and rounded to its dtype. It receives its gradient, if it requires one.
         slice: the part, as for `ZeroPatch`.
 
     Example:
@@ -102,14 +102,14 @@ class AddPatch(Patch[Patchable]):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ReplacePatch(Patch[Patchable]):
-    """Puts another value in the place of one, or of a part of it.
+    """Replaces a value, or a part of it.
 
-    What led to the part gets gradients of zero through this node.
+    Earlier nodes get zero gradients through the replaced part.
 
     Args:
-        value: a number, or a tensor that broadcasts to the shape there, moved to its device and
-            rounded to its dtype. It gets its gradient, if it requires one. It is copied, so that
-            nothing the model does changes it.
+        value: a number, or a tensor that broadcasts to the shape of the part, moved to its device
+            and rounded to its dtype. It receives its gradient, if it requires one. It is copied, so
+            that the model cannot change it.
         slice: the part, as for `ZeroPatch`.
 
     Example:

@@ -1,1 +1,1 @@
-"""Node selectors: values that say which nodes are meant."""
+"""Node selectors: values that select nodes."""

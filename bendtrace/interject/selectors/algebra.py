@@ -1,4 +1,4 @@
-"""Selectors as values: combinations of them, and those that go by how values flow."""
+"""Selectors as values: their combinations, and selectors that follow the flow of values."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
 class Selector(NodeSelector):
     """A node selector that can be combined with others.
 
-    `a & b`, `a | b`, `a ^ b` and `~a` mean the nodes that are meant by both, by at least one, by
-    exactly one, and not. What stands on the other side of a selector may also be a node path, a
-    regular expression that is searched for in node paths, a module, a class of modules, a torch
-    function, a predicate of the `Candidate`, or a list of these.
+    `a & b`, `a | b`, `a ^ b` and `~a` select the nodes that are selected by both, by at least one,
+    by exactly one, and by none. The other operand of a selector may also be a node path, a regular
+    expression that is searched for in node paths, a module, a class of modules, a torch function, a
+    predicate of the `Candidate`, or a list of these.
 
-    Your own selectors are subclasses with one method, `matches`. Frozen dataclasses are equal when
-    they are made alike.
+    Your own selectors are subclasses with one method, `matches`. Frozen dataclasses with equal
+    fields are equal.
 
     Example:
         >>> import dataclasses, bendtrace as bt
@@ -68,42 +68,42 @@ class Selector(NodeSelector):
     def __bool__(self) -> bool:
         raise InputError(
             f"{self!r} is neither true nor false: selectors are combined with &, | and ~, "
-            "since `and`, `or` and `not` ask for their truth"
+            "not with `and`, `or` and `not`"
         )
 
     def nth(self, index: int) -> Selector:
-        """Mean one of the nodes that are meant, in the order in which they begin.
+        """Select one of the selected nodes, in the order in which they begin.
 
         Args:
-            index: which one, from 0; negative ones count from the end. Where there are not so
-                many, none is meant.
+            index: which one, from 0; negative ones count from the end. An index out of range
+                selects no node.
         """
         return Nth(self, index)
 
     def first(self) -> Selector:
-        """Mean the first of the nodes that are meant."""
+        """Select the first of the selected nodes."""
         return Nth(self, 0)
 
     def last(self) -> Selector:
-        """Mean the last of the nodes that are meant."""
+        """Select the last of the selected nodes."""
         return Nth(self, -1)
 
     def slice(
         self, start: int | None = None, stop: int | None = None, step: int | None = None
     ) -> Selector:
-        """Mean some of the nodes that are meant, in the order in which they begin.
+        """Select some of the selected nodes, in the order in which they begin.
 
         Args:
             start: the first of them, from 0; negative ones count from the end.
-            stop: the first of them that is not meant any more.
-            step: how far it is from one to the next.
+            stop: the first of them to leave out again.
+            step: the distance from one to the next.
         """
         return Slice(self, start, stop, step)
 
 
 @functools.singledispatch
 def as_selector(what: Any) -> NodeSelector:
-    """Return the selector that something stands for.
+    """Return the selector for a value.
 
     Args:
         what: a selector; a node path; a regular expression, for node paths and qualified names; a
@@ -114,7 +114,7 @@ def as_selector(what: Any) -> NodeSelector:
         The selector.
 
     Raises:
-        InputError: it stands for none.
+        InputError: the value does not convert to a selector.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -124,9 +124,9 @@ def as_selector(what: Any) -> NodeSelector:
         matches_function(relu) | matches_path('fc.linear')
     """
     raise InputError(
-        f"{what!r} does not name nodes: give a selector, a node path, a compiled "
-        "regular expression, a module, a class of modules, a torch function, a predicate of the "
-        "node, or a list of these"
+        f"{what!r} does not select nodes: pass a selector, a node path, a compiled regular "
+        "expression, a module, a class of modules, a torch function, a predicate of the node, "
+        "or a list of these"
     )
 
 
@@ -142,19 +142,19 @@ def _(what: Any) -> NodeSelector:
 
 
 def nodes_meant(what: Any, graph: CandidateGraph) -> list[Candidate]:
-    """Return the nodes of a run that a selector, or what stands for one, means, in order."""
+    """Return the nodes of a run that a selector, or a value for one, selects, in order."""
     meant = as_selector(what).select(graph)
     return [node for node in graph if node.path in meant]
 
 
 def selected(selector: NodeSelector, graph: CandidateGraph, among: set[str]) -> set[str]:
-    """Return which of some nodes of a graph are meant.
+    """Return which of some nodes of a graph are selected.
 
     Args:
-        selector: says which.
+        selector: the selector.
         graph: the whole graph.
-        among: paths of the nodes that are asked for; a selector that goes by nodes alone is not
-            asked about others.
+        among: paths of the nodes to check; a selector that judges nodes alone is not called for
+            others.
     """
     if selector.looks_ahead:
         return selector.select(graph) & among
@@ -175,7 +175,7 @@ def _combine(sign: Sign, left: Any, right: Any) -> Selector:
 
 @dataclass(frozen=True, repr=False)
 class Combined(Selector):
-    """What several selectors mean together."""
+    """A combination of several selectors."""
 
     sign: Sign
     parts: tuple[NodeSelector, ...]
@@ -186,7 +186,7 @@ class Combined(Selector):
         _inherit(self, *self.parts)
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         if self.sign == "&":
             return all(part.matches(node) for part in self.parts)
         if self.sign == "|":
@@ -194,7 +194,7 @@ class Combined(Selector):
         return sum(part.matches(node) for part in self.parts) % 2 == 1
 
     def select(self, graph: CandidateGraph) -> set[str]:
-        """Return the paths of the nodes of a graph that are meant."""
+        """Return the paths of the selected nodes of a graph."""
         everything = set(graph.nodes)
         if self.sign == "&":
             found = everything
@@ -215,7 +215,7 @@ class Combined(Selector):
 
 @dataclass(frozen=True, repr=False)
 class Not(Selector):
-    """What a selector does not mean. The model as a whole is not among that."""
+    """The nodes that a selector does not select. The model as a whole is not among them."""
 
     selector: NodeSelector
     looks_ahead: bool = field(init=False, compare=False)
@@ -225,11 +225,11 @@ class Not(Selector):
         _inherit(self, self.selector)
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         return node.path != "" and not self.selector.matches(node)
 
     def select(self, graph: CandidateGraph) -> set[str]:
-        """Return the paths of the nodes of a graph that are meant."""
+        """Return the paths of the selected nodes of a graph."""
         others = set(graph.nodes) - {""}
         return others - selected(self.selector, graph, others)
 
@@ -238,24 +238,24 @@ class Not(Selector):
 
 
 class _Ahead(Selector):
-    """Nodes that one node alone does not tell: the graph of a run has to be known."""
+    """Selectors that need the graph of a run."""
 
     looks_ahead = True
 
     def matches(self, node: Candidate) -> bool:
-        """Refuse, since the other nodes have to be known.
+        """Raise, since the other nodes have to be known.
 
         Raises:
             InputError: always.
         """
         raise InputError(
-            f"{self!r} cannot be told from one node alone: it needs the graph of a run, "
+            f"{self!r} cannot be evaluated for one node alone: it needs the graph of a run, "
             "select(graph)"
         )
 
 
 class _Ordered(_Ahead):
-    """Some of the nodes that a selector means, by their order."""
+    """Some of the nodes that a selector selects, by their order."""
 
     selector: NodeSelector
 
@@ -266,7 +266,7 @@ class _Ordered(_Ahead):
 
 @dataclass(frozen=True, repr=False)
 class Nth(_Ordered):
-    """One of the nodes that a selector means."""
+    """One of the nodes that a selector selects."""
 
     selector: NodeSelector
     index: int
@@ -274,11 +274,11 @@ class Nth(_Ordered):
 
     def __post_init__(self) -> None:
         if type(self.index) is not int:
-            raise InputError(f"nth() takes an int to say which node is meant, not {self.index!r}")
+            raise InputError(f"nth() takes an int as the index, not {self.index!r}")
         object.__setattr__(self, "needs_output", self.selector.needs_output)
 
     def select(self, graph: CandidateGraph) -> set[str]:
-        """Return the paths of the nodes of a graph that are meant."""
+        """Return the paths of the selected nodes of a graph."""
         found = self._in_order(graph)
         return {found[self.index]} if -len(found) <= self.index < len(found) else set()
 
@@ -290,7 +290,7 @@ class Nth(_Ordered):
 
 @dataclass(frozen=True, repr=False)
 class Slice(_Ordered):
-    """Several of the nodes that a selector means."""
+    """Several of the nodes that a selector selects."""
 
     selector: NodeSelector
     start: int | None = None
@@ -304,11 +304,11 @@ class Slice(_Ordered):
             if value is not None and type(value) is not int:
                 raise InputError(f"match_slice() takes an int or None as {name}, not {value!r}")
         if self.step == 0:
-            raise InputError("match_slice() cannot go in steps of 0")
+            raise InputError("match_slice() does not support a step of 0")
         object.__setattr__(self, "needs_output", self.selector.needs_output)
 
     def select(self, graph: CandidateGraph) -> set[str]:
-        """Return the paths of the nodes of a graph that are meant."""
+        """Return the paths of the selected nodes of a graph."""
         return set(self._in_order(graph)[self.start : self.stop : self.step])
 
     def __repr__(self) -> str:
@@ -321,21 +321,21 @@ def _inherit(made: Selector, *parts: NodeSelector) -> None:
 
 
 def _inside(part: NodeSelector, sign: str) -> str:
-    """Return a part as text, in brackets where it would be read otherwise."""
+    """Return a part as text, in brackets if necessary."""
     weaker = isinstance(part, Combined) and _STRENGTH[part.sign] <= _STRENGTH[sign]
     return f"({part!r})" if weaker else repr(part)
 
 
 def has_following(selector: Any, *, within: int | None = 1) -> Selector:
-    """Mean nodes whose values lead to a certain node.
+    """Select nodes whose values lead to a certain node.
 
     Args:
-        selector: means that node: a selector, or what stands for one.
-        within: how many steps the way may have at most. 1: the node itself uses the value. Each
-            op on the way is a step; None for any number.
+        selector: selects that node: a selector, or any value that converts to one.
+        within: the maximum number of steps to it. 1: the node itself uses the value. Each op on the
+            way is a step; None for any number.
 
     Raises:
-        InputError: `within` is no positive whole number.
+        InputError: `within` is not a positive integer.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -349,15 +349,15 @@ def has_following(selector: Any, *, within: int | None = 1) -> Selector:
 
 
 def has_preceding(selector: Any, *, within: int | None = 1) -> Selector:
-    """Mean nodes that are led to by the values of a certain node.
+    """Select nodes that use the values of a certain node, directly or indirectly.
 
     Args:
-        selector: means that node: a selector, or what stands for one.
-        within: how many steps the way may have at most. 1: the value is used as it is. Each op on
-            the way is a step; None for any number.
+        selector: selects that node: a selector, or any value that converts to one.
+        within: the maximum number of steps from it. 1: the value is used directly. Each op on the
+            way is a step; None for any number.
 
     Raises:
-        InputError: `within` is no positive whole number.
+        InputError: `within` is not a positive integer.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -371,13 +371,13 @@ def has_preceding(selector: Any, *, within: int | None = 1) -> Selector:
 
 
 def between(start: Any, end: Any) -> Selector:
-    """Mean nodes that values pass on their way from certain nodes to others.
+    """Select nodes that values pass on their way from certain nodes to others.
 
-    These are not meant themselves, and what happens inside them is not either.
+    The ends themselves, and nodes inside them, are not selected.
 
     Args:
-        start: means where they come from: a selector, or what stands for one.
-        end: means where they go to.
+        start: selects where the values come from: a selector, or any value that converts to one.
+        end: selects where they go to.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -393,7 +393,7 @@ def between(start: Any, end: Any) -> Selector:
 
 @dataclass(frozen=True, repr=False)
 class Near(_Ahead):
-    """Nodes from which, or to which, there is a way."""
+    """Nodes from which, or to which, there is a path."""
 
     selector: NodeSelector
     within: int | None
@@ -404,7 +404,7 @@ class Near(_Ahead):
         object.__setattr__(self, "needs_output", self.selector.needs_output)
 
     def select(self, graph: CandidateGraph) -> set[str]:
-        """Return the paths of the nodes of a graph that are meant."""
+        """Return the paths of the selected nodes of a graph."""
         ends = selected(self.selector, graph, set(graph.nodes))
         edges = graph.edges.predecessors if self.forward else graph.edges.successors
         return _reached(graph, ends, edges, self.within)
@@ -417,7 +417,7 @@ class Near(_Ahead):
 
 @dataclass(frozen=True, repr=False)
 class Between(_Ahead):
-    """Nodes on ways from some nodes to others."""
+    """Nodes on paths from some nodes to others."""
 
     start: NodeSelector
     end: NodeSelector
@@ -428,7 +428,7 @@ class Between(_Ahead):
         object.__setattr__(self, "needs_output", needs_output)
 
     def select(self, graph: CandidateGraph) -> set[str]:
-        """Return the paths of the nodes of a graph that are meant."""
+        """Return the paths of the selected nodes of a graph."""
         everything = set(graph.nodes)
         starts, ends = (selected(one, graph, everything) for one in (self.start, self.end))
         after = _reached(graph, starts, graph.edges.successors)
@@ -440,7 +440,7 @@ class Between(_Ahead):
 
 
 def _belongs(path: str, nodes: set[str]) -> bool:
-    """Whether a node is one of some nodes, or in a call that is."""
+    """Return whether a node is one of some nodes, or in a call that is."""
     while path:
         if path in nodes:
             return True
@@ -454,10 +454,10 @@ def _reached(
     edges: Callable[[str], Iterable[str]],
     within: int | None = None,
 ) -> set[str]:
-    """Return the nodes that a way leads to.
+    """Return the nodes that a path leads to.
 
-    Ways lead from op to op. Where a call of a module is passed, it is the ops in it: its node would
-    join all that goes in with all that comes out.
+    Paths lead from op to op. A path through a module call uses the ops in it: the node of the call
+    would connect all its inputs with all its outputs.
     """
     found: set[str] = set()
     edge, steps = ends, 0
@@ -471,5 +471,7 @@ def _reached(
 
 def _steps(within: Any) -> int | None:
     if within is not None and (type(within) is not int or within < 1):
-        raise InputError(f"within= takes a number of steps from 1, or None for any, not {within!r}")
+        raise InputError(
+            f"within= takes a positive number of steps, or None for any number, not {within!r}"
+        )
     return within

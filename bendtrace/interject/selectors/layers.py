@@ -1,4 +1,4 @@
-"""Selectors for the layers of torch, whether called as module, function or method."""
+"""Selectors for the layers of torch, called as module, function or method."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _MEMBERS: dict[str, str] = {
     "Utility": "Flatten Unflatten",
 }
 
-# The functions that do the same as a layer, where these are not the layer's name in snake case.
+# The functions equivalent to a layer, if they do not have the layer's name in snake case.
 _FUNCTIONS: dict[str, str] = {
     **{
         f"{kind}Pad{dims}d": "pad"
@@ -131,8 +131,7 @@ ALIASES: dict[str, str] = {
     "NLLLoss2d": "NLLLoss",
 }
 
-# What TorchWatcher calls them, beyond `is_` and the name of the function. A family is in its own
-# group.
+# TorchWatcher's names, other than `is_` and the name of the function. A family is in its own group.
 GROUPS: dict[str, dict[str, str]] = {
     "Activations": {
         "is_softmax2d": "Softmax2d",
@@ -180,7 +179,7 @@ GROUPS: dict[str, dict[str, str]] = {
 # Methods and operators that share the name of a function and do something else.
 NOT_THE_SAME = frozenset({"Tensor.unfold", "aten::unfold"})
 
-# Functions that layers consist of, besides those that do the same as the layer.
+# Functions that layers consist of, in addition to the layer's equivalents.
 PARTS: dict[str, str] = {
     "Softmax2d": "softmax",
     "AdaptiveLogSoftmaxWithLoss": "log_softmax",
@@ -190,11 +189,11 @@ PARTS: dict[str, str] = {
 
 @dataclass(frozen=True, repr=False)
 class Layers(Selector):
-    """Some layers of torch: calls of the modules, of the functions and of the methods.
+    """Some layers of torch: calls of their modules, functions and methods.
 
-    What a layer consists of is not meant besides the layer: the `F.relu` in the code of an
-    `nn.ReLU` is that module's, and found by its call. A function that several layers share, such
-    as `F.batch_norm`, is meant by each of them.
+    The inside of a layer is not selected in addition to the layer: the `F.relu` in the code of an
+    `nn.ReLU` belongs to that module, whose call is selected. A function that several layers share,
+    such as `F.batch_norm`, is selected by each of them.
 
     Attributes:
         family: the family they are of.
@@ -216,7 +215,7 @@ class Layers(Selector):
     members: tuple[str, ...]
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         if node.module is not None:
             return isinstance(node.module, _classes(self.family, self.members))
         if node.function is None:
@@ -226,12 +225,12 @@ class Layers(Selector):
 
     @property
     def classes(self) -> tuple[type[nn.Module], ...]:
-        """The classes of modules that are meant, with their subclasses."""
+        """The selected classes of modules; their subclasses are selected, too."""
         return _classes(self.family, self.members)
 
     @property
     def functions(self) -> frozenset[Callable[..., Any]]:
-        """The functions and methods that are meant; operators of `torch.ops` are besides."""
+        """The selected functions and methods; operators of `torch.ops` are selected, too."""
         names = _names(self.family, self.members)
         return frozenset(found for found, of in _spellings().items() if of & names)
 
@@ -253,7 +252,7 @@ class Family(Layers):
         family: the name of the family: "Activations", "Convolutions", ...
 
     Raises:
-        NoLayerError: there is no such family.
+        NoLayerError: the family does not exist.
 
     Example:
         >>> import bendtrace as bt
@@ -267,8 +266,10 @@ class Family(Layers):
     def __init__(self, family: str) -> None:
         if family not in FAMILIES:
             near = get_close_matches(str(family), FAMILIES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FAMILIES)}"
-            raise NoLayerError(f"there is no family of layers {family!r}; {hint}")
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"known families: {', '.join(FAMILIES)}"
+            )
+            raise NoLayerError(f"no family of layers is called {family!r}; {hint}")
         super().__init__(family, tuple(FAMILIES[family]))
 
     def __getattr__(self, name: str) -> Layers:
@@ -292,7 +293,7 @@ class Family(Layers):
 
 @functools.cache
 def _groups(family: str) -> dict[str, tuple[str, ...]]:
-    """Return the members of a family that have a common name in TorchWatcher."""
+    """Return the members of a family with a common name in TorchWatcher."""
     groups: dict[str, list[str]] = {}
     for member, functions in FAMILIES[family].items():
         for function in functions.split():
@@ -305,7 +306,7 @@ def _groups(family: str) -> dict[str, tuple[str, ...]]:
 
 @functools.cache
 def _classes(family: str, members: tuple[str, ...]) -> tuple[type[nn.Module], ...]:
-    # Some are newer than the oldest torch that will do, some have no class.
+    # Some are newer than the oldest supported torch, some have no class.
     return tuple(cls for cls in (getattr(nn, name, None) for name in members) if cls is not None)
 
 
@@ -316,7 +317,7 @@ def _names(family: str, members: tuple[str, ...]) -> frozenset[str]:
 
 @functools.cache
 def _consisting_of(names: frozenset[str]) -> tuple[type[nn.Module], ...]:
-    """Return the classes whose modules consist in calls of some functions."""
+    """Return the classes whose modules consist of calls of some functions."""
     return tuple(
         cls
         for family, members in FAMILIES.items()
@@ -330,7 +331,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 def functions_named(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names under which the families have a function, method or operator."""
+    """Return the names of a function, method or operator in the families."""
     if isinstance(function, OpOverload):
         return _operators().get(function.name().partition(".")[0], _NOTHING)
     if isinstance(function, OpOverloadPacket):  # prints as `aten.relu`

@@ -1,4 +1,4 @@
-"""Selectors that go by the names of a node, by what is called there, and by its output."""
+"""Selectors for the names of a node, its function or module, and its output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def matches_name(name: str | re.Pattern[str]) -> Selector:
-    """Mean nodes by the last part of their path: `relu_1`.
+    """Select nodes by the last part of their path: `relu_1`.
 
     Args:
         name: the name, or a regular expression that is searched for in it.
@@ -59,13 +59,13 @@ def matches_name(name: str | re.Pattern[str]) -> Selector:
 
 
 def matches_path(path: str | re.Pattern[str]) -> Selector:
-    """Mean nodes by their path: `layers_0.mlp.relu`.
+    """Select nodes by their path: `layers_0.mlp.relu`.
 
     Args:
         path: the path, as the tree prints it, or a regular expression that is searched for in it.
 
     Raises:
-        InputError: it is the path of one pass, or of a part of what a node gives; selectors mean
+        InputError: it is the path of one pass, or of a part of a node's output; selectors select
             whole nodes.
 
     Example:
@@ -80,16 +80,17 @@ def matches_path(path: str | re.Pattern[str]) -> Selector:
     path = _text_or_pattern(path)
     if isinstance(path, str) and re.search(r"[|:\[]|(^|\.)\d", path):
         raise InputError(
-            f"{path!r} is no path of a node as such: selectors mean whole nodes, in all their "
-            "passes, and take paths as the tree prints them, `layers_0.mlp`, `features.sub_6`"
+            f"{path!r} is not the path of a whole node: selectors select whole nodes, in all "
+            "their passes, by the paths that the tree prints, such as `layers_0.mlp` or "
+            "`features.sub_6`"
         )
     return Text("path", path)
 
 
 def matches_qualified_name(name: str | re.Pattern[str]) -> Selector:
-    """Mean nodes by qualified name: `layers.0.mlp` for a module, `layers.0.mlp.relu` for an op.
+    """Select nodes by qualified name: `layers.0.mlp` for a module, `layers.0.mlp.relu` for an op.
 
-    All calls of a module have its name, wherever they are.
+    All calls of a module have its name, wherever they occur.
 
     Args:
         name: the name, or a regular expression that is searched for in it.
@@ -110,10 +111,10 @@ def matches_qualified_name(name: str | re.Pattern[str]) -> Selector:
 
 
 def source_text(text: str | re.Pattern[str]) -> Selector:
-    """Mean nodes by the expression in the source: `self.conv1(x)`.
+    """Select nodes by their expression in the source: `self.conv1(x)`.
 
     Args:
-        text: the whole expression, with white space folded, or a regular expression that is
+        text: the whole expression, with collapsed white space, or a regular expression that is
             searched for in it.
 
     Raises:
@@ -131,13 +132,13 @@ def source_text(text: str | re.Pattern[str]) -> Selector:
 
 
 def matches_module_class(*classes: type[nn.Module]) -> Selector:
-    """Mean calls of modules by their class; those of subclasses are meant, too.
+    """Select calls of modules by their class, including subclasses.
 
     Args:
         *classes: one or several classes.
 
     Raises:
-        InputError: one of them is no class of modules, or there are none.
+        InputError: one of them is not a class of modules, or there are none.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -154,13 +155,13 @@ def matches_module_class(*classes: type[nn.Module]) -> Selector:
 
 
 def matches_module(*modules: nn.Module) -> Selector:
-    """Mean calls of certain modules, wherever they are called.
+    """Select calls of certain modules, wherever they occur.
 
     Args:
         *modules: one or several modules of the model.
 
     Raises:
-        InputError: one of them is no module, or there are none.
+        InputError: one of them is not a module, or there are none.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -177,10 +178,10 @@ def matches_module(*modules: nn.Module) -> Selector:
 
 
 def matches_module_lambda(predicate: Callable[[nn.Module], Any]) -> Selector:
-    """Mean calls of the modules of which something is true.
+    """Select calls of modules that satisfy a predicate.
 
     Args:
-        predicate: is asked about modules.
+        predicate: called with each module.
 
     Raises:
         InputError: `predicate` cannot be called.
@@ -198,10 +199,10 @@ def matches_module_lambda(predicate: Callable[[nn.Module], Any]) -> Selector:
 
 
 def node_lambda(predicate: Callable[[Candidate], Any]) -> Selector:
-    """Mean nodes of which something is true.
+    """Select nodes that satisfy a predicate.
 
     Args:
-        predicate: is asked about nodes, as `Candidate`.
+        predicate: called with each node, as a `Candidate`.
 
     Raises:
         InputError: `predicate` cannot be called.
@@ -217,11 +218,11 @@ def node_lambda(predicate: Callable[[Candidate], Any]) -> Selector:
 
 
 def matches_function(*functions: Callable[..., Any] | str) -> Selector:
-    """Mean calls of certain functions and methods, and of no others that do the same.
+    """Select calls of certain functions and methods, and not of others that do the same.
 
     Args:
-        *functions: the functions (`F.relu`, `torch.Tensor.view`), or names under which any torch
-            function, method or operator is meant (`"relu"`).
+        *functions: the functions (`F.relu`, `torch.Tensor.view`), or names that select any torch
+            function, method or operator of that name (`"relu"`).
 
     Raises:
         InputError: one of them is neither, or there are none.
@@ -243,13 +244,13 @@ def matches_function(*functions: Callable[..., Any] | str) -> Selector:
 
 @dataclass(frozen=True, repr=False)
 class Text(Selector):
-    """Nodes of which an attribute is some text, or has something in it."""
+    """Nodes with an attribute that equals or contains some text."""
 
     attribute: Literal["name", "path", "qualified_name", "text"]
     what: str | re.Pattern[str]
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         text: str = getattr(node, self.attribute)
         if isinstance(self.what, str):
             return text == self.what
@@ -267,7 +268,7 @@ class ModuleClass(Selector):
     classes: tuple[type[nn.Module], ...]
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         return isinstance(node.module, self.classes)
 
     def __repr__(self) -> str:
@@ -281,7 +282,7 @@ class Modules(Selector):
     modules: tuple[nn.Module, ...]
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         return any(node.module is module for module in self.modules)
 
     def __repr__(self) -> str:
@@ -295,7 +296,7 @@ class Functions(Selector):
     functions: tuple[Callable[..., Any] | str, ...]
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         function = node.function
         if function is None:
             return False
@@ -311,13 +312,13 @@ class Functions(Selector):
 
 @dataclass(frozen=True, repr=False)
 class Predicate(Selector):
-    """Nodes, or calls of modules, of which something is true."""
+    """Nodes, or calls of modules, that satisfy a predicate."""
 
     predicate: Callable[[Any], Any]
     of_module: bool = False
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         if self.of_module:
             return node.module is not None and bool(self.predicate(node.module))
         return bool(self.predicate(node))
@@ -329,13 +330,13 @@ class Predicate(Selector):
 
 @dataclass(frozen=True, repr=False)
 class _Kind(Selector):
-    """Nodes of one kind. The model as a whole is not called by itself, and of none."""
+    """Nodes of one kind. The model as a whole has no kind."""
 
     name: str
     test: Callable[[Candidate], bool]
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         return self.test(node)
 
     def __repr__(self) -> str:
@@ -351,7 +352,7 @@ def _has_parametrizations(node: Candidate) -> bool:
 
 
 def _has_parameters(node: Candidate) -> bool:
-    """Whether a module has parameters of its own, or a function is given one.
+    """Return whether a module has parameters of its own, or a function receives one.
 
     Parameters of submodules are not counted; those that parametrizations compute are.
     """
@@ -370,13 +371,13 @@ def _text_or_pattern(text: Any) -> str | re.Pattern[str]:
     if isinstance(text, re.Pattern) and isinstance(text.pattern, str):
         return text
     if not isinstance(text, str):
-        raise InputError(f"give a str or a compiled regular expression, not {text!r}")
+        raise InputError(f"pass a str or a compiled regular expression, not {text!r}")
     return text
 
 
 def _callable(predicate: Any, name: str) -> Callable[[Any], Any]:
     if not callable(predicate):
-        raise InputError(f"{name}() takes a function that says yes or no, not {predicate!r}")
+        raise InputError(f"{name}() takes a function that returns a bool, not {predicate!r}")
     return predicate  # type: ignore[no-any-return]
 
 
@@ -396,8 +397,8 @@ def _(what: Node) -> Selector:
     node, whole = what._data, dug(what._tree.data, what._data) + what._suffix
     if node.role not in ("op", "call"):
         raise InputError(
-            f"{whole!r} is no node for selectors, which mean calls of modules and functions: give "
-            "the call that it belongs to"
+            f"{whole!r} cannot be selected: selectors select calls of modules and functions. "
+            "Pass the call that it belongs to"
         )
     return matches_path(whole)
 
@@ -426,14 +427,14 @@ Size = int | EllipsisType | None
 
 
 def with_shape(*sizes: Size | tuple[Size, ...] | Callable[[tuple[int, ...]], Any]) -> Selector:
-    """Mean nodes by the shape of the first tensor that they give, in their first pass.
+    """Select nodes by the shape of the first tensor in their output, in their first pass.
 
     Args:
-        *sizes: its sizes, with None for one of any size and `...` for any number of them; or a
-            predicate of the shape.
+        *sizes: its sizes, with None for any size and `...` for any number of sizes; or a predicate
+            of the shape.
 
     Raises:
-        InputError: these are no sizes, or `...` is there twice.
+        InputError: a size is invalid, or there are two `...`.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -455,16 +456,18 @@ def with_shape(*sizes: Size | tuple[Size, ...] | Callable[[tuple[int, ...]], Any
     for size in given:
         if size is not None and size is not ... and (type(size) is not int or size < 0):
             raise InputError(
-                f"with_shape() takes sizes, None and `...`, or one predicate of the shape; not "
+                "with_shape() takes sizes, None and `...`, or one predicate of the shape, not "
                 f"{size!r}"
             )
     if given.count(...) > 1:
-        raise InputError("with_shape() takes `...` once: otherwise it would not say what is where")
+        raise InputError(
+            "with_shape() takes only one `...`: otherwise the positions of the sizes are ambiguous"
+        )
     return Shape(given)
 
 
 def with_dtype(*dtypes: torch.dtype | Callable[[torch.dtype], Any]) -> Selector:
-    """Mean nodes by the dtype of the first tensor that they give, in their first pass.
+    """Select nodes by the dtype of the first tensor in their output, in their first pass.
 
     Args:
         *dtypes: one or several dtypes, or a predicate of the dtype.
@@ -485,7 +488,9 @@ def with_dtype(*dtypes: torch.dtype | Callable[[torch.dtype], Any]) -> Selector:
         return Dtype(dtypes[0])
     for dtype in dtypes:
         if not isinstance(dtype, torch.dtype):
-            raise InputError(f"with_dtype() takes dtypes, or one predicate of them; not {dtype!r}")
+            raise InputError(
+                f"with_dtype() takes dtypes, or one predicate of the dtype, not {dtype!r}"
+            )
     if not dtypes:
         raise InputError("with_dtype() takes one dtype or several")
     return Dtype(dtypes)
@@ -493,13 +498,13 @@ def with_dtype(*dtypes: torch.dtype | Callable[[torch.dtype], Any]) -> Selector:
 
 @dataclass(frozen=True, repr=False)
 class Shape(Selector):
-    """Nodes that give a tensor of a certain shape. The model as a whole is not among them."""
+    """Nodes that output a tensor of a certain shape. The model as a whole is not among them."""
 
     sizes: tuple[Any, ...] | Callable[[tuple[int, ...]], Any]
     needs_output = True
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         if node.shape is None or node.path == "":
             return False
         if not isinstance(self.sizes, tuple):
@@ -512,13 +517,13 @@ class Shape(Selector):
 
 @dataclass(frozen=True, repr=False)
 class Dtype(Selector):
-    """Nodes that give a tensor of a certain dtype. The model as a whole is not among them."""
+    """Nodes that output a tensor of a certain dtype. The model as a whole is not among them."""
 
     dtypes: tuple[Any, ...] | Callable[[torch.dtype], Any]
     needs_output = True
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         if node.dtype is None or node.path == "":
             return False
         if not isinstance(self.dtypes, tuple):

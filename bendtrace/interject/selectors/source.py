@@ -1,4 +1,4 @@
-"""Selectors that go by where in the model's source something happens."""
+"""Selectors for places in the model's source."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = ["at_line", "in_loop", "under_branch"]
 
 @dataclass(frozen=True)
 class Mark:
-    """What a person says of a test or a loop.
+    """A user's description of a condition or a loop.
 
     Attributes:
         text: its source, a regular expression that is searched for in it, or None for any.
-        line: a line that it is on, or None for any.
+        line: a line that it covers, or None for any.
         file: the source file, or the end of its path; None for any.
     """
 
@@ -42,7 +42,7 @@ class Mark:
     file: str | None = None
 
     def means(self, text: str, lines: range, file: str) -> bool:
-        """Whether something in the source is meant.
+        """Return whether the description fits something in the source.
 
         Args:
             text: its source.
@@ -64,15 +64,15 @@ class Mark:
 
 
 def mark(where: Any, file: str | None, asked: str) -> Mark:
-    """Return what a person says of a place, checked.
+    """Return a checked description of a place in the source.
 
     Args:
         where: text, a regular expression, a line, `"model.py:41"`, or None.
-        file: the source file, if given by itself.
-        asked: the function that was called.
+        file: the source file, if given separately.
+        asked: the calling function, for messages.
 
     Raises:
-        InputError: it is nothing of the kind.
+        InputError: the description is invalid.
     """
     if file is not None and not isinstance(file, str):
         raise InputError(f"{asked}() takes the path of a source file, or its end, not {file!r}")
@@ -98,7 +98,7 @@ def _is_file(file: str, asked: str) -> bool:
 
 @functools.cache
 def _plain(text: str) -> str:
-    """Return an expression as it is spelled without regard to blanks, quotes and brackets."""
+    """Return an expression normalised without regard to blanks, quotes and brackets."""
     try:
         return ast.unparse(ast.parse(text.strip(), mode="eval"))
     except (SyntaxError, ValueError):
@@ -111,23 +111,25 @@ def under_branch(
     side: bool | None = None,
     file: str | None = None,
 ) -> Selector:
-    """Mean nodes that stand under a condition in the model's source.
+    """Select nodes that are under a condition in the model's source.
 
     Conditions are the tests of `if`, `elif`, `while`, conditional expressions and filters of
-    comprehensions, the operands of `and` and `or` before another one, and the patterns of `case`.
-    What follows an `if` that returns, raises, continues or breaks is under the other side of it.
+    comprehensions, the operands of `and` and `or` except the last, and the patterns of `case`. Code
+    after an `if` that returns, raises, continues or breaks is under the other side of its
+    condition.
 
-    All code counts that led to the op from the forward of the module that it is in. Of what happens
-    inside another module that is called there, only the call is meant.
+    All code from the forward of the enclosing module to the op counts. For nodes inside another
+    module that is called there, only the call counts.
 
     Args:
         test: source of the condition (`"x.norm() > 3"`), a regular expression that is searched
             for in it, its line, `"model.py:41"`, or None for any condition.
-        side: True for what runs if it is true, False for what runs if not; None for both.
+        side: True for code that runs if it is true, False for code that runs if it is not; None for
+            both.
         file: the source file, or the end of its path.
 
     Raises:
-        InputError: something given makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -150,18 +152,18 @@ def under_branch(
 def in_loop(
     loop: str | re.Pattern[str] | int | None = None, *, file: str | None = None
 ) -> Selector:
-    """Mean nodes that stand in a loop of the model's source: `for`, `while` or a comprehension.
+    """Select nodes in a loop of the model's source: `for`, `while` or a comprehension.
 
-    All code counts that led to the op from the forward of the module that it is in. Of what happens
-    inside another module that is called there, only the call is meant.
+    All code from the forward of the enclosing module to the op counts. For nodes inside another
+    module that is called there, only the call counts.
 
     Args:
-        loop: source of what is walked (`"range(n)"`) or of the test of a `while`, a regular
+        loop: source of the iterable (`"range(n)"`) or of the test of a `while`, a regular
             expression that is searched for in it, the line, `"model.py:41"`, or None for any loop.
         file: the source file, or the end of its path.
 
     Raises:
-        InputError: something given makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -182,17 +184,17 @@ def in_loop(
 
 
 def at_line(line: int | str, file: str | None = None) -> Selector:
-    """Mean nodes by the line of the source.
+    """Select nodes by source line.
 
-    Nodes are at the first and the last line of their expression. What happens in a function that
-    is called there is at the line of the call, too.
+    A node is at the first and the last line of its expression. A node inside a function that is
+    called there is at the line of the call, too.
 
     Args:
         line: the line, counted from 1, or `"model.py:41"`.
         file: the source file, or the end of its path; None for any.
 
     Raises:
-        InputError: `line` is no such thing.
+        InputError: `line` is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -219,7 +221,7 @@ class UnderBranch(Selector):
     side: bool | None = None
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         return any(
             self.side in (None, branch.side)
             and self.test.means(branch.text, branch.lines, place.file)
@@ -239,7 +241,7 @@ class InLoop(Selector):
     loop: Mark
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         return any(
             self.loop.means(text, lines, place.file)
             for place in _places(node)
@@ -257,7 +259,7 @@ class AtLine(Selector):
     line: Mark
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         return any(
             self.line.means("", range(line, line + 1), place.file)
             for place in _places(node)
@@ -269,7 +271,7 @@ class AtLine(Selector):
 
 
 class Branch(NamedTuple):
-    """A condition, as seen from something that it decides on.
+    """A condition, as seen from code that depends on it.
 
     Attributes:
         text: its source.
@@ -298,13 +300,13 @@ def _node_at(file: SourceFile, place: Place) -> ast.AST | None:
     ]
     if around:
         return file.expressions[max(around)]
-    # Some code stands for a whole statement, such as the setting of `x += 1`.
+    # Some code covers a whole statement, such as the assignment in `x += 1`.
     return file.statements.get(place.span) or file.statement_at(place.span)
 
 
 @functools.cache
 def _loops_around(place: Place) -> tuple[tuple[str, range], ...]:
-    """Return what is walked by the loops around a place, and on which lines they begin."""
+    """Return the iterables of the loops around a place, and the lines on which they begin."""
     file = source_file(place.file)
     node = _node_at(file, place)
     found = []
@@ -316,7 +318,7 @@ def _loops_around(place: Place) -> tuple[tuple[str, range], ...]:
 
 @functools.cache
 def branches_around(place: Place) -> tuple[Branch, ...]:
-    """Return the conditions that something in the source is under, innermost first."""
+    """Return the conditions around something in the source, innermost first."""
     file = source_file(place.file)
     node = _node_at(file, place)
     return () if node is None else tuple(_branches(file, node))
@@ -351,7 +353,7 @@ def _branches(file: SourceFile, node: ast.AST) -> Iterator[Branch]:
 
 
 def _left_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterator[Branch]:
-    """Yield the conditions under which what comes before a statement has not left its block."""
+    """Yield the conditions under which the code before a statement has not left its block."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and child in block:

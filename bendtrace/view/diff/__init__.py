@@ -1,1 +1,1 @@
-"""Where two runs part, and what differs between them."""
+"""Where two runs diverge, and how they differ."""

@@ -1,4 +1,4 @@
-"""What can differ between two runs, as plain data."""
+"""The kinds of differences between two runs, as plain data."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How far two values of the same shape are from each other.
+    """How far two values of the same shape are apart.
 
     Attributes:
-        differing: how many elements differ: in a bit, or, between dtypes, in value.
-        elements: how many elements there are.
-        max_abs: the largest absolute difference; elements that are nan or the same infinity on
-            both sides count as equal. None if no number can be given.
+        differing: the number of elements that differ: in a bit, or, for different dtypes, in value.
+        elements: the number of elements.
+        max_abs: the largest absolute difference; elements that are nan or the same infinity on both
+            sides count as equal. None if there is no such number.
         max_rel: the largest difference relative to the larger of the two magnitudes; None as
             above.
-        first: index of the first element that differs, in the order of rows.
+        first: index of the first element that differs, in row-major order.
         a: its value in the first run.
         b: its value in the second run.
-        nan_a: how many elements are nan in the first run only.
-        nan_b: how many elements are nan in the second run only.
+        nan_a: the number of elements that are nan in the first run only.
+        nan_b: the number of elements that are nan in the second run only.
     """
 
     differing: int
@@ -84,7 +84,7 @@ class ValueDifference:
 
 
 def compare_numbers(a: Any, b: Any) -> ValueDifference | None:
-    """Compare two numbers that came out of tensors; None if they are the same."""
+    """Compare two numbers taken from tensors; None if they are equal."""
     if same_bits(a, b):
         return None
     try:
@@ -104,11 +104,11 @@ def compare_tensors(
     Args:
         a: the value in the first run.
         b: the value in the second run.
-        rtol: as in `torch.isclose`; with both at 0 the same means the same bits.
+        rtol: as in `torch.isclose`; with both tolerances at 0, only equal bits count as equal.
         atol: as in `torch.isclose`.
 
     Returns:
-        How they differ; None if they are the same.
+        How they differ; None if they are equal.
 
     Example:
         >>> import torch
@@ -205,7 +205,7 @@ _BY_TYPE = (bool, int, float, str, type(None))
 
 
 def loop_text(step: FlowStep) -> str:
-    """Say a flow step by its source: a kind of statement and its expression."""
+    """Return the source text of a flow step: a kind of statement and its expression."""
     if step.kind == "while":
         return f"while {step.text}"
     return f"{step.kind} {step.text}" if step.kind in ("if", "assert") else step.text
@@ -213,17 +213,16 @@ def loop_text(step: FlowStep) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LayerChange:
-    """A layer, number or state that is in both runs, and not the same in both.
+    """A layer, number or state that both runs have, with differences.
 
     Attributes:
-        a: it in the first run.
-        b: it in the second run.
-        aspects: what is not the same, with what it is in either run: "function", "arguments"
-            (those that differ), "parents" (labels; only where more than an op in between came or
-            went), "parameters", "shape", "dtype", "device", "grad_fn".
-        value: how far the values are from each other; None if they are the same or were not
-            compared.
-        gradient: how far the gradients are from each other; None as above.
+        a: the entry in the first run.
+        b: the entry in the second run.
+        aspects: the differing properties, with their values in both runs: "function", "arguments"
+            (those that differ), "parents" (labels; only if more than an op in between was added or
+            removed), "parameters", "shape", "dtype", "device", "grad_fn".
+        value: how far the values are apart; None if they are equal or were not compared.
+        gradient: how far the gradients are apart; None as above.
     """
 
     a: LayerEntry
@@ -234,7 +233,7 @@ class LayerChange:
 
     @property
     def what(self) -> tuple[str, ...]:
-        """What is not the same, "value" and "gradient" included."""
+        """The names of the differing properties, including "value" and "gradient"."""
         more = {"value": self.value, "gradient": self.gradient}
         return (*self.aspects, *(name for name, found in more.items() if found is not None))
 
@@ -260,12 +259,12 @@ class LayerChange:
 
 @dataclass(frozen=True, eq=False)
 class FlowChange:
-    """A flow step that went otherwise in the other run, or is not there.
+    """A flow step with another outcome in the other run, or without a counterpart.
 
     Attributes:
-        kind: "side" for a condition that was decided otherwise, "iterations" for a loop that ran
-            more or less often, "index" for another item that was chosen, "value" for another
-            number that Python read, "removed" and "added" for a step of one run only.
+        kind: "side" for a condition with another outcome, "iterations" for a loop with more or
+            fewer iterations, "index" for another chosen item, "value" for another number that
+            Python read, "removed" and "added" for a step of one run only.
         a: the step in the first run.
         b: the step in the second run.
     """
@@ -276,13 +275,13 @@ class FlowChange:
 
     @property
     def step(self) -> FlowStep:
-        """The step in the first run, or, if it is not there, in the second."""
+        """The step in the first run, or, if it does not exist there, in the second."""
         step = self.a if self.a is not None else self.b
         assert step is not None
         return step
 
     def value_in(self, step: FlowStep | None) -> str:
-        """Say what a step came to."""
+        """Return the outcome of a step as text."""
         if step is None:
             return "-"
         if self.kind == "iterations" and isinstance(step, LoopFlowStep):
@@ -309,16 +308,16 @@ class FlowChange:
 
 @dataclass(frozen=True, eq=False)
 class ModuleChange:
-    """A module that is in one run only, or not the same in both.
+    """A module that only one run has, or that differs between the runs.
 
     Attributes:
         kind: "added", "removed", "renamed", "class", "calls" (called more or less often),
             "training" or "parameters" (another number of them).
-        a: the first call of the module in the first run; None for the root, which has no entry,
-            and if there is none.
+        a: the first call of the module in the first run; None for the root, which has no entry, and
+            if there is no call.
         b: the first call of the module in the second run.
-        before: what it is in the first run: a name, a class, a number of calls ...
-        after: what it is in the second run.
+        before: the property in the first run: a name, a class, a number of calls ...
+        after: the property in the second run.
     """
 
     kind: Literal["added", "removed", "renamed", "class", "calls", "training", "parameters"]
@@ -329,7 +328,7 @@ class ModuleChange:
 
     @property
     def name(self) -> str:
-        """The module's name: in the first run, if it is there."""
+        """The module's name: in the first run, if it exists there."""
         entry = self.a if self.a is not None else self.b
         return "" if entry is None else entry.name
 
@@ -356,15 +355,15 @@ class ModuleChange:
 
 @dataclass(frozen=True, eq=False)
 class Parting:
-    """Where two runs first part.
+    """The first point where two runs diverge.
 
     Attributes:
-        kind: "flow" for a flow step that went otherwise, "layers" for one that is in one run
-            only, "change" if the runs took the same path and only what they computed differs.
-        a: what it is in the first run; None if it is not there.
-        b: what it is in the second run; None if it is not there.
-        after: label, in the first run, of the last entry that both runs have before it.
-        text: all of it in one line.
+        kind: "flow" for a flow step with another outcome, "layers" for one that only one run has,
+            "change" if the runs took the same path and only computed values differ.
+        a: the item in the first run; None if it does not exist there.
+        b: the item in the second run; None if it does not exist there.
+        after: label, in the first run, of the last entry before it that both runs have.
+        text: a description in one line.
     """
 
     kind: Literal["flow", "layers", "change"]
@@ -375,7 +374,7 @@ class Parting:
 
     @property
     def source(self) -> tuple[str, int] | None:
-        """File and line where it is, in the first run if it is there; None if unknown."""
+        """Its file and line, in the first run if it exists there; None if unknown."""
         for side in (self.a, self.b):
             if isinstance(side, FlowStep):
                 return side.file, side.line

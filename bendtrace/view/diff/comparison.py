@@ -1,4 +1,4 @@
-"""Comparing what is in both runs: layers, modules, flow steps and guards, pair by pair."""
+"""Compares the items that both runs have: layers, modules, flow steps and guards, pair by pair."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ _LABEL = re.compile(r"\w[\w.]*(?::\d+)?")
 
 @dataclass
 class Compared:
-    """How many values could be compared.
+    """The number of values that could be compared.
 
     Attributes:
-        compared: pairs of tensors whose values were compared.
-        unsaved_a: pairs that were not, because the value was not saved in the first run.
-        unsaved_b: pairs that were not, because the value was not saved in the second run.
-        unsaved: pairs that were not, because it was not saved in one of them.
-        reshaped: pairs that were not, because they differ in shape.
+        compared: the number of pairs of tensors whose values were compared.
+        unsaved_a: the number of pairs not compared because the value was not saved in the first
+            run.
+        unsaved_b: the number of pairs not compared because the value was not saved in the second
+            run.
+        unsaved: the number of pairs not compared because the value was not saved in one of the
+            runs.
+        reshaped: the number of pairs not compared because their shapes differ.
     """
 
     compared: int = 0
@@ -55,7 +58,7 @@ class Comparison:
     """Compares two runs.
 
     Args:
-        matching: what of the runs is the same.
+        matching: the matching of the runs.
         rtol: relative tolerance for values, as in `torch.isclose`.
         atol: absolute tolerance for values, as in `torch.isclose`.
     """
@@ -68,7 +71,7 @@ class Comparison:
         self._tolerances = {"rtol": rtol, "atol": atol}
 
     def modules(self) -> Iterator[ModuleChange]:
-        """Yield how the modules differ: in the order of the first run, then those only in b."""
+        """Yield differences of modules: in the order of the first run, then those only in b."""
         names = self.matching.modules
         for name, class_a in self.a.classes.items():
             calls_a = self.a.modules.get(name, [])
@@ -100,7 +103,7 @@ class Comparison:
                 yield ModuleChange("added", None, calls_b[0])
 
     def flow(self) -> Iterator[FlowChange]:
-        """Yield how the flow differs: steps of the first run in order, then those only in b."""
+        """Yield differences of the flow: steps of the first run in order, then those only in b."""
         steps_a, steps_b, pairs = self.a.steps, self.b.steps, self.matching.steps
         for number, step in enumerate(steps_a):
             if number not in pairs:
@@ -115,7 +118,7 @@ class Comparison:
                 yield FlowChange("added", None, step)
 
     def layers(self) -> Iterator[LayerChange]:
-        """Yield how entries that are in both runs differ, in the order of the first run."""
+        """Yield differences of entries that both runs have, in the order of the first run."""
         for i, j in sorted(self.matching.entries.items()):
             a, b = self.a.entries[i], self.b.entries[j]
             aspects = dict(self._aspects(a, b))
@@ -139,7 +142,7 @@ class Comparison:
         for name in ("shape", "dtype", "device"):
             if getattr(a, name) != getattr(b, name):
                 yield name, (getattr(a, name), getattr(b, name))
-        # Where nothing was captured, that there is no gradient function says nothing.
+        # If nothing was captured, a missing gradient function means nothing.
         known = None not in (a.grad_fn, b.grad_fn) or None not in (a.time, b.time)
         if a.grad_fn != b.grad_fn and known:
             yield "grad_fn", (a.grad_fn, b.grad_fn)
@@ -162,12 +165,12 @@ class Comparison:
             self.coverage.unsaved_b += theirs is None
             self.coverage.unsaved += 1
             return None
-        if a.function in UNINITIALIZED:  # memory as it was found: no two runs agree on it
+        if a.function in UNINITIALIZED:  # uninitialised memory: no two runs agree on it
             return None
         self.coverage.compared += 1
         if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
             return None if same_bits(mine, theirs) else ValueDifference(0, 0)
-        if mine.shape != theirs.shape:  # what a function given to save= made of it
+        if mine.shape != theirs.shape:  # the result of a function passed as save=
             return ValueDifference(0, 0)
         return compare_tensors(mine, theirs, **self._tolerances)
 
@@ -193,8 +196,8 @@ class Comparison:
     def _is_rewired(self, a: LayerEntry, b: LayerEntry) -> bool:
         """Whether an entry is computed from others, not counting what came or went in between.
 
-        Another pass of the same place does not count either: it is what follows from a loop
-        that ran more often.
+        Another pass of the same place is ignored as well: it follows from a loop that ran more
+        often.
         """
         pairs = self.matching.entries
         direct_a = {self.a.position[label] for label in a.parents if label in self.a.position}
@@ -242,7 +245,7 @@ def _flow_difference(a: FlowStep, b: FlowStep) -> str:
 def _other_arguments(
     a: LayerEntry, run_a: RunIndex, b: LayerEntry, run_b: RunIndex
 ) -> tuple[str, str] | None:
-    """Return the arguments that are not the same, however the values are called."""
+    """Return the arguments that differ, ignoring the names of values."""
     if _blanked(a.arguments, run_a) == _blanked(b.arguments, run_b):
         return None
     mine, theirs = _arguments(a.arguments), _arguments(b.arguments)
@@ -254,7 +257,7 @@ def _other_arguments(
 
 
 def _arguments(text: str) -> list[str]:
-    """Take a call's arguments apart, as far as their text lets one."""
+    """Split the arguments of a call, as far as their text allows."""
     parts, depth = [""], 0
     for letter in text[1:-1]:
         depth += (letter in "([{") - (letter in ")]}")
@@ -266,7 +269,7 @@ def _arguments(text: str) -> list[str]:
 
 
 def _blanked(text: str, run: RunIndex) -> str:
-    """Return how an op was called, without the names of the values that it was given."""
+    """Return the call of an op as text, without the names of its inputs."""
     return _LABEL.sub(lambda m: "_" if m[0] in run.position else m[0], text)
 
 
@@ -288,11 +291,12 @@ def _are_close(a: Any, b: Any, tolerances: dict[str, float]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GuardChange:
-    """A guard that one run has only, or that had another outcome in the other.
+    """A guard that only one run has, or that had another outcome in the other.
 
     Attributes:
         kind: "removed", "added", or "expected" for another outcome.
-        a: the guard in the first run, as a row of `RunLog.guard_rows()`; None if not there.
+        a: the guard in the first run, as a row of `RunLog.guard_rows()`; None if it does not exist
+            there.
         b: the guard in the second run.
     """
 
@@ -316,7 +320,7 @@ def guard_changes(matching: Matching) -> list[GuardChange]:
     """Compare the guards of two runs.
 
     Args:
-        matching: what of the runs is the same.
+        matching: the matching of the runs.
     """
     rows_a, rows_b = (_keyed(run, matching) for run in (matching.a, matching.b))
     changes = []
@@ -331,7 +335,7 @@ def guard_changes(matching: Matching) -> list[GuardChange]:
 
 
 def _keyed(run: RunIndex, matching: Matching) -> dict[Hashable, dict[str, Any]]:
-    """Return guards by what they are about: the value, the test and the expression."""
+    """Return guards by key: the value, the test and the expression."""
     is_a = run is matching.a
     about: dict[str, Hashable] = {}
     for position, entry in enumerate(run.entries):

@@ -1,4 +1,4 @@
-"""How two runs differ, and where they first part."""
+"""How two runs differ, and where they first diverge."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ __all__ = ["Difference", "diff"]
 def diff(a: RunLog, b: RunLog, *, rtol: float = 0.0, atol: float = 0.0) -> Difference:
     """Compare two runs: of two inputs, or of two versions of a model.
 
-    What happened at the same place is the same: in the same module, at the same expression of the
-    same function, in the same iteration. Code that moved, and modules that were renamed or
-    wrapped, are found again by what stands around them.
+    Items at the same place match: in the same module, at the same expression of the same function,
+    in the same iteration. Code that moved, and modules that were renamed or wrapped, are matched by
+    their neighbours.
 
     Args:
-        a: one run, as `bendtrace.trace` returns it. Values are compared where both runs saved
-            them (`save="all"`).
+        a: one run, as returned by `bendtrace.trace`. Values are compared if both runs saved them
+            (`save="all"`).
         b: the other.
         rtol: relative tolerance for values, as in `torch.isclose`. With both tolerances at 0,
-            values are the same if all their bits are.
+            values are equal only if all their bits are.
         atol: absolute tolerance.
 
     Returns:
-        The `Difference`, which is true if there is one.
+        The `Difference`, which is true if the runs differ.
 
     Raises:
-        InputError: one of them is no trace, or a tolerance is negative.
+        InputError: one of them is not a trace, or a tolerance is negative.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -58,25 +58,25 @@ def diff(a: RunLog, b: RunLog, *, rtol: float = 0.0, atol: float = 0.0) -> Diffe
     for name, history in (("first", a), ("second", b)):
         if not isinstance(history, RunLog):
             raise InputError(
-                f"the {name} argument is no trace but {type(history).__name__}: "
+                f"the {name} argument is a {type(history).__name__}, not a trace: "
                 "diff(trace(model, x), trace(model, y)) compares two runs"
             )
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not tolerance >= 0:
-            raise InputError(f"{name} must be 0 or more, not {tolerance!r}")
+            raise InputError(f"{name} must be at least 0, not {tolerance!r}")
     return Difference(a, b, rtol, atol)
 
 
 class Difference:
-    """How two runs differ. It is true if they do, and prints as a report.
+    """The differences between two runs. It is true if there are any, and prints as a report.
 
     Attributes:
         a: the first run.
         b: the second run.
-        rtol: relative tolerance that values were compared with.
-        atol: absolute tolerance that values were compared with.
+        rtol: relative tolerance of the comparison of values.
+        atol: absolute tolerance of the comparison of values.
         matched: pairs of labels of the entries that both runs have, in the order of the first.
-        added: entries that only the second run has, in its order; extra passes included.
+        added: entries that only the second run has, in its order, including extra passes.
         removed: entries that only the first run has, in its order.
         changed: entries that both have and that are not the same in both.
         flow: flow steps that went otherwise, or that one run has only.
@@ -129,13 +129,13 @@ class Difference:
 
     @cached_property
     def first_value(self) -> LayerChange | None:
-        """The first entry whose value, or number, differs, inputs and state aside."""
+        """The first entry whose value, or number, differs, apart from inputs and state."""
         return next((change for change in self.changed if change.value is not None
                      and change.a.kind not in ("input", "state")), None)  # fmt: skip
 
     @cached_property
     def guards(self) -> list[GuardChange]:
-        """Guards that one run has only, or that had another outcome."""
+        """Guards that only one run has, or that had another outcome."""
         return guard_changes(self._matching)
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Difference:
         """Return the report.
 
         Args:
-            limit: how many rows a table has at most; None for all of them.
+            limit: the maximum number of rows of a table; None for all.
         """
         return difference_text(self, limit)
 
@@ -183,21 +183,22 @@ class Difference:
     ) -> Picture:
         """Draw both runs in one picture.
 
-        What only one run has is green or red and says so, what both have and is not the same is
-        yellow, and a thick blue line is around where they first part.
+        Entries of only one run are green or red and labelled, entries that differ are yellow, and a
+        thick blue line marks where the runs first diverge.
 
         Args:
-            path: where to save the picture; the ending says as what: .svg, .png, .pdf, .html or
-                .dot (which has no colours).
-            format: as what to save it, if the ending does not say.
-            rolled: whether the passes of an op are one node.
-            collapse: whether of blocks that are alike, and differ in the same way, one is drawn.
-            depth: how many boxes deep to draw; None for all.
-            max_nodes: how many nodes to draw at most; boxes are closed until that holds.
-            within: a module or one of its calls: only that is drawn.
+            path: where to save the picture; the ending selects the format: .svg, .png, .pdf, .html
+                or .dot (which has no colours).
+            format: the file format, if the file name's ending does not say.
+            rolled: whether to merge the passes of an op into one node.
+            collapse: whether to draw only one of several blocks that are alike and differ in the
+                same way.
+            depth: the number of nested boxes to draw; None for all.
+            max_nodes: the maximum number of nodes to draw; boxes are closed to achieve it.
+            within: a module or one of its calls, to draw only that.
 
         Raises:
-            InputError: for unknown endings or modules. Nothing is written then.
+            InputError: the ending or the module is unknown. Nothing is written then.
         """
         options = {"rolled": rolled, "collapsed": collapse, "depth": depth}
         picture = difference_picture(self, max_nodes=max_nodes, within=within, **options)

@@ -1,4 +1,4 @@
-"""Where two runs first part."""
+"""Where two runs first diverge."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Time = tuple[float, int]
 
 
 class Timeline:
-    """The two runs on one time: what both have, in the order of the first.
+    """A common order for the two runs: that of their common entries in the first run.
 
     Args:
-        matching: what of the runs is the same.
-        flow: how their flow differs.
+        matching: the matching of the runs.
+        flow: the differences of their flow.
     """
 
     def __init__(self, matching: Matching, flow: Sequence[FlowChange]) -> None:
@@ -36,11 +36,11 @@ class Timeline:
         self.flow = flow
 
     def first(self, changed: Sequence[LayerChange]) -> Parting | None:
-        """Return where the runs first part: in their path, or else in what they computed."""
+        """Return where the runs first diverge: in their path, or else in computed values."""
         events = [*self._flow_events(), *self._layer_events()]
         if events:
             return min(events, key=lambda event: event[0])[1]
-        # A parameter that was never used, or an input more, is no other path.
+        # An unused parameter, or an additional input, is not another path.
         for change in changed:
             if change.a.kind != "state":
                 return self._of_change(change)
@@ -52,11 +52,11 @@ class Timeline:
         return [i for i, _ in pairs], [j for _, j in pairs]
 
     def of_a(self, position: int) -> Time:
-        """Return the time of an entry of the first run."""
+        """Return the position of an entry of the first run."""
         return float(position), 0
 
     def of_b(self, position: int) -> Time:
-        """Return the time of an entry of the second run."""
+        """Return the position of an entry of the second run."""
         mine, theirs = self._anchors
         before = bisect_right(theirs, position) - 1
         if before >= 0 and theirs[before] == position:
@@ -85,10 +85,9 @@ class Timeline:
             yield self._time_of_step(number), self._of_flow(told)
 
     def _time_of_step(self, number: int) -> Time:
-        """Return when a step of the first run was taken: after the value was there.
+        """Return the time of a step of the first run: after its value existed.
 
-        A value that only this run has, such as the first of the rows that a loop goes over,
-        is there because of the step.
+        A value that only this run has, such as the first row of a loop, exists because of the step.
         """
         return self._step_positions[number], 0
 
@@ -103,7 +102,7 @@ class Timeline:
         return positions
 
     def _layer_events(self) -> Iterator[tuple[Time, Parting]]:
-        """Yield the earliest place where one run has a layer that the other has not."""
+        """Yield the earliest place where one run has a layer that the other does not have."""
         only_a = next(_only(self.a, self.matching.entries), None)
         only_b = next(_only(self.b, self.matching.back), None)
         if only_a is None and only_b is None:
@@ -134,7 +133,7 @@ class Timeline:
         yield time, parting
 
     def _read_before(self, time: Time) -> str:
-        """Say which number that became a plain one was last another, before some time."""
+        """Return which number read by Python first differed before some time."""
         in_both = {id(change.a): change for change in self.flow if change.kind == "value"}
         for number, step in reversed(list(enumerate(self.a.steps))):
             change = in_both.get(id(step))
@@ -157,12 +156,12 @@ class Timeline:
             found = steps.get(id(run.steps[number])) or steps.get(id(loops[number]))
             if found is not None:
                 return found
-        # What is computed for a test of a `while` comes before that test.
+        # Computations for a test of a `while` come before that test.
         test = self._next_test(entry, run)
         return None if test is None else steps.get(id(loops[test]))
 
     def _next_test(self, entry: LayerEntry, run: RunIndex) -> int | None:
-        """Return the flow step that an entry leads to through others that one run has only."""
+        """Return the flow step that an entry leads to through others that only one run has."""
         known = self.matching.entries if run is self.a else self.matching.back
         position = run.position[entry.label]
         for number, label in enumerate(run.history.step_labels):
@@ -193,7 +192,7 @@ def without_tests(steps: Sequence[FlowStep], flow: Sequence[FlowChange]) -> list
 
     Args:
         steps: the steps of the first run.
-        flow: how the flow differs.
+        flow: the differences of the flow.
     """
     told = {id(change.a) for change in flow if change.kind == "iterations"}
     tests = {id(step) for step, loop in zip(steps, headers(steps), strict=True)
@@ -217,7 +216,7 @@ def headers(steps: Sequence[FlowStep]) -> list[FlowStep | None]:
 
 
 def _is_cause(change: FlowChange) -> bool:
-    """Whether a loop ran more often because of its header, not because it was left early."""
+    """Return whether a loop ran more often because of its header, not because of an early exit."""
     a, b = change.a, change.b
     assert isinstance(a, LoopFlowStep)
     assert isinstance(b, LoopFlowStep)
@@ -225,10 +224,10 @@ def _is_cause(change: FlowChange) -> bool:
 
 
 def _only(run: RunIndex, both: Collection[int]) -> Iterator[int]:
-    """Yield the positions of what a run went through alone.
+    """Yield the positions of entries that only one run has.
 
-    What reads state is reported anyway. Another number of results of one op, or of numbers
-    from one tensor, is no other path yet: what is done with them may be.
+    Reads of state are reported anyway. Another number of results of one op, or of numbers from one
+    tensor, is not another path yet: their use may be.
     """
     known = {_origin(run.entries[position]) for position in both}
     for position, entry in enumerate(run.entries):

@@ -1,9 +1,9 @@
-"""Which module, flow step and entry of one run is which of the other.
+"""Matches the modules, flow steps and entries of two runs.
 
-The same is what happened at the same place: in the same module, at the same expression of the
-same function. Where two versions of a model are compared, code has moved and modules have been
-renamed or wrapped; then what stands between the same neighbours is the same, if it is of one
-kind. The loops and calls that they ran in distinguish the passes of a place.
+Items at the same place match: in the same module, at the same expression of the same function.
+Between two versions of a model, code has moved and modules have been renamed or wrapped; then items
+of one kind between the same neighbours match. The passes of a place are distinguished by their
+loops and calls.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _DEPTH = 32
 def match(
     a: Sequence[Sequence[Hashable]], b: Sequence[Sequence[Hashable]], single: int = 0
 ) -> dict[int, int]:
-    """Pair the items of two sequences, by keys that are weaker in each round.
+    """Pair the items of two sequences, with weaker keys in each round.
 
-    In the first round a key that is unique on both sides makes a pair wherever it stands. In
-    those that follow, the items left over between two pairs are aligned in their order. An item
-    whose key is None sits a round out.
+    In the first round a key that is unique on both sides makes a pair wherever it is. In the
+    following rounds, the items left over between two pairs are aligned in order. An item whose key
+    is None skips the round.
 
     Args:
         a: for each round, the key of each item of one sequence.
         b: the same for the other.
-        single: so many of the last rounds pair only what is left over once on either side.
+        single: in so many of the last rounds, pair only keys that are left over once on each side.
 
     Returns:
-        For positions in `a` their partner's in `b`.
+        The position of the partner in `b`, by position in `a`.
 
     Example:
         >>> match([["x", "f", "y"], [0, 1, 2]], [["new", "x", "g", "y"], [9, 0, 1, 2]])
@@ -76,8 +76,8 @@ def match(
 def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
     """Pair equal keys of two sequences, keeping their order.
 
-    Keys that are unique on both sides are anchors (the patience method); what lies between
-    two anchors is aligned in the same way, and short stretches without any by their longest blocks.
+    Keys that are unique on both sides are anchors (the patience method); the items between two
+    anchors are aligned in the same way, and short sections without anchors by their longest blocks.
     The time is about linear in the length of the sequences.
 
     Example:
@@ -114,7 +114,7 @@ def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
 
 
 def increasing(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return a longest choice of pairs that goes up on both sides.
+    """Return a longest subset of pairs that increases on both sides.
 
     Args:
         pairs: sorted by their first items.
@@ -146,12 +146,12 @@ def _unique_pairs(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
 
 
 def _by_company(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
-    """Return anchors of two long stretches in which no key is unique on both sides."""
+    """Return anchors of two long sections in which no key is unique on both sides."""
     for length in _COMPANY:
         anchors = increasing(_unique_pairs(_runs(a, length), _runs(b, length)))
         if anchors:
             return anchors
-    # All much the same: what comes the n-th time is what comes the n-th time over there.
+    # All are similar: match by count.
     return increasing(_unique_pairs(_numbered(a), _numbered(b)))
 
 
@@ -177,7 +177,7 @@ def _gaps(anchors: Sequence[Pair], length_a: int, length_b: int) -> Iterator[tup
 
 
 class RunIndex:
-    """One of two runs, with what is looked up in it again and again."""
+    """One of two runs, with indexes for repeated look-ups."""
 
     def __init__(self, history: RunLog) -> None:
         self.history = history
@@ -204,37 +204,37 @@ class RunIndex:
 
     @cached_property
     def classes(self) -> dict[str, str]:
-        """The class of each module, the root's included."""
+        """The class of each module, including the root's."""
         return {"": self.history.name} | {
             name: calls[0].class_name for name, calls in self.modules.items()
         }
 
     def classes_around(self, scopes: Sequence[str]) -> tuple[str, ...]:
-        """Return the classes of the innermost of some module calls, the root's included."""
+        """Return the classes of the innermost of some module calls, including the root's."""
         inner = [self.calls[scope].class_name if scope in self.calls else ""
                  for scope in scopes[-3:]]  # fmt: skip
         return (self.history.name, *inner)[-3:]
 
     def own_source(self, entry: LayerEntry) -> Source | None:
-        """Return where an entry happened in the code of the module that it happened in.
+        """Return the source of an entry in the code of its module.
 
-        None in modules whose code is installed: there the source of an entry is that of the
-        call of the module.
+        None in modules with installed code: there the source of an entry is that of the module
+        call.
         """
         call = self.calls.get(entry.scopes[-1]) if entry.scopes else None
         return None if call is not None and call.source == entry.source else entry.source
 
     @cached_property
     def conditions(self) -> set[tuple[str, str]]:
-        """The conditions that were decided, as function and expression."""
+        """The conditions that were evaluated, as function and expression."""
         return {(step.place.function, step.text) for step in self.steps}
 
     def side(self, flow: Iterable[int], known: set[tuple[str, str]]) -> Hashable:
-        """Return the innermost of some conditions among flow steps, and which side was taken.
+        """Return the innermost of some conditions among flow steps, and the side that was taken.
 
         Args:
             flow: numbers of the flow steps.
-            known: the conditions that count.
+            known: the conditions to consider.
         """
         for number in reversed(tuple(flow)):
             step = self.steps[number]
@@ -244,21 +244,21 @@ class RunIndex:
         return None
 
     def iteration(self, flow: Iterable[int]) -> tuple[int, ...]:
-        """Return the iteration that something ran in, as far as its flow steps tell."""
+        """Return the iteration of an item, as far as its flow steps show it."""
         return next((self.steps[n].iteration for n in reversed(tuple(flow))
                      if self.steps[n].iteration), ())  # fmt: skip
 
 
 @dataclass
 class _Site:
-    """What happened at one place of the source, in one module: its passes."""
+    """The events at one place of the source, in one module: its passes."""
 
     keys: tuple[Hashable, ...]
     contexts: dict[tuple[Hashable, Hashable], list[int]] = field(default_factory=dict)
 
 
 class Matching:
-    """What of two runs is the same.
+    """The matching of two runs.
 
     Args:
         a: one run.
@@ -272,7 +272,7 @@ class Matching:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """For names of modules in `a`, the same module's name in `b`; the root is ""."""
+        """For names of modules in `a`, the name of the same module in `b`; the root is ""."""
         names_a, names_b = list(self.a.classes), list(self.b.classes)
         shifted = _shifted(self.a.classes, self.b.classes)
         found = match(
@@ -286,25 +286,25 @@ class Matching:
 
     @cached_property
     def entries(self) -> dict[int, int]:
-        """For positions of entries in `a`, the position of the same in `b`."""
+        """For positions of entries in `a`, the position of the matching entry in `b`."""
         a, b = (_entry_sites(run, self._module_ids(run), self._same_source)
                 for run in (self.a, self.b))  # fmt: skip
         return _match_sites(a, b, rounds=_ROUNDS)
 
     @cached_property
     def back(self) -> dict[int, int]:
-        """For positions of entries in `b`, the position of the same in `a`."""
+        """For positions of entries in `b`, the position of the matching entry in `a`."""
         return {j: i for i, j in self.entries.items()}
 
     @cached_property
     def steps(self) -> dict[int, int]:
-        """For numbers of flow steps in `a`, the number of the same in `b`."""
+        """For numbers of flow steps in `a`, the number of the matching step in `b`."""
         a, b = (_step_sites(run, self._module_ids(run), self._same_source)
                 for run in (self.a, self.b))  # fmt: skip
         return _match_sites(a, b, rounds=4)
 
     def _module_ids(self, run: RunIndex) -> dict[str, Hashable]:
-        """Return what stands for a module in the keys of both runs."""
+        """Return identifiers of modules for the keys of both runs."""
         if run is self.a:
             return {name: self.modules.get(name, ("only in a", name)) for name in run.classes}
         known = set(self.modules.values())
@@ -319,7 +319,7 @@ def _module_keys(name: str, class_name: str, shifted: set[str]) -> tuple[Hashabl
         exact = None
     if f"{owner}." in shifted and leaf.isdecimal():
         exact = alike = None
-    # The root has no name of its own: two roots are the same by their class, or by being roots.
+    # The root has no name of its own: two roots match by class, or because both are roots.
     return exact, alike, class_name, leaf or None
 
 
@@ -332,10 +332,10 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _shifted(a: dict[str, str], b: dict[str, str]) -> set[str]:
-    """Return where modules were put in or left out, so that the numbers of others are off.
+    """Return where modules were inserted or removed, so that the numbers of others have shifted.
 
     Returns:
-        The names of what the modules are numbered in, with a dot behind.
+        The names of the numbered modules' parents, with a trailing dot.
     """
     return {
         f"{name.rpartition('.')[0]}."
@@ -347,8 +347,8 @@ def _shifted(a: dict[str, str], b: dict[str, str]) -> set[str]:
 class _SameSource:
     """Whether both runs ran the same source of a function, or two versions of it.
 
-    In the same source, a different expression is a different place, however alike; in another
-    version it may be the one that was edited.
+    In the same source, another expression is another place, however similar; in another version it
+    may be the edited one.
 
     Attributes:
         conditions: the conditions that were decided in both runs.
@@ -367,11 +367,11 @@ class _SameSource:
         }
 
     def line(self, classes: tuple[str, ...], file: str, function: str, line: int) -> int | None:
-        """Return the line if it means something in both runs."""
+        """Return the line if it is comparable between the runs."""
         return line if (classes, file, function) in self._same else None
 
     def line_of_step(self, run: RunIndex, step: FlowStep) -> int | None:
-        """Return the line of a flow step if it means something in both runs."""
+        """Return the line of a flow step if it is comparable between the runs."""
         function = (run.classes.get(step.module_path, ""), step.place.file, step.place.function)
         return step.line if function in self._same_innermost else None
 
@@ -396,7 +396,7 @@ def _lines(run: RunIndex) -> dict[_Function, dict[int, set[str]]]:
 
 
 def _agree(a: dict[int, set[str]], b: dict[int, set[str]]) -> bool:
-    """Whether the lines seen in both runs read the same, and none that reads so has moved."""
+    """Return whether the lines seen in both runs have equal text, and none has moved."""
     both = a.keys() & b.keys()
     if not both or any(a[line].isdisjoint(b[line]) for line in both):
         return False
@@ -461,7 +461,7 @@ def _entry_keys(
         (what, module, side, line),
         (what, function, text, side, line),
         (what, side, line),
-        # Another kind of op at the place of the only one that is left over there.
+        # Another kind of op may match the only op left over there.
         (kind, element, module, side, line),
     )
 
@@ -512,7 +512,7 @@ def _match_passes(a: _Site, b: _Site) -> dict[int, int]:
             if site is a:
                 pairs.update(zip(passes[:both], other.contexts.get(context, ()), strict=False))
             left[context[0]] += passes[both:]
-    # The call of a module reads otherwise now, or is made from somewhere else.
+    # The call of the module has another text now, or is made elsewhere.
     for iteration, passes in left_a.items():
         pairs.update(zip(sorted(passes), sorted(left_b.get(iteration, ())), strict=False))
     if not pairs:  # another loop

@@ -1,4 +1,4 @@
-"""The picture of a difference: both runs as one log, with colours for what is not the same."""
+"""The picture of a difference: both runs as one log, with colours for differences."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ __all__ = ["StepText", "Union", "difference_picture", "union_of"]
 
 @dataclass
 class Union:
-    """Two runs in one log. The names of entries that only one of them has say so.
+    """Two runs in one log. Entries that only one of them has are named accordingly.
 
     Attributes:
-        name: of the model, or of both.
-        entries: all values, in the order of the first run; those that only the second has come
-            after what they come after there.
+        name: name of the model, or of both models.
+        entries: all values, in the order of the first run; a value that only the second run has
+            follows its predecessor there.
         modules: all calls of modules.
-        flow_steps: all flow steps, with what they came to in both runs as their value.
-        step_labels: for each of them the label of the entry whose value was consumed.
+        flow_steps: all flow steps, with their outcomes in both runs as the value.
+        step_labels: for each of them, the label of the entry with the value that it used.
         tones: "added", "removed", "changed" or "value" for entries, by label.
         notes: what changed, for entries, by label.
         step_changes: how flow steps differ, by number.
-        under: entries that only one run has and that ran under a flow step of both, by the
-            number of the step: their labels, and what it came to in that run.
+        under: entries that only one run has and that ran under a flow step of both, by the number
+            of the step: their labels, and the outcome in that run.
     """
 
     name: str
@@ -129,7 +129,7 @@ class _Builder:
 
     def _modules(self, numbers_b: dict[int, int]) -> None:
         self.union.modules += self.a.history.modules
-        # What ran in both tells which calls are the same.
+        # Entries that ran in both runs show which calls are the same.
         for i, j in self.matching.entries.items():
             mine, theirs = self.a.entries[i].scopes, self.b.entries[j].scopes
             if len(mine) == len(theirs):
@@ -214,7 +214,7 @@ class _Builder:
         self.union.step_labels = labels
 
     def _order_modules(self) -> None:
-        """Order the calls by when they began, those in which nothing was kept last."""
+        """Order the calls by their beginning, those without kept entries last."""
         first: dict[str, int] = {}
         for position, entry in enumerate(self.union.entries):
             for scope in entry.scopes:
@@ -250,13 +250,13 @@ def _copied(
     if only:
         copy.name = f"{entry.name} in {only}"
     if tone and entry.kind == "op":
-        # What differs in another way is not drawn as a repetition.
+        # Blocks that differ in other ways are not drawn as repetitions.
         copy.function = f"{entry.function} ({tone})"
     return copy
 
 
 def _told(step: FlowStep, change: FlowChange) -> FlowStep:
-    """Return a flow step that says what it came to in both runs."""
+    """Return a flow step with its outcomes in both runs."""
     if change.b is None:
         return step
     if change.kind == "iterations" and isinstance(step, LoopFlowStep):
@@ -265,7 +265,7 @@ def _told(step: FlowStep, change: FlowChange) -> FlowStep:
 
 
 class StepText(str):
-    """The text of a flow step that knows the step's number, also where only the text is kept."""
+    """The text of a flow step that knows the step's number, even if only the text is kept."""
 
     number: int
 
@@ -278,7 +278,7 @@ class StepText(str):
 
 
 class _Both:
-    """What a flow step came to, in both runs."""
+    """The outcomes of a flow step in both runs."""
 
     def __init__(self, change: FlowChange) -> None:
         self._text = f"{change.value_in(change.a)} in a, {change.value_in(change.b)} in b"
@@ -287,7 +287,7 @@ class _Both:
         return self._text
 
 
-# For each tone what is written in the legend, and the colours inside and around.
+# For each tone its text in the legend, and the fill and border colours.
 _TONES = {
     "removed": ("only in a", "#ffebe9", "#cf222e"),
     "added": ("only in b", "#dafbe1", "#1a7f37"),
@@ -304,8 +304,8 @@ def difference_picture(difference: Difference, **options: Any) -> Picture:
     """Draw both runs of a difference.
 
     Args:
-        difference: what to draw.
-        **options: of `bendtrace.view.drawing.scene.scene`.
+        difference: the difference to draw.
+        **options: options of `bendtrace.view.drawing.scene.scene`.
     """
     union = union_of(difference)
     # A scene takes no more of a log than a union has.
@@ -334,13 +334,13 @@ def _tone(node: Node, union: Union) -> str:
     tones = {union.tones.get(entry.label, "") for entry in entries}
     if len(tones) == 1:
         return tones.pop()
-    if node.children is not None:  # what is in it is to be seen
+    if node.children is not None:  # show its content
         return ""
     return "changed" if tones - {"", "value"} else "value"
 
 
 def _lines(node: Node, union: Union, tone: str) -> list[str]:
-    """Return what is written on a node: with what a picture of one run has, what differs."""
+    """Return the lines of a node: those of a picture of one run, and the differences."""
     number = _step_of(node)
     if number is not None:
         change = union.step_changes.get(number)
@@ -368,7 +368,7 @@ def _step_of(node: Node) -> int | None:
 
 
 def _tell_sides(made: Scene, union: Union) -> None:
-    """Lead both sides of a condition from it, with what it came to there."""
+    """Draw both sides of a condition, with its outcome on each."""
     nodes = {_step_of(node): node for node in made.nodes() if node.kind == "decision"}
     for number, found in union.under.items():
         decision = nodes.get(number)
@@ -389,7 +389,7 @@ def _tell_sides(made: Scene, union: Union) -> None:
 
 
 def _first_node(made: Scene, union: Union, difference: Difference) -> Node | None:
-    """Return the node where the runs first part."""
+    """Return the node where the runs first diverge."""
     first = difference.first
     if first is None:
         return None
@@ -401,9 +401,9 @@ def _first_node(made: Scene, union: Union, difference: Difference) -> Node | Non
             if (number := _step_of(node)) is not None and number in union.step_changes
         ]
         exact = [n for number, n in told if union.step_changes[number].a is first.a]
-        # A `while` as a whole is not drawn: the test that came out otherwise is.
+        # A whole `while` is not drawn: the test with the other outcome is.
         tests = [n for number, n in told if union.step_changes[number].kind == "side"]
-        # Of decisions that were put together, only the first is known by its number.
+        # Of merged decisions, only the first is known by its number.
         alike = [n for n in made.nodes() if _step_of(n) is not None and n.title == step.text]
         return next(iter([*exact, *tests, *alike]), None)
     labels = [side.label for side in (first.a, first.b) if isinstance(side, LayerEntry)]
@@ -457,7 +457,6 @@ def _around(shape: Rectangle | Polygon) -> Rectangle:
 
 
 def _add_legend(canvas: Canvas, tones: list[str], has_first: bool) -> None:
-    """Write below the picture what its colours mean."""
     x, y = _MARGIN, canvas.height
     squares = [(words, fill, stroke, 1.0) for words, fill, stroke in map(_TONES.__getitem__, tones)]
     if has_first:

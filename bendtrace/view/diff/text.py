@@ -27,10 +27,10 @@ class Row:
     """Entries that share a line.
 
     Attributes:
-        what: what they are: the label of one, the passes of some, or a module.
-        shape: the shape of what they gave, if it is the same for all.
+        what: the label of one entry, the passes of several, or a module.
+        shape: the shape of their values, if it is the same for all.
         module: the module they were computed in.
-        place: where in the source, with the loop if there is one.
+        place: the place in the source, with the loop if there is one.
         entries: the entries.
     """
 
@@ -42,7 +42,7 @@ class Row:
 
 
 def roll(entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[str]) -> list[Row]:
-    """Put entries that one run has only into groups, in the order of their first.
+    """Group the entries that only one run has, ordered by the first of each group.
 
     Args:
         entries: the entries, in the order of the run.
@@ -62,7 +62,7 @@ def roll(entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[s
         parts.setdefault(key, []).append(entry)
     sites: dict[tuple[str, ...], list[list[LayerEntry]]] = {}
     for key, same in parts.items():
-        if key[0] == "passes":  # what ran equally often in one loop shares a line
+        if key[0] == "passes":  # entries with equal counts in one loop share a line
             loop = _loop_around(same[0], run)
             place = _loop_place(loop) if loop is not None else same[0].module
             key = ("passes", numbers_text(entry.pass_number for entry in same), place)
@@ -100,13 +100,13 @@ _NAMED = 3
 
 
 def _common(texts: Iterable[str]) -> str:
-    """Return what all texts are, "" where they differ."""
+    """Return the common value of all texts, or ""."""
     found = set(texts)
     return found.pop() if len(found) == 1 else ""
 
 
 def _alike(groups: list[Row]) -> list[Row]:
-    """Put in one line what is alike in modules whose names differ only in numbers."""
+    """Merge lines that are equal in modules whose names differ only in numbers."""
     first: dict[tuple[object, ...], Row] = {}
     often: Counter[tuple[object, ...]] = Counter()
     for group in groups:
@@ -135,11 +135,11 @@ def unnumbered(name: str) -> str:
 def roll_flow(changes: Sequence[FlowChange]) -> list[tuple[str, ...]]:
     """Report changes of the flow: kind, source, place, module, iteration, how often, a and b.
 
-    What is alike in several iterations, or in modules whose names differ only in numbers,
-    shares a line.
+    Equal changes in several iterations, or in modules whose names differ only in numbers, share a
+    line.
     """
     rows: dict[tuple[str, ...], list[FlowChange]] = {}
-    # Steps of one run only follow from the others.
+    # Steps of only one run follow from the others.
     for change in sorted(changes, key=lambda change: change.kind in ("removed", "added")):
         step = change.step
         values = [change.value_in(side) for side in (change.a, change.b)]
@@ -162,10 +162,10 @@ def roll_flow(changes: Sequence[FlowChange]) -> list[tuple[str, ...]]:
 
 
 def roll_changes(changes: Sequence[LayerChange]) -> list[tuple[str, str, str]]:
-    """Report changes as (label in a, label in b, what changed), the passes of a place together.
+    """Report changes as (label in a, label in b, differences), with the passes of a place merged.
 
-    Passes of which the same changed share a line, the line of the first of them, and so does
-    what changed in the same way in modules whose names differ only in numbers.
+    Passes with the same differences share a line, that of the first of them; so do modules with the
+    same differences whose names differ only in numbers.
     """
     rows: dict[tuple[object, ...], list[LayerChange]] = {}
     for change in changes:
@@ -196,7 +196,7 @@ def roll_changes(changes: Sequence[LayerChange]) -> list[tuple[str, str, str]]:
 
 
 def roll_modules(changes: Sequence[ModuleChange]) -> list[str]:
-    """Report changes of modules; one that holds for a module and all inside it takes one line."""
+    """Report changes of modules; one that applies to a module and all inside it takes one line."""
     told: list[str] = []
     inside = Counter[int]()
     alike = Counter[int]()
@@ -225,7 +225,7 @@ def roll_modules(changes: Sequence[ModuleChange]) -> list[str]:
 
 
 def _head(change: ModuleChange, heads: dict[tuple[str, str], int]) -> int | None:
-    """Return the line that tells of a change already."""
+    """Return the line that already reports a change."""
     if change.kind in ("added", "removed"):
         parts = change.name.split(".")[:-1]
         above = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
@@ -242,7 +242,7 @@ def _head(change: ModuleChange, heads: dict[tuple[str, str], int]) -> int | None
 
 
 def counted_entries(entries: Iterable[LayerEntry]) -> str:
-    """Count entries by what they are: "3 layers, 1 number"."""
+    """Count entries by kind: "3 layers, 1 number"."""
     nouns = {"state": "parameter", "number": "number"}
     often = Counter(nouns.get(entry.kind, "layer") for entry in entries)
     parts = [counted(often[noun], noun) for noun in ("layer", "number", "parameter") if often[noun]]
@@ -250,7 +250,7 @@ def counted_entries(entries: Iterable[LayerEntry]) -> str:
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """Say numbers as ranges.
+    """Return numbers as ranges.
 
     Example:
         >>> numbers_text([1, 4, 5, 6])
@@ -266,7 +266,7 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 
 def _whole_module(entry: LayerEntry, run: RunIndex, known: set[str]) -> str | None:
-    """Return the outermost module around an entry that the other run has not."""
+    """Return the outermost module around an entry that the other run does not have."""
     for scope in entry.scopes:
         name = run.calls[scope].name if scope in run.calls else scope.rpartition(":")[0]
         if name not in known:
@@ -310,8 +310,8 @@ def difference_text(difference: Difference, limit: int | None) -> str:
     """Return the report of a difference.
 
     Args:
-        difference: what to tell.
-        limit: how many rows a table has at most; None for all of them.
+        difference: the difference to report.
+        limit: the maximum number of rows of a table; None for all.
     """
     names = [difference.a.name, difference.b.name]
     title = names[0] if names[0] == names[1] else f"a: {names[0]}, b: {names[1]}"
@@ -438,5 +438,5 @@ def _table(headers: tuple[str, ...], rows: _Rows, limit: int | None) -> str:
     lines = [f"    {line}".rstrip() for line in text.splitlines()]
     left = len(rows) - len(shown)
     if left:
-        lines.append(f"    ... {counted(left, 'more row')}: text(limit=None) has them all")
+        lines.append(f"    ... {counted(left, 'more row')}: text(limit=None) shows all")
     return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""Pictures: what a run or a model did, as boxes and arrows."""
+"""Pictures of a run or a model, as boxes and arrows."""

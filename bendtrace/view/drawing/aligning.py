@@ -1,4 +1,4 @@
-"""Where everything stands, from left to right: lines straight first, the rest as near as can be."""
+"""Horizontal positions: straight lines first, everything else as close as possible."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _EDGE = 9.0  # from the corner of a shape to the nearest line
 
 
 class Column:
-    """Vertices of neighbouring ranks that keep their places relative to each other.
+    """Vertices of neighbouring ranks that keep their positions relative to each other.
 
     Attributes:
-        vertices: with how far the middle of each is from that of the column.
-        x: where the middle of its first vertex is.
-        pulls: (how strongly, to which column, how far from that one's x) it is drawn.
-        rights: columns to its right, with the least distance to each.
+        vertices: with the distance of each one's middle from that of the column.
+        x: the middle of its first vertex.
+        pulls: (strength, other column, offset from that column's x).
+        rights: columns to its right, with the minimum distance to each.
         lefts: the same to its left.
     """
 
@@ -38,21 +38,21 @@ class Column:
 
     @property
     def is_line(self) -> bool:
-        """Whether it is nothing but a line that runs past."""
+        """Whether it consists only of a line that runs past."""
         return all(vertex.role == "bend" for vertex in self.vertices)
 
     @property
     def is_lane(self) -> bool:
-        """Whether it is a line that runs back up: these stand outside of all else."""
+        """Whether it is a line that runs back up; these are outside everything else."""
         return next(iter(self.vertices)).role == "lane"
 
 
 def align(level: Level, gap: Callable[[Vertex, Vertex], float]) -> None:
-    """Give each vertex its x, and each link its ends.
+    """Set the x of each vertex, and the ends of each link.
 
     Args:
-        level: with its ranks in order.
-        gap: the least room between two neighbours.
+        level: the level, with its ranks in order.
+        gap: the minimum distance between two neighbours.
     """
     _straighten(level)
     _spread(level)
@@ -73,9 +73,9 @@ def align(level: Level, gap: Callable[[Vertex, Vertex], float]) -> None:
 
 
 def _straighten(level: Level) -> None:
-    """Choose which links run straight down: of each vertex at most one up and one down.
+    """Choose the links that run straight down: for each vertex at most one up and one down.
 
-    Chosen links do not cross each other, so that columns stand side by side.
+    Chosen links do not cross each other, so that columns are side by side.
     """
     links = [link for vertex in level.vertices() for link in vertex.downs]
     above = _heights(level, up=True)
@@ -113,7 +113,7 @@ def _straighten(level: Level) -> None:
 
 
 def _heights(level: Level, *, up: bool) -> dict[Vertex, float]:
-    """Return for each vertex how much stands above it, or below it, on the longest way."""
+    """Return for each vertex the height above it, or below it, on the longest path."""
     heights: dict[Vertex, float] = {}
     for rank in level.ranks if up else reversed(level.ranks):
         for vertex in rank:
@@ -196,7 +196,7 @@ def _in_order(columns: Sequence[Column]) -> list[Column]:
 
 
 def _settle(columns: Sequence[Column]) -> None:
-    """Let columns go where they are pulled to, as far as their neighbours let them."""
+    """Move columns towards their targets, as far as their neighbours let them."""
     inside = set(columns)
     lefts = {c: [(o, d) for o, d in c.lefts.items() if o in inside] for c in columns}
     rights = {c: [(o, d) for o, d in c.rights.items() if o in inside] for c in columns}

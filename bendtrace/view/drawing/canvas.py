@@ -1,4 +1,4 @@
-"""Marks: what pictures are made of, how wide text is, and how they are written as SVG."""
+"""The marks that pictures consist of, the width of text, and output as SVG."""
 
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ def _ems(text: str, mono: bool) -> float:
 
 
 def printable(text: str) -> str:
-    """Return a text on one line: white space folded, control characters replaced."""
+    """Return a text on one line: with collapsed white space and replaced control characters."""
     text = " ".join(text.split())
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text on one line, shortened in its middle to so many letters.
+    """Return a text on one line, shortened in its middle to a maximum length.
 
-    Names differ at their ends, and expressions at both: so the middle goes.
+    Names differ at their ends, and expressions at both ends: so the middle is cut.
 
     Example:
         >>> cut("encoder.layers.0.attention", 16)
@@ -111,11 +111,11 @@ class Rectangle:
     Attributes:
         x: left edge.
         y: upper edge.
-        width: how wide.
-        height: how high.
-        fill: colour inside, "none" for none.
+        width: its width.
+        height: its height.
+        fill: the fill colour, or "none".
         stroke: colour of the border.
-        radius: of the corners.
+        radius: radius of the corners.
         thick: width of the border.
         dash: lengths of dashes and gaps; empty for a solid border.
     """
@@ -133,7 +133,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Polygon:
-    """A closed shape along some points."""
+    """A closed shape through some points."""
 
     points: tuple[Point, ...]
     fill: str
@@ -143,7 +143,7 @@ class Polygon:
 
 @dataclass(frozen=True)
 class Line:
-    """A line along some points, its corners rounded."""
+    """A line through some points, with rounded corners."""
 
     points: tuple[Point, ...]
     stroke: str
@@ -157,9 +157,9 @@ class Text:
     """One line of text.
 
     Attributes:
-        x: where it starts, or where its middle is if it is centred.
-        y: its base line.
-        text: what is written.
+        x: its start, or its middle if it is centred.
+        y: its baseline.
+        text: the text itself.
         size: font size in pixels.
         fill: its colour.
         bold: whether it is bold.
@@ -178,7 +178,7 @@ class Text:
 
     @property
     def width(self) -> float:
-        """How wide it is."""
+        """Its width."""
         return width(self.text, self.size, mono=self.mono, bold=self.bold)
 
 
@@ -189,7 +189,7 @@ class Group:
     Attributes:
         marks: the marks.
         title: the tooltip.
-        name: what they show, for those who read the file.
+        name: what they represent, for readers of the file.
     """
 
     marks: tuple[Mark, ...]
@@ -205,10 +205,10 @@ class Canvas:
     """A picture.
 
     Attributes:
-        width: how wide.
-        height: how high.
-        marks: what is on it, from the back to the front.
-        title: what it shows.
+        width: its width.
+        height: its height.
+        marks: its marks, from back to front.
+        title: the title.
     """
 
     width: float
@@ -234,7 +234,7 @@ def rounded(points: Sequence[Point], radius: float) -> list[tuple[Point, Point, 
     """Round the corners of a line.
 
     Returns:
-        For each corner: where the line leaves the old way, the corner, where it is on the new.
+        For each corner: where the curve starts, the corner, where the curve ends.
     """
     found = []
     for before, here, after in zip(points, points[1:], points[2:], strict=False):

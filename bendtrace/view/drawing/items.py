@@ -1,4 +1,4 @@
-"""What there is to draw, as items in boxes: nested, repetitions put together, boxes closed."""
+"""The items of a drawing in nested boxes, with repetitions merged and boxes closed."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ __all__ = [
 
 Numbers = Literal["deciding", "all", "none"]
 
-# Numbers that tell of a tensor's metadata, not of what is in it.
+# Numbers about a tensor's metadata, not its content.
 _METADATA = {"dim", "len", "ndim", "nelement", "numel", "shape", "size", "stride"}
 _CONVERSIONS = {"__bool__", "bool"}
 
 
 @dataclass(eq=False)
 class Leaf:
-    """A node: the values that an op gave, or a decision.
+    """A node: the results of an op, or a decision.
 
     Attributes:
         kind: "input", "op", "number" or "output", or "decision" for flow steps.
-        entries: the values that it stands for; of several passes, in the order of the run.
-        steps: numbers of the flow steps that it stands for.
-        times: how many passes it stands for.
-        box: the innermost box that has no more than this in it and is not drawn for it.
+        entries: the values that it represents; for several passes, in the order of the run.
+        steps: numbers of the flow steps that it represents.
+        times: the number of passes that it represents.
+        box: the innermost box that contains only this node and is not drawn for it.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class Leaf:
         yield self
 
     def take(self, other: Leaf) -> None:
-        """Stand for another leaf as well."""
+        """Represent another leaf as well."""
         self.entries += other.entries
         self.steps += other.steps
         self.times += other.times
@@ -72,12 +72,12 @@ class Box:
     """Items that belong together.
 
     Attributes:
-        kind: "root", "module" for calls of a module, "repeat" for what is repeated, and "part"
-            for neighbours that have nothing else in common.
-        calls: the calls of modules that it stands for.
-        items: what is in it, in the order of the run.
-        times: how often it was repeated: several numbers where it stands for several boxes
-            which were not repeated equally often.
+        kind: "root", "module" for calls of a module, "repeat" for a repetition, and "part" for
+            neighbours with nothing else in common.
+        calls: the calls of modules that it represents.
+        items: its items, in the order of the run.
+        times: how often it was repeated: several numbers if it represents several boxes with
+            different repetition counts.
         is_folded: whether it is drawn closed.
     """
 
@@ -94,7 +94,7 @@ class Box:
 
     @property
     def names(self) -> list[str]:
-        """Qualified names of the modules that were called, each once."""
+        """Qualified names of the modules that were called, without duplicates."""
         return list(dict.fromkeys(call.name for call in self.calls))
 
     def leaves(self) -> Iterator[Leaf]:
@@ -114,17 +114,17 @@ def nest(
     numbers: Numbers = "deciding",
     inside: Sequence[str] = (),
 ) -> Box:
-    """Sort values into the calls of modules that they were computed in.
+    """Sort values into the calls of modules in which they were computed.
 
     Args:
-        history: the log they come from.
+        history: their log.
         entries: the values, in the order of the run.
         flow: whether flow steps become decisions.
         numbers: which numbers are shown.
-        inside: labels of the module calls around all of it, which get no boxes.
+        inside: labels of module calls around everything, which get no boxes.
 
     Returns:
-        A box without a name, with all of it in it.
+        A box without a name that contains everything.
     """
     positions = {entry.label: float(i) for i, entry in enumerate(entries)}
     steps = _decisions(history, entries, positions, inside) if flow else []
@@ -237,10 +237,10 @@ def _shown(
 def origins(
     label: str, by_label: Mapping[str, LayerEntry], shown: Mapping[str, object], *, sizes: bool
 ) -> Iterator[str]:
-    """Yield what a value comes from: itself if it is shown, otherwise what it was computed from.
+    """Yield the origins of a value: itself if it is shown, otherwise those of its inputs.
 
     Args:
-        label: of the value.
+        label: the label of the value.
         by_label: all values.
         shown: those in the picture.
         sizes: whether to go back through sizes and other metadata of tensors.
@@ -261,11 +261,11 @@ def origins(
 
 
 def roll(box: Box, key_of_step: Mapping[int, object]) -> None:
-    """Put the passes of each op, and the calls of each module, together.
+    """Merge the passes of each op, and the calls of each module.
 
     Args:
-        box: in which this is done, and in all boxes in it.
-        key_of_step: equal for flow steps that are passes of one.
+        box: the box to process, including all boxes in it.
+        key_of_step: returns equal keys for flow steps that are passes of one.
     """
     known: dict[object, Item] = {}
     kept: list[Item] = []
@@ -303,7 +303,7 @@ Units = dict[str, tuple[tuple[Box, int], ...]]
 
 
 def step_name(number: int) -> str:
-    """Return what a flow step is called in `Units`."""
+    """Return the name of a flow step in `Units`."""
     return f"step {number}"
 
 
@@ -331,7 +331,6 @@ class _Tokens:
         return self._known[item, by_name]
 
     def forget(self, item: Item) -> None:
-        """Forget the tokens of an item that has changed."""
         for by_name in (True, False):
             self._known.pop((item, by_name), None)
 
@@ -352,21 +351,21 @@ class _Tokens:
 
 
 def collapse(root: Box, step_key: Callable[[int, bool], object]) -> Units:
-    """Put repetitions together, so that one stands for all.
+    """Merge repetitions, so that one represents all.
 
-    Collapsed are at least three neighbours, or series of neighbours, that are passes of a loop -
-    the same sites of the same modules again - or calls of modules that are alike in class,
-    functions, shapes and how their values are connected, and differ in name by a number: `h.0`
-    and `h.1`, but not `query` and `key`.
+    At least three neighbours, or series of neighbours, are merged if they are passes of a loop -
+    the same sites of the same modules again - or calls of modules that have the same classes,
+    functions, shapes and connections, and whose names differ by a number: `h.0` and `h.1`, but not
+    `query` and `key`.
 
     Args:
         root: the outermost box.
-        step_key: equal for decisions that may be repetitions of each other, from their number and
-            whether they are looked at as passes of a loop.
+        step_key: returns equal keys for decisions that may be repetitions of each other, from their
+            number and whether they are treated as passes of a loop.
 
     Returns:
-        For each collapsed value, by label, and flow step, the boxes around it that stand for
-        repetitions, each with the number of the repetition that it was in.
+        For each merged value, by label, and flow step, the boxes around it that represent
+        repetitions, each with the number of its repetition.
     """
     units: Units = {}
     tokens = _Tokens(step_key)
@@ -386,7 +385,7 @@ def _collapse(box: Box, tokens: _Tokens, units: Units) -> None:
 
 
 def _bundle(root: Box) -> None:
-    """Put inputs and outputs together that go to, or come from, the same nodes."""
+    """Merge inputs and outputs with the same nodes as targets or sources."""
     leaf_of = {entry.label: leaf for leaf in root.leaves() for entry in leaf.entries}
     groups: dict[object, list[Leaf]] = {}
     for item in root.items:
@@ -444,7 +443,7 @@ def _has_box(items: Sequence[Item]) -> bool:
 
 
 def _count(keys: Sequence[Token], place: int, period: int) -> int:
-    """Count how often a series of items comes, from a place on."""
+    """Return how often a series of items repeats from a position on."""
     unit = keys[place : place + period]
     count = 1
     while keys[place + count * period : place + (count + 1) * period] == unit:
@@ -455,7 +454,7 @@ def _count(keys: Sequence[Token], place: int, period: int) -> int:
 def _alike(
     items: Sequence[Item], place: int, period: int, count: int, by_name: bool, tokens: _Tokens
 ) -> int:
-    """Count how many repetitions are also connected alike."""
+    """Return how many repetitions have the same connections."""
     first = _wiring(items[place : place + period])
     for number in range(1, count):
         start = place + number * period
@@ -465,7 +464,7 @@ def _alike(
 
 
 def _wiring(items: Sequence[Item]) -> list[tuple[int, ...]]:
-    """Return for each value which of the values before it, in the same items, it came from."""
+    """Return for each value the earlier values, in the same items, that it came from."""
     numbers: dict[str, int] = {}
     wiring: list[tuple[int, ...]] = []
     for number, leaf in enumerate(chain(*(item.leaves() for item in items))):
@@ -476,7 +475,7 @@ def _wiring(items: Sequence[Item]) -> list[tuple[int, ...]]:
 
 
 def _together(items: Sequence[Item], period: int, units: Units) -> Item:
-    """Put repetitions into the first of them."""
+    """Merge repetitions into the first of them."""
     count = len(items) // period
     first = list(items[:period])
     if period == 1 and isinstance(first[0], Leaf):
@@ -516,14 +515,14 @@ _PARTS = 40  # into so many parts at most, where no modules give any
 
 
 def visible(item: Item) -> int:
-    """Count the nodes that an item takes."""
+    """Return the number of nodes in an item."""
     if isinstance(item, Leaf) or item.is_folded:
         return 1
     return sum(visible(child) for child in item.items)
 
 
 def absorb(box: Box) -> None:
-    """Draw modules in which a single op runs as that op, without a box around it."""
+    """Draw modules that run a single op as that op, without a box around it."""
     for place, item in enumerate(box.items):
         if isinstance(item, Leaf):
             continue
@@ -536,15 +535,15 @@ def absorb(box: Box) -> None:
 
 
 def fold(root: Box, depth: int | None, most: int) -> bool:
-    """Close boxes until no more than so many nodes are left.
+    """Close boxes until at most a given number of nodes is left.
 
-    The deepest boxes are closed first, all of a class at once, and of these the class that takes
-    most nodes. Where that is not enough, neighbours are put together, in the order of the run.
+    The deepest boxes are closed first, all of a class at once, starting with the class that has the
+    most nodes. If that is not enough, neighbours are merged, in the order of the run.
 
     Args:
         root: the outermost box.
-        depth: how many boxes deep to draw; None for all.
-        most: how many nodes to draw.
+        depth: the number of nested boxes to draw; None for all.
+        most: the maximum number of nodes to draw.
 
     Returns:
         Whether anything was closed because of `most`.
@@ -582,7 +581,7 @@ def fold(root: Box, depth: int | None, most: int) -> bool:
 
 
 def _in_parts(root: Box, most: int) -> None:
-    """Put neighbours together, but for what goes into the model and what comes out of it."""
+    """Group neighbours, except the model's inputs and outputs."""
     inner = [i for i in root.items if isinstance(i, Box) or i.kind not in ("input", "output")]
     size = -(-len(inner) // max(min(most, _PARTS), 1))
     parts: dict[Item, Box] = {}

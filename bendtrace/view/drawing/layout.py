@@ -1,7 +1,7 @@
-"""Layout of nested drawings: boxes in boxes, in ranks from the top down.
+"""Layout of nested drawings: nested boxes, in ranks from the top down.
 
-Each box is laid out on its own and then is one shape in the box around it; lines cross its border
-at ports. So nothing overlaps, and no line runs through a shape, by construction.
+Each box is laid out on its own and is then one shape in the enclosing box; lines cross its border
+at ports. So by construction nothing overlaps, and no line runs through a shape.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Crossing:
     """A net between two ranks.
 
     Attributes:
-        tops: where it meets the upper rank.
-        bottoms: where it meets the lower rank.
-        joins: whether it ends at the line of another net, which has to be there still.
-        track: at which height it runs across, from 0 at the top; -1 if it need not.
+        tops: its points on the upper rank.
+        bottoms: its points on the lower rank.
+        joins: whether it ends at the line of another net, which has to exist already.
+        track: the height at which it runs across, from 0 at the top; -1 if it does not.
     """
 
     tops: list[float] = field(default_factory=list)
@@ -48,10 +48,10 @@ class Crossing:
 
 
 def heights(runs: Sequence[Crossing]) -> int:
-    """Choose the track of each net, so that few lines cross and none lie upon each other.
+    """Choose the track of each net, so that few lines cross and no lines overlap.
 
     Returns:
-        How many tracks there are.
+        The number of tracks.
     """
     across = [run for run in runs if run.stop > run.start]
     ordered = _ordered(sorted(across, key=lambda run: (run.start, run.stop)))
@@ -121,12 +121,12 @@ Point = tuple[float, float]
 
 @dataclass(eq=False)
 class Wire:
-    """A piece of a net, as a line along some points, each straight above or beside the next.
+    """A part of a net, as a line through some points, each directly above or beside the next.
 
     Attributes:
         net: the net.
-        points: from where it comes to where it goes.
-        target: the shape in which it ends; None if it ends at a border or where others go on.
+        points: from its start to its end.
+        target: the shape at which it ends; None if it ends at a border or where others continue.
         is_back: whether it runs back up.
         joins: whether it ends at the line of another net.
     """
@@ -142,7 +142,7 @@ class Plan:
     """The heights of the ranks of a level, and the lines between them.
 
     Attributes:
-        height: how high the level is, with the title above.
+        height: the height of the level, including the title.
     """
 
     def __init__(self, level: Level, title: float) -> None:
@@ -207,7 +207,7 @@ class Plan:
         self.height = y
 
     def wires(self) -> list[Wire]:
-        """Draw the lines. Vertices may have been moved sideways, all alike, since."""
+        """Draw the lines. Vertices may have been moved sideways together since."""
         found: list[Wire] = []
         for net in self._level.nets:
             self._down(net, found)
@@ -310,8 +310,8 @@ def place(root: Shape, nets: Sequence[Net]) -> list[Wire]:
     """Lay out a drawing.
 
     Args:
-        root: the outermost box. It and all in it get their places and sizes.
-        nets: what connects the plain shapes in it.
+        root: the outermost box. All shapes in it get their positions and sizes.
+        nets: the nets between its plain shapes.
 
     Returns:
         The lines to draw.
@@ -370,7 +370,6 @@ def _place(
     hints: dict[Shape, dict[Net, float]],
     done: dict[Shape, _Placed],
 ) -> None:
-    """Lay out a box, after the boxes in it."""
     for child in box.children or ():
         if child.children is not None:
             _place(child, nets, hints, done)

@@ -1,4 +1,4 @@
-"""One level of a nested drawing: what stands in one box, its ranks, and their order."""
+"""One level of a nested drawing: the content of one box, its ranks, and their order."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["Level", "LocalNet", "Net", "Shape", "Vertex", "order", "rank"]
 
 @dataclass(eq=False)
 class Shape:
-    """Something to be placed: a node, or a box with shapes in it.
+    """A shape to place: a node, or a box that contains shapes.
 
     Attributes:
-        key: what it is called.
-        width: how wide it is; of a box, that is found.
-        height: how high it is; of a box, that is found.
-        below: room kept free below it, for what is written at the line that leaves it.
-        label: how wide that text is; it stands to the right of the line.
-        children: what is in it, in the order of the run; None if it is no box.
-        title: of a box, how wide its title is.
-        head: of a box, how high its title is.
+        key: its name.
+        width: its width; computed for a box.
+        height: its height; computed for a box.
+        below: free space below it, for the text at its outgoing line.
+        label: the width of that text, which is to the right of the line.
+        children: its content, in the order of the run; None for a node.
+        title: the width of a box's title.
+        head: the height of a box's title.
         x: its left edge.
         y: its upper edge.
-        title_x: of a box, where its title starts, from its left edge.
+        title_x: the start of a box's title, from its left edge.
     """
 
     key: str
@@ -43,16 +43,16 @@ class Shape:
 
 @dataclass(eq=False)
 class Net:
-    """One value, and where it goes: lines that share their way as far as they can.
+    """One value, and its targets: lines that share their way as far as possible.
 
     Attributes:
-        source: the shape it comes from.
-        targets: the shapes it goes to.
-        port: which of its values the source gives there: nets with the same start together.
-        kind: what it stands for; the layout does not mind.
-        joins: a net that comes from outside of `frame`, to which this one runs back up, instead
-            of to its targets, because it goes where that one goes.
-        frame: the box in which it does so.
+        source: the shape at which it starts.
+        targets: the shapes at which it ends.
+        port: which of the source's values it carries: nets with the same port start together.
+        kind: its kind, which the layout ignores.
+        joins: a net from outside `frame`: this net runs back up to it instead of to its own
+            targets, since both have the same targets.
+        frame: the box in which this happens.
     """
 
     source: Shape
@@ -68,11 +68,11 @@ class LocalNet:
     """The part of a net on one level.
 
     Attributes:
-        net: of which it is a part.
-        source: child it comes from; None if it comes in through the border.
-        targets: children it goes to.
-        leaves: whether it goes out through the border.
-        joins: the net coming in here to which it runs back up.
+        net: the whole net.
+        source: the child at which it starts; None if it enters through the border.
+        targets: the children at which it ends.
+        leaves: whether it leaves through the border.
+        joins: the net entering here to which it runs back up.
     """
 
     net: Net
@@ -86,20 +86,20 @@ Role = Literal["shape", "in", "out", "bend", "lane"]
 
 
 class Vertex:
-    """Something with a place in a rank: a shape, a port of the border, or a line running past.
+    """An item with a position in a rank: a shape, a port of the border, or a line running past.
 
     Attributes:
-        role: which of these; a "lane" is a line that runs back up.
-        shape: the shape it stands for.
-        net: the net that the port or the line belongs to.
+        role: its kind; a "lane" is a line that runs back up.
+        shape: its shape.
+        net: the net of the port or the line.
         index: position among the shapes.
         rank: its rank, from 0 at the top.
         order: its position in the rank.
-        left: how far it reaches to the left of its middle.
+        left: its extent to the left of its middle.
         right: the same to the right.
-        x: where its middle is.
-        height: how high it is, with the room below.
-        y: where its upper edge is.
+        x: its middle.
+        height: its height, including the space below.
+        y: its upper edge.
         ups: links that come from above.
         downs: links that go down.
     """
@@ -119,16 +119,16 @@ class Vertex:
 
 
 class Link:
-    """A piece of a net between neighbouring ranks.
+    """A part of a net between neighbouring ranks.
 
     Attributes:
-        upper: where it comes from.
-        lower: where it goes to.
+        upper: its upper vertex.
+        lower: its lower vertex.
         net: the net.
-        is_inner: whether it goes on from one piece of a line to the next.
-        upper_at: where on `upper` it starts, from its middle.
-        lower_at: where on `lower` it ends, from its middle.
-        is_straight: whether both ends are kept at the same x.
+        is_inner: whether it connects two parts of a line.
+        upper_at: its start on `upper`, from the middle.
+        lower_at: its end on `lower`, from the middle.
+        is_straight: whether both ends have the same x.
     """
 
     __slots__ = ("is_inner", "is_straight", "lower", "lower_at", "net", "upper", "upper_at")
@@ -143,19 +143,19 @@ class Link:
 
 
 class Level:
-    """What stands in one box.
+    """The content of one box.
 
     Attributes:
         ranks: the vertices of each rank, from left to right.
         nets: the nets of this level.
         vertex: the vertex of each shape.
-        ports_in: the port through which a net comes in.
+        ports_in: the port through which a net enters.
         ports_out: the port through which a net leaves.
         forward: for each net, the vertices further down that it leads to.
         lanes: for each net that runs back, its vertices from the top down.
         back: for each net that runs back, the vertices it leads to.
-        out_at: where on its source each net starts, from the middle.
-        back_at: where on a vertex a net that runs back ends, from its middle.
+        out_at: the start of each net on its source, from the middle.
+        back_at: the end of a net that runs back on a vertex, from the middle.
     """
 
     def __init__(self, children: list[Shape], nets: list[LocalNet]) -> None:
@@ -173,7 +173,7 @@ class Level:
             self._sort_targets(net)
 
     def source(self, net: LocalNet) -> Vertex:
-        """Return where a net comes from."""
+        """Return the source of a net."""
         return self.ports_in[net] if net.source is None else self.vertex[net.source]
 
     def vertices(self) -> Iterator[Vertex]:
@@ -194,7 +194,7 @@ class Level:
             self.forward[net].append(self.ports_out[net])
 
     def fill(self) -> None:
-        """Make the ranks, with the lines that run past, once each vertex has its rank."""
+        """Create the ranks, with the lines that run past, once each vertex has its rank."""
         inner = [*self.ports_in.values(), *self.vertex.values(), *self.ports_out.values()]
         depth = 1 + max((v.rank for v in inner), default=0)
         self.ranks = [[] for _ in range(depth)]
@@ -249,10 +249,10 @@ _ENDS = 8  # shapes without a successor beside each other
 
 
 def rank(level: Level) -> None:
-    """Give each vertex of a level its rank: below all it comes from, and near what it is tied to.
+    """Give each vertex of a level its rank: below all its sources, and near its neighbours.
 
-    Shapes come in the order of the run, in which values never run back but along lanes: so one
-    walk along that order finds the ranks, as no other algorithm needs to look for cycles.
+    Shapes are in the order of the run, in which values run back only along lanes: so a single walk
+    in that order finds the ranks, and no search for cycles is needed.
     """
     shapes = list(level.vertex.values())
     into: dict[Vertex, list[LocalNet]] = {vertex: [] for vertex in shapes}
@@ -327,11 +327,11 @@ _WIDEST = 80  # in wider ranks, exchanging neighbours takes longer than it is wo
 
 
 def order(level: Level, wanted: Callable[[Vertex], float | None]) -> None:
-    """Put the vertices of each rank in order.
+    """Order the vertices in each rank.
 
     Args:
-        level: with its ranks filled.
-        wanted: for ports of the border, where they would best be; None if that is not known.
+        level: the level, with filled ranks.
+        wanted: the preferred positions of ports of the border; None if unknown.
     """
     ranks = level.ranks
     for rank in ranks:

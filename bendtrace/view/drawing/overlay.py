@@ -28,13 +28,13 @@ _CIVIDIS = ("#00224e", "#1a386f", "#434e6c", "#61656f", "#7d7c78", "#9b9476", "#
 
 @dataclass(frozen=True)
 class Scale:
-    """What the colours of a picture mean.
+    """The meaning of the colours in a picture.
 
     Attributes:
-        title: what is shown.
-        unit: of what, such as "s"; "" for plain numbers.
-        least: the number that has the first colour.
-        most: the number that has the last.
+        title: the name of the quantity.
+        unit: its unit, such as "s"; "" for plain numbers.
+        least: the number of the first colour.
+        most: the number of the last colour.
     """
 
     title: str
@@ -59,14 +59,14 @@ class Scale:
         return f"{value:.3g} {self.unit}".rstrip()
 
     def at(self, value: float) -> float:
-        """Return where between the least and the most a number is, from 0 to 1."""
+        """Return the position of a number between the least and the most, from 0 to 1."""
         return (value - self.least) / (self.most - self.least) if self.most > self.least else 0.5
 
 
 def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Scale:
     """Give the nodes of a scene their numbers.
 
-    A node that stands for several values has the sum of what they took, for "time", "memory" and
+    A node that represents several values gets the sum of their numbers for "time", "memory" and
     "flops"; otherwise the largest of their numbers, so that folding hides no peak.
 
     Args:
@@ -76,13 +76,13 @@ def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Scale:
         history: the log of the run.
 
     Raises:
-        InputError: for a name that is none of these, for keys that nothing has, and where no
-            node has a number.
+        InputError: the name is unknown, a key matches nothing, or no node has a number.
     """
     if isinstance(overlay, str):
         if overlay not in _MEASURES:
             raise InputError(
-                f'an overlay is "time", "memory", "flops", a mapping or a function, not {overlay!r}'
+                'overlay= has to be "time", "memory", "flops", a mapping or a function, not '
+                f"{overlay!r}"
             )
         title, unit, measure = _MEASURES[overlay]
         _fill(scene, measure, sum)
@@ -95,7 +95,7 @@ def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Scale:
         _fill(scene, overlay, max)
     else:
         raise InputError(
-            f"an overlay is a name, a mapping or a function, not {type(overlay).__name__}"
+            f"overlay= has to be a name, a mapping or a function, not {type(overlay).__name__}"
         )
     values = [node.value for node in scene.root.walk() if node.value is not None]
     if not values:
@@ -150,8 +150,8 @@ def _fill_from(scene: Scene, numbers: Mapping[str, float], history: RunLog) -> N
         hint = f"; did you mean {', '.join(near)}?" if near else ""
         more = f" (and {len(unknown) - 1} more keys)" if len(unknown) > 1 else ""
         raise InputError(
-            f"the overlay names {unknown[0]!r}{more}, but this run has no value, node path or "
-            f"module of that name{hint}"
+            f"the overlay names {unknown[0]!r}{more}, but this run has no such value, node "
+            f"path or module{hint}"
         )
     for key, told in numbers.items():
         number = _number(told, key)
@@ -175,12 +175,12 @@ def _number(value: object, name: str) -> float | None:
     try:
         number = float(value)  # type: ignore[arg-type]  # whatever is one
     except (TypeError, ValueError):
-        raise InputError(f"the overlay says {value!r} for {name!r}, which is no number") from None
+        raise InputError(f"the overlay has {value!r} for {name!r}, which is not a number") from None
     return number if math.isfinite(number) else None
 
 
 def color(part: float) -> str:
-    """Return the colour at a place of the scale, from 0 to 1.
+    """Return the colour at a position of the scale, from 0 to 1.
 
     Example:
         >>> color(0.0), color(1.0)
@@ -196,7 +196,7 @@ def color(part: float) -> str:
 
 
 def ink(fill: str) -> str:
-    """Return black or white, whichever reads better on a colour.
+    """Return black or white, whichever is more readable on a colour.
 
     Example:
         >>> ink("#00224e"), ink("#fee838")

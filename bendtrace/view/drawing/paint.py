@@ -1,4 +1,4 @@
-"""A scene as a picture: where everything stands, shapes, colours and text."""
+"""A scene as a picture: positions, shapes, colours and text."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _WIDEST = 44  # letters of a title
 
 @dataclass
 class Figure:
-    """A scene with places.
+    """A scene with positions.
 
     Attributes:
         scene: the scene.
-        shapes: the place of each node and box.
+        shapes: the position of each node and box.
         wires: the lines.
         edges: the edges that run along each net.
     """
@@ -64,7 +64,7 @@ class Figure:
 
 
 def figure(scene: Scene) -> Figure:
-    """Give everything in a scene its place."""
+    """Give everything in a scene its position."""
     shapes: dict[Node, Shape] = {}
     nets = _nets(scene)
     texts: dict[Node, str] = {}
@@ -139,7 +139,7 @@ def _nets(scene: Scene) -> dict[tuple[Node, str, str], list[Edge]]:
 
 
 def net_text(edges: list[Edge]) -> str:
-    """Return what is written beside the edges of a net."""
+    """Return the text beside the edges of a net."""
     texts = {edge.text for edge in edges}
     return cut(texts.pop(), 28) if len(texts) == 1 else ""
 
@@ -161,7 +161,7 @@ def headline(node: Node) -> str:
 
 
 def title_width(node: Node) -> float:
-    """Return how wide the title of an open box is."""
+    """Return the width of an open box's title."""
     wide = width(headline(node), BIG, bold=True)
     return wide + (8 + width(node.lines[0], SMALL) if node.lines else 0)
 
@@ -187,11 +187,11 @@ _BOXES = ("#f6f8fa", "#eff2f6")  # of open boxes, by turns from the outside in
 
 
 def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
-    """Paint a scene that has places.
+    """Paint a scene that has positions.
 
     Args:
         drawn: the scene.
-        scale: what the numbers of its nodes mean; None if they have none.
+        scale: the meaning of the numbers of its nodes; None if they have none.
     """
     scene = drawn.scene
     root = drawn.shapes[scene.root]

@@ -1,4 +1,4 @@
-"""Picture: what `draw` returns, and the forms that it is written in."""
+"""Picture: the result of `draw`, and its file formats."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ Format = Literal["svg", "png", "pdf", "html", "dot"]
 
 
 class Picture:
-    """A picture: shows itself in notebooks, and is saved as SVG, PNG, PDF, HTML or DOT.
+    """A picture: it displays in notebooks, and can be saved as SVG, PNG, PDF, HTML or DOT.
 
     Attributes:
-        canvas: the marks it is made of.
-        scene: what it shows.
+        canvas: its marks.
+        scene: its scene.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Picture:
             format: "svg", "png", "pdf", "html" or "dot".
 
         Raises:
-            InputError: for another form, and for PNG and PDF without the extra `draw`.
+            InputError: the format is unknown, or PNG or PDF is requested without the extra `draw`.
         """
         if format == "svg":
             return self.svg.encode()
@@ -104,20 +104,20 @@ class Picture:
             return (self._html() if self._html is not None else _page(self)).encode()
         if format == "dot":
             return dot(self.scene).encode()
-        raise InputError(f"a picture is written as {_FORMS}, not as {format!r}")
+        raise InputError(f"a picture can be written as {_FORMS}, not as {format!r}")
 
     def saved_to(self, path: str | os.PathLike[str] | None, format: Format | None) -> Picture:
-        """Write the picture to a file, if there is one, and return it."""
+        """Write the picture to a file, if one is given, and return it."""
         if path is not None:
             self.save(path, format)
         return self
 
     def save(self, path: str | os.PathLike[str], format: Format | None = None) -> None:
-        """Write the picture to a file. An older file stays as it is until all is written.
+        """Write the picture to a file. An older file is replaced only when writing is complete.
 
         Args:
-            path: where to.
-            format: "svg", "png", "pdf", "html" or "dot"; by default what the path ends in.
+            path: the file.
+            format: "svg", "png", "pdf", "html" or "dot"; by default the ending of the path.
 
         Raises:
             InputError: as for `to_bytes`, and if the folder does not exist. Nothing is written
@@ -144,17 +144,17 @@ _FORMS = ", ".join(get_args(Format)[:-1]) + " or " + get_args(Format)[-1]
 
 
 def form_of(path: Path) -> Format:
-    """Return the form that a path asks for by its ending.
+    """Return the format that the ending of a path selects.
 
     Raises:
-        InputError: if it asks for none that there is.
+        InputError: the ending is unknown.
     """
     ending = path.suffix.lower().removeprefix(".")
     for form in get_args(Format):
         if ending == form:
             return form  # type: ignore[no-any-return]  # one of the literals
     raise InputError(
-        f"cannot tell from {str(path)!r} what to write: its name has to end in "
+        f"the format of {str(path)!r} is unknown: its name has to end in "
         + ", ".join(f".{form}" for form in get_args(Format))
     )
 
@@ -200,36 +200,37 @@ def draw(
 ) -> Picture:
     """Draw a run.
 
-    Modules are boxes, ops are nodes in the boxes of the calls that they ran in, with the shapes of
-    values on the lines between. Flow steps are diamonds with their source text and the side that
-    was taken.
+    Modules are boxes, and ops are nodes in the boxes of their module calls, with the shapes of
+    values on the lines between them. Flow steps are diamonds with their source text and the side
+    that was taken.
 
     Args:
         history: the log of the run.
-        path: where to save the picture; the ending says as what: .svg, .png, .pdf, .html or .dot.
-        format: as what to save it, if the ending does not say.
-        rolled: whether the passes of an op are one node, with lines that run back. Otherwise
-            each is its own.
-        collapse: whether, of at least three blocks that are alike in a row, and of passes of
-            loops, one is drawn for all.
-        depth: how many boxes deep to draw: with 1, modules that the model calls are opened, but
-            not those in them. None for all.
-        max_nodes: how many nodes to draw at most. Above that boxes are drawn closed, the deepest
+        path: where to save the picture; the ending selects the format: .svg, .png, .pdf, .html or
+            .dot.
+        format: the file format, if the file name's ending does not say.
+        rolled: whether to merge the passes of an op into one node, with lines that run back.
+            Otherwise each pass is a node.
+        collapse: whether to draw only one of at least three similar blocks in a row, and one of the
+            passes of a loop.
+        depth: the number of nested boxes to draw: with 1, modules that the model calls are opened,
+            but not those in them. None for all.
+        max_nodes: the maximum number of nodes to draw. Above it boxes are drawn closed, the deepest
             and largest first, and a line in the picture says so.
-        within: a module or one of its calls, such as `h.3`: only that is drawn.
-        flow: whether flow steps are drawn.
-        numbers: which numbers out of tensors are drawn: those that "deciding" flow steps come
-            from, "all" or "none".
-        overlay: what colours the nodes: "time", "memory" or "flops", a mapping from labels, node
-            paths or modules to numbers, or a function of the entry that gives one. Nodes that stand
-            for several values show the sum of "time", "memory" and "flops", and otherwise the
-            largest number.
+        within: a module or one of its calls, such as `h.3`, to draw only that.
+        flow: whether to draw flow steps.
+        numbers: which numbers taken from tensors to draw: those that "deciding" flow steps use,
+            "all" or "none".
+        overlay: the quantity that colours the nodes: "time", "memory" or "flops", a mapping from
+            labels, node paths or modules to numbers, or a function of the entry that returns a
+            number. Nodes that represent several values show the sum for "time", "memory" and
+            "flops", and otherwise the largest number.
 
     Returns:
         The picture.
 
     Raises:
-        InputError: for unknown endings, modules, keys of the overlay or options. Nothing is written
+        InputError: an ending, module, key of the overlay or option is unknown. Nothing is written
             then.
 
     Example:

@@ -1,4 +1,4 @@
-"""Pictures as PNG and PDF, by matplotlib, which brings its own fonts."""
+"""Pictures as PNG and PDF, drawn by matplotlib with its own fonts."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def rasterize(canvas: Canvas, form: Literal["png", "pdf"], scale: float = 2.0) -
 
     Args:
         canvas: the picture.
-        form: which of the two.
-        scale: pixels of a PNG for each pixel of the picture.
+        form: "png" or "pdf".
+        scale: the number of PNG pixels per pixel of the picture.
 
     Raises:
-        InputError: if matplotlib is not installed.
+        InputError: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -43,8 +43,8 @@ def rasterize(canvas: Canvas, form: Literal["png", "pdf"], scale: float = 2.0) -
         from matplotlib.figure import Figure
     except ImportError:
         raise InputError(
-            f"a picture as {form.upper()} takes matplotlib: pip install 'bendtrace[draw]' "
-            "(SVG, HTML and DOT take nothing)"
+            f"a picture as {form.upper()} needs matplotlib: pip install 'bendtrace[draw]' "
+            "(SVG, HTML and DOT need nothing)"
         ) from None
     scale = min(scale, _LARGEST / max(canvas.width, canvas.height, 1.0))
     figure = Figure(figsize=(canvas.width / 96, canvas.height / 96), dpi=96 * scale)

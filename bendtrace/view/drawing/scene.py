@@ -1,4 +1,4 @@
-"""Nodes and edges: what a picture of a run shows, before anything has a place."""
+"""Nodes and edges: the content of a picture of a run, before anything has a position."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ __all__ = ["Edge", "Emitter", "Node", "Scene", "scene"]
 
 @dataclass(eq=False)
 class Node:
-    """A node of a picture, or a box with nodes in it.
+    """A node of a picture, or a box that contains nodes.
 
     Attributes:
         key: its name in the picture.
         kind: "input", "op", "number", "output", "decision", "module", "repeat", "part" or "root";
-            in a chart of programs also "live" and "raise" for how runs end.
+            in a chart of programs also "live" and "raise" for the ends of runs.
         title: its first line.
-        lines: what is written below it.
-        tooltip: what is said where there is room: paths and places in the source.
-        labels: labels of the entries that it stands for by itself.
+        lines: the lines below it.
+        tooltip: further text: paths and places in the source.
+        labels: labels of the entries that it represents itself.
         entries: those entries.
-        modules: labels of the module calls that it stands for.
+        modules: labels of the module calls that it represents.
         times: how often it was repeated, as text: "3", "3-5"; "" if it was not.
         has_parameters: whether it computes with parameters or buffers.
-        is_folded: whether it is a box that is drawn closed.
-        children: what is in a box that is drawn open; None otherwise.
-        value: what an overlay says about it.
+        is_folded: whether it is a closed box.
+        children: the content of an open box; None otherwise.
+        value: its number in an overlay.
     """
 
     key: str
@@ -77,7 +77,7 @@ class Node:
 
     @property
     def labels(self) -> list[str]:
-        """Labels of the entries that it stands for by itself."""
+        """Labels of the entries that it represents itself."""
         return [entry.label for entry in self.entries]
 
     def walk(self) -> Iterator[Node]:
@@ -89,17 +89,18 @@ class Node:
 
 @dataclass(eq=False)
 class Edge:
-    """A value, or several alike, that goes from one node to another.
+    """A value, or several similar ones, that goes from one node to another.
 
     Attributes:
-        source: the node it comes from.
-        target: the node it goes to.
-        labels: labels of the entries that go there.
-        text: what is written beside it: the shape, or the side of a decision.
-        instead: for edges from one repetition to the next, labels of what came there at first.
-        port: which of its values the source gives: edges with the same start together.
-        kind: "data"; "number" if numbers that are not shown are between; "control" from a
-            decision to what ran under it; "repeat" from one repetition to the next.
+        source: the node at which it starts.
+        target: the node at which it ends.
+        labels: labels of the entries that it carries.
+        text: the text beside it: the shape, or the side of a decision.
+        instead: for edges from one repetition to the next, labels of the entries of the first
+            repetition.
+        port: which of the source's values it carries: edges with the same port start together.
+        kind: "data"; "number" if there are hidden numbers in between; "control" from a decision to
+            nodes that ran under it; "repeat" from one repetition to the next.
     """
 
     source: Node
@@ -113,14 +114,14 @@ class Edge:
 
 @dataclass(eq=False)
 class Scene:
-    """What a picture shows.
+    """The content of a picture.
 
     Attributes:
         root: the box around everything.
-        edges: what connects the nodes.
+        edges: the edges between nodes.
         title: the first line of the picture.
         note: lines that say how to see more, if not everything is shown; "" otherwise.
-        node_of: the node that stands for each entry, by label.
+        node_of: the node that represents each entry, by label.
     """
 
     root: Node
@@ -130,11 +131,11 @@ class Scene:
     node_of: dict[str, Node]
 
     def nodes(self) -> list[Node]:
-        """Return all nodes that are no open boxes."""
+        """Return all nodes that are not open boxes."""
         return [node for node in self.root.walk() if node.children is None]
 
     def boxes(self) -> list[Node]:
-        """Return all open boxes, outer ones first, without the one around everything."""
+        """Return all open boxes, outer ones first, except the one around everything."""
         return [n for n in self.root.walk() if n.children is not None and n is not self.root]
 
 
@@ -164,9 +165,9 @@ class Emitter:
 
         Args:
             root: the items.
-            all_nodes: how many nodes there would be with all boxes open.
-            capped: whether boxes were closed because there would be too many.
-            within: the module that is drawn; None for all.
+            all_nodes: the number of nodes with all boxes open.
+            capped: whether boxes were closed because there were too many nodes.
+            within: the drawn module; None for all.
         """
         node = Node("root", "root", "")
         node.children = [self.node(item, within or "") for item in root.items]
@@ -187,13 +188,13 @@ class Emitter:
         return f"n{self.count}"
 
     def node(self, item: Item, parent: str, around: int = 1, named: bool = False) -> Node:
-        """Return the node for an item, with those in it.
+        """Return the node for an item, including the nodes in it.
 
         Args:
             item: the item.
             parent: name of the module around it.
-            around: how often the boxes around it are repeated, which says so for it too.
-            named: whether the name of one of them tells of several modules.
+            around: the repetition counts of the boxes around it, which apply to it as well.
+            named: whether a surrounding box already names several modules.
         """
         steps = self.history.flow_steps
         if isinstance(item, Leaf):
@@ -262,7 +263,7 @@ class Emitter:
         return outside
 
     def edges(self, outside: Mapping[str, Node]) -> list[Edge]:
-        """Find what connects the nodes."""
+        """Find the edges between the nodes."""
         found: dict[_Ends, Edge] = {}
         by_label = {entry.label: entry for entry in self.history.entries}
         known: dict[str, Node] = {**outside, **self.node_of}
@@ -388,25 +389,25 @@ def scene(
 
     Args:
         history: the log of the run.
-        rolled: whether the passes of an op are one node. Otherwise each is its own.
-        collapsed: whether of repeated blocks and passes of loops one is shown for all.
-        depth: how many boxes deep to show; None for all.
-        max_nodes: how many nodes to show at most; boxes are closed until that holds.
-        within: a module, or one of its calls (`h.3`, `h.3:1`): only what happened in it is shown.
-        flow: whether flow steps are shown, as decisions.
-        numbers: which numbers out of tensors are shown: those that "deciding" flow steps come
-            from, "all" or "none".
+        rolled: whether to merge the passes of an op into one node. Otherwise each pass is a node.
+        collapsed: whether one of several repeated blocks and passes of loops represents all.
+        depth: the number of nested boxes to show; None for all.
+        max_nodes: the maximum number of nodes to show; boxes are closed to achieve it.
+        within: a module, or one of its calls (`h.3`, `h.3:1`), to show only its content.
+        flow: whether to show flow steps, as decisions.
+        numbers: which numbers taken from tensors to show: those that "deciding" flow steps use,
+            "all" or "none".
 
     Raises:
-        InputError: for a module that was not called, or numbers that make no sense.
+        InputError: the module was not called, or a number is invalid.
     """
     if max_nodes < 1 or (depth is not None and depth < 0):
         raise InputError(
-            f"a picture takes max_nodes of at least 1 and depth of at least 0, "
-            f"not max_nodes={max_nodes} and depth={depth}"
+            "a picture needs max_nodes of at least 1 and depth of at least 0, not "
+            f"max_nodes={max_nodes} and depth={depth}"
         )
     if numbers not in ("deciding", "all", "none"):
-        raise InputError(f'numbers is "deciding", "all" or "none", not {numbers!r}')
+        raise InputError(f'numbers= has to be "deciding", "all" or "none", not {numbers!r}')
     entries, inside = _part(history, within)
     root = nest(history, entries, flow=flow, numbers=numbers, inside=inside)
     shown = {entry.label for leaf in root.leaves() for entry in leaf.entries}

@@ -1,4 +1,4 @@
-"""What is written in a picture, and in its tooltips."""
+"""The texts in a picture, and in its tooltips."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shape(sizes: Sequence[int]) -> str:
 
 
 def count(number: float) -> str:
-    """Return a large number in few letters: 85.1M."""
+    """Return a large number in short form: 85.1M."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= limit:
             return f"{number / limit:.3g}{unit}"
@@ -78,12 +78,13 @@ def leaf_title(leaf: Leaf) -> str:
 
 
 def leaf_lines(leaf: Leaf, parent: str, first: bool) -> list[str]:
-    """Return what is written below: the module, and what parameters there are.
+    """Return the lines below: the module, and its parameters.
 
     Args:
         leaf: the node.
         parent: name of the module around it.
-        first: whether to name only the first of several modules: the box around names the others.
+        first: whether to name only the first of several modules, since the surrounding box names
+            the others.
     """
     lines = []
     if leaf.box is not None:
@@ -114,7 +115,7 @@ def box_title(box: Box, parent: str, first: bool) -> str:
 
 
 def box_lines(box: Box) -> list[str]:
-    """Return what else is said about a box: classes, and what is in it if it is closed."""
+    """Return the other lines of a box: classes, and the content if it is closed."""
     lines = [_classes(box)] if box.kind == "module" else []
     if not box.is_folded:
         return [cut(line, _MOST) for line in lines]
@@ -153,7 +154,7 @@ def _names(names: Sequence[str], parent: str) -> str:
 
 
 def decision_lines(steps: Sequence[FlowStep]) -> list[str]:
-    """Return what a decision was about, and how it was taken."""
+    """Return the condition of a decision, and its outcome."""
     first = steps[0]
     if isinstance(first, LoopFlowStep):
         its = sorted({step.iterations or 0 for step in steps if isinstance(step, LoopFlowStep)})
@@ -173,7 +174,7 @@ def decision_lines(steps: Sequence[FlowStep]) -> list[str]:
 def tooltip(
     entries: Sequence[LayerEntry], calls: Sequence[ModuleEntry], steps: Sequence[FlowStep]
 ) -> str:
-    """Return what is said about a node where there is room."""
+    """Return the tooltip of a node."""
     lines: list[str] = []
     for entry in entries[:1]:
         lines.append(entry.label)

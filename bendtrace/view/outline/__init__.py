@@ -1,1 +1,1 @@
-"""What is known of a model's paths, as its source has it: a program, a picture, coverage."""
+"""The known paths of a model, folded into its source: a program, a picture, coverage."""

@@ -1,4 +1,4 @@
-"""Coverage: which branches of the model's source were seen on one side only."""
+"""Coverage: the branches of the model's source with a side that was not seen."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from bendtrace.view.outline.walks import Walk, walks_of
 
 __all__ = ["BranchCoverage", "Coverage", "Taken", "coverage", "sides_seen"]
 
-# Code that is Python's own, and nobody's model.
+# Python's own code, which belongs to no model.
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 
 
 @dataclass(frozen=True)
 class BranchCoverage:
-    """A branch of the source, and how often each side of it was seen.
+    """A branch of the source, and how often each side was seen.
 
     Attributes:
         kind: "if", "while", "for-else", "assert", "conditional expression", "and", "or",
@@ -40,13 +40,13 @@ class BranchCoverage:
         file: the file it is in.
         line: its line, counted from 1.
         function: the function it is in.
-        true: how often the condition was seen to hold.
-        false: how often it was seen not to hold; None where that leaves no trace.
-        turns: how often each side was taken in each module and iteration, in words; "" if there
-            was one only.
-        watched: whether the counts are those of the condition itself, which depended on an
-            input. Else it was decided by plain Python values, and the counts are of the calls
-            with an operation under that side.
+        true: how often the condition was true.
+        false: how often it was false; None if that leaves no trace.
+        turns: how often each side was taken in each module and iteration, in words; "" if there was
+            only one.
+        watched: whether the counts are those of the condition itself, which depended on an input.
+            Otherwise plain Python values decided it, and the counts are the calls that ran an
+            operation under that side.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class BranchCoverage:
 
     @property
     def seen(self) -> str:
-        """What was seen, in words."""
+        """A description of the sides that were seen."""
         if self.turns:
             return f"True in {self.turns}"
         if self.watched:
@@ -92,15 +92,15 @@ class BranchCoverage:
 
 
 class Coverage(Sequence[BranchCoverage]):
-    """The branches of which not both sides were seen: a list that prints as a table.
+    """The branches with a side that was not seen: a list that prints as a table.
 
-    Looked at are the functions that ran, those of installed packages that the model is built
-    from included, torch's and Python's own not.
+    It covers the functions that ran, including those of installed packages that the model consists
+    of, but not those of torch and Python.
 
     Attributes:
-        total: how many branches there are in these functions.
-        uneven: branches of which both sides were seen, but one side only in some iterations of
-            the loops around them, or in some of the modules that they are in.
+        total: the number of branches in these functions.
+        uneven: branches with both sides seen, but only one side in some iterations of the
+            surrounding loops, or in some of their modules.
     """
 
     def __init__(
@@ -144,9 +144,8 @@ class Coverage(Sequence[BranchCoverage]):
             more = len(others) - _SHOWN
             left = f"\n... and {more} more" if more > 0 else ""
             sections.append(
-                "not guarded (decided by plain Python values, or not reached), so that only the "
-                "operations under them tell:\n"
-                f"{_table(others[:_SHOWN])}{left}"
+                "not guarded (decided by plain Python values, or not reached), so that only "
+                f"the operations under them count:\n{_table(others[:_SHOWN])}{left}"
             )
         if self.uneven:
             sections.append("one side only in some iterations or modules:\n" + _table(self.uneven))
@@ -168,7 +167,7 @@ def _table(branches: Sequence[BranchCoverage]) -> str:
 
 
 def coverage(tree: TraceTree) -> Coverage:
-    """Compare the branches that a tree's paths reached with the source that they ran."""
+    """Compare the branches on a tree's paths with the source that they ran."""
     return _Survey(tree).result()
 
 
@@ -200,8 +199,8 @@ def sides_seen(
 class _Survey:
     """Counts what was seen of each choice.
 
-    A condition that depended on an input left a guard: it is known exactly. Of others, only the
-    operations under them tell.
+    A condition that depended on an input left a guard: its counts are exact. For others, only the
+    operations under them count.
     """
 
     def __init__(self, tree: TraceTree) -> None:
@@ -253,13 +252,13 @@ class _Survey:
         )  # fmt: skip
 
     def _under(self, choice: Choice, spans: tuple[Span, ...]) -> int:
-        """Return in how many calls something was recorded in some stretches of source."""
+        """Return in how many calls something was recorded in some source spans."""
         places = self.by_place.get(choice.file, Counter())
         found = [hits for place, hits in places.items() if any(s.holds(place) for s in spans)]
         return max(found, default=0) + self._raised_in(choice.file, spans)
 
     def _raised_in(self, file: str, spans: tuple[Span, ...], only: str = "") -> int:
-        # Of a line that raised, not even the column is known.
+        # For a line that raised, not even the column is known.
         return sum(
             hits
             for (name, path, line), hits in self.raised.items()

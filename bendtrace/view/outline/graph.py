@@ -1,4 +1,4 @@
-"""StateGraph: what is known of a model as a networkx graph, with its loops and joins."""
+"""StateGraph: the known paths of a model as a networkx graph, with its loops and joins."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ EdgeName = tuple[str, str, str]
 
 
 class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when running
-    """What is known of a model, as a networkx multigraph: states, and the segments between them.
+    """The known paths of a model, as a networkx multigraph of states and the segments between them.
 
-    A node is a state: a question that the model's Python has asked about a value, and all that it
-    held when it asked. An edge is a segment: the operations that follow an answer, up to the next
-    question. Ways that come to one state join in it, and a `while` is a cycle. It shows the moment
-    at which it was made; names and attributes are plain values, so that it can be pickled, and
+    A node is a state: a question that the model's Python asked about a value, together with
+    everything that it held at that moment. An edge is a segment: the operations that follow an
+    answer, up to the next question. Paths that reach the same state join in it, and a `while` is a
+    cycle. The graph is a snapshot; names and attributes are plain values, so it can be pickled, and
     written as JSON or GraphML.
 
-    Nodes are called `program 1`, `1.1`, `1.2`, ... and carry
+    Nodes are called `program 1`, `1.1`, `1.2`, ... and have the attributes
 
     - `kind`: "start" for a program, that of the flow step for a question ("if", "while", "for",
       "value", ...), and "return", "raise" or "live" for an end;
     - `text`, the source text; `at`, its place ("file:line"); `hits`, how often calls reached it;
       and `program`, the number of the program, as in `BendedModule.tree`;
-    - a start also `selected_by`, what is so for these inputs and not for those of other programs,
-      and `joins`, whether paths join in it. Where they do not, each question has the nodes
+    - a start also `selected_by`, the properties of its inputs that differ from those of other
+      programs, and `joins`, whether paths join in it. If they do not, each question has the nodes
       of a tree, one for each path to it;
-    - a question also `module_path`; `answers`, how many answers of it are known; `never`, the sides
-      of a condition that no call took; `when`: "data" if the value is asked for in the run, "input"
-      or "implied" if the inputs decide before; and `known_by`: "state", or "path" where nobody
-      has read the state, so that the node stands for a position on a path.
+    - a question also `module_path`; `answers`, the number of its known answers; `never`, the sides
+      of a condition that no call took; `when`: "data" if the value is asked for during the run,
+      "input" or "implied" if the inputs decide beforehand; and `known_by`: "state", or "path" if
+      the state could not be read, so that the node is a position on a path.
 
-    Edges have the answer as their key, and carry
+    Edges have the answer as their key, and the attributes
 
-    - `answer`, a plain value, and `outcome`, how it reads; the edge out of a start has none;
-    - `hits`, how many times calls went along it;
-    - `ops`, the number of operations in it; `trace`, the recorded run that it is known from, as a
-      position in `traces`; and `first` and `stop`, the range of `Trace.ops` that it stands for.
+    - `answer`, a plain value, and `outcome`, its text; the edge out of a start has none;
+    - `hits`, how many calls took it;
+    - `ops`, the number of operations in it; `trace`, the recorded run that contains it, as a
+      position in `traces`; and `first` and `stop`, its range in `Trace.ops`.
 
-    Counts are of calls that came to an end. Of a call that raised after an answer that was new,
-    how it came to the question counts only where there is one way to it.
+    Counts include only calls that came to an end. For a call that raised after a new answer, the
+    segment before the question counts only if it is the only one that leads there.
 
     Attributes:
         traces: the recorded runs. A copy has none.
@@ -91,22 +91,22 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
     traces: tuple[Trace, ...] = ()
 
     def operations(self, edge: EdgeName) -> list[NodeRef]:
-        """Return what is carried out along an edge, by the names of the nodes in its trace.
+        """Return the operations of an edge, by the names of the nodes in its trace.
 
         Args:
-            edge: where it comes from, where it goes to, and its key.
+            edge: its start, its end, and its key.
 
         Returns:
-            Nodes of the mirror, `graph.traces[...].graph`, of the run that the edge is known from.
+            Nodes of the mirror, `graph.traces[...].graph`, of the run that contains the edge.
 
         Raises:
-            InputError: there is no such edge, or this is a copy, which has no traces.
+            InputError: the edge does not exist, or this is a copy, which has no traces.
         """
         if not self.has_edge(*edge):
             raise InputError(f"there is no edge {edge!r}: edges(keys=True) lists them")
         data = self.edges[edge]
         if not self.traces:
-            raise InputError("a copy of the graph has no traces: ask BendedModule.graph itself")
+            raise InputError("a copy of the graph has no traces: use BendedModule.graph itself")
         trace = self.traces[data["trace"]]
         done = _done(trace.recording.tape, data["first"], data["stop"])
         return [NodeRef(trace.names[index]) for index in done]
@@ -117,9 +117,9 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
         """Draw it as a flow chart, one program below the other.
 
         Args:
-            path: where to save the picture; the ending says as what: .svg, .png, .pdf, .html or
-                .dot.
-            format: as what to save it, if the ending does not say.
+            path: where to save the picture; the ending selects the format: .svg, .png, .pdf, .html
+                or .dot.
+            format: the file format, if the file name's ending does not say.
 
         Raises:
             InputError: as for `Picture.save`. Nothing is written then.
@@ -174,11 +174,11 @@ _ENDS = ("return", "raise", "live")
 
 
 def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]) -> StateGraph:
-    """Return what is known of a model as a graph.
+    """Return the known paths of a model as a graph.
 
     Args:
         tree: the programs.
-        trace_of: returns a recorded run as people see it.
+        trace_of: returns a recorded run as a `Trace`.
     """
     graph = StateGraph()
     programs = sorted(tree.programs(), key=lambda program: program.serial)
@@ -194,7 +194,7 @@ def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]
 
 @dataclass(eq=False)
 class _Segment:
-    """An edge: an answer, and what is known to follow it."""
+    """An edge: an answer, and the known operations after it."""
 
     answer: Any
     outcome: str
@@ -215,7 +215,7 @@ class _Place:
     out: dict[Hashable, _Segment] = field(default_factory=dict)
 
     def sorted(self) -> list[_Segment]:
-        """Return what leads on from it: of a condition True first, else what was taken most."""
+        """Return its outgoing edges: for a condition True first, else by frequency."""
         if self.event is not None and self.event.is_condition:
             return sorted(self.out.values(), key=lambda segment: not segment.answer)
         return sorted(self.out.values(), key=lambda segment: -segment.hits)
@@ -224,8 +224,8 @@ class _Place:
 class _Known:
     """The states of one program, and the segments between them.
 
-    A state is known by its key. Where a run has not read it, it is known by the state before, and
-    the answer that led on; or else it is no more than a position on a path.
+    A state is identified by its key. If a run has not read it, it is identified by the previous
+    state and the answer that led on; otherwise it is only a position on a path.
     """
 
     def __init__(self, program: Program) -> None:
@@ -242,13 +242,13 @@ class _Known:
             self._follow(walk)
 
     def recordings(self) -> Iterator[Recording]:
-        """Yield the runs that the segments are known from."""
+        """Yield the runs that contain the segments."""
         for place in self._places_in_order():
             for segment in place.sorted():
                 yield segment.recording
 
     def _places_in_order(self) -> list[_Place]:
-        """Return the places such that each comes after all that lead to it, but for loops."""
+        """Return the places such that each comes after all its predecessors, loops aside."""
         flow: nx.DiGraph[_Place] = nx.DiGraph()
         flow.add_nodes_from((self.start, *self._places.values()))
         for place in list(flow):
@@ -258,10 +258,10 @@ class _Known:
         return list(dict.fromkeys([*done[::-1], *others]))
 
     def _follow(self, walk: Walk) -> None:
-        """Add what a walk tells of."""
+        """Add the content of a walk."""
         recording, events, ends = walk.path.recording, walk.events, walk.leads_to_end
         if walk.end is not None and walk.end.kind == "live":
-            # Of what follows, there is one run, and others may have done something else.
+            # There is one run for the rest, and others may have done something else.
             events = [] if walk.end_under is None else events[: walk.end_under + 1]
         first, stop = walk.first, min(walk.stop, len(events))
         if 0 < first <= len(events):
@@ -269,7 +269,7 @@ class _Known:
         stop = _question(events, stop)
         place, before, answer, position = self.start, None, None, 0
         for number, event in enumerate(events[: stop + 1]):
-            if event.number is None:  # a `while` as a whole, which asks nothing itself
+            if event.number is None:  # a whole `while`, which asks nothing itself
                 continue
             after = self._place_of(recording, event, place, before, answer)
             here = event.position + (event.number < 0)
@@ -298,7 +298,7 @@ class _Known:
     def _place_of(
         self, recording: Recording, event: Event, place: _Place, before: Event | None, answer: Any
     ) -> _Place:
-        """Return where a run was when it asked a question."""
+        """Return the place of a run when it asked a question."""
         key = self._key_of(recording, event, place, before)
         known: Hashable = key
         if key is None:
@@ -311,7 +311,7 @@ class _Known:
     def _key_of(
         self, recording: Recording, event: Event, place: _Place, before: Event | None
     ) -> bytes | None:
-        """Return the key of the state in which a run was, also where the run has not read it."""
+        """Return the key of the state of a run, even if the run has not read it."""
         tape, number, graph = recording.tape, event.number, self._program.graph
         if graph is None or number is None or number < 0:
             return None
@@ -336,7 +336,6 @@ class _Known:
     def add_to(
         self, graph: StateGraph, number: int, facts: list[str], traces: dict[Recording, int]
     ) -> None:
-        """Add the nodes and edges to a graph."""
         places = self._places_in_order()
         names = {place: f"{number}.{i}" for i, place in enumerate(places)}
         names[self.start] = f"program {number}"
@@ -402,7 +401,7 @@ def _question(events: list[Event], number: int) -> int:
 
 
 def _answer_of(tape: Tape, event: Event) -> Any:
-    """Return the answer that an event stands for; of a loop over things, how many there were."""
+    """Return the answer of an event; for a loop over an iterable, the number of iterations."""
     if event.is_loop and event.number is not None:
         return tape.guards[event.number].answer
     return event.outcome

@@ -1,4 +1,4 @@
-"""Outline: the trace tree of a model as people meet it, folded into its source."""
+"""Outline: the trace tree of a model, folded into its source."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def _add(flow: Flow, walk: Walk, steps: Counter[Step]) -> None:
 
 
 def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
-    """Count how often a loop was entered, and its body begun."""
+    """Count how often a loop was entered, and how often its body began."""
     event, hits = walk.events[number], walk.hits
-    # Calls that come to one state are in the same round of a `for`: the last part of the way tells.
+    # Calls that reach one state are in the same iteration of a `for`, as the last segment shows.
     tells = walk.begin <= walk.path.last_under(number) < walk.stop
     if event.iterations is not None and (not walk.is_part or (event.is_loop and tells)):
         branch.entered += hits
@@ -99,7 +99,7 @@ def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
 
 
 def _branch(flow: Flow, event: Event) -> Branch:
-    """Return the branch of an event; in code that calls itself, that of the outermost call."""
+    """Return the branch of an event; in recursive code, that of the outermost call."""
     owner = flow.owner
     while owner is not None:
         if owner.key == event.key:
@@ -115,7 +115,7 @@ def _branch(flow: Flow, event: Event) -> Branch:
 
 
 def most_divergent(tree: TraceTree) -> str | None:
-    """Say what most of a tree's paths branch off at."""
+    """Return the place where most of a tree's paths branch off."""
     counts: dict[str, int] = {}
     paths = 0
     programs = list(tree.programs())
@@ -159,7 +159,7 @@ class Chart:
 
     Args:
         title: the first line of the picture.
-        note: what is written below it.
+        note: the text below it.
     """
 
     def __init__(self, title: str, note: str = "") -> None:
@@ -171,7 +171,7 @@ class Chart:
         """Begin the chart of another program.
 
         Args:
-            key: what its start is called in `link`.
+            key: the name of its start in `link`.
             title: which program it is, and, after a colon, its inputs.
             counts: how often it ran.
             facts: what selects it.
@@ -185,7 +185,7 @@ class Chart:
         self.add(key, "start", counts, lines)
 
     def add(self, key: Hashable, kind: str, text: str, lines: Iterable[str]) -> None:
-        """Add a node to the program that was begun last."""
+        """Add a node to the latest program."""
         programs = self._scene.root.children
         assert programs
         lines = [cut(line, _WIDEST) for line in lines if line]
@@ -196,7 +196,7 @@ class Chart:
         programs[-1].children.append(node)
 
     def link(self, source: Hashable, target: Hashable, outcome: str, hits: int) -> None:
-        """Lead from one node to another, by an outcome that calls left it by so often."""
+        """Add an edge from one node to another, with an outcome and how often calls took it."""
         self._hits[self._nodes[source], self._nodes[target], outcome] += hits
 
     def picture(self) -> Picture:
@@ -225,18 +225,17 @@ def joined(*texts: str) -> str:
 
 
 class Outline:
-    """The paths of a model, folded into its source: prints as a program.
+    """The paths of a model, folded into its source; it prints as a program.
 
-    It shows the moment at which it was made. Each program stands for the calls whose input
-    guards agree; in it, branches have the source's text, nesting and order however many
-    iterations, modules or paths they were reached in.
+    It is a snapshot. Each program covers the calls whose input guards agree. Its branches have the
+    text, nesting and order of the source, however many iterations, modules or paths reached them.
 
     Attributes:
-        name: what the model is called.
-        programs: what was folded, in the order in which it was first traced.
+        name: the name of the model.
+        programs: the folded programs, in the order in which they were first traced.
         stats: how the calls were served, by name.
-        forgotten: how many paths were given up because of `max_traces`.
-        failures: exceptions that calls ended with that no program stands for: (type, file, line).
+        forgotten: the number of paths that were dropped because of `max_traces`.
+        failures: exceptions that ended calls and belong to no program: (type, file, line).
     """
 
     def __init__(self, tree: TraceTree, name: str, stats: Mapping[str, int]) -> None:
@@ -254,7 +253,7 @@ class Outline:
 
     @cached_property
     def headline(self) -> str:
-        """What there is, and how calls were served, in one line."""
+        """A summary of the paths, and of how calls were served, in one line."""
         traces = sum(program.traces for program in self.programs)
         parts = [counted(len(self.programs), "program"), counted(traces, "trace")]
         if self.forgotten:
@@ -264,7 +263,7 @@ class Outline:
         return f"{self.name}: {', '.join(parts)}" + (f"; {served}" if served else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, ready for JSON."""
+        """Return the outline as plain values, ready for JSON."""
         return {
             "model": self.name,
             "stats": dict(self.stats),
@@ -277,7 +276,7 @@ class Outline:
         }
 
     def to_json(self, **options: Any) -> str:
-        """Return all of it as JSON.
+        """Return the outline as JSON.
 
         Args:
             **options: passed on to `json.dumps`.
@@ -287,11 +286,11 @@ class Outline:
     def to_networkx(self) -> nx.DiGraph[str]:
         """Return the branches as a graph: an edge leads to where some run went next.
 
-        Nodes are called `program 1`, `1.1`, `1.2`, ... in the order in which they print. They
-        carry `kind` ("program", "return", "live", "raise", or that of the branch), `text`, `at`
-        ("file:line") and `hits`; branches also `modules` and `never`, the sides that no run took.
-        Edges carry `hits` and `outcomes`, the sides by which they were gone. What was rolled up
-        is in a cycle.
+        Nodes are called `program 1`, `1.1`, `1.2`, ... in the order in which they print. They have
+        `kind` ("program", "return", "live", "raise", or that of the branch), `text`, `at`
+        ("file:line") and `hits`; branches also have `modules` and `never`, the sides that no run
+        took. Edges have `hits` and `outcomes`, the sides that lead along them. Rolled-up loops are
+        cycles.
         """
         graph: nx.DiGraph[str] = nx.DiGraph()
         for program in self.programs:
@@ -321,11 +320,11 @@ class Outline:
         """Draw all known paths in one picture, with how often each side was taken.
 
         Args:
-            path: where to save it; the ending says as what: .svg, .png, .pdf or .html.
-            format: as what to save it, if the ending does not say.
+            path: where to save it; the ending selects the format: .svg, .png, .pdf or .html.
+            format: the file format, if the file name's ending does not say.
 
         Raises:
-            InputError: for unknown endings; nothing is written then.
+            InputError: the ending is unknown; nothing is written then.
         """
         head, _, note = self.headline.partition("; ")
         chart = Chart(head, note)

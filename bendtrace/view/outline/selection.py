@@ -1,4 +1,4 @@
-"""What selects a program: how its arguments, flags and state differ from the others'."""
+"""The selection of a program: how its arguments, flags and state differ from those of others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Facts = dict[str, str]
 
 
 def signature_of(program: Program) -> str:
-    """Say what the program was first called with: `x: float32[5, 4], n: 3`."""
+    """Return the inputs of the program's first call: `x: float32[5, 4], n: 3`."""
     metas = {op.target: op.meta for op in program.recording.tape.ops if op.kind is OpKind.INPUT}
     parts = [part for part in program.recording.environment.parts if part.is_argument]
     shown = []
@@ -44,7 +44,7 @@ _SHOWN = 8
 
 
 def selection(programs: Sequence[Program]) -> list[list[str]]:
-    """Say for each program what is not so in all of them, the most telling first."""
+    """Return for each program the properties that not all of them share, the most telling first."""
     facts = [_facts_of(program) for program in programs]
     different = set(_distinct(facts))
     return [
@@ -54,7 +54,7 @@ def selection(programs: Sequence[Program]) -> list[list[str]]:
 
 
 def differing(programs: Sequence[Program]) -> tuple[str, int]:
-    """Say what has the most values among the programs, and how many."""
+    """Return the property with the most values among the programs, and their number."""
     distinct = _distinct([_facts_of(program) for program in programs])
     label, values = max(distinct.items(), key=lambda item: item[1], default=("", 0))
     label, _, aspect = label.partition("#")
@@ -68,7 +68,7 @@ _ASPECTS = {
 
 
 def _distinct(facts: Sequence[Facts]) -> dict[str, int]:
-    """Return the labels that are not the same everywhere, with the number of their values."""
+    """Return the labels that differ somewhere, with the number of their values."""
     labels = dict.fromkeys(label for own in facts for label in own)
     # A program that does not ask for something differs for other reasons.
     values = {label: {own[label] for own in facts if label in own} for label in labels}
@@ -76,7 +76,7 @@ def _distinct(facts: Sequence[Facts]) -> dict[str, int]:
 
 
 def _grouped(facts: Facts) -> Iterator[str]:
-    """Say the same of many modules' attributes once: `self.training = True (and 12 more)`."""
+    """Merge equal facts about many modules' attributes: `self.training = True (and 12 more)`."""
     alike: Counter[tuple[str, str]] = Counter()
     for label, text in facts.items():
         alike[_attribute(label), text] += 1
@@ -168,7 +168,7 @@ def _fact(part: Captured) -> str | None:
 
 
 def _conditions(program: Program) -> Facts:
-    """The input guards that the model's source put, by their text."""
+    """The input guards from the model's source, by their text."""
     tape = program.recording.tape
     texts = {
         step.guard: step.text for step in steps_of(program.recording)

@@ -1,4 +1,4 @@
-"""The source around a branch: what stands under each side, and how its first line reads."""
+"""The source around a branch: the code under each side, and the text of its first line."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Header:
-    """How a branch, loop or value reads.
+    """The text of a branch, loop or value.
 
     Attributes:
         text: the line, without the colon of a statement.
-        inverted: whether the line says the opposite of the expression that was looked at.
-        span: for a loop, where what it walks stands, however many parts of that were looked at.
+        inverted: whether the line is the negation of the expression that was tested.
+        span: for a loop, the span of its iterable, however many parts of it were tested.
     """
 
     text: str
@@ -105,10 +105,10 @@ def _before(file: SourceFile, node: ast.AST, last: ast.AST) -> str:
 
 @functools.cache
 def under(place: Place, outcome: bool) -> tuple[Span, ...]:
-    """Return the source that stands under the side that a branch took.
+    """Return the source under the side that a branch took.
 
-    Unlike `governed`, without what follows the statement because its other side leaves the
-    function or the loop.
+    Unlike `governed`, it leaves out the code after the statement that runs only because the other
+    side leaves the function or the loop.
     """
     statement = _statement_around(source_file(place.file), place)
     if statement is None:
@@ -119,7 +119,7 @@ def under(place: Place, outcome: bool) -> tuple[Span, ...]:
 
 @functools.cache
 def while_around(place: Place) -> tuple[Header, tuple[Span, ...]] | None:
-    """Return the `while` in whose test a place is, and the source that it repeats."""
+    """Return the `while` whose test contains a place, and the source that it repeats."""
     file = source_file(place.file)
     node = _statement_around(file, place)
     if not isinstance(node, ast.While):
@@ -130,7 +130,7 @@ def while_around(place: Place) -> tuple[Header, tuple[Span, ...]] | None:
 
 
 def return_under(place: Place, outcome: bool) -> ast.Return | None:
-    """Return the `return` that a branch leads to, if it stands right under the side taken."""
+    """Return the `return` directly under the side that a branch took."""
     statements = source_file(place.file).statements
     for span in under(place, outcome):
         found = statements.get(span)
@@ -140,7 +140,7 @@ def return_under(place: Place, outcome: bool) -> ast.Return | None:
 
 
 def return_around(place: Place) -> ast.Return | None:
-    """Return the `return` whose value something at a place belongs to."""
+    """Return the `return` whose value contains a place."""
     statement = _statement_around(source_file(place.file), place)
     return statement if isinstance(statement, ast.Return) else None
 
@@ -168,7 +168,7 @@ def _statement_around(file: SourceFile, place: Place) -> ast.stmt | None:
 
 @functools.cache
 def is_elif(place: Place) -> bool:
-    """Whether the `if` around a place is one that its source writes as `elif`."""
+    """Return whether the `if` around a place is written as `elif`."""
     file = source_file(place.file)
     node = _statement_around(file, place)
     parent = None if node is None else file.parents.get(node)
@@ -179,19 +179,19 @@ def is_elif(place: Place) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """A branch as the source has it.
+    """A branch in the source.
 
     Attributes:
         kind: "if", "while", "for-else", "assert", "conditional expression", "and", "or",
             "comprehension filter" or "case".
         text: source of the condition.
         file: the file it is in.
-        span: where the condition, or the loop with the `else`, is.
+        span: the span of the condition, or of the loop with the `else`.
         function: name of the function it is in.
-        if_true: the source that runs only if it holds.
-        if_false: the source that runs only if it does not.
-        is_partly_watched: whether the condition asks for several values in turn, of which each
-            may decide it one way only.
+        if_true: the source that runs only if it is true.
+        if_false: the source that runs only if it is false.
+        is_partly_watched: whether the condition tests several values in turn, each of which may
+            decide it in only one direction.
     """
 
     kind: str
@@ -235,7 +235,7 @@ def function_of(place: Place) -> ast.AST | None:
 
 @functools.cache
 def choices_in(path: str, function: ast.AST) -> tuple[Choice, ...]:
-    """Return the branches of a function, without those of functions defined in it."""
+    """Return the branches of a function, without those of nested functions."""
     file = source_file(path)
     found: list[Choice] = []
     waiting = list(ast.iter_child_nodes(function))
@@ -252,8 +252,8 @@ def choices_in(path: str, function: ast.AST) -> tuple[Choice, ...]:
 def decided_by(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
     """Return the branches that an expression decided by its truth, with the side taken.
 
-    That is the operand of an `and` or `or` that it is, and whatever asks for the truth of it
-    all, as far as it is decided by now.
+    These are the `and` or `or` that it is an operand of, and everything that depends on their
+    truth, as far as it is decided at that point.
     """
     file = source_file(place.file)
     node = file.expressions.get(place.span)

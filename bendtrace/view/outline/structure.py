@@ -1,4 +1,4 @@
-"""The folded form of a trace tree: programs, their branches, sides and ends, and how they read."""
+"""The folded form of a trace tree: programs, branches, sides and ends, and their text."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = [
 ]
 
 
-# Which module's forward it was, in which iteration of the loops around, and how often each side.
+# The module, the iteration of the loops around, and how often each side was taken.
 Turns = dict[tuple[str, tuple[int, ...]], Counter[bool]]
 
 
 @dataclass(eq=False)
 class Flow:
-    """What stands under one side of a branch, or in the whole program, in the source's order.
+    """The code under one side of a branch, or in the whole program, in source order.
 
     Attributes:
         owner: the branch that it belongs to; None for a whole program.
-        branches: the branches right under it.
-        ends: where runs end right under it.
+        branches: the branches directly under it.
+        ends: the ends of runs directly under it.
     """
 
     owner: Branch | None = None
@@ -73,7 +73,7 @@ class Taken:
     Attributes:
         value: the outcome of the condition; None for the body of a loop.
         hits: how often it was taken.
-        flow: what stands under it.
+        flow: the code under it.
     """
 
     value: Any
@@ -88,28 +88,28 @@ class Taken:
 
 @dataclass(eq=False)
 class Branch:
-    """A branch, loop or value of the source, with all that is known of its sides.
+    """A branch, loop or value of the source, with its sides.
 
     Attributes:
-        key: the same for all events that it stands for.
+        key: the same for all events that it represents.
         inside: the flow that it is part of.
         order: sorts the branches of a flow as the source has them.
-        kind: "if", "while", "for", "and", ...; "value" and "raised" where Python asked for
-            something that is no condition.
-        text: how its line reads.
-        place: where in the source.
+        kind: "if", "while", "for", "and", ...; "value" and "raised" if Python asked for something
+            other than a condition.
+        text: the text of its line.
+        place: its place in the source.
         modules: the modules whose forward it is in, as node paths.
-        taken: its sides, by what the outcome looks like.
+        taken: its sides, by the text of their outcome.
         turns: for a condition, how often each side was taken in each module and iteration.
         when: when its guards are tested: before the run or in it.
         entered: for a loop, how often it was entered.
-        rounds: for a loop, how often its body was begun in all.
-        least: for a loop, the least rounds of one entry.
-        most: for a loop, the most rounds of one entry.
+        rounds: for a loop, the total number of iterations.
+        least: for a loop, the fewest iterations of one entry.
+        most: for a loop, the most iterations of one entry.
         is_condition: whether its sides are True and False.
-        is_loop: whether it is a loop over things, with a body instead of sides.
-        is_joined: whether calls went along it in parts that were recorded in several runs, so
-            that nothing tells the least and the most rounds.
+        is_loop: whether it is a loop over an iterable, with a body instead of sides.
+        is_joined: whether calls followed it in segments recorded in several runs, so that the
+            fewest and the most iterations are unknown.
     """
 
     key: Key
@@ -132,24 +132,24 @@ class Branch:
     is_joined: bool = False
 
     def side(self, value: Any) -> Taken:
-        """Return what is known of an outcome, which is added if it is new."""
+        """Return the side of an outcome; it is added if it is new."""
         key = f"{type(value).__name__} {value!r}"
         if key not in self.taken:
             self.taken[key] = Taken(value, Flow(self))
         return self.taken[key]
 
     def sides(self) -> list[Taken]:
-        """Return its sides, True before False, other values by how often they came up."""
+        """Return its sides, True before False, other values by frequency."""
         if self.is_condition:
             return sorted(self.taken.values(), key=lambda taken: not taken.value)
         return sorted(self.taken.values(), key=lambda taken: -taken.hits)
 
     def hits(self, value: bool) -> int:
-        """Return how often a condition came out so."""
+        """Return how often a condition had an outcome."""
         return sum(taken.hits for taken in self.taken.values() if taken.value is value)
 
     def flow(self, value: Any) -> Flow:
-        """Return what stands under an outcome of a condition."""
+        """Return the code under an outcome of a condition."""
         found = [taken.flow for taken in self.taken.values() if taken.value is value]
         return found[0] if found else Flow(self)
 
@@ -216,13 +216,13 @@ class ProgramOutline:
     """All known paths that share one set of input guards.
 
     Attributes:
-        number: counts the programs from 1, in the order in which they were traced.
-        inputs: what it was first called with.
-        selected_by: what is so for this program and not for all others.
-        traces: how many paths it has.
-        runs: how many calls came to the end of one of them.
+        number: the number of the program, from 1, in the order in which they were traced.
+        inputs: the inputs of its first call.
+        selected_by: the properties of this program that not all others share.
+        traces: the number of its paths.
+        runs: the number of calls that came to the end of one of them.
         flow: what happens in it.
-        steps: how often a run came from one branch, by one of its sides, to the next.
+        steps: how often a run went from one branch, by one of its sides, to the next.
     """
 
     number: int
@@ -254,12 +254,12 @@ Line = tuple[str, str, str]
 
 
 def title(program: ProgramOutline) -> str:
-    """Say which program it is, and what it was first called with."""
+    """Return the number of a program, and the inputs of its first call."""
     return f"program {program.number}: {program.inputs}"
 
 
 def programs_as_text(programs: Sequence[ProgramOutline]) -> Iterator[str]:
-    """Yield each program as text; those that read as one before do in one line."""
+    """Yield each program as text; programs with the same text as an earlier one take one line."""
     known: dict[tuple[str, ...], int] = {}
     for program in programs:
         rows = list(_flow(program.flow, 1))
@@ -309,7 +309,7 @@ def _flow(flow: Flow, depth: int) -> Iterator[Line]:
 
 
 def end_text(end: End) -> str:
-    """Say how runs end."""
+    """Return how runs end, as text."""
     if end.kind == "return":
         return end.text
     return f"raise {end.text}" if end.kind == "raise" else f"live: {end.text}"
@@ -336,7 +336,7 @@ def _colon(branch: Branch) -> str:
 
 
 def _sides(branch: Branch, depth: int) -> Iterator[Line]:
-    """Yield a loop over things and its body, or a value and what follows each outcome of it."""
+    """Yield a loop over an iterable and its body, or a value and the code after each outcome."""
     yield _INDENT * depth + branch.text + _colon(branch), summary(branch), _where(branch)
     for taken in branch.sides():
         if branch.is_loop:
@@ -357,7 +357,7 @@ def _where(branch: Branch) -> str:
 
 
 def summary(branch: Branch) -> str:
-    """Say how a branch came out, and how often."""
+    """Return the outcomes of a branch, and how often each occurred."""
     if branch.is_loop:
         return _rounds(branch)
     if branch.is_condition:
@@ -398,7 +398,7 @@ def _share(branch: Branch, value: bool) -> str:
 
 
 def turns_text(turns: Turns, value: bool) -> str:
-    """Say for each module and iteration how often a side was taken; "" for one, or many, of them.
+    """Return how often a side was taken in each module and iteration; "" for one, or many.
 
     Example:
         >>> experts = {("", (0,)): Counter([True, False]), ("", (1,)): Counter([False])}

@@ -1,4 +1,4 @@
-"""The ways that calls have gone through a program: the branches and loops of each, in order."""
+"""The walks of calls through a program: the branches and loops of each, in order."""
 
 from __future__ import annotations
 
@@ -66,24 +66,24 @@ class Event:
     """A branch, loop or value that a path reached.
 
     Attributes:
-        key: the same wherever the same piece of source was run in the same way.
+        key: the same wherever the same piece of source ran in the same way.
         order: sorts events as the source has them.
         kind: the kind of its flow step, or "value" or "raised" for guards without one.
-        header: how its line reads.
-        outcome: how it came out; None for a loop, which has no sides.
-        place: where in the source.
-        module_path: whose forward was running.
+        header: the text of its line.
+        outcome: its outcome; None for a loop, which has no sides.
+        place: its place in the source.
+        module_path: path of the module whose forward was running.
         when: when its guard is tested; None if it has none.
-        number: the guard on the tape; -1 - i for op i that raised; None for a `while` as a
-            whole, of which each part of the test is an event of its own.
-        position: the op that comes after it.
-        under: the event, by its place in the path, under one of whose sides it ran.
-        iterations: for a loop, how often its body was begun.
-        iteration: for each loop around it, the iteration that it was in. Empty under a `while`,
-            of which calls may come to one state in different iterations.
-        outermost: whether it is in the code of the model itself, not in what that calls.
+        number: the guard on the tape; -1 - i for op i that raised; None for a whole `while`, whose
+            test parts are separate events.
+        position: the op after it.
+        under: the event, by its index in the path, under one of whose sides it ran.
+        iterations: for a loop, the number of iterations.
+        iteration: for each loop around it, its iteration. Empty under a `while`, whose calls may
+            reach one state in different iterations.
+        outermost: whether it is in the code of the model itself, not in a function called there.
         is_condition: whether its outcome is True or False.
-        is_loop: whether it is a loop over things, which is entered and has no sides.
+        is_loop: whether it is a loop over an iterable, which is entered and has no sides.
     """
 
     key: Key
@@ -109,7 +109,7 @@ class PathEvents:
 
     Args:
         recording: the run.
-        asked: keys of guards that no flow step stands for, and whose outcomes differ somewhere.
+        asked: keys of guards without a flow step whose outcomes differ somewhere.
     """
 
     def __init__(self, recording: Recording, asked: Collection[Key] = frozenset()) -> None:
@@ -232,7 +232,7 @@ class PathEvents:
                 self._deciding.setdefault(running[0][1], []).append(entry)
 
     def at(self, position: int, number: int) -> int:
-        """Return where in the events a guard is, or would be."""
+        """Return the position of a guard in the events, or where it would be."""
         keys = [
             (event.position, -1 if event.number is None else event.number) for event in self.events
         ]
@@ -260,7 +260,7 @@ class PathEvents:
 
 
 def _is_counted(place: Place) -> bool:
-    """Whether all loops around a place go over things."""
+    """Return whether all loops around a place are loops over iterables."""
     return all(loop.kind != "while" for loop in role_of(place).loops)
 
 
@@ -279,24 +279,24 @@ class _Raised:
 
 
 def raised_as(raised: Raised | None) -> str:
-    """Say what an op raised, in a word."""
+    """Return the name of an op's exception."""
     return "no error" if raised is None else str(raised.type.__name__)
 
 
 def key_of_guard(guard: Guard) -> Key | None:
-    """What makes guards of several runs the same question."""
+    """Return a key that is equal for guards of several runs that ask the same question."""
     if guard.site is None:
         return None
     return guard.test, guard.how, guard.site.chain[0]
 
 
 def key_of_raise(op: Op) -> Key | None:
-    """What makes ops of several runs the same one that can raise."""
+    """Return a key that is equal for the same op of several runs, which can raise."""
     return None if op.site is None else ("raised", op.site.chain[0])
 
 
 def outcome_of(guard: Guard, outcome: Any, header: Header) -> Any:
-    """Return another outcome of a guard, as an event has it."""
+    """Return another outcome of a guard, in the form of an event."""
     if guard.test in _OTHER:
         return _OTHER[guard.test]
     if guard.test is Test.TRUTH:
@@ -317,14 +317,14 @@ _ASKED = {
 
 @dataclass(eq=False)
 class End:
-    """Where runs end.
+    """An end of runs.
 
     Attributes:
-        kind: "return", "live" (what follows can only be run live) or "raise".
+        kind: "return", "live" (the rest can only run live) or "raise".
         text: the statement, the reason, or the name of the exception.
-        file: the file it is in, or "" where that is not known.
+        file: its file, or "" if unknown.
         line: its line there.
-        hits: how many runs ended here.
+        hits: the number of runs that ended here.
     """
 
     kind: str
@@ -335,7 +335,7 @@ class End:
 
     @property
     def where(self) -> str:
-        """File, without its folder, and line; "" where they are not known."""
+        """File, without its folder, and line; "" if unknown."""
         return place_text(self.file, self.line) if self.file else ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -348,20 +348,20 @@ class End:
 
 @dataclass(eq=False)
 class Walk:
-    """One way through a program, or a part of one, and how many calls took it.
+    """One walk through a program, or through a part of it, and how many calls took it.
 
     Attributes:
         path: the events of the recorded run that it follows.
-        events: those of them that it came to.
-        end: how the run ended, as far as the walk leads there.
-        end_under: the event under one of whose sides the end stands.
+        events: the events that it reached.
+        end: how the run ended, if the walk leads there.
+        end_under: the event that has the end under one of its sides.
         hits: how many calls took it.
-        begin: the first event whose outcome it tells of.
-        first: the first event that it leads to; other walks have led to those before.
-        stop: the event, after the others, that it came to and whose outcome other walks tell of:
-            the number of events if it came to the end.
-        ends: whether its calls ended with it; if not, other walks tell how they went on.
-        is_part: whether it is a part of a way.
+        begin: the first event whose outcome it includes.
+        first: the first event that it leads to; other walks lead to those before.
+        stop: the event after the others, which it reached and whose outcome other walks include:
+            the number of events if it reached the end.
+        ends: whether its calls ended with it; if not, other walks continue them.
+        is_part: whether it is a part of a longer walk.
         positions: the ops before which it begins and ends.
     """
 
@@ -385,7 +385,7 @@ class Walk:
 
     @property
     def passed(self) -> list[Event]:
-        """The events whose outcome it tells of."""
+        """The events whose outcome it includes."""
         return self.events[self.begin : self.stop]
 
     @property
@@ -395,12 +395,12 @@ class Walk:
 
     @property
     def leads_to_end(self) -> bool:
-        """Whether no event lies between it and the end of the run."""
+        """Whether there is no event between it and the end of the run."""
         return self.end is not None and self.first <= self.stop == len(self.events)
 
 
 def walks_of(program: Program) -> Iterator[Walk]:
-    """Yield all ways through a program that calls have gone."""
+    """Yield all walks of calls through a program."""
     if program.live is not None:
         yield _live(PathEvents(program.recording), program.live, None)
         return
@@ -436,14 +436,14 @@ def _elsewhere(
         runs = [run for run in runs if number < len(run.tape.guards)]
         walks += _failed(PathEvents(runs[0], asked), number, side) if runs else ()
     if graph is not None and not _is_only_way(graph, stretch, number):
-        for walk in walks:  # how they came to the guard is not known
+        for walk in walks:  # how they reached the guard is unknown
             under = len(walk.events) if walk.end_under is None else walk.end_under
             walk.begin, walk.first, walk.is_part = under, min(under + 1, walk.stop), True
     yield from walks
 
 
 def _twin(stretch: Stretch, number: int, side: Side) -> int:
-    """Return the guard at which a run that was made anew left the replay, by its own numbers."""
+    """Return the guard at which a re-recorded run left the replay, by its own numbers."""
     state = stretch.recording.tape.states.get(number)
     if state is not None and side.live is not None:
         tape = side.live.recording.tape
@@ -454,7 +454,7 @@ def _twin(stretch: Stretch, number: int, side: Side) -> int:
 
 
 def _is_only_way(graph: Graph, stretch: Stretch, number: int) -> bool:
-    """Whether there is but one way from the start to a guard of some code."""
+    """Return whether there is only one path from the start to a guard of some code."""
     pieces = graph.pieces()
     met = Counter(id(node) for piece in pieces for node in piece.nodes.values())
     piece = next((piece for piece in pieces if piece.owner is stretch), None)
@@ -474,7 +474,7 @@ def _is_only_way(graph: Graph, stretch: Stretch, number: int) -> bool:
 
 
 def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
-    """Yield the parts of ways that calls have gone along a piece of the graph."""
+    """Yield the parts of calls' walks along a part of the graph."""
     tape, whole = piece.recording.tape, _whole(path, piece.owner)
     for (entered, left), hits in list(piece.trips.items()):
         since = tape.guards[entered].position if entered >= 0 else 0
@@ -497,7 +497,7 @@ def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
 
 
 def keys_asked(stretch: Stretch) -> Iterator[Key]:
-    """Yield the keys of guards, and of ops that raised, that a stretch has other sides of."""
+    """Yield the keys of guards, and of ops that raised, for which a segment has other sides."""
     tape = stretch.recording.tape
     for number in list(stretch.sides):
         if number >= len(tape.guards):  # of a run in whose place this one is
@@ -516,7 +516,7 @@ def _whole(path: PathEvents, taken: Path) -> Walk:
 
 
 def _live(path: PathEvents, taken: Path, number: int | None) -> Walk:
-    """A run that can only be run live, from a guard on or (None) from the start."""
+    """Runs that can only run live, from a guard on or (None) from the start."""
     end = End("live", path.recording.tape.blockers[0])
     numbers = [event.number for event in path.events]
     under = numbers.index(number) if number is not None and number in numbers else None
@@ -524,7 +524,7 @@ def _live(path: PathEvents, taken: Path, number: int | None) -> Walk:
 
 
 def _return_of(path: PathEvents) -> tuple[int | None, ast.Return | None, str]:
-    """Find the `return` that a run ended with, as far as the branches tell."""
+    """Find the `return` that a run ended with, as far as the branches show."""
     events = path.events
     outermost = [number for number, event in enumerate(events) if event.outermost]
     number = outermost[-1] if outermost else None
@@ -552,7 +552,7 @@ def _last_root_place(recording: Recording) -> Place | None:
 
 
 def _raised(path: PathEvents, index: int, name: str, times: int) -> Walk:
-    """A replay in which an op raised what the model has no handler for."""
+    """A replay in which an op raised an error that the model does not handle."""
     op = path.recording.tape.ops[index]
     before = sum(event.position <= index for event in path.events)
     place = None if op.site is None else user_code(op.scope, op.site)[0]

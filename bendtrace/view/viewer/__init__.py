@@ -1,4 +1,4 @@
-"""A run as one HTML file that can be walked through: no server, no network, no framework."""
+"""A run as one HTML file to explore: no server, no network, no framework."""
 
 from bendtrace.view.viewer.page import viewer_frame, viewer_html
 

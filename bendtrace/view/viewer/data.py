@@ -1,4 +1,4 @@
-"""What the viewer shows, as plain values ready for JSON."""
+"""The data of the viewer, as plain values ready for JSON."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def activation_data(contents: Any) -> dict[str, Any] | None:
     """Describe a saved activation: range, mean, spread, first values and a histogram.
 
     Args:
-        contents: what was saved of an entry, None for nothing. What is no dense tensor of
-            numbers is described by its printed form.
+        contents: the saved value of an entry; None for nothing. Anything other than a dense tensor
+            of numbers is described by its printed form.
 
     Returns:
         Plain values ready for JSON, or None if nothing was saved. Statistics are of the finite
-        values, and texts, so that nan and infinities can be told.
+        values, and are texts, so that nan and infinities can be represented.
 
     Example:
         >>> import torch
@@ -90,13 +90,13 @@ _Row = TypeVar("_Row", bound=Hashable)
 
 
 def viewer_data(history: RunLog) -> dict[str, Any]:
-    """Return all that the viewer shows of a run.
+    """Return all data that the viewer shows of a run.
 
-    Entries, modules, states, sources and files name each other by their positions in the lists;
-    what is empty is left out.
+    Entries, modules, states, sources and files refer to each other by their positions in the lists;
+    empty fields are left out.
 
     Args:
-        history: a run, just traced or loaded.
+        history: a run, traced or loaded.
     """
     shared = _Shared(history)
     entries = [shared.entry(entry) for entry in history.entries]
@@ -138,7 +138,7 @@ class _Table(Generic[_Row]):
 
 
 class _Shared:
-    """Writes entries, calls and steps down, with what they share kept once."""
+    """Serialises entries, calls and steps, with shared parts stored once."""
 
     def __init__(self, history: RunLog) -> None:
         self._entries = {entry.label: number for number, entry in enumerate(history.entries)}
@@ -227,7 +227,7 @@ class _Shared:
 
 
 def _filled(**values: Any) -> dict[str, Any]:
-    """Leave out what is None, False or empty; zero and the shape of a scalar are neither."""
+    """Leave out None, False and empty values, but not zero and the shape of a scalar."""
     return {key: value for key, value in values.items() if value or type(value) in (int, tuple)}
 
 
@@ -257,7 +257,6 @@ def _source(source: Source, files: _Table[str]) -> dict[str, Any]:
 
 
 def _told(source: dict[str, Any]) -> str:
-    """What a line was said to hold when the run was recorded."""
     text: str = source.get("statement") or source.get("text", "")
     return text
 
@@ -265,8 +264,8 @@ def _told(source: dict[str, Any]) -> str:
 def _files(paths: list[str], wanted: Iterable[tuple[int, int, str]]) -> list[dict[str, Any]]:
     """Read the lines around some places, each once.
 
-    A file may have changed since the run, or be another one on this machine: where the line
-    itself is not as recorded, none of its environment are shown.
+    A file may have changed since the run, or be another one on this machine: if the line itself
+    differs from the recorded one, the lines around it are not shown.
     """
     lines: list[dict[int, str]] = [{} for _ in paths]
     for number, line, told in wanted:
@@ -279,6 +278,6 @@ def _files(paths: list[str], wanted: Iterable[tuple[int, int, str]]) -> list[dic
 
 
 def _agree(line: str, told: str) -> bool:
-    """Whether a line of a file can be the one that a text was taken from."""
+    """Return whether a line of a file can be the one that a text came from."""
     line, told = (" ".join(text.split()) for text in (line, told))
     return bool(line and told) and (told in line or line in told or told.split()[0] in line)

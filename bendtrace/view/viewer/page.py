@@ -1,4 +1,4 @@
-"""The viewer's HTML: everything in one file, and nothing that reaches out of it."""
+"""The viewer's HTML: everything is in one file, and it loads nothing from outside."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _SCRIPTS = (
 
 
 def viewer_html(history: RunLog, *, flops: bool = True) -> str:
-    """Return a run as one HTML file to look at in a browser.
+    """Return a run as one HTML file for a browser.
 
-    It shows the modules as nested boxes that open and close, what is known of each value, the
-    source it came from and the decisions that the model's Python took, and steps through the run
-    in order. It needs neither a server nor a network: script, style and data are in the file, and
-    its content security policy forbids everything else. `#path=` and a name, as in
+    It shows the modules as nested boxes that open and close, the properties of each value, the
+    source that computed it and the decisions of the model's Python, and steps through the run in
+    order. It needs neither a server nor a network: script, style and data are in the file, and its
+    content security policy forbids everything else. `#path=` and a name, as in
     `run.html#path=features.6`, opens it at a node.
 
     Args:
-        history: a run, just traced or loaded. Of saved activations it shows statistics.
-        flops: whether to count floating point operations first, which takes about a millisecond
-            for each op; otherwise they are shown if they have been counted already.
+        history: a run, traced or loaded. Saved activations are shown as statistics.
+        flops: whether to count floating point operations first, which takes about a millisecond for
+            each op; otherwise they are shown only if they have been counted already.
 
     Returns:
         The text of the file, to be written as UTF-8.
@@ -78,13 +78,13 @@ def viewer_frame(history: RunLog, *, height: int = 600, most: int = 3_000_000) -
     Floating point operations are shown if they have been counted already.
 
     Args:
-        history: a run, just traced or loaded.
-        height: of the frame, in pixels.
-        most: how many letters it may have; notebooks keep them in their file.
+        history: a run, traced or loaded.
+        height: height of the frame, in pixels.
+        most: the maximum number of characters; notebooks store them in their file.
 
     Returns:
-        An `<iframe>` that holds the whole viewer and may do nothing but run its script; None for
-        a run that would take more than `most` letters.
+        An `<iframe>` that contains the whole viewer and may only run its script; None for a run
+        that needs more than `most` characters.
     """
     page = escape(viewer_html(history, flops=False))
     if len(page) > most:
