@@ -468,7 +468,7 @@ def test_an_argument_that_is_needed_and_missing_is_named() -> None:
     assert str(error.value) == (
         f"the argument x is needed as well: 'add' (test_activations.py:{line} "
         f"`self.fc2(h) * mask + h`) uses 'relu' (test_activations.py:{line - 1} "
-        "`torch.relu(self.fc1(x))`), which is computed from it. Give it, or an activation between"
+        "`torch.relu(self.fc1(x))`), which is computed from it. Pass it, or an activation between"
     )
     assert bended.stats.traces == 1
 

@@ -369,7 +369,7 @@ def test_a_pipe_that_closes_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("models", "'models' does not name a target: a target is written package.module:name"),
+        ("models", "'models' does not name a target: write a target as package.module:name"),
         ("modles:Gate", "there is no module 'modles'; did you mean models"),
         ("torch.nn.moduls:Linear", "there is no module 'moduls' in torch.nn; did you mean modules"),
         ("torch.nn.GELU:x", "there is no module 'GELU' in torch.nn; did you mean torch.nn:GELU?"),

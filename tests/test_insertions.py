@@ -782,7 +782,7 @@ def test_of_a_module_that_no_run_came_by_it_is_said_where_it_may_be() -> None:
         handle = bended.interject(where, torch.zeros_like)
         bended(torch.tensor([1.0, 1.0]), torch.tensor(1))
         (note,) = handle.report().notes
-        assert re.match(r"it may be under a branch of which that side was not .*`x\[1\] > 5`", note)
+        assert re.match(r"it may be in a branch that no run has taken: .*`x\[1\] > 5`", note)
         handle.remove()
 
 

@@ -132,7 +132,7 @@ def test_what_is_ambiguous_is_refused_by_all_with_names_that_are_not(
     x = torch.ones(2, 4 if make is Blocks else 3)
     bended = called(make, x)
     for ask in asked(bended, name, x):
-        with pytest.raises(BendtraceError, match=f"'{name}' is ambiguous: it names ") as caught:
+        with pytest.raises(BendtraceError, match=f"'{name}' is ambiguous: it matches ") as caught:
             ask()
         assert str(caught.value).endswith(f"Write {' or '.join(map(repr, clear))}")
     assert not bended.insertions

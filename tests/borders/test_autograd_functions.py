@@ -214,7 +214,7 @@ def in_place_whose_apply_was_taken_before(x: Tensor) -> Tensor:
 past_apply = super(torch.autograd.function._SingleLevelFunction, InPlace).apply
 
 
-@border.live(r"InPlace\.apply, saved before the run,")
+@border.live(r"InPlace\.apply, taken before the run,")
 def in_place_past_apply(x: Tensor) -> Tensor:
     y = x.exp()
     return past_apply(y) * y

@@ -168,7 +168,7 @@ class HoldsAnArrayMadeATensor(HoldsAnArray):
         return x + torch.tensor(self.values)
 
 
-@border.live("by way of the tensor", at="from_numpy")
+@border.live("through the tensor", at="from_numpy")
 class HoldsAnArrayThatBecomesATensor(HoldsAnArray):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.from_numpy(self.values)
@@ -194,7 +194,7 @@ def an_array_written_to_and_back(x: Tensor) -> Tensor:
     return y
 
 
-@border.live("by way of the tensor", at="from_numpy")
+@border.live("through the tensor", at="from_numpy")
 def an_array_read_after_its_tensor_is_written_to(x: Tensor) -> Tensor:
     values = np.zeros(4, dtype=np.float32)
     torch.from_numpy(values).add_(x.detach()[0])
@@ -203,7 +203,7 @@ def an_array_read_after_its_tensor_is_written_to(x: Tensor) -> Tensor:
     return x * total
 
 
-@border.live("still there", at="from_numpy")
+@border.live("still exists", at="from_numpy")
 def an_array_given_out_with_its_tensor(x: Tensor) -> Any:
     values = np.arange(4, dtype=np.float32)
     return x * 2, torch.from_numpy(values), values

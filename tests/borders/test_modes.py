@@ -171,7 +171,7 @@ def default_device_set_and_reset(x: Tensor) -> Tensor:
     return x + y
 
 
-@border.live("a setting of torch's")
+@border.live("a torch setting")
 def deterministic_inside(x: Tensor) -> Tensor:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -188,7 +188,7 @@ def anomaly_mode(x: Tensor) -> Tensor:
         return x.sin() * 2
 
 
-@border.live("a setting of torch's", at="scaled_dot_product_attention")
+@border.live("a torch setting", at="scaled_dot_product_attention")
 class AttentionBackend(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = x[None, None].expand(1, 2, -1, -1)
@@ -318,7 +318,7 @@ def without_torch_functions_in_place(x: Tensor) -> Tensor:
     return x * y
 
 
-@border.live("a setting of torch's", at="x @ x.t()")
+@border.live("a torch setting", at="x @ x.t()")
 def matmul_precision_inside(x: Tensor) -> Tensor:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")

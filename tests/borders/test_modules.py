@@ -64,7 +64,7 @@ def parametrised_twice() -> nn.Module:
     return layer(change)
 
 
-@border.live("a setting of torch's")
+@border.live("a torch setting")
 class Cached(Stateful):
     def __init__(self) -> None:
         super().__init__()
