@@ -211,13 +211,18 @@ class Recorder(TorchFunctionMode):
         except Exception as error:
             if not self._keeps_errors:
                 raise
-            self._error = error
-            self.tape.block(f"the run raised {type(error).__name__}{raised_in(self.tape.ops)}")
+            self._keep(error)
             return None
         if self._observer is not None and self._observer.ended:
             self.tape.block(f"the run was ended early, {self._observer.ended}")
             return None
         return output
+
+    def _keep(self, error: Exception) -> None:
+        """Keep the error of a run that is kept up to there."""
+        # Not in `_outcome`: code that asks for types is given plain numbers by insertions.
+        self._error = error
+        self.tape.block(f"the run raised {type(error).__name__}{raised_in(self.tape.ops)}")
 
     def argument(self, part: Captured, value: Any) -> Any:
         """Record an argument and return the value that the model receives for it."""
