@@ -453,7 +453,7 @@ def test_what_no_analyser_can_look_at_is_refused_with_the_node() -> None:
     mean = RunningMean()
     with pytest.raises(InputError, match="'name' returned a str"):
         mean.update("name", "text")
-    with pytest.raises(InputError, match="'pair' gave a tuple"):
+    with pytest.raises(InputError, match="'pair' returned a tuple"):
         mean.update("pair", ("a", object()))
     with pytest.raises(InputError, match="'fft' returned complex numbers"):
         mean.update("fft", torch.ones(2, 2, dtype=torch.complex64))

@@ -520,9 +520,9 @@ class Classifier(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def rows() -> list[dict[str, Any]]:
+def rows(**others: Any) -> list[dict[str, Any]]:
     x, y = dataset().tensors
-    return [{"x": x[i], "labels": y[i], "unused": f"row {i}"} for i in range(len(x))]
+    return [{"x": x[i], "labels": y[i], **others} for i in range(len(x))]
 
 
 def run_trainer(
@@ -541,7 +541,7 @@ def run_trainer(
     )  # fmt: skip
     callbacks = [] if evaluation is None else [evaluation.hugging_face()]
     trainer = Trainer(
-        model, arguments, train_dataset=rows(), eval_dataset=rows()[:8], callbacks=callbacks
+        model, arguments, train_dataset=rows(unused="text"), eval_dataset=rows()[:8], callbacks=callbacks
     )
     trainer.train()
     assert trainer.optimizer is not None

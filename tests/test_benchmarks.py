@@ -557,7 +557,7 @@ def test_options_leave_out_what_is_not_asked_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("tests.benchmarks.sections.ask", answer)
     options = Options(threads=(1, 2), models=("solver",), peers=False)
     measured(["calls"], options)
-    assert {task for task, _ in asked} == {"compare", "checking"}
+    assert {task for task, _ in asked} == {"compare", "checking", "guards"}
     compared_ways = [arguments["only"] for task, arguments in asked if task == "compare"]
     assert compared_ways == [
         ["eager", "flat list", "replay", "bended", "bended, inductor"],

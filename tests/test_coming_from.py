@@ -292,7 +292,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         'log["relu_1_2"].grad_contents': "_.shape == (2, 4, 6, 6)",
         "bended = ": "ablated.output[0].equal(model.classifier[2].bias)",
         "bt.diff(": "bool(_)",
-        "log.validate()": "'bitwise the same' in str(_)",
+        "log.validate()": "'bitwise equal' in str(_)",
         "log.save(": "str(loaded) == str(log)",
         "bt.workflows.receptive_field(": "_[2:] == (slice(2, 7), slice(2, 7))",
     },

@@ -566,7 +566,7 @@ def test_an_error_of_what_is_inserted_is_the_one_of_a_replay() -> None:
         for _ in range(5):
             both.compiled(torch.randn(2, 4))
         share.value = 2.0
-        with pytest.raises(BendError, match=r"at 'b' is a share from 0 to 1, not 2\.0"):
+        with pytest.raises(BendError, match=r"at 'b' has to be a share from 0 to 1, not 2\.0"):
             both.compiled(torch.randn(2, 4))
     both.one_graph()
 
@@ -612,7 +612,8 @@ def test_inductor_gives_what_replays_give_within_its_tolerance(case: str) -> Non
                 bended(x)
                 with SWEPT[case](bended, number) as handle:
                     kept, output = bended.get_activations("a.output", args=(x,), return_output=True)
-                found.append((output, kept["a.output"], str(handle.report())))
+                said = str(handle.report()) if hasattr(handle, "report") else ""
+                found.append((output, kept["a.output"], said))
             torch.testing.assert_close(found[0][:2], found[1][:2])
             assert found[0][2] == found[1][2]
     row = compiled.compiled.to_list()[-1]

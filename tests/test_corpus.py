@@ -49,9 +49,9 @@ def test_recorded_past_joins_does_what_is_known(case: Case) -> None:
         assert_promise(case.make, [*case.paths.values()] * 3)
 
 
-# The first runs of these ask so much that their states are not read: the first path is recorded
-# once more when another one is known.
-LONG = {"transformer_repeated_until_stable", "connected_components"}
+# The states of the first runs of these are not read, because they ask so much or make modules: the
+# first path is recorded once more when another one is known.
+LONG = {"transformer_repeated_until_stable", "connected_components", "modules_of_forward"}
 
 
 @pytest.mark.parametrize("fold", [False, True], ids=["ops", "leaf_modules"])

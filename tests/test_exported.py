@@ -222,7 +222,11 @@ def test_numbers_among_the_inputs_stay_as_they_were() -> None:
 def test_random_programs_are_equal_or_raise(seed: int) -> None:
     model = random_program(seed)
     torch.manual_seed(seed)
-    made = exported(model, *[(torch.randn(3), torch.randn(3)) for _ in range(20)])
+    try:
+        made = exported(model, *[(torch.randn(3), torch.randn(3)) for _ in range(20)])
+    except ExportError as error:  # no other refusal is right here
+        assert "a loop is entered in its middle" in str(error)
+        return
     messages, equal = set(), 0
     for number in range(20):
         x, y = torch.randn(3) * (1 + number % 3), torch.randn(3)

@@ -449,7 +449,7 @@ def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> 
     with pytest.raises(
         NodePathError,
         match=r"^2 of the paths lead to no value:\n  no node 'no': .*"
-        r"\n  'output' is a tuple\(2\), not a single value; dig into it",
+        r"\n  'output' is a tuple\(2\), not a single value; name a value in it",
     ) as caught:
         pg.patch({"no": ZeroPatch(), "x": ZeroPatch(), "output": ZeroPatch()})
     assert caught.value.path == "no"

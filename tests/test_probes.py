@@ -169,7 +169,7 @@ def test_what_is_off_is_said_once_and_at_the_line_of_the_user(
     assert [one.category for one in given] == [bt.errors.IncompatibleVersionWarning]
     assert given[0].filename == __file__
     text = str(given[0].message)
-    assert "parts of bendtrace are switched off: truths out of tensors are plain" in text
+    assert "parts of bendtrace are switched off: truth values of tensors are plain" in text
 
 
 def test_probes_of_torch_wait_until_no_mode_is_active(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_settings_that_are_switched_for_one_op() -> None:
     bended = assert_promise(lambda: switches, given(*[lambda: torch.ones(1, 2, 3, 4)] * 3))
     assert bended.stats.live == 3
     (reason,) = bended.why_live
-    assert re.search(rf"{re.escape(__file__)}:\d+ the run has changed a setting", reason)
+    assert re.search(rf"at {re.escape(__file__)}:\d+ the run has changed a torch setting", reason)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_what_is_no_leaf_is_refused_with_the_dig_paths_there_are(tuple_pg: Patch
         assert caught.value.completions == ("output|sub_0", "output|sub_1")
         assert str(caught.value) == (
             "'output' is a tuple(2), not a single value; "
-            "dig into it: 'output|sub_0', 'output|sub_1'"
+            "name a value in it: 'output|sub_0', 'output|sub_1'"
         )
 
 

@@ -299,7 +299,7 @@ def test_the_bending_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str
     assert original == str(out[0])
     assert bias == str(module(x) + 1.0)
     assert "Error with different shape :  Mask at 'conv_module' drew its numbers for shape" in mask
-    assert "give Mask dim=-2 (size 4 in both)" in mask
+    assert "pass Mask dim=-2 (size 4 in both)" in mask
     assert channels.startswith("tensor(")
 
 

@@ -920,7 +920,7 @@ def test_what_c_may_hold_is_in_no_state(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_run_that_does_not_fit_in_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is missing in the key, a run is compared with what is known where it joins."""
     monkeypatch.setattr(states._Reader, "changes", lambda self: ())
-    with pytest.raises(NondeterminismError, match="where it had done"):
+    with pytest.raises(NondeterminismError, match="where it did"):
         is_right(Notes(), INPUTS)
 
 
@@ -936,7 +936,7 @@ def test_recorded_past_joins_a_wrong_one_is_found(
 ) -> None:
     """Replays would go wrong unnoticed, in some orders of calls."""
     monkeypatch.setattr(READER, "_other", lambda self, value, kind: id(kind))
-    with past_joins(), pytest.raises(NondeterminismError, match="where it had done"):
+    with past_joins(), pytest.raises(NondeterminismError, match="where it did"):
         is_right(PROGRAMS["an_object_of_the_users"], ORDERS[order])
 
 

@@ -169,7 +169,7 @@ def test_samples_that_differ_in_length_have_a_mean_over_positions_too() -> None:
     model = transformer()
     bended = bt.BendedModule(model)
     batches = [_tokens(2, 0, length=3), _tokens(3, 1, length=4)]
-    with pytest.raises(SiteError, match=r"other shapes for other batches.*over=\(0, 1\)"):
+    with pytest.raises(SiteError, match=r"different shapes for different batches.*over=\(0, 1\)"):
         ablate(bended, "norm", "mean", reference=iter(batches))
     every = torch.cat([kept(model, model.norm, batch).flatten(0, 1) for batch in batches])
     with ablate(bended, "norm", "mean", reference=iter(batches), over=(0, 1)):
@@ -211,7 +211,7 @@ def test_samples_are_exchanged_in_one_cycle_the_same_at_all_nodes_and_calls() ->
     with ablate(bended, ["blocks.0.attn", "blocks.1.mlp"], "resample", seed=7):
         assert torch.equal(bended(tokens), expected)
         assert torch.equal(bended(tokens), expected)
-        with pytest.raises(SiteError, match=r"1 sample .*give a reference"):
+        with pytest.raises(SiteError, match=r"1 sample .*pass a reference"):
             bended(CLEAN)
     with ablate(bended, ["blocks.0.attn", "blocks.1.mlp"], "resample", seed=8):
         assert not torch.equal(bended(tokens), expected)

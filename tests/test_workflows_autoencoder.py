@@ -265,7 +265,7 @@ def test_what_is_no_autoencoder_is_refused() -> None:
         ):
             with spliced.edit(change), pytest.raises(InputError, match=message):
                 bended(tokens())
-        with spliced.ablate(99), pytest.raises(InputError, match="no latent 99; there are 20"):
+        with spliced.ablate(99), pytest.raises(InputError, match="no latent 99 among 20"):
             bended(tokens())
         for latents in ("3", [], [1.5]):
             with pytest.raises((InputError, TypeError)):

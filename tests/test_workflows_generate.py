@@ -185,6 +185,6 @@ def test_a_reason_names_what_is_inserted_in_words() -> None:
         bended(torch.ones(2), Cache())
     (reason,) = bended.why_live
     assert reason == (
-        "what is inserted around the whole model (AroundTheWhole) is called as one op, and might "
+        "the insertion around the whole model (AroundTheWhole) is called as one op, and might "
         "read what the run changes: cache.last"
     )

@@ -188,9 +188,9 @@ def test_the_end_may_draw_and_count_but_the_model_and_the_generator_stay() -> No
         ({"unembed": []}, "is empty"),
         ({"unembed": 3}, "takes names of modules"),
         ({"unembed": [3]}, "takes names of modules"),
-        ({"unembed": ["ln_f"]}, "makes \\(2, 5, 8\\)"),
+        ({"unembed": ["ln_f"]}, "returns \\(2, 5, 8\\)"),
         ({"sites": "blocks.0.up"}, "cannot take the output"),
-        ({"sites": "tokens"}, "floating point"),
+        ({"sites": "tokens"}, "floating-point"),
         ({"output": lambda out: out.shape}, "logits are needed"),
         ({"sites": lambda node: False}, "none of the sites"),
     ],
@@ -370,7 +370,7 @@ def test_what_cannot_be_trained_with_is_refused() -> None:
         lens.fit(iter(batches()), epochs=2)
     with pytest.raises(InputError, match="no batches"):
         lens.fit([])
-    with pytest.raises(InputError, match="makes"):
+    with pytest.raises(InputError, match=r"returns \(2, 5, 8\)"):
         TunedLens(model, SITES, "ln_f", tokens())
     assert VOCAB == lens.apply_to(tokens()).final.shape[-1]
 

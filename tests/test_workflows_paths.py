@@ -386,7 +386,7 @@ def _viewed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "receiver", "said"),
     [
-        (_item, ".mul_1", "Python number, which cannot be replaced; choose"),
+        (_item, ".mul_1", "Python number, which cannot be computed on the side; choose"),
         (_assigned, "exp", "a memory edge"),
         (_assigned_before, "cos", "a memory edge"),
         (_assigned_before, "output", "a memory edge"),
@@ -468,7 +468,7 @@ def test_runs_that_differ_raise_or_are_nan() -> None:
         ({"direction": "left"}, "direction="),
         ({"senders": []}, "senders="),
         ({"receivers": []}, "receivers="),
-        ({"receivers": [["output", "b"]], "paths": "all"}, "by itself"),
+        ({"receivers": [["output", "b"]], "paths": "all"}, "combined with other receivers"),
         ({"heads": 2}, "not a multiple of 2"),
         ({"metric": None}, "metric="),
     ],

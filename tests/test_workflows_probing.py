@@ -136,8 +136,8 @@ def test_bools_are_classes() -> None:
         (torch.ones(3, 2), torch.ones(4), {}, "features have to be"),
         (torch.ones(0, 2), torch.ones(0), {}, "features have to be"),
         (torch.ones(3, 2), torch.ones(3, dtype=torch.long), {}, "all labels are 1"),
-        (torch.ones(3, 2), torch.ones(3, 2, dtype=torch.long), {}, "classes are"),
-        (torch.ones(3, 2), torch.ones(3), {"ridge": -1}, "a number from 0 on"),
+        (torch.ones(3, 2), torch.ones(3, 2, dtype=torch.long), {}, "classes have to be"),
+        (torch.ones(3, 2), torch.ones(3), {"ridge": -1}, "a number of at least 0"),
         (torch.full((3, 2), torch.nan), torch.ones(3), {}, "not finite"),
     ],
 )

@@ -228,7 +228,7 @@ def test_indices_are_followed_where_they_read_and_coarse_where_they_write() -> N
     # Another place could be 2 as well, though none is.
     field = receptive_field(writes, given, 2)
     assert field.masks["to"].all()
-    assert any("whole numbers" in why for why in field.coarse.values())
+    assert any("integers" in why for why in field.coarse.values())
     alone = receptive_field(writes, given, 1, of="x")
     assert alone.mask.tolist() == [False, True, True]
     assert not alone.coarse

@@ -159,7 +159,7 @@ def test_another_reduction_sees_all_rows() -> None:
     ("options", "message"),
     [
         ({"where": "lm_head", "position": 9}, "no position 9"),
-        ({"where": "lm_head", "position": slice(7, 9)}, "empty"),
+        ({"where": "lm_head", "position": slice(7, 9)}, "selects nothing"),
         ({"where": "lm_head", "position": "last"}, "position="),
         ({"where": "lm_head", "reduce": "median"}, "reduce="),
         ({"where": "tokens"}, "floating point"),

@@ -174,7 +174,7 @@ class Values:
         try:
             structure = structure_of(out)
         except TypeError as error:
-            self.tape.block(f"{said_of(op.target)} at {user_place(frame)} gives {error}")
+            self.tape.block(f"{said_of(op.target)} at {user_place(frame)} returns {error}")
             return
         looked = self._writer.emit(OpKind.SCALAR, structure_of, (Ref(op.index),), {}, frame)
         looked.meta = structure

@@ -491,7 +491,7 @@ def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> b
         if not _asked_alike(one, after, until, other, exit.number):
             return False
         raise NondeterminismError(
-            f"resumed, the run did {op} where it had done {known}, with all guards equal"
+            f"the resumed run did {op} where it did {known} before, with all guards equal"
             + (f" (at {op.site.place})" if op.site is not None else "")
         )
     if len(its) != len(mine):
@@ -499,8 +499,8 @@ def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> b
             return False
         what = "ended before the point where it diverged"
         if len(its) < len(mine):
-            what = f"did {mine[len(its)]} where it had ended, with all guards equal"
-        raise NondeterminismError(f"resumed, the run {what}")
+            what = f"did {mine[len(its)]} where it ended before, with all guards equal"
+        raise NondeterminismError(f"the resumed run {what}")
     return True
 
 

@@ -162,7 +162,7 @@ def check_what_cannot_be_watched_runs_live_and_says_why() -> None:
         return x + found[1]
 
     _compare(waiting, live="Work")
-    _compare(behind, live="called past the tracer")
+    _compare(behind, live="called without the tracer")
     _compare(objects, live="cannot be")
 
 
