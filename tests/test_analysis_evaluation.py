@@ -541,8 +541,9 @@ def run_trainer(
     )  # fmt: skip
     callbacks = [] if evaluation is None else [evaluation.hugging_face()]
     trainer = Trainer(
-        model, arguments, train_dataset=rows(unused="text"), eval_dataset=rows()[:8], callbacks=callbacks
-    )
+        model, arguments, train_dataset=rows(unused="text"), eval_dataset=rows()[:8],
+        callbacks=callbacks,
+    )  # fmt: skip
     trainer.train()
     assert trainer.optimizer is not None
     return [

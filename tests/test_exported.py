@@ -224,8 +224,9 @@ def test_random_programs_are_equal_or_raise(seed: int) -> None:
     torch.manual_seed(seed)
     try:
         made = exported(model, *[(torch.randn(3), torch.randn(3)) for _ in range(20)])
-    except ExportError as error:  # no other refusal is right here
-        assert "a loop is entered in its middle" in str(error)
+    except ExportError as error:
+        if "a loop is entered in its middle" not in str(error):
+            raise  # no other refusal is right here
         return
     messages, equal = set(), 0
     for number in range(20):

@@ -460,7 +460,7 @@ def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> 
         ({"foo"}, "patches have to be a dict from node paths to patches"),
         ([ZeroPatch()], "not a list"),
         ({3: ZeroPatch()}, "3 does not select nodes: pass a selector, a node path"),
-        ({"relu": 3}, "'relu': 3 is no patch$"),
+        ({"relu": 3}, "'relu': 3 is not a patch$"),
         ({"relu": [ZeroPatch(), None]}, "'relu': None is not a patch"),
         ({"relu": ZeroPatch}, r"'relu': ZeroPatch is a class; write ZeroPatch\(...\)"),
         ({pg.graph.relu: torch.sin}, r"'relu': .* is no patch; write CustomPatch\(custom_op=..."),

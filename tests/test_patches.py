@@ -248,7 +248,7 @@ def test_a_change_in_place_that_is_not_given_back_is_refused(index: Any) -> None
     def forgets(x: Tensor) -> None:
         x.zero_()
 
-    with pytest.raises(PatchError, match=r"CustomPatch at 'mlp.relu': .* in place and returned noth"):
+    with pytest.raises(PatchError, match=r"CustomPatch at 'mlp.relu': .* place and returned noth"):
         patched(CustomPatch(custom_op=forgets, slice=index), torch.ones(3))
 
 
