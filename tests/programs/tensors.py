@@ -107,7 +107,7 @@ def held_matrix(w: Writer, t: Tensor) -> str:
 @gives(Tensor, lambda w, t: w.in_method and t == Tensor("f", (WIDTH,)), nested=False)
 def gradient(w: Writer, t: Tensor) -> str:
     name = w.attribute("lin", "nn.Linear(4, 4)") + ".bias"
-    return w.pick((f"({name} if {name}.grad is None else {name}.grad)", f"{name}.grad"))
+    return f"({name} if {name}.grad is None else {name}.grad)"
 
 
 @gives(Tensor, lambda w, t: w.in_method and t == Tensor("i", ()), nested=False, weight=4)
