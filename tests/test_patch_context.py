@@ -463,7 +463,10 @@ def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> 
         ({"relu": 3}, "'relu': 3 is not a patch$"),
         ({"relu": [ZeroPatch(), None]}, "'relu': None is not a patch"),
         ({"relu": ZeroPatch}, r"'relu': ZeroPatch is a class; write ZeroPatch\(...\)"),
-        ({pg.graph.relu: torch.sin}, r"'relu': .* is not a patch; write CustomPatch\(custom_op=..."),
+        (
+            {pg.graph.relu: torch.sin},
+            r"'relu': .* is not a patch; write CustomPatch\(custom_op=...",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             pg.patch(patches)  # type: ignore[arg-type]
