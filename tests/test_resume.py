@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -690,3 +691,44 @@ def test_a_nan_that_python_made_is_the_same_when_a_run_is_resumed() -> None:
     for x in (torch.ones(2), -torch.ones(2), -4 * torch.ones(2), torch.ones(3)):
         assert torch.equal(bended(x.clone()), model(x.clone()))
     assert bended.stats.resumes == 2
+
+
+class _Holds(nn.Module):
+    """Writes to what it is given and to what it holds; both may be one tensor, or one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("buf", torch.zeros(4))
+        self.kept = [torch.ones(4)]
+
+    def forward(self, x: Tensor, items: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        x.add_(1)
+        self.buf.mul_(0.9)
+        if (x > 0).sum() % 3:
+            return x * items[0], items
+        return x, items
+
+
+def _free(seed: int) -> Tensor:
+    return torch.randn(4, generator=torch.Generator().manual_seed(seed)) + seed % 3
+
+
+# What is given: a tensor of the caller's or the model's, and a list of either.
+@pytest.mark.parametrize("order", list(itertools.product(range(4), repeat=3)), ids=str)
+def test_a_resumed_run_that_is_given_what_the_model_holds(order: tuple[int, ...]) -> None:
+    eager, model = _Holds(), _Holds()
+    bended = bt.BendedModule(model)
+    for seed, which in enumerate((*order, *order, 0, 3)):
+        outputs = []
+        for subject, owner in ((eager, eager), (bended, model)):
+            x = owner.buf if which & 1 else _free(seed)
+            items = owner.kept if which & 2 else [_free(seed + 5)]
+            output, given = subject(x, items)
+            outputs.append((output.clone(), output is owner.buf, given is owner.kept, x.clone()))
+            assert given is items
+        wanted, got = outputs
+        assert torch.equal(got[0], wanted[0])
+        assert torch.equal(got[3], wanted[3])
+        assert got[1:3] == wanted[1:3]
+        assert torch.equal(model.buf, eager.buf)
+    assert bended.stats.live == 0

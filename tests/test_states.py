@@ -24,7 +24,7 @@ from bendtrace.errors import DivergenceError, NondeterminismError
 from bendtrace.recording import states
 from bendtrace.replay import graph
 from bendtrace.source import stacks
-from bendtrace.source.bytecode import is_read_later
+from bendtrace.source.bytecode import read_later
 from tests.past_joins import past_joins
 
 pytestmark = pytest.mark.skipif(
@@ -641,7 +641,7 @@ def test_variables_are_alive_until_they_are_read_last() -> None:
     for step in dis.get_instructions(code):
         if step.opname.startswith("CALL"):
             names = enumerate(code.__code__.co_varnames)
-            at[len(at)] = {n for k, n in names if is_read_later(code.__code__, step.offset, k)}
+            at[len(at)] = {n for k, n in names if read_later(code.__code__, step.offset) >> k & 1}
     assert at == {0: {"x", "n"}, 1: {"x", "n", "j"}, 2: {"x", "n", "j"}, 3: {"x", "n"}}
 
 
@@ -837,7 +837,7 @@ LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
         ("operands_that_wait", "a_loop_of_a_generator"),
     ),
     "what C is given": (READER, "_frame", frame_without(operands=None), ("what_c_is_given",)),
-    "what a variable holds": (READER, "_is_idle", lambda *_: True, ("a_flag",)),
+    "what a variable holds": (states, "read_later", lambda *_: 0, ("a_flag",)),
     "lists": (READER, "list", lambda self, found: len(found), ("a_list_in_order",)),
     "tuples": (READER, "tuple", lambda self, found: len(found), ("a_tuple",)),
     "sets": (READER, "set", lambda self, found: 0, ("a_set",)),

@@ -136,6 +136,19 @@ class Environment(Found):
                 return True
         return False
 
+    def ties_more_than(self, other: Environment) -> bool:
+        """Whether something is one and the same object here that was two in an earlier run.
+
+        Operations do not tell the difference, but a run that goes on from there might take one
+        for the other.
+        """
+        return not self._ties().issubset(other._ties())
+
+    def _ties(self) -> set[tuple[str, str]]:
+        return {
+            (part.label, part.value.label) for part in self.parts if part.kind is CaptureKind.ALIAS
+        }
+
     def things(self) -> dict[int, Any]:
         """Return what the run could read, by identity."""
         return {key: part.value for key, part in self.by_id.items()}

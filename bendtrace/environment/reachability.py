@@ -447,18 +447,35 @@ def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
     """Say where functions store to a name or, failing that, mention it; "" if they do not."""
     mention = ""
     for function in functions:
-        line = 0
         for code in codes_in(function.__code__):
-            for step in dis.get_instructions(code):
-                line = (step.positions and step.positions.lineno) or line
-                # Since Python 3.13, two local variables can be named by one instruction.
-                two = isinstance(step.argval, tuple) and "FAST" in step.opname
-                if name in (step.argval if two else (step.argval,)):
-                    place = f"{code.co_filename}:{line}"
-                    if step.opname.startswith(("STORE", "DELETE")):
-                        return place
-                    mention = mention or place
+            stores, line = _lines_naming(code, code.co_filename).get(name, (False, None))
+            if line is not None:
+                place = f"{code.co_filename}:{line}"
+                if stores:
+                    return place
+                mention = mention or place
     return mention
+
+
+@functools.lru_cache(maxsize=1024)  # a run that cannot be followed asks at each of its questions
+def _lines_naming(code: types.CodeType, _file: str) -> dict[str, tuple[bool, int]]:
+    """Return for each name in code whether it is stored to, and the first line that does so.
+
+    Code compares equal to the same code in another file, hence the name of the file.
+    """
+    lines: dict[str, tuple[bool, int]] = {}
+    line = 0
+    for step in dis.get_instructions(code):
+        line = (step.positions and step.positions.lineno) or line
+        stores = step.opname.startswith(("STORE", "DELETE"))
+        # Since Python 3.13, two local variables can be named by one instruction.
+        two = isinstance(step.argval, tuple) and "FAST" in step.opname
+        for name in step.argval if two else (step.argval,):
+            if isinstance(name, str) and (stores and not lines.get(name, (False,))[0]):
+                lines[name] = True, line
+            elif isinstance(name, str):
+                lines.setdefault(name, (False, line))
+    return lines
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

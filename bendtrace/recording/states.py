@@ -33,7 +33,7 @@ from bendtrace.environment.kinds import is_constant
 from bendtrace.recording.values import Values
 from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
-from bendtrace.source.bytecode import is_read_later
+from bendtrace.source.bytecode import read_later
 from bendtrace.source.sites import PACKAGE
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -245,20 +245,16 @@ class _Reader:
 
     def _frame(self, stack: stacks.Stack) -> tuple[Any, ...]:
         operands = None if stack.operands is None else tuple(map(self.value, stack.operands))
+        alive = read_later(stack.code, stack.offset)
         slots = tuple(
-            "unread" if self._is_idle(stack, slot, value) else self.value(value)
+            self.value(value) if alive >> slot & 1 or not self._is_idle(value) else "unread"
             for slot, value in enumerate(stack.slots)
         )
         below = tuple(map(self.value, stack.below))
         return self._by_identity(stack.code), stack.offset, slots, below, operands
 
-    def _is_idle(self, stack: stacks.Stack, slot: int, value: Any) -> bool:
-        """Return whether the value of a variable cannot matter: it is written before it is read.
-
-        Objects with finalizers do matter.
-        """
-        if is_read_later(stack.code, stack.offset, slot):
-            return False
+    def _is_idle(self, value: Any) -> bool:
+        """Return whether a value that is not read again cannot matter: it has no finalizer."""
         kind = type(value)
         return (
             value is stacks.EMPTY or kind in PLAIN_TYPES or kind in TRACED or kind in RETIRED

@@ -27,17 +27,22 @@ class CheckWriter:
         recording: the run that the guards come from.
         analysis: its guards, sorted.
         ignored: parts that are not checked, because the run is going to be live anyway.
+        ties: whether it is asked in any case that no argument is something the model holds.
     """
 
     def __init__(
-        self, recording: Recording, analysis: Analysis, ignored: frozenset[Captured] = frozenset()
+        self,
+        recording: Recording,
+        analysis: Analysis,
+        ignored: frozenset[Captured] = frozenset(),
+        ties: bool = False,
     ) -> None:
         self._recording = recording
         self._analysis = analysis
         self._ignored = ignored
         self._questions = GuardCode(recording, analysis)
         self._settled = GuardClasses(recording, analysis, self._questions.marked, ignored)
-        self._sameness = AliasGuards(recording, self._questions, ignored)
+        self._sameness = AliasGuards(recording, self._questions, ignored, ties)
         environment = recording.environment
         walked = [part for part in environment.parts if part.access is Access.FIXED]
         self._known = {id(part.value) for part in walked if part.kind is CaptureKind.DICT}

@@ -200,11 +200,17 @@ class AliasGuards:
         recording: the run that the guards come from.
         questions: writes what is asked of parts.
         ignored: parts that are not checked.
+        ties: whether it is asked in any case that no argument is something the model holds.
     """
 
     def __init__(
-        self, recording: Recording, questions: GuardCode, ignored: frozenset[Captured]
+        self,
+        recording: Recording,
+        questions: GuardCode,
+        ignored: frozenset[Captured],
+        ties: bool = False,
     ) -> None:
+        self._ties = ties
         self._recording = recording
         self._questions = questions
         several = [
@@ -253,7 +259,7 @@ class AliasGuards:
         given, held = self._given, self._held
         functions = self._recording.environment.functions
         own_code = [f for f in functions if not is_installed_file(_file_of(f))]
-        if not any(compares_identity(function.__code__) for function in own_code):
+        if not (self._ties or any(compares_identity(one.__code__) for one in own_code)):
             # What is written to a container shows in whatever else is the same one.
             changes = bool(self._recording.changes)
             held = [part for part in held if changes and part.kind is not CaptureKind.TENSOR]

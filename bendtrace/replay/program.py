@@ -51,6 +51,7 @@ class Program:
         global_state: the global state that it ran under.
         ignored: parts that need not be as they were, for a recording that is never replayed.
         joins: whether its paths may join (see `graph.py`).
+        ties: whether calls may be given tensors that the model holds itself.
 
     Attributes:
         serial: counts programs in the order in which they were made.
@@ -66,11 +67,12 @@ class Program:
         global_state: GlobalState,
         ignored: frozenset[Captured] = frozenset(),
         joins: bool = True,
+        ties: bool = False,
     ) -> None:
         self.recording = recording
         self.global_state = global_state
         self.analysis = Analysis(recording.tape)
-        writer = CheckWriter(recording, self.analysis, ignored)
+        writer = CheckWriter(recording, self.analysis, ignored, ties)
         self.check_code = Code(writer.write(), "check")
         self.checks = writer.checks
         self._check = self.check_code.function

@@ -82,6 +82,7 @@ class TraceTree:
         self._served: dict[tuple[Any, ...], Program] = {}
         self._indices: dict[tuple[str, ...], ProgramIndex] = {}
         self._outdated: Counter[tuple[tuple[str, ...], str]] = Counter()
+        self._ties = False  # whether a call was given what the model holds
         self._spent: set[int] = set()  # programs that were counted as outdated
         self._lock = threading.RLock()
 
@@ -137,7 +138,7 @@ class TraceTree:
                 place = recording.environment.place_of(label)
                 see = f" (see {place})" if place else ""
                 recording.tape.block(f"{label} changes on every call{see}")
-        program = Program(recording, global_state, ignored)
+        program = Program(recording, global_state, ignored, ties=self._ties)
         with self._lock:
             self._insert(names, program)
         self._keep_to_limit()
@@ -150,8 +151,11 @@ class TraceTree:
     def grow(self, program: Program, divergence: Divergence, recording: Recording) -> None:
         """Keep the path that a resumed run took after `divergence`."""
         with self._lock:
-            if recording.environment.sees_more_than(program.recording.environment):
-                self._exchange(program, Program(recording, program.global_state))
+            first = program.recording.environment
+            ties_more = recording.environment.ties_more_than(first)
+            self._ties |= ties_more
+            if ties_more or recording.environment.sees_more_than(first):
+                self._exchange(program, Program(recording, program.global_state, ties=self._ties))
             elif not program.grow(divergence, recording):
                 known = (program.root.recording, recording)
                 self._exchange(
@@ -198,7 +202,7 @@ class TraceTree:
             The new program, and where the old run leaves it: a side of it that is live, if the
             two can be told apart by a guard.
         """
-        program = Program(recording, global_state)
+        program = Program(recording, global_state, ties=self._ties)
         assert live.live is not None
         leaves = _parting(recording, live.recording)
         with self._lock:
@@ -352,7 +356,8 @@ class TraceTree:
             if other is program or other.live_only or not other.admits(arguments):
                 continue
             for recording in other.recordings():
-                more = recording.environment.sees_more_than(program.recording.environment)
+                seen, first = recording.environment, program.recording.environment
+                more = seen.sees_more_than(first) or seen.ties_more_than(first)
                 if not (more or recording.tape.blockers) and goes(recording, divergence):
                     return recording
         return None

@@ -16,9 +16,9 @@ __all__ = [
     "computes_names",
     "constant_of",
     "has",
-    "is_read_later",
     "named_in",
     "passed_on",
+    "read_later",
     "single_steps",
     "steps_of",
 ]
@@ -209,16 +209,18 @@ _READS, _WRITES = "read", "write"
 _DOES = {"LOAD": _READS, "DELETE": _READS, "STORE": _WRITES}
 
 
-def is_read_later(code: CodeType, offset: int, slot: int) -> bool:
-    """Return whether the value of a local variable at an instruction may still be read.
+def read_later(code: CodeType, offset: int) -> int:
+    """Return which variables of a frame may still be read from an instruction on.
 
     Args:
         code: the code.
         offset: the current instruction, in bytes.
-        slot: the variable, by its index among the slots of the frame.
+
+    Returns:
+        One bit for each slot of the frame.
     """
     alive = _alive(code).get(offset)
-    return alive is None or slot >= len(code.co_varnames) or bool(alive >> slot & 1)
+    return -1 if alive is None else alive | -1 << len(code.co_varnames)
 
 
 @functools.lru_cache(maxsize=4096)
