@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -732,3 +734,23 @@ def test_a_resumed_run_that_is_given_what_the_model_holds(order: tuple[int, ...]
         assert got[1:3] == wanted[1:3]
         assert torch.equal(model.buf, eager.buf)
     assert bended.stats.live == 0
+
+
+@functools.lru_cache
+def _table(length: int) -> Tensor:
+    return torch.arange(length) * 0.5
+
+
+def test_a_resumed_run_that_can_only_be_run_live_and_takes_from_a_cache() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * _table(3) + random.random() if x.sum() > 0 else x - 1
+
+    bended = bt.BendedModule(model)
+    _table(3)
+    for seed, sign in enumerate((-1, 1, 1, -1, 1)):
+        x = torch.ones(3) * sign
+        random.seed(seed)
+        wanted = model(x)
+        random.seed(seed)
+        assert torch.equal(bended(x), wanted)
+    assert (bended.stats.traces, bended.stats.replays, bended.stats.live) == (2, 1, 3)

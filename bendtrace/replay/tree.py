@@ -154,7 +154,8 @@ class TraceTree:
             first = program.recording.environment
             ties_more = recording.environment.ties_more_than(first)
             self._ties |= ties_more
-            if ties_more or recording.environment.sees_more_than(first):
+            more = ties_more or recording.environment.sees_more_than(first)
+            if more and not recording.tape.blockers:  # those are run live, whatever they see
                 self._exchange(program, Program(recording, program.global_state, ties=self._ties))
             elif not program.grow(divergence, recording):
                 known = (program.root.recording, recording)
