@@ -27,7 +27,6 @@ import sys
 import threading
 import types
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
@@ -38,6 +37,7 @@ from typing import Any, Protocol
 import torch
 
 from bendtrace.environment.reachability import is_torchs, is_users_class
+from bendtrace.environment.settings import SETTINGS
 from bendtrace.source.memory_words import Words
 from bendtrace.source.versions import version_of
 from bendtrace.tape.captured import (
@@ -111,8 +111,8 @@ class WatchedContent:
             self._versions.append(version_of(table))
 
     def add_settings(self, names: set[str]) -> None:
-        """Watch settings of Python's that decide what code does that uses some names."""
-        for asking, value, read, label in _SETTINGS:
+        """Watch settings that decide what code does that uses some names, or some packages."""
+        for asking, value, read, label in SETTINGS:
             if not asking.isdisjoint(names):
                 self._add_content(value, read, label)
 
@@ -395,21 +395,6 @@ def _named(value: Any) -> Any:
 
 # What Python itself keeps of functions and classes.
 PYTHONS = ("__name__", "__qualname__", "__doc__", "__module__")
-
-
-def _filters(module: Any) -> Any:
-    return (*module.filters,)
-
-
-def _precision(module: Any) -> Any:
-    now = module.getcontext()
-    return [now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp, now.traps.copy()]
-
-
-_SETTINGS: tuple[tuple[frozenset[str], Any, Callable[[Any], Any], str], ...] = (
-    (frozenset({"warn", "warn_explicit"}), warnings, _filters, "warnings.filters"),
-    (frozenset({"Decimal", "decimal"}), decimal, _precision, "decimal.getcontext()"),
-)  # fmt: skip
 
 
 def _own_bytes(value: Any) -> Any:

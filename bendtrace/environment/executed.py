@@ -316,7 +316,7 @@ _BY_NAME: dict[str, frozenset[str]] = {
         "getenv", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "encode",
         "decode", "fspath", "_fspath", "__contains__", "get", "setdefault", "copy",
     }),
-    "sys": frozenset({"intern", "exc_info", "exception", "getsizeof", "getrefcount"}),
+    "sys": frozenset({"intern", "exc_info", "exception", "getsizeof"}),
     "posix": frozenset({"fspath"}),
     # What a relative import in a function asks.
     "importlib._bootstrap": frozenset({"parent", "_handle_fromlist"}),

@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -33,6 +33,8 @@ __all__ = [
     "is_value",
     "is_watched",
     "judge_of",
+    "package_of",
+    "packages_of",
     "tells_numbers_apart",
 ]
 
@@ -77,6 +79,20 @@ def is_plain_object(kind: type, depth: int) -> bool:
     if package in sys.stdlib_module_names or package in ("torch", "numpy") or not can_build(kind):
         return False
     return bool(kind.__dictoffset__) or any("__slots__" in vars(cls) for cls in kind.__mro__[:-1])
+
+
+def package_of(value: Any) -> str:
+    """Return the package that a module, class, function or object belongs to."""
+    if isinstance(value, types.ModuleType):
+        name: Any = value.__name__
+    else:
+        name = getattr(value if callable(value) else type(value), "__module__", None)
+    return name.partition(".")[0] if isinstance(name, str) else ""
+
+
+def packages_of(space: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Return the packages of what some names stand for in the globals of a function."""
+    return {package_of(space[name]) for name in names if name in space}
 
 
 def is_settings(value: Any) -> bool:

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from bendtrace.source.bytecode import computes_names, named_in, passed_on
 from bendtrace.source.features import names_off
 from bendtrace.source.sites import TORCH
@@ -25,6 +27,7 @@ __all__ = [
     "DESCRIBED",
     "Reachable",
     "codes_in",
+    "is_constant_namespace",
     "is_finished",
     "is_finished_code",
     "is_installed",
@@ -215,7 +218,7 @@ class _Search:
                 if isinstance(value, types.ModuleType) and id(value) in others:
                     self.modules[id(value)] = value
         computes = not is_finished(function) and _facts_of(function.__code__).computes
-        standard = [] if is_finished(function) else [vars(m) for m in modules if _is_standard(m)]
+        finished = [] if is_finished(function) else _finished_spaces(modules, names)
         for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())
         self.names |= names
@@ -233,13 +236,17 @@ class _Search:
                     self.globals[id(space), name] = (space, name)
                     self.waiting += _function(value)
 
-        for space in standard:  # these are taken to stay as they are, unless they are exchanged
+        for space in finished:  # these are taken to stay as they are, unless they are exchanged
             found = names & space.keys()
             if space is vars(sys) and names.isdisjoint(_OF_STREAMS):
                 found -= _STREAMS  # `print` is done anew by each replay
             for name in found:
-                if not isinstance(self._look(space, name), (type, types.ModuleType)):
-                    self.globals[id(space), name] = (space, name)
+                if isinstance(space[name], types.ModuleType):
+                    continue
+                if is_constant_namespace(space) and _stays(space[name]):
+                    continue  # `monkeypatches.py` looks at functions
+                self._look(space, name)
+                self.globals[id(space), name] = (space, name)
 
     def _look(self, space: Mapping[str, Any], name: str) -> Any:
         """Look a name up, and note that the search depends on what it stands for."""
@@ -507,6 +514,37 @@ def _is_standard(module: types.ModuleType) -> bool:
     """Whether a module is the standard library's, and none whose functions a run exchanges."""
     name = module.__name__.partition(".")[0]
     return name in sys.stdlib_module_names and name not in ("time", "io", "__main__")
+
+
+def _finished_spaces(
+    modules: Iterable[types.ModuleType], names: set[str]
+) -> list[Mapping[str, Any]]:
+    """Return what modules of Python's, torch's and numpy's hold, and named ones in them."""
+    found: dict[int, Mapping[str, Any]] = {}
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if id(vars(module)) not in found and (
+            _is_standard(module) or module.__name__.partition(".")[0] in _CONSTANT
+        ):
+            space = found[id(vars(module))] = vars(module)
+            inner = (space[name] for name in names & space.keys())
+            waiting += (value for value in inner if isinstance(value, types.ModuleType))
+    return [*found.values(), namespace_of(torch.Tensor)]
+
+
+def is_constant_namespace(space: Mapping[str, Any]) -> bool:
+    """Whether only what is no code of a module or class is looked at: it is torch's or numpy's."""
+    name = space.get("__name__") or space.get("__module__")
+    return isinstance(name, str) and name.partition(".")[0] in _CONSTANT
+
+
+def _stays(value: Any) -> bool:
+    return callable(value) or isinstance(value, _STAYING) or hasattr(type(value), "__get__")
+
+
+_CONSTANT = ("torch", "numpy")
+_STAYING = (torch.dtype, torch.layout, torch.memory_format, torch.device)
 
 
 def _function(member: Any) -> list[types.FunctionType]:

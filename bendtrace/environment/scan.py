@@ -41,10 +41,13 @@ from bendtrace.environment.kinds import (
     is_value,
     is_watched,
     judge_of,
+    package_of,
+    packages_of,
 )
 from bendtrace.environment.reachability import (
     DESCRIBED,
     Reachable,
+    is_constant_namespace,
     is_finished,
     is_installed_file,
     is_installed_space,
@@ -630,7 +633,9 @@ class Scan:
     def _scan_installed(self, namespace: Mapping[str, Any], name: str) -> None:
         """Scan a global of installed code: what stands for it, and what is registered there."""
         value = namespace[name]
-        if namespace.get("__name__") in sys.stdlib_module_names:
+        if is_constant_namespace(namespace) or (
+            namespace.get("__name__") in sys.stdlib_module_names
+        ):
             self._scan_name(namespace, name, isinstance(value, (list, dict)) and name != "modules")
         elif isinstance(value, Mapping) and not is_torchs(module_of(type(value))):
             self._scan_name(namespace, name, False)
@@ -642,18 +647,26 @@ class Scan:
         """Watch Python's own settings, as far as the code of the user's names what they decide."""
         found = self.found
         named: set[str] = set()
+        names_abstract = False
+        packages = {package_of(kind) for kind in {part.type for part in found.parts}}
         for function in found.functions:
             if not is_finished(function):
                 names = names_in(function.__code__)
                 named |= names
+                space = function.__globals__
+                packages |= packages_of(space, names)
+                is_asking = not names.isdisjoint(("isinstance", "issubclass"))
+                names_abstract |= is_asking and (
+                    "numbers" in packages or any(type(space.get(n)) is ABCMeta for n in names)
+                )
                 if _SPACES & names or _LOADED <= names:
                     found.block(f"{function.__qualname__} reads globals past their names", "")
-        found.watched_objects.add_settings(named)
+        found.watched_objects.add_settings(named | packages)
         if found.caches and "cache_info" in named:
             found.block("the model asks a cache how often it was asked", "cache_info")
         found.asks_tags = not named.isdisjoint(("getattr", "hasattr", "AttributeError", "vars"))
         classes = [cls for cls in found.depends.classes.values() if is_users_class(cls)]
-        if any(type(cls) is ABCMeta for cls in classes):
+        if names_abstract or any(type(cls) is ABCMeta for cls in classes):
             found.watched_objects.add_registered()
         if not named.isdisjoint(PYTHONS):
             own = [function for function in found.functions if not is_finished(function)]

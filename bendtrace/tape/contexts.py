@@ -79,18 +79,21 @@ _benchmark = torch._C._get_cudnn_benchmark
 _cudnn_deterministic = torch._C._get_cudnn_deterministic
 _cudnn_tf32 = torch._C._get_cudnn_allow_tf32
 _cublas_tf32 = torch._C._get_cublas_allow_tf32
+_Distribution = torch.distributions.Distribution
+_sparse = torch._C._check_sparse_tensor_invariants  # seen in 2.13; test_global_state notices
 
 
 def current_settings() -> tuple[Any, ...]:
     """Return torch's settings that ops, or torch's own Python, read.
 
     Deterministic algorithms (on, and only warning), precision of float32 products, MKLDNN, kinds
-    of attention, anomaly detection, threads, cuDNN, cuBLAS, cached parametrizations.
+    of attention, anomaly detection, threads, cuDNN, cuBLAS, cached parametrizations, checks of
+    distributions and of sparse tensors.
     """
     return (
         _deterministic(), _only_warns(), _precision(), _mkldnn(), _flash(), _efficient(), _math(),
         _anomaly(), _threads(), _cudnn(), _benchmark(), _cudnn_deterministic(), _cudnn_tf32(),
-        _cublas_tf32(), parametrize._cache_enabled,
+        _cublas_tf32(), parametrize._cache_enabled, _Distribution._validate_args, _sparse(),
     )  # fmt: skip
 
 

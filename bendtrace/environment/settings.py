@@ -1,0 +1,93 @@
+"""Settings of Python, of packages and of torch that decide what code does which names them.
+
+What a setting is set to is no global of the code that asks for it. It is watched where the code of
+the user names what reads it, or a package that has it.
+"""
+
+from __future__ import annotations
+
+import calendar
+import copyreg
+import csv
+import decimal
+import logging
+import reprlib
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+__all__ = ["SETTINGS"]
+
+
+def _filters(module: Any) -> Any:
+    return (*module.filters,)
+
+
+def _precision(module: Any) -> Any:
+    now = module.getcontext()
+    return [now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp, now.traps.copy()]
+
+
+def _of_numpy(loaded: Any) -> Any:
+    numpy = loaded.modules.get("numpy")
+    if numpy is None:
+        return []
+    printing = numpy.get_printoptions().values()
+    return [*numpy.geterr().values(), numpy.geterrcall(), numpy.getbufsize(), *printing]
+
+
+def _of_pandas(loaded: Any) -> Any:
+    config = loaded.modules.get("pandas._config.config")
+    found: list[Any] = []
+    waiting = [] if config is None else [config._global_config]
+    while waiting:
+        for value in waiting.pop().values():
+            (waiting if isinstance(value, dict) else found).append(value)
+    return found
+
+
+def _numpys_random_state(loaded: Any) -> Any:
+    numpy = loaded.modules.get("numpy")
+    if numpy is None:
+        return []
+    kind, words, *others = numpy.random.get_state()
+    return [kind, words.tobytes(), *others]
+
+
+# What code names, what has the setting, what reads it, and what it is called in messages.
+SETTINGS: tuple[tuple[frozenset[str], Any, Callable[[Any], Any], str], ...] = (
+    (frozenset({"warn", "warn_explicit"}), warnings, _filters, "warnings.filters"),
+    (frozenset({"Decimal", "decimal"}), decimal, _precision, "decimal.getcontext()"),
+    (frozenset({"numpy"}), sys, _of_numpy, "a setting of numpy's"),
+    (frozenset({"get_state"}), sys, _numpys_random_state, "numpy.random.get_state()"),
+    (frozenset({"reprlib"}), reprlib, lambda module: [*vars(module.aRepr).values()],
+     "reprlib.aRepr"),
+    (frozenset({"calendar"}), calendar, lambda module: [module.firstweekday()],
+     "calendar.firstweekday()"),
+    (frozenset({"csv", "_csv"}), csv, lambda module: [module.field_size_limit()],
+     "csv.field_size_limit()"),
+    (frozenset({"time", "datetime"}), time, attrgetter("tzname", "timezone", "altzone", "daylight"),
+     "the time zone"),
+    (frozenset({"stdout", "stderr", "stdin"}), sys, attrgetter("stdout", "stderr", "stdin"),
+     "sys.stdout"),
+    (frozenset({"get_verbosity"}), logging,
+     lambda module: [module.getLogger("transformers").getEffectiveLevel()], "get_verbosity()"),
+    (frozenset({"pandas"}), sys, _of_pandas, "a setting of pandas"),
+    (frozenset({"copy", "deepcopy", "pickle"}), copyreg,
+     lambda module: [*chain.from_iterable(module.dispatch_table.items())], "copyreg"),
+    (frozenset({"opt_einsum"}), torch.backends.opt_einsum,
+     lambda module: [module.enabled, module.strategy], "torch.backends.opt_einsum"),
+    (frozenset({"get_overwrite_module_params_on_conversion"}), torch.__future__,
+     lambda module: [*vars(module).values()], "torch.__future__"),
+    (frozenset({"fill_uninitialized_memory"}), torch.utils.deterministic,
+     lambda module: [module.fill_uninitialized_memory], "fill_uninitialized_memory"),
+    (frozenset({"hub"}), torch.hub, lambda module: [module._hub_dir], "torch.hub.get_dir()"),
+    (frozenset({"get_sharing_strategy"}), torch.multiprocessing,
+     lambda module: [module.get_sharing_strategy()], "get_sharing_strategy()"),
+)  # fmt: skip

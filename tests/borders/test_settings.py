@@ -1,0 +1,200 @@
+"""Settings of Python, of packages and of torch that a model reads, changed between calls."""
+
+from __future__ import annotations
+
+import calendar
+import copy
+import copyreg
+import csv
+import datetime
+import decimal
+import itertools
+import math
+import os
+import reprlib
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import bendtrace as bt
+from tests.promise import bits
+
+_ARRAY = np.array([0.123456789, 1e-9])
+_THIRD = decimal.Decimal(1) / decimal.Decimal(7)
+_HUB = torch.hub.get_dir()
+
+
+class _Kept:
+    """Something that is copied."""
+
+
+_KEPT = _Kept()
+
+
+def _divided(x: Tensor) -> Tensor:
+    try:
+        return x + bool((_ARRAY / np.zeros(2))[0] > 0)
+    except FloatingPointError:
+        return x - 1
+
+
+def _validated(x: Tensor) -> Tensor:
+    try:
+        return torch.distributions.Normal(x, -torch.ones(3)).mean
+    except ValueError:
+        return x - 1
+
+
+def _zone(name: str) -> Callable[[], None]:
+    def change() -> None:
+        os.environ["TZ"] = name
+        time.tzset()
+
+    return change
+
+
+def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(owner, name, value)
+
+
+# What is read, how it is changed, and how that is put back.
+_Case = tuple[Callable[[Tensor], Any], Callable[[], Any], Callable[[], Any]]
+_PRINTED = lambda: np.set_printoptions(precision=2)  # noqa: E731
+_AS_EVER = lambda: np.set_printoptions(precision=8)  # noqa: E731
+_CASES: dict[str, _Case] = {
+    "text_of_an_array": (lambda x: (x, str(_ARRAY)), _PRINTED, _AS_EVER),
+    "form_of_an_array": (lambda x: (x, f"{_ARRAY!r}"), _PRINTED, _AS_EVER),
+    "numpy_array2string": (lambda x: (x, np.array2string(_ARRAY)), _PRINTED, _AS_EVER),
+    "numpy_printoptions": (lambda x: x * np.get_printoptions()["precision"], _PRINTED, _AS_EVER),
+    "numpy_errors": (
+        _divided, lambda: np.seterr(divide="raise"), lambda: np.seterr(divide="ignore"),
+    ),
+    "numpy_bufsize": (
+        lambda x: x * np.getbufsize(), lambda: np.setbufsize(16384), lambda: np.setbufsize(8192),
+    ),
+    "numpy_random_state": (
+        lambda x: (x, int(np.random.get_state()[1][0])),
+        lambda: np.random.seed(3), lambda: np.random.seed(4),
+    ),
+    "decimal_operator": (
+        lambda x: x * float(_THIRD / 3),
+        lambda: _set(decimal.getcontext(), "prec", 3)(),
+        lambda: _set(decimal.getcontext(), "prec", 28)(),
+    ),
+    "reprlib": (
+        lambda x: (x, reprlib.repr([1] * 9)),
+        _set(reprlib.aRepr, "maxlist", 2), _set(reprlib.aRepr, "maxlist", 6),
+    ),
+    "calendar": (
+        lambda x: x * (1 + calendar.firstweekday()),
+        lambda: calendar.setfirstweekday(6), lambda: calendar.setfirstweekday(0),
+    ),
+    "csv": (
+        lambda x: x * csv.field_size_limit(),
+        lambda: csv.field_size_limit(5), lambda: csv.field_size_limit(131072),
+    ),
+    "time_zone": (lambda x: x * (1 + time.timezone), _zone("Asia/Tokyo"), _zone("UTC")),
+    "time_stamp": (
+        lambda x: x * (1 + datetime.datetime.fromtimestamp(0).hour),
+        _zone("Asia/Tokyo"), _zone("UTC"),
+    ),
+    "stdout": (
+        lambda x: x * (2 if sys.stdout is sys.stderr else 3),
+        _set(sys, "stdout", sys.stderr), _set(sys, "stdout", sys.stdout),
+    ),
+    "copyreg": (
+        lambda x: x * (2 if isinstance(copy.copy(_KEPT), _Kept) else 3),
+        lambda: copyreg.pickle(_Kept, lambda _: (list, ())),
+        lambda: copyreg.dispatch_table.pop(_Kept, None),
+    ),
+    "function_of_a_module_in_a_module": (
+        lambda x: x * len(os.path.join("a", "b")),
+        _set(os.path, "join", lambda *_: "z"), _set(os.path, "join", os.path.join),
+    ),
+    "class_of_a_module": (
+        lambda x: x * len(list(itertools.pairwise([1, 2, 3]))),
+        _set(itertools, "pairwise", zip), _set(itertools, "pairwise", itertools.pairwise),
+    ),
+    "transformers_verbosity": (
+        lambda x: x * transformers.logging.get_verbosity(),
+        transformers.logging.set_verbosity_debug, transformers.logging.set_verbosity_error,
+    ),
+    "distributions_validation": (
+        _validated,
+        lambda: torch.distributions.Distribution.set_default_validate_args(False),
+        lambda: torch.distributions.Distribution.set_default_validate_args(True),
+    ),
+    "sparse_invariants": (
+        lambda x: x * (2 if torch.sparse.check_sparse_tensor_invariants.is_enabled() else 3),
+        torch.sparse.check_sparse_tensor_invariants.enable,
+        torch.sparse.check_sparse_tensor_invariants.disable,
+    ),
+    "overwriting_parameters": (
+        lambda x: x * (2 if torch.__future__.get_overwrite_module_params_on_conversion() else 3),
+        lambda: torch.__future__.set_overwrite_module_params_on_conversion(True),
+        lambda: torch.__future__.set_overwrite_module_params_on_conversion(False),
+    ),
+    "filled_memory": (
+        lambda x: x * (2 if torch.utils.deterministic.fill_uninitialized_memory else 3),
+        _set(torch.utils.deterministic, "fill_uninitialized_memory", False),
+        _set(torch.utils.deterministic, "fill_uninitialized_memory", True),
+    ),
+    "opt_einsum": (
+        lambda x: x * (2 if torch.backends.opt_einsum.enabled else 3),
+        _set(torch.backends.opt_einsum, "enabled", False),
+        _set(torch.backends.opt_einsum, "enabled", True),
+    ),
+    "hub": (
+        lambda x: x * len(torch.hub.get_dir()),
+        lambda: torch.hub.set_dir("elsewhere"), lambda: torch.hub.set_dir(_HUB),
+    ),
+    "constant_of_torch": (
+        lambda x: x * torch.pi, _set(torch, "pi", 3.0), _set(torch, "pi", math.pi),
+    ),
+    "constant_of_a_module_of_torch": (
+        lambda x: x * torch.nn.functional.of_the_users,
+        _set(torch.nn.functional, "of_the_users", 5), _set(torch.nn.functional, "of_the_users", 1),
+    ),
+    "constant_of_numpy": (
+        lambda x: x * np.of_the_users, _set(np, "of_the_users", 5), _set(np, "of_the_users", 1),
+    ),
+    "constant_of_tensors": (
+        lambda x: x * x.of_the_users,
+        _set(Tensor, "of_the_users", 5), _set(Tensor, "of_the_users", 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", _CASES)
+def test_a_setting_that_changes_between_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, change, restore = _CASES[name]
+    monkeypatch.setenv("TZ", "UTC")  # which is put back
+    for owner in (torch.nn.functional, np, Tensor):
+        monkeypatch.setattr(owner, "of_the_users", 1, raising=False)
+    # Of this file only what the function names is read.
+    model = types.FunctionType(function.__code__, globals(), name, None, function.__closure__)
+    bended = bt.BendedModule(model)
+    seen = []
+    try:
+        for step in (restore, None, change, None, restore, None):
+            if step is not None:
+                step()
+            x = torch.tensor([1.0, 2.0, 3.0])
+            wanted, given = function(x.clone()), bended(x.clone())
+            assert bits(given) == bits(wanted)
+            seen.append(repr(bits(wanted)))
+    finally:
+        restore()
+        time.tzset()
+    assert seen[2] != seen[1], "the function does not depend on it"
+    assert seen[4] == seen[1]
+    assert bended.stats.replays >= 2 or bended.stats.live
