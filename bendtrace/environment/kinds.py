@@ -27,6 +27,7 @@ __all__ = [
     "code_of",
     "container_kind",
     "definitions",
+    "hides_attributes",
     "is_constant",
     "is_plain_object",
     "is_settings",
@@ -93,6 +94,13 @@ def package_of(value: Any) -> str:
 def packages_of(space: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     """Return the packages of what some names stand for in the globals of a function."""
     return {package_of(space[name]) for name in names if name in space}
+
+
+def hides_attributes(value: Any, kind: type) -> bool:
+    """Whether an object gives something else for the dict of its attributes."""
+    if not isinstance(kind.__getattribute__, types.FunctionType) or not kind.__dictoffset__:
+        return False
+    return getattr(value, "__dict__", None) is not object.__getattribute__(value, "__dict__")
 
 
 def is_settings(value: Any) -> bool:

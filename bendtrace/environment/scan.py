@@ -35,6 +35,7 @@ from bendtrace.environment.kinds import (
     code_of,
     container_kind,
     definitions,
+    hides_attributes,
     is_constant,
     is_plain_object,
     is_settings,
@@ -286,6 +287,9 @@ class Scan:
             held = found.held[part.index] = {value.name: value.get(UNSET)}
             inside = Route(part, Access.CONTEXT, value.name, value.name, False)
             self._scan(held[value.name], inside)
+        elif hides_attributes(value, kind):
+            self._add(value, route, CaptureKind.IDENTITY)
+            found.block(f"{kind.__qualname__}.__getattribute__ hides what {route.label} holds", "")
         elif not route.is_argument and is_plain_object(kind, route.depth) and is_settings(value):
             self.met_object(kind)
             # A configuration: it is not made anew by each call, so it is taken to be the same

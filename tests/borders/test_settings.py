@@ -173,6 +173,26 @@ _CASES: dict[str, _Case] = {
 }  # fmt: skip
 
 
+class _Answers:
+    """Answers for all attributes, also those that Python has."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return _answer[0]
+
+
+_answer = [1]
+_ANSWERS = _Answers()
+
+
+def test_an_object_that_answers_for_all_of_its_attributes() -> None:
+    bended = bt.BendedModule(lambda x: x * _ANSWERS.anything)
+    for answer in (1, 1, 3, 1):
+        _answer[0] = answer
+        assert torch.equal(bended(torch.ones(2)), torch.ones(2) * answer)
+    assert bended.stats.live == 4
+    assert bended.why_live == ("_Answers.__getattribute__ hides what _ANSWERS holds",)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", _CASES)
 def test_a_setting_that_changes_between_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
