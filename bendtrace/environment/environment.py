@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
@@ -227,7 +227,7 @@ class Environment(Found):
                         self.leaves_watched_objects = True  # perhaps only the first run does
                     self.block(f"the run changes {key} of {part.label}", key)
             return
-        if part.kind is not CaptureKind.IDENTITY and list(before) != list(now):
+        if part.kind is not CaptureKind.IDENTITY and not _in_one_order(before, now):
             if set(before) == set(now):
                 self.block(f"the run changes the order of {part.label}", part.label)
         if part.kind is CaptureKind.LIST and len(before) != len(now):
@@ -248,6 +248,14 @@ class Environment(Found):
             if part.kind in _LET_GO and part.access is not Access.FIXED:
                 part.value = None
         self.by_id.clear()
+
+
+def _in_one_order(before: Iterable[Any], now: Iterable[Any]) -> bool:
+    """Whether the keys of a dict are those that they were, in that order."""
+    try:
+        return list(before) == list(now)
+    except RuntimeError:  # tensors, which are compared item by item
+        return [*map(id, before)] == [*map(id, now)]
 
 
 _COPIED = (CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY)  # compared with a copy

@@ -20,6 +20,8 @@ from bendtrace.source.usage import stores_outside
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     Array,
+    AttributeKey,
+    CaptureKind,
     attributes_of,
     is_array,
     slots_of,
@@ -125,7 +127,8 @@ class Encoder:
             return (list(recorded) if kind is list else recorded), use
         if kind is dict:
             recorded, use = self.arguments(tuple(value.values()))
-            return dict(zip(value, recorded, strict=True)), dict(zip(value, use, strict=True))
+            keys = [self.key(key, "an argument") for key in value]
+            return dict(zip(keys, recorded, strict=True)), dict(zip(value, use, strict=True))
         if kind is slice:
             parts = (value.start, value.stop, value.step)
             recorded, use = self.arguments(parts)
@@ -197,10 +200,11 @@ class Encoder:
         if kind is tuple or kind is list:
             return kind(inside(item) for item in value)
         if kind is dict:
-            # A traced key was guarded when it was hashed.
-            return {without_traced(key): inside(item) for key, item in value.items()}
+            return {self.key(key, what): inside(item) for key, item in value.items()}
         if kind is slice:
             return slice(inside(value.start), inside(value.stop), inside(value.step))
+        if kind is types.BuiltinFunctionType and isinstance(value.__self__, Tensor):
+            return Made(getattr, inside(value.__self__), value.__name__)
         if _is_constant(value):
             return value
         if kind is types.FunctionType:
@@ -221,11 +225,40 @@ class Encoder:
             return Opaque(value)
         instance = Instance(kind)
         if isinstance(value, dict):
-            instance.items = {without_traced(key): inside(v) for key, v in dict.items(value)}
+            instance.items = {self.key(key, what): inside(v) for key, v in dict.items(value)}
         elif isinstance(value, (tuple, list, set, frozenset)):
             instance.items = [inside(item) for item in value]
         instance.attributes = {name: inside(item) for name, item in attributes_of(value).items()}
         return instance
+
+    def key(self, key: Any, what: str) -> Any:
+        """Return a key of a dict as each run gives it.
+
+        A traced key was guarded when it was hashed.
+        """
+        kind = type(key)
+        if kind in PLAIN_TYPES:
+            return key
+        key = without_traced(key)
+        if not self._is_steady(key):
+            self._values.tape.block(
+                f"{what} contains a {kind.__qualname__} as a key, which a replay could not "
+                f"rebuild ({self._values.here()})"
+            )
+        return key
+
+    def _is_steady(self, key: Any) -> bool:
+        """Whether a key is the same in every run."""
+        if type(key) in PLAIN_TYPES or isinstance(key, (Enum, AttributeKey)):
+            return True
+        if isinstance(key, Tensor):
+            return False
+        part = self._values.environment.find(key)
+        if part is not None:
+            return part.kind in (CaptureKind.IDENTITY, CaptureKind.MODULE, CaptureKind.PLAIN)
+        if isinstance(key, (tuple, frozenset)):
+            return all(map(self._is_steady, key))
+        return _is_constant(key)
 
     def leniently(self, value: Any, depth: int = 0) -> Any:
         """Encode the arguments of a module, as far as ops have seen them."""
@@ -296,7 +329,12 @@ def make_keys_plain(container: dict[Any, Any]) -> None:
 
 def _is_constant(value: Any) -> bool:
     """Return whether an object without tensors is the same in every run."""
-    if isinstance(value, (type, types.BuiltinFunctionType, types.MethodDescriptorType)):
+    if isinstance(value, types.BuiltinFunctionType):
+        owner = value.__self__
+        return owner is None or isinstance(owner, (types.ModuleType, type))
+    if isinstance(value, type):
+        return not is_made_anew(value)
+    if isinstance(value, types.MethodDescriptorType):
         return True
     if isinstance(value, types.FunctionType):
         # A nested function, and a lambda, can be created anew by each run.
@@ -307,6 +345,14 @@ def _is_constant(value: Any) -> bool:
     if is_wiring(value):
         return True
     return isinstance(value, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket))
+
+
+def is_made_anew(cls: type) -> bool:
+    """Whether a class may be defined by a run: it is not found by its name."""
+    found: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is not cls
 
 
 _TENSORS = frozenset({Tensor, nn.Parameter})

@@ -189,7 +189,7 @@ class Finish:
                 self.environment.filled_caches[cache] = entries_of(cache)
         memo: dict[int, Any] = {}
         for change in changes:
-            change.key = without_traced(change.key)
+            change.key = self._encoder.key(change.key, f"what is assigned to {change.label}")
             encoded = self._encoder.output(
                 change.value, f"what is assigned to {change.label}", memo
             )
