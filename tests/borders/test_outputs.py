@@ -82,6 +82,27 @@ def test_a_dict_of_the_model_with_tensors_as_keys() -> None:
         assert torch.equal(value, x * 2)
 
 
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_the_order_of_a_dict_in_which_a_key_is_put_back(kind: type[dict[str, Any]]) -> None:
+    class Moves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = kind(a=1, b=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept["c"] = x
+            self.kept["a"] = self.kept.pop("a")
+            return x * 2
+
+    eager, model = Moves(), Moves()
+    bended = bt.BendedModule(model)
+    for _ in range(4):
+        for one in (eager, model):
+            one.kept = kind(a=1, b=2)
+        assert torch.equal(bended(torch.ones(2)), eager(torch.ones(2)))
+        assert list(model.kept) == list(eager.kept) == ["b", "c", "a"]
+
+
 def test_an_op_that_is_given_a_dict_with_tensors_as_keys() -> None:
     total = bt.opaque(lambda given: sum(key * value for key, value in given.items()))
     bended = bt.BendedModule(lambda x: total({x: 2}))
