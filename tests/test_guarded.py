@@ -8,6 +8,7 @@ sequence, the `BendedModule` has to give, served as the last cell of the row say
 from __future__ import annotations
 
 import array
+import calendar
 import collections
 import contextvars
 import copy
@@ -1672,10 +1673,27 @@ change(
     lambda m, p: p.setitem(globals(), "len", lambda x: 9),
 )  # fmt: skip
 LOGGER = logging.getLogger("of a model")
-OF_PYTHON = "Python's settings: levels of loggers, filters of warnings, the precision of `decimal`"
+OF_PYTHON = (
+    "Python's settings: levels of loggers, filters of warnings, the precision of `decimal`, "
+    "`reprlib`, `calendar`, `csv`, the time zone, `copyreg`"
+)
+OF_PACKAGES = (
+    "settings of packages: how numpy prints and what it raises, options of pandas, the verbosity "
+    "of transformers"
+)
 case(OF_PYTHON, mode=lambda: Attribute(LOGGER.setLevel, "DEBUG", "NOTSET"))(
     lambda: lambda x: x * LOGGER.getEffectiveLevel()
 )
+case(OF_PYTHON, mode=lambda: Attribute(calendar.setfirstweekday, 6, 0))(
+    lambda: lambda x: x * (1 + calendar.firstweekday())
+)
+case(OF_PACKAGES, mode=lambda: Attribute(np.setbufsize, 16384, 8192))(
+    lambda: lambda x: x * np.getbufsize()
+)
+change(
+    "attributes of modules of torch and numpy that are no functions: `torch.pi`, one of your own",
+    lambda: lambda x: x * torch.pi, lambda m, p: p.setattr(torch, "pi", 3.0),
+)  # fmt: skip
 
 # What is not seen
 
