@@ -72,8 +72,8 @@ class HookManager(hooks.HookManager):
             hook_fn_name: name of the function; its `repr` by default.
             activate: whether to activate the hooks.
             retain_forward_cache: whether to call it with `(module, grad_in, grad_out, inputs,
-                outputs)`, the last two as forward hooks receive them: what the model writes to these
-                tensors afterwards is visible. A module may then be called once before each
+                outputs)`, the last two as forward hooks receive them: what the model writes to
+                these tensors afterwards is visible. A module may then be called once before each
                 backward pass: for several calls it would not be known which values belong to which
                 gradients.
             **named_modules: modules by the names to register them under.
