@@ -1,4 +1,4 @@
-"""Facets: the parts of values that have a meaning, found by what a recorded run does with them."""
+"""Finds facets: the parts of values that have a meaning, by what a recorded run does with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +13,9 @@ from torch import Tensor
 
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
+from bendtrace.paths.nodes import NodePath
 from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, map_refs
+from bendtrace.workflows._facet import Facet, Facets
 
 __all__ = ["Facet", "Facets", "facets"]
 
@@ -29,185 +30,10 @@ _PROJECTS = frozenset("linear addmm matmul mm bmm __matmul__ baddbmm conv1d".spl
 _PRODUCTS = frozenset("matmul bmm __matmul__ baddbmm".split())
 _SCALES = frozenset(
     "mul div true_divide add sub masked_fill where dropout softmax __mul__ __truediv__ __add__ "
-    "mul_ div_ add_ clamp float to half bfloat16 type_as contiguous".split()
+    "mul_ div_ add_ clamp float to half bfloat16 type type_as contiguous view reshape".split()
 )
 # Gates of torch's fused cells, in the order of their rows.
 _GATES = {"lstm": "ifgo", "lstm_cell": "ifgo", "gru": "rzn", "gru_cell": "rzn"}
-
-
-@dataclass(frozen=True)
-class Facet:
-    """A part of the value of a node: some positions along one dimension, in equal groups.
-
-    Attributes:
-        name: "q", "k", "v" and "z" of an attention, z being what its heads return; "gate.i" and the
-            like; "state.h", "state.c"; "router", "experts", "expert.0".
-        path: path of the node, or of the parameter.
-        scope: qualified name of the module whose code uses the part.
-        dim: the dimension.
-        index: for each group, such as a head or an expert, its positions; None for all positions.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> q = bt.workflows.Facet("q", "qkv", "", -1, ((0, 1), (2, 3)))
-        >>> q.value(torch.arange(6.0)[None]), q.part(1).slice
-        (tensor([[[0., 1.],
-                 [2., 3.]]]), (Ellipsis, slice(2, 4, None)))
-    """
-
-    name: str
-    path: str
-    scope: str
-    dim: int
-    index: tuple[tuple[int, ...], ...] | None
-
-    @property
-    def parts(self) -> int:
-        """The number of groups: of heads, or of experts."""
-        return 1 if self.index is None else len(self.index)
-
-    def part(self, *numbers: int) -> Facet:
-        """Return the facet of some groups alone: the second head is `q.part(1)`.
-
-        Args:
-            *numbers: groups, counted from 0.
-
-        Raises:
-            InputError: there is no such group.
-        """
-        groups = self.index
-        if groups is None or not all(-len(groups) <= number < len(groups) for number in numbers):
-            raise InputError(f"{self.name} at {self.path!r} has {self.parts} parts, not {numbers}")
-        return replace(self, index=tuple(groups[number] for number in numbers))
-
-    @property
-    def slice(self) -> Any:
-        """The part as an index of the whole value, as patches take it: `slice=facet.slice`."""
-        if self.index is None:
-            return ...
-        flat = [position for group in self.index for position in group]
-        start, stop = flat[0], flat[-1] + 1
-        where: Any = slice(start, stop) if flat == list(range(start, stop)) else flat
-        if self.dim >= 0:
-            return (*[slice(None)] * self.dim, where)
-        return (..., where, *[slice(None)] * (-1 - self.dim))
-
-    def value(self, saved: Any) -> Any:
-        """Return the part of a value.
-
-        Args:
-            saved: the value of the node, or what contains it by path or by layer: the result of
-                `get_activations`, or a trace that saved it.
-
-        Returns:
-            The part. Instead of the dimension it has two, for the groups and for the positions in
-            one, if there are several groups. Gradients pass through it.
-
-        Raises:
-            InputError: the value is not there, or is too small.
-        """
-        return self._taken(self._whole(saved, "tensor_contents"))
-
-    def gradient(self, trace: Trace) -> Any:
-        """Return the part of the gradient that a trace saved (`save_gradients=True`).
-
-        Args:
-            trace: the trace, after the backward pass.
-
-        Raises:
-            InputError: there is no gradient.
-        """
-        return self._taken(self._whole(trace, "grad_contents"))
-
-    def edited(self, whole: Tensor, new: Any) -> Tensor:
-        """Return a copy of the value of the node with another part.
-
-        With `interject`: `bended.interject(q.path, lambda x: q.edited(x, f(q.value(x))))`.
-
-        Args:
-            whole: the value of the node.
-            new: the new part, of the shape that `value` returns, or what broadcasts to it.
-
-        Raises:
-            InputError: the value is too small.
-        """
-        part = self._taken(whole)
-        given = torch.as_tensor(new, dtype=whole.dtype, device=whole.device).expand(part.shape)
-        if self.index is None:
-            return given.clone()
-        if self.parts > 1:
-            dim = self.dim if self.dim >= 0 else whole.dim() + self.dim
-            given = given.flatten(dim, dim + 1)
-        made = whole.clone()
-        made[self.slice] = given
-        return made
-
-    def _whole(self, saved: Any, field: str) -> Tensor:
-        if isinstance(saved, Trace):
-            entry = next((one for one in saved.entries if one.node_path == self.path), None)
-            try:
-                found = None if entry is None else getattr(entry, field)
-            except (LookupError, ValueError) as error:
-                raise InputError(f"the trace has not saved {self.path!r}: {error}") from error
-        elif isinstance(saved, Mapping):
-            if self.path not in saved:
-                raise InputError(f"there is no {self.path!r} among these values: {list(saved)}")
-            found = saved[self.path]
-        else:
-            found = saved
-        if not isinstance(found, Tensor):
-            raise InputError(f"{self.path!r} has no tensor here, but {found!r}")
-        return found
-
-    def _taken(self, whole: Tensor) -> Tensor:
-        if self.index is None:
-            return whole
-        last = max(map(max, self.index))
-        dim = self.dim if self.dim >= 0 else whole.dim() + self.dim
-        if not 0 <= dim < whole.dim() or whole.shape[dim] <= last:
-            raise InputError(
-                f"{self.name} reaches position {last} of dimension {self.dim} at {self.path!r}, and "
-                f"this value has shape {tuple(whole.shape)}"
-            )
-        part: Tensor = whole[self.slice]
-        if self.parts > 1:
-            part = part.unflatten(dim, (self.parts, len(self.index[0])))
-        return part
-
-    def __repr__(self) -> str:
-        parts = f" in {self.parts} parts" if self.parts > 1 else ""
-        return f"<facet {self.name} of {self.path or '<root>'}{parts}>"
-
-
-class Facets(tuple[Facet, ...]):
-    """The facets of a run, in order.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> trace = bt.trace(torch.nn.LSTMCell(2, 3), torch.ones(1, 2))
-        >>> bt.facets(trace).named("gate.f")
-        (<facet gate.f of weight_ih>, <facet gate.f of weight_hh>, <facet gate.f of bias_ih>, \
-<facet gate.f of bias_hh>)
-    """
-
-    __slots__ = ()
-
-    def named(self, name: str, scope: str | None = None) -> Facets:
-        """Return the facets with a name.
-
-        Args:
-            name: the name: "q", "gate.i", ...; "gate" stands for all gates.
-            scope: qualified name of a module: only those in it.
-        """
-        return Facets(
-            facet
-            for facet in self
-            if (facet.name == name or facet.name.startswith(f"{name}."))
-            and (scope is None or f"{facet.scope}.".startswith(f"{scope}."))
-        )
-
-    def __repr__(self) -> str:
-        return super().__repr__()
 
 
 def facets(trace: Trace) -> Facets:
@@ -275,7 +101,8 @@ class _Finder:
                 continue
             name = _name(op)
             if name == "scaled_dot_product_attention":
-                yield from self.attention(op, *map(_ref, _arguments(op, "query key value")), op)
+                q, k, v = map(_ref, _arguments(op, "query key value"))
+                yield from self.attention(op, q, k, v, op)
             elif name in ("softmax", "_softmax"):
                 yield from self.products(op)
             elif name in _GATES:
@@ -288,7 +115,7 @@ class _Finder:
     # Places
 
     def path(self, index: int) -> str:
-        return re.sub(r":\d+", "", self.trace.run.tree.path_of(index))
+        return NodePath(re.sub(r":\d+", "", self.trace.run.tree.path_of(index)))
 
     def facet(self, name: str, index: int, scope: Op, dim: int, groups: Any) -> Iterator[Facet]:
         path = self.path(index)
@@ -299,6 +126,9 @@ class _Finder:
     def shape(self, index: int) -> tuple[int, ...] | None:
         meta = self.ops[index].meta
         return meta.shape if isinstance(meta, TensorMeta) else None
+
+    def size(self, index: int) -> int:
+        return torch.Size(self.shape(index) or ()).numel()
 
     # Attention
 
@@ -312,10 +142,10 @@ class _Finder:
             yield from self.attention(softmax, q, k, v, total)
 
     def back(self, op: Op, through: frozenset[str], wanted: frozenset[str]) -> Op | None:
-        """Return the nearest op before this one that has one of the names, and a shape like it."""
-        shape = self.shape(op.index)
+        """Return the nearest op before this one that has one of the names, and as many elements."""
+        size = self.size(op.index)
         for _ in range(16):
-            before = [i for i in op.operands if self.shape(i) == shape]
+            before = [i for i in op.operands if self.size(i) == size]
             if not before:
                 return None
             op = self.ops[before[0]]
@@ -340,10 +170,13 @@ class _Finder:
     def attention(
         self, op: Op, q: int | None, k: int | None, v: int | None, result: Op
     ) -> Iterator[Facet]:
+        heads = 0
         for name, index in (("q", q), ("k", k), ("v", v)):
-            if index is not None:
-                yield from self.projected(name, index, op)
-        yield from self.returned(result, op)
+            for facet in () if index is None else self.projected(name, index, op):
+                heads = facet.parts if name == "q" else heads
+                yield facet
+        if heads:
+            yield from self.returned(result, op, heads)
 
     def projected(self, name: str, end: int, op: Op) -> Iterator[Facet]:
         """Yield the part of a projection that becomes an operand of an attention."""
@@ -378,10 +211,20 @@ class _Finder:
             yield from self.facet(name, self.last_like(source), op, -1, best)
 
     def projects(self, op: Op) -> bool:
-        return _name(op) in _PROJECTS and any(
-            self.ops[index].kind is OpKind.STATE and len(self.shape(index) or ()) >= 2
-            for index in op.operands
-        )
+        return _name(op) in _PROJECTS and any(map(self.is_weight, op.operands))
+
+    def is_weight(self, index: int) -> bool:
+        """Return whether a value is a matrix of the model, or a part of one."""
+        while len(self.shape(index) or ()) >= 2:
+            op = self.ops[index]
+            if op.kind is OpKind.STATE:
+                return True
+            if _name(op) not in _MOVES | _KEEPS or not op.operands:
+                return False
+            index = op.operands[0]
+            if isinstance(self.ops[index].meta, tuple) and self.ops[index].operands:
+                index = self.ops[index].operands[0]  # a chunk of it
+        return False
 
     def shape_like(self, index: int) -> bool:
         meta = self.ops[index].meta
@@ -430,12 +273,12 @@ class _Finder:
         except (TypeError, ValueError, RuntimeError, IndexError):
             return None
 
-    def returned(self, result: Op, op: Op) -> Iterator[Facet]:
+    def returned(self, result: Op, op: Op, heads: int) -> Iterator[Facet]:
         """Yield what the heads return, at the last value before it is projected."""
         shape = self.shape(result.index) or ()
-        if len(shape) < 3:
+        if len(shape) < 3 or shape[-3] % heads:
             return
-        heads, depth = shape[-3], shape[-1]
+        depth = shape[-1]
         maps = self.moved(result.index, {result.index, *self.followers(result.index)})
         merged = [
             index
@@ -521,7 +364,10 @@ class _Finder:
         return None
 
     def lstm(
-        self, squashed: Mapping[int, tuple[str, int] | None], names: list[str], states: dict[str, int]
+        self,
+        squashed: Mapping[int, tuple[str, int] | None],
+        names: list[str],
+        states: dict[str, int],
     ) -> None:
         """Name the gates of an LSTM by what each is multiplied with."""
         inner = [n for n, one in squashed.items() if one is not None and one[0] == "tanh"]
@@ -602,7 +448,7 @@ class _Finder:
             inside = model.get_submodule(owner) if isinstance(model, torch.nn.Module) else None
             is_list = isinstance(inside, torch.nn.ModuleList) and len(inside) == count
             if is_list and isinstance(call.output, Ref):
-                made = re.sub(r":\d+", "", self.trace.run.tree.path_of(call.output.index))
+                made = self.path(call.output.index)
                 if made:
                     yield Facet(f"expert.{number}", made, owner, -1, None)
 
@@ -623,13 +469,16 @@ def _arguments(op: Op, names: str) -> list[Any]:
 
 def _operands(op: Op) -> tuple[int | None, int | None]:
     """Return the two factors of a product."""
-    found = list(map(_ref, op.args))[1 if _name(op) == "baddbmm" else 0 :]
-    return (found + [None, None])[0], (found + [None, None])[1]
+    names = "input batch1 batch2" if _name(op) == "baddbmm" else "input other"
+    if _name(op) == "bmm":
+        names = "input mat2"
+    one, other = list(map(_ref, _arguments(op, names)))[-2:]
+    return one, other
 
 
 def _grid(places: Tensor) -> list[int]:
     """Return the elements along the last dimension of the first row."""
-    return places.reshape(-1, places.shape[-1])[0].tolist()  # type: ignore[no-any-return]
+    return places.reshape(-1, places.shape[-1])[0].tolist()
 
 
 def _groups(places: Tensor, width: int) -> list[list[int]] | None:
@@ -662,4 +511,4 @@ def _groups(places: Tensor, width: int) -> list[list[int]] | None:
     if len(set(flat)) != len(flat):
         return None
     rows = table.reshape(-1, features.shape[-1])
-    return rows.tolist()  # type: ignore[no-any-return]
+    return rows.tolist()
