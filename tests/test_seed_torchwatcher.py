@@ -309,6 +309,8 @@ def test_recording_input_gradients() -> None:
 def test_probes_have_the_names_and_losses_of_torchwatcher() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())
+    with torch.no_grad():
+        model[0].bias += 2  # so that there are units alive
     probe = torchwatcher.LinearProbe(1, torch.optim.Adam, nn.BCEWithLogitsLoss())
     watched = interject_by_match(model, node_selector.Activations.is_relu, probe)
     x = torch.randn(10, 1)
