@@ -301,3 +301,14 @@ def test_bad_input_is_refused() -> None:
     trace = bt.trace(nn.ReLU(), torch.ones(2))
     with pytest.raises(InputError, match="'qkv'"):
         facet.value(trace)
+
+
+def test_queries_of_two_projections_are_not_those_of_one() -> None:
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        q, v = (part.view(1, 3, 2, 2).transpose(1, 2) for part in (one(x) + other(x), other(x)))
+        return nn.functional.scaled_dot_product_attention(q, v, v)
+
+    found = bt.facets(bt.trace(attention, torch.randn(1, 3, 4)))
+    assert [facet.name for facet in found] == ["k", "v"]
