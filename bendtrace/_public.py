@@ -49,6 +49,7 @@ PLACES = {
     "Trace": "bendtrace._trace",
     "bisect": "bendtrace.bisecting.bisect",
     "diff": "bendtrace.view.diff.difference",
+    "facets": "bendtrace.workflows.facets",
     "harvest": "bendtrace.harvesting.harvest",
     "load": "bendtrace._history",
     "log_forward_pass": "bendtrace.compat.torchlens",

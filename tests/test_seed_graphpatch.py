@@ -327,3 +327,62 @@ def test_a_running_mean_is_kept_over_calls(tuple_pg: PatchableGraph) -> None:
         with tuple_pg.patch({"output|sub_0": record, "output|sub_1": mean}):
             given = tuple_pg(x)
     assert torch.equal(given[1], torch.stack([tuple_pg.model.linear(x) for x in inputs]).mean(0))
+
+
+class Scaled(nn.Module):
+    scale = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.linear(x)) * self.scale
+
+
+def test_a_number_of_a_module_is_patched_while_the_context_lasts() -> None:
+    model, x = Scaled(), torch.ones(1, 2)
+    pg = PatchableGraph(model, x)
+    plain = model(x)
+    assert pg.graph.scale == "scale"
+    with pg.patch({pg.graph.scale: AddPatch(value=1), "output": AddPatch(value=1)}):
+        patched = pg(x)
+    assert torch.equal(patched, model.linear(model.linear(x)) * 3 + 1)
+    assert "scale" not in vars(model)
+    assert torch.equal(pg(x), plain)
+    model.scale = 5
+    with pg.patch({"scale": [ReplacePatch(value=7)]}):
+        assert model.scale == 7
+    assert model.scale == 5
+
+
+def test_the_first_of_several_calls_has_graphpatchs_name_as_well() -> None:
+    pg = PatchableGraph(Scaled(), torch.ones(1, 2))
+    assert pg.graph.linear_0._path == "linear"
+    with pg.patch({"linear_0.output": (first := ProbePatch())}):
+        pg(torch.ones(1, 2))
+    assert torch.equal(first.activation, pg.linear(torch.ones(1, 2)))
+    with pytest.raises(NodePathError):
+        pg.patch({"linear_7.output": ProbePatch()})
+    with pytest.raises(AttributeError):
+        _ = pg.graph.linear_7
+
+
+def test_extraction_options_are_accepted_but_not_functions() -> None:
+    from bendtrace.compat.graphpatch import ExtractionOptions
+
+    options = ExtractionOptions(skip_compilation=True, classes_to_skip_compiling={nn.Linear})
+    assert "linear" in PatchableGraph(Scaled(), options, torch.ones(1, 2)).graph
+    with pytest.raises(bt.errors.InputError, match="no graph is extracted"):
+        ExtractionOptions(custom_extraction_functions={nn.Linear: print})
+
+
+def test_what_save_wrote_is_loaded_with_its_example() -> None:
+    import io
+
+    pg, file = PatchableGraph(Scaled(), torch.ones(1, 2)), io.BytesIO()
+    pg.save(file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(torch.ones(1, 2)), pg(torch.ones(1, 2)))
+    assert repr(loaded.graph) == repr(pg.graph)

@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from bendtrace.compat.tacklebox import HookFunction, HookHandle, HookManager
+from bendtrace.compat.tacklebox import (
+    HookFunction,
+    HookHandle,
+    HookManager,
+    ModuleTracker,
+    TrackingProtocol,
+)
+from bendtrace.errors import InputError
 from tests import seeds
 
 
@@ -334,3 +341,61 @@ def test_removing_hooks(
     hookmngr.remove_hook_by_name("my_forward_hook[my_module]")
     assert left() == [BEFORE + "my_module", BEFORE + "other", AFTER + "other"]
     assert "my_forward_hook[my_module]" not in hookmngr.name_to_hookhandle
+
+
+def test_a_backward_hook_is_handed_the_values_of_the_forward_pass(
+    model: Pair, hookmngr: HookManager
+) -> None:
+    seen: list[Any] = []
+
+    def keep(module: Any, grad_in: Any, grad_out: Any, inputs: Any, outputs: Any) -> None:
+        seen.append((module.name, inputs[0], outputs[0], grad_in[0]))
+
+    hookmngr.register_backward_hook(
+        keep, retain_forward_cache=True, activate=False, first=model.my_module
+    )
+    x = torch.ones(2, 3, requires_grad=True)
+    model(x).sum().backward()
+    assert not seen
+    with hookmngr.hook_all_context(hook_types=[keep]):
+        model(x).sum().backward()
+    ((name, given, returned, gradient),) = seen
+    assert name == "first"
+    assert torch.equal(given, x)
+    assert torch.equal(returned, model.my_module(x))
+    assert gradient.shape == given.shape
+    with hookmngr.hook_all_context(), pytest.raises(InputError, match="there were 2"):
+        (model(x) + model(x)).sum().backward()
+
+
+def test_a_tracker_gathers_values_and_gradients(model: Pair) -> None:
+    tracker = ModuleTracker(first=model.my_module, protocol=TrackingProtocol(buffer_len=2))
+    x = torch.ones(2, 3, requires_grad=True)
+    with tracker.track(clear_on_exit=False):
+        for scale in (1, 2):
+            model(x * scale).sum().backward()
+    model(x).sum().backward()  # not tracked
+    found = tracker.gather()["first"]
+    assert torch.equal(found["inp"], torch.cat([x, x * 2]).detach())
+    assert torch.equal(found["out"], model.my_module(found["inp"]).detach())
+    assert found["out_grad"].shape == found["inp_grad"].shape == (4, 3)
+    with pytest.warns(UserWarning, match="more than 2 passes"), tracker.track():
+        model(x)
+    assert tracker.gather_var("out")["first"].numel() == 0
+    with pytest.raises(InputError, match="no 'outs'"):
+        TrackingProtocol("outs")
+
+
+def test_hooks_and_modules_are_found_by_name(model: Pair, hookmngr: HookManager) -> None:
+    hookmngr.register_forward_hook(
+        my_forward_hook, hook_fn_name="tell", a=model.my_module, b=model.third, activate=False
+    )
+    hookmngr.activate_hook_by_name("tell[a]")
+    hookmngr.activate_module_hooks_by_name("b")
+    assert [one.active for one in hookmngr.get_module_hooks_by_name("b")] == [True]
+    hookmngr.deactivate_hook_by_name("tell[a]")
+    hookmngr.deactivate_module_hooks_by_name("b")
+    assert list(hookmngr.get_module_hooks(model.third, include_inactive=False)) == []
+    with hookmngr.hook_module_context_by_name("b") + torch.no_grad():
+        assert hookmngr.name_to_hookhandle["tell[b]"].active
+        assert not torch.is_grad_enabled()

@@ -551,3 +551,28 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
     value = next(iter(options.values()))
     shown = value[0] if isinstance(value, list) else value
     assert str(shown) in str(caught.value) or "nonsense" in str(caught.value)
+
+
+def test_a_log_is_read_with_the_names_of_torchlens_2() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    x = torch.ones(1, 2)
+    log = tl.compat.torchlens.trace(model, x, layers_to_save=["relu"])
+    assert log.layer_labels == [entry.layer_label for entry in log.layer_list]
+    assert log.input_layers + log.output_layers == ["input_1_0", "output_1_4"]
+    assert "relu_1_2" in log.saved_ops
+    assert "linear_1_1" not in log.saved_ops
+    relu = log["relu_1"]
+    assert (relu.func_name, relu.num_passes, relu.is_input) == ("relu", 1, False)
+    assert torch.equal(relu.out, model[:2](x))
+    assert torch.equal(log[log.output_layers[0]].out, model(x))
+    assert log["linear_1"].out is None
+    assert tl.compat.torchlens.get_model_metadata(model, x).num_tensors == len(log)
+
+
+def test_a_tuple_is_one_argument_of_a_model_that_takes_one() -> None:
+    def added(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return pair[0] + pair[1]
+
+    one, other = torch.ones(2), torch.full((2,), 3.0)
+    assert torch.equal(tl.log_forward_pass(added, (one, other)).output, one + other)
+    assert torch.equal(tl.log_forward_pass(torch.add, (one, other)).output, one + other)

@@ -304,3 +304,59 @@ def test_recording_input_gradients() -> None:
         wanted = torch.autograd.grad(model(x).max(dim=1)[0].sum(), x)[0]
         assert torch.equal(gt.grad, wanted)
         assert gt.name == "sub_0"
+
+
+def test_probes_have_the_names_and_losses_of_torchwatcher() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())
+    with torch.no_grad():
+        model[0].bias += 2  # so that there are units alive
+    probe = torchwatcher.LinearProbe(1, torch.optim.Adam, nn.BCEWithLogitsLoss())
+    watched = interject_by_match(model, node_selector.Activations.is_relu, probe)
+    x = torch.randn(10, 1)
+    probe.targets = (x > 0).float()
+    watched(x)
+    assert list(probe.probes) == ["1_probe", "3_probe"]
+    before = probe.probes["1_probe"].weight.detach().clone()
+    for _ in range(3):  # the last calls are replays
+        watched(x)
+        probe.train_step()
+    assert not torch.equal(probe.probes["1_probe"].weight, before)
+    probe.eval()
+    watched(x)
+    watched(x)
+    with torch.no_grad():
+        predicted = probe.probes["1_probe"](model[:2](x))
+    found = probe.to_dict()["1"]
+    assert found["loss"] == pytest.approx(float(probe.criterion(predicted, probe.targets)))
+    assert found["acc"] == pytest.approx(float(((predicted > 0) == (x > 0)).float().mean()))
+    probe.reset()
+    assert probe.to_dict() == {}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_step_of_a_probe_needs_targets_and_a_loss() -> None:
+    probe = torchwatcher.LinearProbe(2)
+    with pytest.raises(bt.errors.InputError, match="needs a criterion"):
+        probe.train_step()
+    probe.criterion = nn.CrossEntropyLoss()
+    with pytest.raises(bt.errors.InputError, match="set the targets first"):
+        probe.train_step()
+
+
+def test_cross_covariances_do_not_depend_on_the_batches() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(20, 3).double() + 5, torch.randn(20, 2).double()
+    cross = torchwatcher.CrossCovariance()
+    for one, other in zip(a.split((1, 12, 7)), b.split((1, 12, 7)), strict=True):
+        cross.add(one, other)
+    whole = torch.cat([a, b], 1).T
+    torch.testing.assert_close(cross.covariance(), whole.cov()[:3, 3:])
+    torch.testing.assert_close(cross.correlation(), whole.corrcoef()[:3, 3:])
+    torch.testing.assert_close(torch.cat(cross.stdev()), whole.std(1))
+    torch.testing.assert_close(torch.cat(cross.mean()), whole.mean(1))
+    images = torchwatcher.CrossCovariance()
+    images.add(a.view(5, 2, 2, 3).movedim(3, 1), b.view(5, 2, 2, 2).movedim(3, 1))
+    torch.testing.assert_close(images.covariance(), cross.covariance())
+    with pytest.raises(bt.errors.InputError, match="19 samples of one and 20 of the other"):
+        cross.add(a[1:], b)

@@ -353,3 +353,19 @@ def test_results_are_tables() -> None:
     assert list(frame.columns) == ["site", "position", "attribution"]
     assert frame["attribution"].tolist() == found.values.flatten().tolist()
     assert repr(found).startswith("Attribution (denoise): clean ")
+
+
+def test_captum_attributes_to_a_node_through_the_rest_of_the_model() -> None:
+    captum = pytest.importorskip("captum.attr", reason="captum is not installed")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    bended, x = bt.BendedModule(model), torch.randn(2, 4)
+    bended(x)
+    (value,) = bended.get_activations("sub_1.relu", args=(x,)).values()
+
+    def rest(value: torch.Tensor) -> torch.Tensor:
+        return bended.from_activations({"sub_1.relu": value})
+
+    found = captum.IntegratedGradients(rest).attribute(value, target=1)
+    assert torch.equal(found, captum.IntegratedGradients(model[2]).attribute(value, target=1))
+    assert found.any()

@@ -10,17 +10,68 @@ tensor([0., 0.])
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import torch
+from torch import nn
 
 from bendtrace import patches
+from bendtrace.environment.owners import module_of
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
+from bendtrace.paths.nodes import NodePath
 from bendtrace.paths.view import Node, Tree
 
-__all__ = ["PatchableGraph"]
+__all__ = ["ExtractionOptions", "PatchableGraph"]
 __all__ += patches.__all__
 __all__.sort()
+
+
+@dataclass(kw_only=True)
+class ExtractionOptions:
+    """graphpatch's options, which scripts can keep passing.
+
+    They decide how graphpatch compiles a model. Nothing is compiled here, so that most have no
+    effect: every module is looked into, whatever it contains.
+
+    Args:
+        skip_compilation: no effect.
+        error_on_compilation_failure: no effect, since there is no compilation that could fail.
+        warn_on_compilation_failure: no effect.
+        allow_unused_submodules: no effect: submodules the example does not call stay as they are.
+        classes_to_skip_compiling: no effect: nodes inside these modules can be patched as well.
+        custom_extraction_functions: has to be empty; `bendtrace.opaque` makes a function one op.
+
+    Raises:
+        InputError: there are extraction functions.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> options = bt.compat.graphpatch.ExtractionOptions(skip_compilation=True)
+        >>> pg = bt.PatchableGraph(torch.nn.ReLU(), options, torch.ones(2))
+        >>> pg(torch.ones(2))
+        tensor([1., 1.])
+    """
+
+    skip_compilation: bool = False
+    error_on_compilation_failure: bool = False
+    warn_on_compilation_failure: bool = False
+    allow_unused_submodules: bool = False
+    classes_to_skip_compiling: set[type[nn.Module]] = field(default_factory=set)
+    custom_extraction_functions: Mapping[type[nn.Module], Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.custom_extraction_functions:
+            raise InputError(
+                "custom_extraction_functions are not supported, since no graph is extracted: "
+                "bendtrace.opaque makes a function one op"
+            )
 
 
 class PatchableGraph(BendedModule):
@@ -33,7 +84,8 @@ class PatchableGraph(BendedModule):
 
     Args:
         model: a module; a plain function works too.
-        *example_args: positional arguments of the example.
+        *example_args: positional arguments of the example. `ExtractionOptions` before them are
+            accepted.
         **example_kwargs: keyword arguments of the example.
 
     Raises:
@@ -61,6 +113,8 @@ class PatchableGraph(BendedModule):
         self, model: Callable[..., Any], /, *example_args: Any, **example_kwargs: Any
     ) -> None:
         super().__init__(model)
+        if example_args and isinstance(example_args[0], ExtractionOptions):
+            example_args = example_args[1:]
         recording = self.trace(*example_args, **example_kwargs).recording
         self._keep(self._known.run(recording).tree)
 
@@ -78,7 +132,95 @@ class PatchableGraph(BendedModule):
             ...     pg(torch.ones(1, 2))
             tensor([[0., 0.]])
         """
-        return self._example.root
+        return _Root(self._example, self)
+
+    def patch(self, patches: Any) -> Any:
+        """Return a context in which patches apply at nodes; after it the model is as before.
+
+        In addition to what `BendedModule.patch` takes:
+
+        - The first of several calls of a module can be named as in graphpatch: `"linear_0.output"`
+          for `"linear.output"`.
+        - An attribute of a module that is a number can be named by its path, `"scale"` or
+          `"layers.0.scale"`. While the context lasts, the module has the new number, in all calls.
+
+        Args:
+            patches: for each node one patch, or several in the order in which they apply.
+
+        Raises:
+            NodePathError: a node does not exist, or does not hold a single value.
+            InputError: a value in `patches` is not a patch.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> class Scaled(torch.nn.Module):
+            ...     scale = 2
+            ...     def forward(self, x):
+            ...         return x * self.scale
+            >>> pg = bt.PatchableGraph(Scaled(), torch.ones(2))
+            >>> with pg.patch({"scale": bt.patches.AddPatch(value=1)}):
+            ...     pg(torch.ones(2))
+            tensor([3., 3.])
+            >>> pg(torch.ones(2))
+            tensor([2., 2.])
+        """
+        if not isinstance(patches, Mapping):
+            return super().patch(patches)
+        numbers: dict[tuple[nn.Module, str], Any] = {}
+        others: dict[Any, Any] = {}
+        for where, given in patches.items():
+            found = self._number(where)
+            if found is None:
+                others[self._spelt(where)] = given
+            else:
+                numbers[found] = given
+        if not numbers:
+            return super().patch(others)
+        return _with_numbers(numbers, super().patch(others))
+
+    def _number(self, where: Any) -> tuple[nn.Module, str] | None:
+        """Return the module and the name of an attribute that is a number, if a path names one."""
+        model = module_of(self.model)
+        if model is None or not isinstance(where, str) or self._leads(str(where)):
+            return None
+        *parts, name = str(where).split(".")
+        try:
+            owner = model.get_submodule(".".join(parts))
+        except AttributeError:
+            return None
+        is_number = type(getattr(owner, name, None)) in (bool, int, float)
+        return (owner, name) if is_number else None
+
+    def _leads(self, path: str) -> bool:
+        try:
+            self._example.resolve(path, leaf=False)
+        except NodePathError:
+            return False
+        return True
+
+    def _spelt(self, where: Any) -> Any:
+        if type(where) is not str or self._leads(where):
+            return where
+        other = re.sub(r"_0(?=[.|:]|$)", "", where, count=1)
+        return other if self._leads(other) else where
+
+    def save(self, target: str | os.PathLike[str] | IO[bytes]) -> None:
+        """Save the model and its example; the same as `torch.save(self, target)`.
+
+        `torch.load(target, weights_only=False)` loads it.
+
+        Args:
+            target: a path or a binary file.
+
+        Example:
+            >>> import io, torch, bendtrace as bt
+            >>> pg, file = bt.PatchableGraph(torch.nn.ReLU(), torch.ones(2)), io.BytesIO()
+            >>> pg.save(file)
+            >>> _ = file.seek(0)
+            >>> torch.load(file, weights_only=False).graph.relu
+            relu: Tensor(2)
+        """
+        torch.save(self, target)
 
     def _keep(self, example: Tree) -> None:
         object.__setattr__(self, "_example", example)
@@ -93,3 +235,53 @@ class PatchableGraph(BendedModule):
 
     def __repr__(self) -> str:
         return f"PatchableGraph({self._model!r}, {self.stats})"
+
+
+class _Root(Node):
+    """The root of an example, whose attributes can also be named as graphpatch names them."""
+
+    __slots__ = ("_owner",)
+    _owner: PatchableGraph
+
+    def __init__(self, tree: Tree, owner: PatchableGraph) -> None:
+        super().__init__(tree, tree.data)
+        object.__setattr__(self, "_owner", owner)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            spelt = self._owner._spelt(name)
+            if spelt != name:
+                return super().__getattr__(spelt)
+            if self._owner._number(name) is not None:
+                return NodePath(name)
+            raise
+
+
+@contextlib.contextmanager
+def _with_numbers(numbers: Mapping[tuple[nn.Module, str], Any], others: Any) -> Iterator[None]:
+    new = {}
+    for (owner, name), given in numbers.items():
+        value = getattr(owner, name)
+        for patch in [given] if isinstance(given, patches.Patch) else given:
+            if not isinstance(patch, patches.Patch):
+                raise InputError(f"the value at {name!r} is not a patch: {patch!r}")
+            made = patch.op(value)
+            value = value if made is None else made
+        if type(value) not in (bool, int, float):
+            raise InputError(f"the number at {name!r} can only become a number, not {value!r}")
+        new[owner, name] = value
+    missing = object()
+    before = {(owner, name): vars(owner).get(name, missing) for owner, name in new}
+    try:
+        for (owner, name), value in new.items():
+            setattr(owner, name, value)
+        with others:
+            yield
+    finally:
+        for (owner, name), old in before.items():
+            if old is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)

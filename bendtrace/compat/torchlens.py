@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,11 +21,104 @@ from bendtrace._history import ModelHistory
 from bendtrace._trace import Trace, run_trace
 from bendtrace.errors import InputError
 from bendtrace.history.capture import SaveOptions
+from bendtrace.history.entries import LayerEntry
 
 if TYPE_CHECKING:
     from bendtrace.view.drawing.picture import Picture
 
-__all__ = ["ModelHistory", "log_forward_pass", "show_model_graph"]
+__all__ = [
+    "ModelHistory",
+    "Op",
+    "get_model_metadata",
+    "log_forward_pass",
+    "show_model_graph",
+    "trace",
+]
+
+
+class Op(LayerEntry):
+    """An entry of the log that can also be read with the names of TorchLens 2.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> entry = bt.compat.torchlens.trace(torch.nn.ReLU(), torch.ones(2))["relu_1"]
+        >>> entry.layer_label, entry.func_name, entry.out
+        ('relu_1_1', 'relu', tensor([1., 1.]))
+    """
+
+    @property
+    def layer_label(self) -> str:
+        """The name of the layer."""
+        return self.label
+
+    @property
+    def out(self) -> Any:
+        """The output; None if it was not saved."""
+        return self.tensor_contents if self.has_contents else None
+
+    @property
+    def grad(self) -> Any:
+        """The gradient of the output; None if it was not saved."""
+        return self.grad_contents
+
+    @property
+    def func_name(self) -> str:
+        """The name of the function."""
+        return self.layer_type
+
+    @property
+    def num_passes(self) -> int:
+        """How often the layer was run."""
+        return self.passes
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is an input of the model."""
+        return self.kind == "input"
+
+    @property
+    def is_output(self) -> bool:
+        """Whether it is an output of the model."""
+        return self.kind == "output"
+
+
+class _Log(Trace):
+    """A trace that can also be read with the names of TorchLens 2."""
+
+    @property
+    def layer_list(self) -> list[Any]:
+        """The layers in order."""
+        return list(self.layers)
+
+    @property
+    def layer_labels(self) -> list[str]:
+        """The names of the layers in order."""
+        return [entry.label for entry in self.layers]
+
+    @property
+    def op_labels(self) -> list[str]:
+        """The names of all passes of layers, in order."""
+        return [f"{entry.label}:{entry.pass_number}" for entry in self.layers]
+
+    @property
+    def input_layers(self) -> list[str]:
+        """The names of the inputs."""
+        return [entry.label for entry in self.layers if entry.kind == "input"]
+
+    @property
+    def output_layers(self) -> list[str]:
+        """The names of the outputs."""
+        return [entry.label for entry in self.layers if entry.kind == "output"]
+
+    @property
+    def saved_ops(self) -> dict[str, Any]:
+        """The layers whose outputs were saved, by name."""
+        return {entry.label: entry for entry in self.layers if entry.has_contents}
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors the run computed."""
+        return len(self.layers)
 
 
 def log_forward_pass(
@@ -89,7 +184,7 @@ def log_forward_pass(
             "input_kwargs has to be a dict of the model's keyword arguments, not a "
             f"{type(input_kwargs).__name__}: layers_to_save comes after it"
         )
-    args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
+    args = _arguments(model, input_args)
     options = SaveOptions(
         layers_to_save, save_gradients, stop_after, save_device, save_dtype, keep_graph, save_to
     )
@@ -100,6 +195,7 @@ def log_forward_pass(
         with torch.random.fork_rng():
             torch.manual_seed(random_seed)
             trace = run_trace(model, args, kwargs, options)
+    _with_names(trace)
     if vis_opt != "none":
         trace.picture = trace.draw(vis_outpath, rolled=vis_opt == "rolled")
     return trace
@@ -145,3 +241,87 @@ def show_model_graph(
     )  # fmt: skip
     assert trace.picture is not None
     return trace.picture
+
+
+def trace(
+    model: Callable[..., Any],
+    input_args: Any,
+    input_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Trace:
+    """Run a model and log everything that it computes: `log_forward_pass`, as TorchLens 2 names it.
+
+    Args:
+        model: what to run. It is not changed.
+        input_args: its positional argument, or a list or tuple of them.
+        input_kwargs: its keyword arguments.
+        **options: those of `log_forward_pass`. In `layers_to_save`, a word without a number selects
+            every layer and module whose name contains it: `"relu"`. Outputs are always saved.
+
+    Returns:
+        The log, which can be read with the names of TorchLens 2 as well.
+
+    Raises:
+        InputError: an option is invalid; nothing was run.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> log = bt.compat.torchlens.trace(torch.nn.ReLU(), torch.ones(2))
+        >>> log.layer_labels
+        ['input_1_0', 'relu_1_1', 'output_1_2']
+    """
+    options["layers_to_save"] = _selected(options.get("layers_to_save", "all"))
+    return log_forward_pass(model, input_args, input_kwargs, **options)
+
+
+def get_model_metadata(
+    model: Callable[..., Any], input_args: Any, input_kwargs: Mapping[str, Any] | None = None
+) -> Trace:
+    """Run a model and log it without keeping activations.
+
+    Args:
+        model: what to run. It is not changed.
+        input_args: its positional argument, or a list or tuple of them.
+        input_kwargs: its keyword arguments.
+
+    Returns:
+        The log.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> log = bt.compat.torchlens.get_model_metadata(torch.nn.ReLU(), torch.ones(2))
+        >>> log.num_tensors
+        3
+    """
+    return log_forward_pass(model, input_args, input_kwargs, "none")
+
+
+def _arguments(model: Callable[..., Any], given: Any) -> tuple[Any, ...]:
+    """Return the positional arguments; a tuple is one argument for a model that takes just one."""
+    if isinstance(given, tuple) and len(given) > 1:
+        function = model.forward if isinstance(model, torch.nn.Module) else model
+        try:
+            inspect.signature(function).bind(*given)
+        except TypeError:
+            return (given,)
+        except ValueError:  # functions of C without a signature
+            pass
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def _selected(wanted: Any) -> Any:
+    """Return names of layers, with words as patterns, and the outputs."""
+    if not isinstance(wanted, (list, tuple)):
+        return wanted
+    selected = [
+        re.compile(f".*{one}.*") if isinstance(one, str) and one.isalpha() else one
+        for one in wanted
+    ]
+    return [*selected, re.compile(r"output_\d+.*")]
+
+
+def _with_names(trace: Trace) -> None:
+    """Let a trace and its entries be read with the names of TorchLens 2."""
+    trace.__class__ = _Log
+    for entry in trace.entries:
+        entry.__class__ = Op

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bendtrace import node_selector
+from bendtrace.compat._watched import CrossCovariance, LinearProbe
 from bendtrace.errors import InputError
 from bendtrace.interject.insertion import as_interjection
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
@@ -35,7 +36,9 @@ from bendtrace.module import BendedModule
 from bendtrace.rewriting import replace_module, replace_module_native
 
 __all__ = [
+    "CrossCovariance",
     "ForwardInterjection",
+    "LinearProbe",
     "WrappedForwardBackwardInterjection",
     "WrappedForwardInterjection",
     "interject_by_match",

@@ -25,6 +25,7 @@ from bendtrace.workflows.debugging import (
     hot_path,
     recomputation,
 )
+from bendtrace.workflows.facets import Facet, Facets, facets
 from bendtrace.workflows.lenses import LensResult, TunedLens, logit_lens
 from bendtrace.workflows.patching import Patching, activation_patching
 from bendtrace.workflows.paths import PathPatching, path_patching
@@ -41,6 +42,8 @@ __all__ = [
     "BendingSession",
     "Call",
     "CausalTrace",
+    "Facet",
+    "Facets",
     "LatentEdit",
     "LensResult",
     "NonFinite",
@@ -65,6 +68,7 @@ __all__ = [
     "bending_session",
     "causal_tracing",
     "dead_ends",
+    "facets",
     "find_nan",
     "fit_ridge",
     "gradient_flow",
