@@ -25,7 +25,7 @@ from bendtrace.stepping.start import Start, cannot
 from bendtrace.stepping.visit import Edit, Event, Frame, Visit, require_tensor
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.contexts import ContextSwitch
-from bendtrace.tape.tape import ModuleCall
+from bendtrace.tape.tape import ModuleCall, OpKind
 
 __all__ = ["SteppedRun"]
 
@@ -113,7 +113,7 @@ class SteppedRun:
             place: a position (from the end of the run if negative), a question as a step of
                 `trace.flow_steps`, a line as `"model.py:12"`, or an op or module in any form that
                 `interject` accepts for one node (`"relu"`, `"layers_0.relu:2"`, a layer of the
-                log, ...). What happens several times means the next time, or else the first.
+                log, ...). What happens several times means the first time.
             line: a line of a file of the model, whichever that is.
 
         Raises:
@@ -122,22 +122,44 @@ class SteppedRun:
         """
         if (place is None) == (line is None):
             raise InputError("goto takes a place, or line=")
-        numbers = self._numbers(place if line is None else f".py:{line}")
-        later = [number for number in numbers if number > self.position]
-        self.position = later[0] if later and len(numbers) > 1 else numbers[0]
+        self.position = self._numbers(place if line is None else f".py:{line}")[0]
         return self
 
-    def forward(self, n: int = 1) -> SteppedRun:
-        """Move forward by some events, at most to the end, and return the run itself."""
-        return self._move(n)
+    def forward(self, n: Any = 1) -> SteppedRun:
+        """Move forward, and return the run itself.
 
-    def back(self, n: int = 1) -> SteppedRun:
-        """Move back by some events, at most to the start, and return the run itself."""
-        return self._move(-n if type(n) is int else n)
+        Args:
+            n: by how many events, at most to the end; or a place (see `goto`), to the next time
+                that it comes.
 
-    def _move(self, n: Any) -> SteppedRun:
-        if type(n) is not int:
-            raise InputError(f"a run moves by a number of events, not by {n!r}")
+        Raises:
+            InputError: the place does not come again.
+        """
+        if type(n) is int:
+            return self._move(n)
+        return self._move_to(n, [each for each in self._numbers(n) if each > self.position][:1])
+
+    def back(self, n: Any = 1) -> SteppedRun:
+        """Move back, and return the run itself.
+
+        Args:
+            n: by how many events, at most to the start; or a place (see `goto`), to the last time
+                that it came.
+
+        Raises:
+            InputError: the place does not come before.
+        """
+        if type(n) is int:
+            return self._move(-n)
+        return self._move_to(n, [each for each in self._numbers(n) if each < self.position][-1:])
+
+    def _move_to(self, place: Any, found: list[int]) -> SteppedRun:
+        if not found:
+            raise InputError(f"{describe_where(place)} does not come in that part of the run")
+        self.position = found[0]
+        return self
+
+    def _move(self, n: int) -> SteppedRun:
         aim = max(self.position + n, 0)
         if aim > len(self._events) and not self._is_complete:
             self._visit(aim)
@@ -153,8 +175,8 @@ class SteppedRun:
             return ()
         if self._looked is None or self._looked[0] != self.position:
             self._visit(self.position)
-        assert self._looked is not None
-        return self._looked[1]
+        looked = self._looked  # none, if this was the end
+        return looked[1] if looked is not None and looked[0] == self.position else ()
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -176,7 +198,7 @@ class SteppedRun:
         edit = self._edits.get(number)
         event = self._events[number]
         if event.kind == "question":
-            return self._require_recording().tape.guards[event.index].answer
+            return self._answer(number)
         if edit is not None and edit.element == element:
             return copied(edit.value.detach())
         if event.index in self._kept:
@@ -190,6 +212,11 @@ class SteppedRun:
         for tensor in tensors_in(found):
             materialize(tensor)
         return found
+
+    def _answer(self, number: int) -> Any:
+        if number in self._edits:
+            return self._edits[number].value
+        return self._require_recording().tape.guards[self._events[number].index].answer
 
     @property
     def output(self) -> Any:
@@ -272,10 +299,10 @@ class SteppedRun:
         event = self._events[number]
         if event.kind != "question":
             raise InputError(f"{describe_where(question)} is an op, not a question: use `set`")
-        now = self._require_recording().tape.guards[event.index].answer
+        now = self._answer(number)
         if type(value) is not type(now):
             raise InputError(
-                f"the answer to {self._text(event)} is {now!r}, so it has to be a "
+                f"the answer to {describe_where(question)} is {now!r}, so another one has to be a "
                 f"{type(now).__name__}, not {value!r}"
             )
         return self._edit(number, Edit(value), event.position)
@@ -290,8 +317,6 @@ class SteppedRun:
         self._is_complete = False
         self._output = self._trace = self._looked = None
         self.position = min(self.position, number + 1)
-        if self._events[number].kind == "question":
-            self._require_recording().tape.guards[self._events[number].index].expected = edit.value
         return self
 
     def finish(self) -> Any:
@@ -322,9 +347,7 @@ class SteppedRun:
         assert self._recording is not None
         return self._recording
 
-    def _visit(
-        self, stop: int | None, wanted: Iterable[int] = (), leaves: bool = False
-    ) -> Visit:
+    def _visit(self, stop: int | None, wanted: Iterable[int] = (), leaves: bool = False) -> Visit:
         """Run the model's Python up to some event, with what is known handed over."""
         if self._is_finished:
             raise InputError("this run is finished: begin a new one to look at it again")
@@ -374,13 +397,19 @@ class SteppedRun:
         finally:
             around.restore()
 
-    @staticmethod
-    def _judge(visit: Visit, recording: Recording) -> None:
+    def _judge(self, visit: Visit, recording: Recording) -> None:
         if visit.refusal:
             raise cannot(visit.refusal)
         visit.require_same()
         if visit.frames is None:
-            reasons = list(recording.tape.blockers)
+            tape = recording.tape
+            reasons = list(tape.blockers)
+            written = {tape.ops[index] for op in tape.ops for index in op.writes}
+            reasons += [
+                f"it writes to {op.target}, which it finds on the way"
+                for op in written
+                if op.kind is OpKind.STATE and not self._start.knows(op.target.label)
+            ]
             if recording.error is not None:
                 said = f"the run raised {type(recording.error).__name__}"
                 reasons = [reason for reason in reasons if not reason.startswith(said)]
@@ -474,18 +503,17 @@ class SteppedRun:
         for _, node, chosen in self._meant(place):
             if node.kind != "graph" or not node.module:
                 return []
-            tape = self._require_recording().tape
-            calls = [call for call in tape.calls if call.path == node.module]
-            for number in range(len(calls)) if chosen is None else chosen:
-                found += self._first_in(calls[number])
+            calls = self._require_recording().tape.calls
+            for number in range(len(node.passes)) if chosen is None else chosen:
+                found.append(self._first_in(calls[node.passes[number].index]))
         return sorted(found)
 
-    def _first_in(self, call: ModuleCall) -> list[int]:
+    def _first_in(self, call: ModuleCall) -> int:
         inside = (
             number for number, event in enumerate(self._events)
             if call.start <= event.position < max(call.stop, call.start + 1)
         )  # fmt: skip
-        return [next(inside, len(self._events))]
+        return next(inside, len(self._events))
 
     def _values(self, place: Any) -> list[tuple[int, tuple[Any, ...]]]:
         """Return the events that compute the values of a node, and where in their results."""
@@ -535,25 +563,28 @@ class SteppedRun:
 
     # Printing
 
-    def _site(self, event: Event) -> Site | None:
+    def _places(self, event: Event) -> tuple[Place, ...]:
+        """Return where an event is, out to the code of the model that called it."""
         tape = self._require_recording().tape
         records: Sequence[Any] = tape.ops if event.kind == "op" else tape.guards
         site: Site | None = records[event.index].site
-        return site
+        scope: ModuleCall | None = records[event.index].scope
+        places: list[Place] = []
+        while True:
+            places += () if site is None else site.places
+            if scope is None:
+                return tuple(places)
+            site, scope = scope.site, scope.parent
 
-    def _places(self, event: Event) -> tuple[Place, ...]:
-        site = self._site(event)
-        return () if site is None else site.places
-
-    def _text(self, event: Event) -> str:
+    def _text(self, number: int) -> str:
+        event = self._events[number]
         places = self._places(event)
         place = next((each for each in places if not each.in_torch), places[0] if places else None)
         where = "" if place is None else f"  {os.path.basename(place.file)}:{place.line}"
-        recording = self._require_recording()
         if event.kind == "op":
-            return f"{recording.names[event.index]}{where}"
+            return f"{self._require_recording().names[event.index]}{where}"
         text = "" if place is None else place.text
-        return f"{text}? {recording.tape.guards[event.index].answer}{where}"
+        return f"{text}? {self._answer(number)}{where}"
 
     def __repr__(self) -> str:
         what = getattr(self._function, "__name__", type(self._function).__name__)
@@ -566,7 +597,7 @@ class SteppedRun:
         for number in range(first, min(self.position + _AROUND + 1, len(self._events))):
             arrow = ">" if number == self.position else " "
             changed = "  (changed)" if number in self._edits else ""
-            lines.append(f"{arrow} {number:4}  {self._text(self._events[number])}{changed}")
+            lines.append(f"{arrow} {number:4}  {self._text(number)}{changed}")
         if self.position == len(self._events) and self._is_complete:
             lines.append("> the end")
         return "\n".join(lines)

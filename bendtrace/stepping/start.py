@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bendtrace._compare import same_bits
 from bendtrace.environment.environment import Environment
@@ -106,7 +107,11 @@ class Start:
         Raises:
             InputError: the model or the inputs are not what they were.
         """
+        reasons = self._environment.blockers
+        known = len(reasons)
         changed = next((change.label for change in self._environment.changes()), None)
+        if len(reasons) > known:
+            changed, reasons[known:] = "the model", []
         for held, version in zip(self._held.values(), self._versions, strict=True):
             if changed is None and (
                 version_of(held.tensor) != version
@@ -129,8 +134,9 @@ class Start:
         name = name_of(function)
         if function in _BACKWARD:
             return f"{name} adds to gradients outside of the run"
-        writes = is_named_in_place(name) or name in ("__setitem__", "resize_") or "out" in kwargs
-        changes = function in SETTERS or name in RESHAPES_IN_PLACE
+        # What is written to `data` is not counted.
+        writes = is_named_in_place(name) or name in ("__setitem__", "data") or "out" in kwargs
+        changes = function in SETTERS or (name in RESHAPES_IN_PLACE and name != "data")
         if not (writes or changes):
             return ""
         for tensor in tensors_in((args[:1], kwargs.get("out"))):
@@ -142,6 +148,10 @@ class Start:
                 if held.copy is None and storage_of(held.tensor) == storage_of(tensor):
                     self._held[key] = held._replace(copy=copied(held.tensor.detach()))
         return ""
+
+    def knows(self, label: str) -> bool:
+        """Return whether a tensor that existed before the run was found when it began."""
+        return any(held.label == label for held in self._held.values())
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in memory that existed before the run."""
@@ -193,7 +203,7 @@ def _write(tensor: Tensor, content: Tensor, is_uncounted: bool) -> None:
     """
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if is_uncounted and not tensor.is_inference():
-            with torch.autograd._unsafe_preserve_version_counter(tensor):
+            with _unsafe_preserve_version_counter(tensor):
                 tensor.copy_(content)
         else:
             tensor.copy_(content)

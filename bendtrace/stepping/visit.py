@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,8 @@ _QUESTIONS = frozenset({"bool", "int", "float", "complex", "index", "len", "in"}
 _UNCOUNTED = ("batch_norm", "instance_norm")
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Event:
     """Something that a run does, and can be stopped before.
 
     Attributes:
@@ -248,7 +249,7 @@ class Visit:
         same = event == before
         if same and isinstance(now, Op):
             same = ops[event.index].does_the_same_as(now)
-        elif same and isinstance(now, Guard):
+        elif same and isinstance(now, Guard) and number not in self._edits:
             same = guards[event.index].answer == now.answer
         if not same:
             self._ended = True
@@ -332,9 +333,7 @@ class Visit:
                 self._kept.add(op.index, None, sys.maxsize)
 
 
-def _can_be_kept(
-    op: Op, args: Any, kwargs: dict[str, Any], out: Any, memory: set[int]
-) -> bool:
+def _can_be_kept(op: Op, args: Any, kwargs: dict[str, Any], out: Any, memory: set[int]) -> bool:
     """Return whether handing over the result of an op is all that the op does."""
     function, name = op.target, name_of(op.target)
     return (
