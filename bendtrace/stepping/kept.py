@@ -27,6 +27,7 @@ class Kept:
         self.budget = budget
         self.nbytes = 0
         self._values: dict[int, Any] = {}
+        self._views: set[int] = set()  # those that torch takes for views, as a linear layer's
         self._ranks: list[tuple[float, int]] = []  # a heap: the time that a byte saves, and the op
 
     def __contains__(self, index: object) -> bool:
@@ -41,7 +42,8 @@ class Kept:
         if not isinstance(value, Tensor):
             return value
         with torch._C.DisableTorchFunction():
-            return lazily_copied(value)
+            copy = lazily_copied(value)
+            return copy.view_as(copy) if index in self._views else copy
 
     def add(self, index: int, value: Any, nanoseconds: int) -> None:
         """Keep a value as it is now, if it is worth its memory."""
@@ -49,17 +51,23 @@ class Kept:
         if index in self._values or size > self.budget:
             return
         with torch._C.DisableTorchFunction():
-            self._values[index] = lazily_copied(value) if isinstance(value, Tensor) else value
+            if isinstance(value, Tensor):
+                if value._base is not None:
+                    self._views.add(index)
+                value = lazily_copied(value)
+        self._values[index] = value
         self.nbytes += size
         heapq.heappush(self._ranks, (nanoseconds / max(size, 1), index))
         while self.nbytes > self.budget:
             _, last = heapq.heappop(self._ranks)
             self.nbytes -= _size(self._values.pop(last))
+            self._views.discard(last)
 
     def forget(self, index: int) -> None:
         """Forget the values of an op and all later ones."""
         for later in [each for each in self._values if each >= index]:
             self.nbytes -= _size(self._values.pop(later))
+        self._views.intersection_update(self._values)
         self._ranks = [rank for rank in self._ranks if rank[1] in self._values]
         heapq.heapify(self._ranks)
 

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from bendtrace._trace import Trace
-from bendtrace.errors import InputError, NodePathError
-from bendtrace.flow import FlowStep
+from bendtrace.errors import InputError
 from bendtrace.history.copies import copied, materialize, tensors_in
-from bendtrace.history.names import Names, near_names, values_of
-from bendtrace.interject.resolver import describe_where, meant_by, name_of
+from bendtrace.interject.resolver import describe_where
 from bendtrace.paths.naming import Registry
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record, uninitialized_in
 from bendtrace.replay.global_state import GlobalState
-from bendtrace.source.sites import Place, Site
 from bendtrace.stepping.kept import Kept
+from bendtrace.stepping.places import Places, places_of
 from bendtrace.stepping.start import Start, cannot
 from bendtrace.stepping.visit import Edit, Event, Frame, Visit, require_tensor
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.contexts import ContextSwitch
-from bendtrace.tape.tape import ModuleCall, OpKind
+from bendtrace.tape.tape import OpKind
 
 __all__ = ["SteppedRun"]
 
-_LINE = re.compile(r"(.*\.\w+):(\d+)")
 _AROUND = 3  # events that are printed before and after the position
 
 
@@ -436,14 +432,11 @@ class SteppedRun:
 
     def _one(self, place: Any, kind: str = "") -> tuple[int, tuple[Any, ...]]:
         """Return the one event of a place, and where in its result the value is."""
-        if isinstance(place, (int, FlowStep)) or self._line(place) is not None:
-            numbers = self._numbers(place)
-            if kind and len(numbers) > 1:
-                numbers = [n for n in numbers if self._events[n].kind == kind] or numbers
-            found = [(number, ()) for number in numbers]
+        if isinstance(place, int):
+            found = [(self._position(place), ())]
         else:
-            found = self._values(place)
-        if not found or found[0][0] >= len(self._events):
+            found = self._places.values(place, kind)
+        if found[0][0] >= len(self._events):
             raise InputError(f"{describe_where(place)} is no event of the run")
         if len(found) > 1:
             listed = ", ".join(str(number) for number, _ in found[:8])
@@ -455,22 +448,7 @@ class SteppedRun:
 
     def _numbers(self, place: Any) -> list[int]:
         """Return the events of a place in order; at least one."""
-        if isinstance(place, int):
-            return [self._position(place)]
-        self._complete()
-        if isinstance(place, FlowStep):
-            found = self._questions(place)
-        elif (line := self._line(place)) is not None:
-            found = [
-                number for number, event in enumerate(self._events)
-                if any(each.line == line[1] and each.file.endswith(line[0])
-                       for each in self._places(event))
-            ]  # fmt: skip
-            if not found:
-                raise InputError(f"no event of the run is at {place}")
-        else:
-            return self._calls(place) or [number for number, _ in self._values(place)]
-        return found
+        return [self._position(place)] if isinstance(place, int) else self._places.numbers(place)
 
     def _position(self, place: int) -> int:
         if place >= len(self._events) or place < 0:
@@ -481,104 +459,16 @@ class SteppedRun:
             raise InputError(f"the run has positions from 0 to {count}, and no {place!r}")
         return number
 
-    def _questions(self, step: FlowStep) -> list[int]:
-        guards = self._require_recording().tape.guards
-        for number, event in enumerate(self._events):
-            if event.kind == "question" and event.index == step.guard:
-                if step.place in self._places(event) or guards[event.index].site is None:
-                    return [number]
-        raise InputError(f"{step!r} is no question of this run that can be answered")
-
-    @staticmethod
-    def _line(place: Any) -> tuple[str, int] | None:
-        match = _LINE.fullmatch(place) if isinstance(place, str) else None
-        if match is None or not match[1].endswith((".py", ">")):
-            return None
-        name = match[1] if match[1] != ".py" else ""
-        return name, int(match[2])
-
-    def _calls(self, place: Any) -> list[int]:
-        """Return the first event of each selected call of a module; nothing if it is no module."""
-        found = []
-        for _, node, chosen in self._meant(place):
-            if node.kind != "graph" or not node.module:
-                return []
-            calls = self._require_recording().tape.calls
-            for number in range(len(node.passes)) if chosen is None else chosen:
-                found.append(self._first_in(calls[node.passes[number].index]))
-        return sorted(found)
-
-    def _first_in(self, call: ModuleCall) -> int:
-        inside = (
-            number for number, event in enumerate(self._events)
-            if call.start <= event.position < max(call.stop, call.start + 1)
-        )  # fmt: skip
-        return next(inside, len(self._events))
-
-    def _values(self, place: Any) -> list[tuple[int, tuple[Any, ...]]]:
-        """Return the events that compute the values of a node, and where in their results."""
+    @property
+    def _places(self) -> Places:
         self._complete()
-        tree = self.trace.run.tree
-        numbers = {e.index: number for number, e in enumerate(self._events) if e.kind == "op"}
-        found = set()
-        for _, node, chosen in self._meant(place):
-            for value in values_of(node, chosen):
-                index, element = tree.origin(*value)
-                if index not in numbers:
-                    raise InputError(
-                        f"{describe_where(place)} is no op of the run: what existed before it, "
-                        "sizes and numbers cannot be gone to, or set"
-                    )
-                if node.kind == "graph":
-                    self._require_last(place, node.module, index)
-                found.add((numbers[index], tuple(element)))
-        return sorted(found)
-
-    def _require_last(self, place: Any, module: str, index: int) -> None:
-        """Raise if the output of a module is not its own, or is used in it as well."""
-        tape = self._require_recording().tape
-        calls = [call for call in tape.calls if call.path == module]
-        for call in calls:
-            if call.start <= index < call.stop:
-                inside = tape.ops[index + 1 : call.stop]
-                if not any(index in op.operands for op in inside):
-                    return
-        raise InputError(
-            f"the output of {describe_where(place)} is also used inside of it, or computed "
-            "elsewhere: name the op"
-        )
-
-    def _meant(self, place: Any) -> Sequence[Any]:
-        self._complete()
-        known = _Known(self._function, self.trace)
-        name = name_of(place, known)
-        if name is None:
-            raise InputError(f"{place!r} is no place in a run")
-        meant = meant_by(name, known)
-        if meant is None or not meant.places:
-            near = near_names(name, self.trace.run.naming.listed())
-            said = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-            raise NodePathError(f"this run has no {name!r}{said}", name, tuple(near))
-        return meant.places
+        return Places(self._function, self.trace, self._events)
 
     # Printing
 
-    def _places(self, event: Event) -> tuple[Place, ...]:
-        """Return where an event is, out to the code of the model that called it."""
-        tape = self._require_recording().tape
-        records: Sequence[Any] = tape.ops if event.kind == "op" else tape.guards
-        site: Site | None = records[event.index].site
-        scope: ModuleCall | None = records[event.index].scope
-        places: list[Place] = []
-        while True:
-            places += () if site is None else site.places
-            if scope is None:
-                return tuple(places)
-            site, scope = scope.site, scope.parent
-
     def _text(self, number: int) -> str:
         event = self._events[number]
-        places = self._places(event)
+        places = places_of(event, self._require_recording().tape)
         place = next((each for each in places if not each.in_torch), places[0] if places else None)
         where = "" if place is None else f"  {os.path.basename(place.file)}:{place.line}"
         if event.kind == "op":
@@ -601,20 +491,3 @@ class SteppedRun:
         if self.position == len(self._events) and self._is_complete:
             lines.append("> the end")
         return "\n".join(lines)
-
-
-class _Known:
-    """What is known of the model, as names are resolved: this run alone."""
-
-    def __init__(self, model: Callable[..., Any], trace: Trace) -> None:
-        self.model = model
-        self._trace = trace
-
-    def names(self) -> list[Names]:
-        """Return the names in the run."""
-        return [self._trace.run.naming]
-
-    def mirror_path(self, name: str) -> str:
-        """Return the path of a node of the mirror of the run."""
-        path = self._trace.graph.nodes[name].get("path", "") if name in self._trace.graph else ""
-        return str(path)

@@ -340,7 +340,6 @@ def _can_be_kept(op: Op, args: Any, kwargs: dict[str, Any], out: Any, memory: se
         type(out) is Tensor
         and out.layout is torch.strided
         and not requires_grad(out)
-        and out._base is None
         and storage_of(out) not in {0, *memory}
         and not op.writes
         and _is_watched_function(function)
