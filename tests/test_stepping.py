@@ -637,18 +637,27 @@ def test_a_model_that_has_changed_since_is_noticed() -> None:
         _ = run.goto(1).variables
 
 
-def test_gradients_of_a_stepped_run_are_those_of_eager() -> None:
+def test_gradients_of_stepped_runs_are_those_of_eager() -> None:
     torch.manual_seed(0)
-    model, x, given = Recursive(), torch.randn(3, 4), torch.randn(3, 4)
-    torch.manual_seed(1)
-    run = bt.BendedModule(model).step(x)
-    run.goto(5).variables, run.set("layer:1", given)
-    run.output.sum().backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    with Eager([(functional.linear, 0, given, ())]):
-        model(x).sum().backward()
-    assert bits(found) == bits([parameter.grad for parameter in model.parameters()])
+    model, x = Nested(), torch.randn(3, 4)
+    for given in torch.randn(3, 4, requires_grad=True), torch.randn(3, 4):
+        torch.manual_seed(1)
+        run = bt.BendedModule(model).step(x)
+        for place, call in ((4, 2), (4, 2), (0, 0)):
+            found = []
+            changed = run.set(place, given @ torch.ones(4, 8)).output
+            torch.manual_seed(1)
+            value = given @ torch.ones(4, 8)
+            with Eager([(functional.linear, call, value, ())]):
+                eager = model(x)
+            for output in changed, eager:
+                model.zero_grad()
+                given.grad = None
+                (output["first"].sum() + output["rest"][0].exp().sum()).backward()
+                grads = [each.grad for each in model.parameters()]
+                found.append(bits([grads, given.grad]))
+                assert any(each is not None for each in grads)
+            assert found[0] == found[1]
 
 
 def test_a_run_prints_where_it_is() -> None:
