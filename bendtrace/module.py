@@ -26,8 +26,11 @@ from bendtrace.paths.text import Text
 if TYPE_CHECKING:
     from bendtrace.export import exporting
     from bendtrace.export.exporting import Exported
+    from bendtrace.stepping import run as stepping_run
+    from bendtrace.stepping.run import SteppedRun
 else:
     exporting = LazyModule("bendtrace.export.exporting")
+    stepping_run = LazyModule("bendtrace.stepping.run")
 
 __all__ = ["BendedModule"]
 
@@ -73,7 +76,7 @@ class BendedModule(BaseModule):
     """
 
     _untraced = BaseModule._untraced | {"_bending", "hooks"}
-    _shared = ("audit", "explore", "export", "remove_all", "reset", "update")
+    _shared = ("audit", "explore", "export", "remove_all", "reset", "step", "update")
 
     def __init__(
         self,
@@ -444,6 +447,37 @@ class BendedModule(BaseModule):
             tensor([6.])
         """
         return from_activations(self, *told(args, kwargs), bended=_bended)
+
+    def step(self, *args: Any, budget: int = 2**30, **kwargs: Any) -> SteppedRun:
+        """Run the model, and return the run as a place to experiment.
+
+        In it one can go to any op, question or line, forward and back, look at the variables of the
+        model's Python, replace values and answers, and go on from there. Under `torch.no_grad`,
+        nothing that came before is computed again, as far as the budget reaches; where autograd
+        records, values in its graph are. The model, the inputs and the random generators stay as
+        they are (see `SteppedRun.finish`).
+
+        Args:
+            *args: positional arguments of the model.
+            budget: how many bytes of values to keep.
+            **kwargs: keyword arguments of the model.
+
+        Raises:
+            InputError: something is inserted, or the run cannot be stepped through: it depends on
+                something that no guard can watch, or changes something that cannot be restored.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: torch.relu(x) * 2)
+            >>> run = bended.step(torch.tensor([-1.0, 2.0]))
+            >>> run.set("relu", torch.tensor([5.0, 5.0])).output
+            tensor([10., 10.])
+        """
+        if self._board:
+            raise InputError("a run to be stepped through has nothing inserted: remove it first")
+        return stepping_run.SteppedRun(
+            self._model, args, kwargs, self._signature, self._known.registry, budget
+        )
 
     # Copies
 

@@ -50,8 +50,10 @@ from bendtrace.source.sites import (
 )
 from bendtrace.source.usage import only_tests
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
+from bendtrace.tape.contexts import AutocastHold
 from bendtrace.tape.scalars import TRACED, TracedScalar, plain
 from bendtrace.tape.tape import (
+    Guard,
     ModuleCall,
     Op,
     OpKind,
@@ -120,6 +122,7 @@ class Recorder(TorchFunctionMode):
         self._error: Exception | None = None
         self._observer = observer
         self._inserter = inserter
+        self.answers: Callable[[Guard, Any], Any] | None = None  # may answer questions differently
         self.active = False
         self.turns = 0
         self.environment = environment
@@ -299,7 +302,7 @@ class Recorder(TorchFunctionMode):
             self._writer.guard(
                 Test.TRUTH if how == "bool" else Test.VALUE, op.index, value, how, frame
             )
-            return value
+            return self._answered(value)
         if func in DESCEND:
             with self, self._ran.entered():
                 return entered(func)(*args, **kwargs)
@@ -460,7 +463,11 @@ class Recorder(TorchFunctionMode):
             self._writer.guard(Test.TRUTH, index, bool(value), how, outside_scalars())
         else:
             self._writer.guard(Test.VALUE, index, value, how, outside_scalars())
-        return value
+        return self._answered(value)
+
+    def _answered(self, value: Any) -> Any:
+        """Return the answer to the latest question."""
+        return value if self.answers is None else self.answers(self.tape.guards[-1], value)
 
     def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Record Python arithmetic on traced scalars (see `scalars.Origin`)."""
@@ -697,6 +704,10 @@ class Recorder(TorchFunctionMode):
             Test.TRUTH, self._values.scalar_ref(truth).index, bool(truth._value), "", frame
         )
         return bool(truth._value)
+
+    def hand_over(self, values: dict[int, Any]) -> None:
+        """Take values that an earlier run has computed, by op, instead of computing them again."""
+        self._writer.prefix = Prefix([], values, {}, AutocastHold())
 
     def state(self, tensor: Tensor) -> Captured | None:
         """Return the captured value for a tensor (see `inserter.Stage`)."""

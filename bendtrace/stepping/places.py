@@ -1,0 +1,185 @@
+"""What the places of a stepped run are called: questions, lines, nodes, modules and layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bendtrace._trace import Trace
+from bendtrace.errors import InputError, NodePathError
+from bendtrace.flow import FlowStep
+from bendtrace.history.names import Names, near_names, values_of
+from bendtrace.interject.resolver import describe_where, meant_by, name_of
+from bendtrace.source.sites import Place, Site
+from bendtrace.stepping.visit import Event
+from bendtrace.tape.tape import ModuleCall, Tape
+
+__all__ = ["Places", "places_of"]
+
+_LINE = re.compile(r"(.*\.\w+):(\d+)")
+
+
+def places_of(event: Event, tape: Tape) -> tuple[Place, ...]:
+    """Return where an event is, out to the code of the model that called it."""
+    records: Sequence[Any] = tape.ops if event.kind == "op" else tape.guards
+    site: Site | None = records[event.index].site
+    scope: ModuleCall | None = records[event.index].scope
+    places: list[Place] = []
+    while True:
+        places += () if site is None else site.places
+        if scope is None:
+            return tuple(places)
+        site, scope = scope.site, scope.parent
+
+
+class Places:
+    """Finds the events of a place in a run.
+
+    Args:
+        function: the model.
+        trace: the run.
+        events: its events.
+    """
+
+    def __init__(self, function: Callable[..., Any], trace: Trace, events: list[Event]) -> None:
+        self._known = _Known(function, trace)
+        self._trace = trace
+        self._tape = trace.recording.tape
+        self._events = events
+
+    def numbers(self, place: Any) -> list[int]:
+        """Return the events of a place in order; at least one.
+
+        Raises:
+            InputError: there is none.
+            NodePathError: the run has no such node.
+        """
+        if isinstance(place, FlowStep):
+            return self._questions(place)
+        line = _line(place)
+        if line is None:
+            return self._calls(place) or [number for number, _ in self._values(place)]
+        found = [
+            number
+            for number, event in enumerate(self._events)
+            if any(
+                each.line == line[1] and each.file.endswith(line[0])
+                for each in places_of(event, self._tape)
+            )
+        ]
+        if not found:
+            raise InputError(f"no event of the run is at {place}")
+        return found
+
+    def values(self, place: Any, kind: str = "") -> list[tuple[int, tuple[Any, ...]]]:
+        """Return the events whose values a place stands for, and where in their results.
+
+        Args:
+            place: the place.
+            kind: which kind of events to prefer at a line.
+
+        Raises:
+            InputError: there is none.
+            NodePathError: the run has no such node.
+        """
+        if not isinstance(place, FlowStep) and _line(place) is None:
+            return self._values(place)
+        numbers = self.numbers(place)
+        if kind:
+            numbers = [n for n in numbers if self._events[n].kind == kind] or numbers
+        return [(number, ()) for number in numbers]
+
+    def _questions(self, step: FlowStep) -> list[int]:
+        guards = self._tape.guards
+        for number, event in enumerate(self._events):
+            if event.kind == "question" and event.index == step.guard:
+                if step.place in places_of(event, self._tape) or guards[event.index].site is None:
+                    return [number]
+        raise InputError(f"{step!r} is no question of this run that can be answered")
+
+    def _calls(self, place: Any) -> list[int]:
+        """Return the first event of each selected call of a module; nothing if it is no module."""
+        found = []
+        for _, node, chosen in self._meant(place):
+            if node.kind != "graph" or not node.module:
+                return []
+            calls = self._tape.calls
+            for number in range(len(node.passes)) if chosen is None else chosen:
+                found.append(self._first_in(calls[node.passes[number].index]))
+        return sorted(found)
+
+    def _first_in(self, call: ModuleCall) -> int:
+        inside = (
+            number for number, event in enumerate(self._events)
+            if call.start <= event.position < max(call.stop, call.start + 1)
+        )  # fmt: skip
+        return next(inside, len(self._events))
+
+    def _values(self, place: Any) -> list[tuple[int, tuple[Any, ...]]]:
+        """Return the events that compute the values of a node, and where in their results."""
+        tree = self._trace.run.tree
+        numbers = {e.index: number for number, e in enumerate(self._events) if e.kind == "op"}
+        found = set()
+        for _, node, chosen in self._meant(place):
+            for value in values_of(node, chosen):
+                index, element = tree.origin(*value)
+                if index not in numbers:
+                    raise InputError(
+                        f"{describe_where(place)} is no op of the run: what existed before it, "
+                        "sizes and numbers cannot be gone to, or set"
+                    )
+                if node.kind == "graph":
+                    self._require_last(place, node.module, index)
+                found.add((numbers[index], tuple(element)))
+        return sorted(found)
+
+    def _require_last(self, place: Any, module: str, index: int) -> None:
+        """Raise if the output of a module is not its own, or is used in it as well."""
+        tape = self._tape
+        calls = [call for call in tape.calls if call.path == module]
+        for call in calls:
+            if call.start <= index < call.stop:
+                inside = tape.ops[index + 1 : call.stop]
+                if not any(index in op.operands for op in inside):
+                    return
+        raise InputError(
+            f"the output of {describe_where(place)} is also used inside of it, or computed "
+            "elsewhere: name the op"
+        )
+
+    def _meant(self, place: Any) -> Sequence[Any]:
+        name = name_of(place, self._known)
+        if name is None:
+            raise InputError(f"{place!r} is no place in a run")
+        meant = meant_by(name, self._known)
+        if meant is None or not meant.places:
+            near = near_names(name, self._trace.run.naming.listed())
+            said = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            raise NodePathError(f"this run has no {name!r}{said}", name, tuple(near))
+        return meant.places
+
+
+def _line(place: Any) -> tuple[str, int] | None:
+    match = _LINE.fullmatch(place) if isinstance(place, str) else None
+    if match is None or not match[1].endswith((".py", ">")):
+        return None
+    name = match[1] if match[1] != ".py" else ""
+    return name, int(match[2])
+
+
+class _Known:
+    """What is known of the model, as names are resolved: this run alone."""
+
+    def __init__(self, model: Callable[..., Any], trace: Trace) -> None:
+        self.model = model
+        self._trace = trace
+
+    def names(self) -> list[Names]:
+        """Return the names in the run."""
+        return [self._trace.run.naming]
+
+    def mirror_path(self, name: str) -> str:
+        """Return the path of a node of the mirror of the run."""
+        run = self._trace.run
+        return run.tree.path_of(run.names.index(name)) if name in run.names else ""

@@ -1,0 +1,493 @@
+"""SteppedRun: a run of a model that can be gone through forward and back, and changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from bendtrace._trace import Trace
+from bendtrace.errors import InputError
+from bendtrace.history.copies import copied, materialize, tensors_in
+from bendtrace.interject.resolver import describe_where
+from bendtrace.paths.naming import Registry
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.run import Signature, record, uninitialized_in
+from bendtrace.replay.global_state import GlobalState
+from bendtrace.stepping.kept import Kept
+from bendtrace.stepping.places import Places, places_of
+from bendtrace.stepping.start import Start, cannot
+from bendtrace.stepping.visit import Edit, Event, Frame, Visit, require_tensor
+from bendtrace.tape.captured import requires_grad
+from bendtrace.tape.contexts import ContextSwitch
+from bendtrace.tape.tape import OpKind
+
+__all__ = ["SteppedRun"]
+
+_AROUND = 3  # events that are printed before and after the position
+
+
+class SteppedRun:
+    """A run of a model as a place to experiment, made by `BendedModule.step`.
+
+    The run is a sequence of *events*: ops, and questions that the model's Python asks about
+    values (`if x.sum() > 0`). Its *position* is the event that comes next. The run can be moved to
+    any position; there, the variables of the model's Python can be looked at. `set` replaces the
+    value of an op and `answer` the answer of a question, and what comes after that is run anew;
+    what came before is not computed again, as far as it is kept.
+
+    The model, its inputs and the random generators are left as they are, until `finish`.
+
+    Args:
+        function: the model.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        signature: names the arguments.
+        registry: gives nodes their names.
+        budget: how many bytes of values to keep.
+
+    Attributes:
+        position: the number of the event that comes next.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     h = x * 2
+        ...     if h.sum() > 4:
+        ...         h = h - 10
+        ...     return h.relu()
+        >>> run = bt.BendedModule(model).step(torch.tensor([1.0, 3.0]))
+        >>> run.output
+        tensor([0., 0.])
+        >>> run.goto("sub").variables["h"]
+        tensor([2., 6.])
+        >>> run.answer(run.trace.flow_steps[0], False).output
+        tensor([2., 6.])
+        >>> run.set("mul", torch.tensor([-1.0, 1.0])).output
+        tensor([0., 1.])
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        signature: Signature,
+        registry: Registry,
+        budget: int,
+    ) -> None:
+        if type(budget) is not int or budget < 0:
+            raise InputError(f"budget has to be a number of bytes, not {budget!r}")
+        if uninitialized_in(function):
+            raise cannot("the model has lazy modules: call it once first")
+        self._function = function
+        self._args, self._kwargs = args, kwargs
+        self._signature = signature
+        self._registry = registry
+        self._global_state = GlobalState.current()
+        self._start = Start(function, signature.bind(args, kwargs))
+        self._kept = Kept(budget)
+        self._edits: dict[int, Edit] = {}
+        self._events: list[Event] = []
+        self._recording: Recording | None = None
+        self._is_complete = False
+        self._output: Any = None
+        self._is_finished = False
+        self._trace: Trace | None = None
+        self._looked: tuple[int, tuple[Frame, ...]] | None = None
+        self.position = 0
+        self._complete()
+
+    # Moving
+
+    def goto(self, place: Any = None, *, line: int | None = None) -> SteppedRun:
+        """Move to before an event, and return the run itself.
+
+        Args:
+            place: a position (from the end of the run if negative), a question as a step of
+                `trace.flow_steps`, a line as `"model.py:12"`, or an op or module in any form that
+                `interject` accepts for one node (`"relu"`, `"layers_0.relu:2"`, a layer of the
+                log, ...). What happens several times means the first time.
+            line: a line of a file of the model, whichever that is.
+
+        Raises:
+            InputError: the run has no such event.
+            NodePathError: it has no such node.
+        """
+        if (place is None) == (line is None):
+            raise InputError("goto takes a place, or line=")
+        self.position = self._numbers(place if line is None else f".py:{line}")[0]
+        return self
+
+    def forward(self, n: Any = 1) -> SteppedRun:
+        """Move forward, and return the run itself.
+
+        Args:
+            n: by how many events, at most to the end; or a place (see `goto`), to the next time
+                that it comes.
+
+        Raises:
+            InputError: the place does not come again.
+        """
+        if type(n) is int:
+            return self._move(n)
+        return self._move_to(n, [each for each in self._numbers(n) if each > self.position][:1])
+
+    def back(self, n: Any = 1) -> SteppedRun:
+        """Move back, and return the run itself.
+
+        Args:
+            n: by how many events, at most to the start; or a place (see `goto`), to the last time
+                that it came.
+
+        Raises:
+            InputError: the place does not come before.
+        """
+        if type(n) is int:
+            return self._move(-n)
+        return self._move_to(n, [each for each in self._numbers(n) if each < self.position][-1:])
+
+    def _move_to(self, place: Any, found: list[int]) -> SteppedRun:
+        if not found:
+            raise InputError(f"{describe_where(place)} does not come in that part of the run")
+        self.position = found[0]
+        return self
+
+    def _move(self, n: int) -> SteppedRun:
+        aim = max(self.position + n, 0)
+        if aim > len(self._events) and not self._is_complete:
+            self._visit(aim)
+        self.position = min(aim, len(self._events))
+        return self
+
+    # Looking
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """The running functions of the model, innermost first; none at the end of the run."""
+        if self._is_complete and self.position == len(self._events):
+            return ()
+        if self._looked is None or self._looked[0] != self.position:
+            self._visit(self.position)
+        looked = self._looked  # none, if this was the end
+        return looked[1] if looked is not None and looked[0] == self.position else ()
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the innermost function, as they are at the position.
+
+        Tensors are copies, detached. Other objects that can change, apart from lists, tuples and
+        dicts, are the model's own, and are in the state of the start of the run.
+        """
+        frames = self.frames
+        return dict(frames[0].variables) if frames else {}
+
+    def value(self, place: Any) -> Any:
+        """Return a copy of the value that an op returned, or the answer to a question.
+
+        Args:
+            place: as for `goto`; what happens several times has to be named with its pass.
+        """
+        number, element = self._one(place)
+        edit = self._edits.get(number)
+        event = self._events[number]
+        if event.kind == "question":
+            return self._answer(number)
+        if edit is not None and edit.element == element:
+            return copied(edit.value.detach())
+        if event.index in self._kept:
+            found = self._kept.get(event.index)
+        else:
+            found = self._visit(min(number + 1, len(self._events)), {event.index}).found[
+                event.index
+            ]
+        for key in element:
+            found = found[key]
+        for tensor in tensors_in(found):
+            materialize(tensor)
+        return found
+
+    def _answer(self, number: int) -> Any:
+        if number in self._edits:
+            return self._edits[number].value
+        return self._require_recording().tape.guards[self._events[number].index].answer
+
+    @property
+    def output(self) -> Any:
+        """The output of the run as it is now; a run that raises, raises here.
+
+        Where it is in memory that existed before the run, it is a copy.
+        """
+        error = self._complete().error
+        if error is not None:
+            raise error
+        return self._output
+
+    @property
+    def trace(self) -> Trace:
+        """The record of the run as it is now, with what was changed as ops called `given`."""
+        if self._trace is None:
+            recording = self._complete()
+            if self._edits:
+                recording.tape.block("values or answers of the run were changed by hand")
+            self._trace = Trace(
+                recording, self._global_state, self._signature, self._function,
+                registry=self._registry,
+            )  # fmt: skip
+            self._trace.output = self._output
+        return self._trace
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the kept values take."""
+        return self._kept.nbytes
+
+    def __len__(self) -> int:
+        """Return how many events the run has."""
+        self._complete()
+        return len(self._events)
+
+    # Changing
+
+    def set(self, place: Any, value: Tensor) -> SteppedRun:
+        """Replace the value that an op returned, for all code that comes after it.
+
+        Changes that were made after this op are forgotten: they were made in another run. The
+        position stays, unless it is after the op: then it is right after it.
+
+        Args:
+            place: the op, as for `goto`, or a module whose output one of its last ops computes.
+                What happens several times has to be named with its pass.
+            value: a tensor; the model receives a copy.
+
+        Raises:
+            InputError: the place is no op of the run, or its value is no tensor.
+            NodePathError: there is no such node.
+        """
+        value = require_tensor(value)
+        number, element = self._one(place)
+        event = self._events[number]
+        meta: Any = self._require_recording().tape.ops[event.index].meta
+        if event.kind == "question":
+            raise InputError(f"{describe_where(place)} is a question: use `answer`")
+        for key in element:
+            meta = meta[key]
+        if not hasattr(meta, "shape"):
+            raise InputError(f"the value of {describe_where(place)} is no tensor: {meta!r}")
+        return self._edit(number, Edit(value, element), event.index + 1)
+
+    def answer(self, question: Any, value: Any) -> SteppedRun:
+        """Give a question of the model another answer than the values give.
+
+        Changes that were made after the question are forgotten. The position stays, unless it is
+        after the question: then it is right after it.
+
+        Args:
+            question: a step of `trace.flow_steps`, its position, or its line.
+            value: the answer, of the type of the present one.
+
+        Raises:
+            InputError: the place is no question of the run, or the answer is of another type.
+        """
+        number, _ = self._one(question, "question")
+        event = self._events[number]
+        if event.kind != "question":
+            raise InputError(f"{describe_where(question)} is an op, not a question: use `set`")
+        now = self._answer(number)
+        if type(value) is not type(now):
+            raise InputError(
+                f"the answer to {describe_where(question)} is {now!r}, so another one has to be a "
+                f"{type(now).__name__}, not {value!r}"
+            )
+        return self._edit(number, Edit(value), event.position)
+
+    def _edit(self, number: int, edit: Edit, first: int) -> SteppedRun:
+        if self._is_finished:
+            raise InputError("this run is finished: begin a new one")
+        self._edits = {n: each for n, each in self._edits.items() if n < number}
+        self._edits[number] = edit
+        self._kept.forget(first)
+        del self._events[number + 1 :]
+        self._is_complete = False
+        self._output = self._trace = self._looked = None
+        self.position = min(self.position, number + 1)
+        return self
+
+    def finish(self) -> Any:
+        """Run to the end, leave the model and the random generators as that leaves them.
+
+        The model is then as after a call with these inputs, in which the changes were made. The run
+        can be looked at no more, apart from `output`, `trace` and what is kept.
+
+        Returns:
+            The output.
+        """
+        self._visit(None, leaves=True)
+        self._is_finished = True
+        self.position = len(self._events)
+        assert self._recording is not None
+        if self._recording.error is not None:
+            raise self._recording.error
+        return self._output
+
+    # Visits
+
+    def _complete(self) -> Recording:
+        if not self._is_complete:
+            self._visit(None)
+        return self._require_recording()
+
+    def _require_recording(self) -> Recording:
+        assert self._recording is not None
+        return self._recording
+
+    def _visit(self, stop: int | None, wanted: Iterable[int] = (), leaves: bool = False) -> Visit:
+        """Run the model's Python up to some event, with what is known handed over."""
+        if self._is_finished:
+            raise InputError("this run is finished: begin a new one to look at it again")
+        before = self._recording
+        tape = None if before is None else before.tape
+        known: Any = (self._events, tape.ops, tape.guards) if tape is not None else ((), (), ())
+        visit = Visit(self._start, self._kept, known, self._edits, stop, frozenset(wanted))
+        around, context = self._start.random_now(), ContextSwitch()
+        self._start.begin()
+        try:
+            context.to(self._global_state.context)
+            if not self._global_state.is_current():
+                raise InputError(
+                    "settings of torch (the default dtype, modes, ...) are not those under which "
+                    "the run was begun"
+                )
+            recording = record(
+                self._function, self._args, dict(self._kwargs), self._signature,
+                inserter=visit, keeps_errors=True,
+            )  # fmt: skip
+            output, recording.result = recording.result, None
+            for tensor in tensors_in(output):
+                materialize(tensor)
+            ended = visit.frames is not None or visit.refusal or visit.went_astray
+            if not (ended or leaves):
+                output = self._own(output, {})
+        except BaseException:
+            self._undo(around)
+            raise
+        finally:
+            context.restore()
+        if ended or not leaves:
+            self._undo(around)
+        self._judge(visit, recording)
+        visit.keep_prints()
+        if visit.frames is not None:
+            self._looked = len(visit.events), visit.frames
+        if visit.frames is None:
+            self._is_complete, self._output = True, output
+        if len(visit.events) >= len(self._events):
+            self._recording, self._events = recording, visit.events
+        return visit
+
+    def _undo(self, around: Any) -> None:
+        try:
+            self._start.undo()
+        finally:
+            around.restore()
+
+    def _judge(self, visit: Visit, recording: Recording) -> None:
+        if visit.refusal:
+            raise cannot(visit.refusal)
+        visit.require_same()
+        if visit.frames is None:
+            tape = recording.tape
+            reasons = list(tape.blockers)
+            written = {tape.ops[index] for op in tape.ops for index in op.writes}
+            reasons += [
+                f"it writes to {op.target}, which it finds on the way"
+                for op in written
+                if op.kind is OpKind.STATE and not self._start.knows(op.target.label)
+            ]
+            if recording.error is not None:
+                said = f"the run raised {type(recording.error).__name__}"
+                reasons = [reason for reason in reasons if not reason.startswith(said)]
+            if reasons:
+                raise cannot("; ".join(reasons))
+
+    def _own(self, value: Any, memo: dict[int, Any]) -> Any:
+        """Copy those tensors of an output that are in memory which is about to be restored."""
+        if isinstance(value, Tensor):
+            if not self._start.holds(value):
+                return value
+            return value.clone() if requires_grad(value) else copied(value)
+        if type(value) in (list, tuple):
+            return type(value)(self._own(item, memo) for item in value)
+        if type(value) is dict:
+            return {key: self._own(item, memo) for key, item in value.items()}
+        if any(self._start.holds(tensor) for tensor in tensors_in(value)):
+            raise cannot(
+                f"its output, a {type(value).__name__}, holds memory that existed before the run"
+            )
+        return value
+
+    # Places
+
+    def _one(self, place: Any, kind: str = "") -> tuple[int, tuple[Any, ...]]:
+        """Return the one event of a place, and where in its result the value is."""
+        if isinstance(place, int):
+            found = [(self._position(place), ())]
+        else:
+            found = self._places.values(place, kind)
+        if found[0][0] >= len(self._events):
+            raise InputError(f"{describe_where(place)} is no event of the run")
+        if len(found) > 1:
+            listed = ", ".join(str(number) for number, _ in found[:8])
+            raise InputError(
+                f"{describe_where(place)} happens several times in the run, at the positions "
+                f"{listed}: give one of these"
+            )
+        return found[0]
+
+    def _numbers(self, place: Any) -> list[int]:
+        """Return the events of a place in order; at least one."""
+        return [self._position(place)] if isinstance(place, int) else self._places.numbers(place)
+
+    def _position(self, place: int) -> int:
+        if place >= len(self._events) or place < 0:
+            self._complete()
+        count = len(self._events)
+        number = place + count if place < 0 else place
+        if type(place) is bool or not 0 <= number <= count:
+            raise InputError(f"the run has positions from 0 to {count}, and no {place!r}")
+        return number
+
+    @property
+    def _places(self) -> Places:
+        self._complete()
+        return Places(self._function, self.trace, self._events)
+
+    # Printing
+
+    def _text(self, number: int) -> str:
+        event = self._events[number]
+        places = places_of(event, self._require_recording().tape)
+        place = next((each for each in places if not each.in_torch), places[0] if places else None)
+        where = "" if place is None else f"  {os.path.basename(place.file)}:{place.line}"
+        if event.kind == "op":
+            return f"{self._require_recording().names[event.index]}{where}"
+        text = "" if place is None else place.text
+        return f"{text}? {self._answer(number)}{where}"
+
+    def __repr__(self) -> str:
+        what = getattr(self._function, "__name__", type(self._function).__name__)
+        count = f"{len(self._events)}{'' if self._is_complete else ' or more'}"
+        return f"<SteppedRun of {what}: at {self.position} of {count} events>"
+
+    def __str__(self) -> str:
+        lines = [repr(self)]
+        first = max(self.position - _AROUND, 0)
+        for number in range(first, min(self.position + _AROUND + 1, len(self._events))):
+            arrow = ">" if number == self.position else " "
+            changed = "  (changed)" if number in self._edits else ""
+            lines.append(f"{arrow} {number:4}  {self._text(number)}{changed}")
+        if self.position == len(self._events) and self._is_complete:
+            lines.append("> the end")
+        return "\n".join(lines)
