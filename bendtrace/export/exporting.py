@@ -21,6 +21,7 @@ from bendtrace.export.machine import Machine, refuse, told
 from bendtrace.export.writer import Unseen, Written, write
 from bendtrace.flow import steps_of
 from bendtrace.history.sizes import counted
+from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.replay.explain import explain_check
@@ -111,41 +112,66 @@ def export(
                 "program is called in one way"
             )
     target = None if to is None else targets.target_of(to)
+    export_once = functools.partial(_export, model, signature, calls, to, target, unseen, tell)
     with torch.no_grad():
-        recordings = _recorded(model, signature, calls, tell)
-        machine = Machine(recordings)
-        args, kwargs = _largest(calls)
-        names = signature.arrange(args, kwargs)[0]
-        parameters = [_variable(name) for name in names]
-        head = [_variable(name) for name in signature.names(args, kwargs)]
-        state = _names_of(model)
-        written = write(machine, parameters, head, state, False)
-        if written.unseen and unseen == "error":
-            listed = "\n".join(f"    {one}" for one in written.unseen)
-            raise ExportError(f"inputs never took some sides:\n{listed}")
-        tell("trace")
-        program = _traced(written, signature, args, kwargs)
-        made = Exported(program, written.unseen, len(calls), written.told, written.text)
-        compare(made, calls, recordings, tell=tell)
-        check = functools.partial(compare, calls=calls, recordings=recordings)
-        loosely = functools.partial(check, tolerance=_TOLERANCE)
-        if to is not None:
-            tell("write")
-        if to is not None and target == "pt2":
-            targets.save_program(program, to, check)
-        elif to is not None and target == "aoti":
-            targets.save_package(program, to, loosely)
-        elif to is not None:
-            flagged = write(machine, parameters, head, state, True)
-            messages = {one.number: one.message for one in flagged.unseen}
-            targets.save_onnx(_traced(flagged, signature, args, kwargs), to, messages, loosely)
-        if to is not None:
-            within = "bit by bit" if target == "pt2" else f"within {_TOLERANCE:g}"
-            made.notes = (
-                *made.notes,
-                f"written to {os.fspath(to)}, whose outputs are equal {within}",
-            )
+        excluded: frozenset[Counter] | None = frozenset()
+        while excluded is not None:
+            recordings, lifted, needed = _recorded(model, signature, calls, tell, excluded)
+            if not lifted:
+                break
+            if needed <= excluded:
+                try:
+                    return export_once(recordings)
+                except ExportError:
+                    excluded = None  # it may be expressible with a round in each state
+            else:
+                excluded |= needed
+        if excluded is None:
+            recordings, _, _ = _recorded(model, signature, calls, tell, None)
+        return export_once(recordings)
+
+
+def _export(
+    model: Callable[..., Any],
+    signature: Signature,
+    calls: Sequence[Inputs],
+    to: str | os.PathLike[str] | None,
+    target: str | None,
+    unseen: str,
+    tell: Callable[[str], None],
+    recordings: list[Recording],
+) -> Exported:
+    """Export what was recorded."""
+    machine = Machine(recordings)
+    args, kwargs = _largest(calls)
+    names = signature.arrange(args, kwargs)[0]
+    parameters = [_variable(name) for name in names]
+    head = [_variable(name) for name in signature.names(args, kwargs)]
+    state = _names_of(model)
+    written = write(machine, parameters, head, state, False)
+    if written.unseen and unseen == "error":
+        listed = "\n".join(f"    {one}" for one in written.unseen)
+        raise ExportError(f"inputs never took some sides:\n{listed}")
+    tell("trace")
+    program = _traced(written, signature, args, kwargs)
+    made = Exported(program, written.unseen, len(calls), written.told, written.text)
+    compare(made, calls, recordings, tell=tell)
+    if to is None:
         return made
+    check = functools.partial(compare, calls=calls, recordings=recordings)
+    loosely = functools.partial(check, tolerance=_TOLERANCE)
+    tell("write")
+    if target == "pt2":
+        targets.save_program(program, to, check)
+    elif target == "aoti":
+        targets.save_package(program, to, loosely)
+    else:
+        flagged = write(machine, parameters, head, state, True)
+        messages = {one.number: one.message for one in flagged.unseen}
+        targets.save_onnx(_traced(flagged, signature, args, kwargs), to, messages, loosely)
+    within = "bit by bit" if target == "pt2" else f"within {_TOLERANCE:g}"
+    made.notes = (*made.notes, f"written to {os.fspath(to)}, whose outputs are equal {within}")
+    return made
 
 
 def _variable(name: str) -> str:
@@ -185,19 +211,38 @@ def _recorded(
     signature: Signature,
     calls: Sequence[Inputs],
     tell: Callable[[str], None],
-) -> list[Recording]:
-    """Record the model's runs with some inputs, each state of them."""
+    excluded: frozenset[Counter] | None,
+) -> tuple[list[Recording], bool, frozenset[Counter]]:
+    """Record the model's runs with some inputs, each state of them.
+
+    Args:
+        model: the model.
+        signature: names its arguments.
+        calls: the inputs.
+        tell: is told of each run.
+        excluded: counters that are not lifted; None if none are.
+
+    Returns:
+        The runs, whether counters were lifted, and those of which Python needed the number.
+    """
     recordings: list[Recording] = []
+    is_lifted, needed = False, excluded or frozenset()
     first: Program | None = None
     for number, (args, kwargs) in enumerate(calls, 1):
         tell("record")
         own_args, own_kwargs = tree_map(_copied, (args, kwargs))
+        lifting = None if excluded is None else Lifting(excluded)
         try:
-            recording = record(model, own_args, own_kwargs, signature, reads_states=True)
+            recording = record(
+                model, own_args, own_kwargs, signature, reads_states=True, lifting=lifting
+            )
         except Exception as error:
             raise ExportError(f"with input {number}, the model raises {error!r}") from error
         refuse(recording)
         recordings.append(recording)
+        if lifting is not None:
+            is_lifted = is_lifted or bool(lifting.lifted)
+            needed |= lifting.needed(recording.tape)
         arguments = tuple(signature.bind(*tree_map(_copied, (args, kwargs))).values())
         if first is None:
             first = Program(recording, GlobalState.current(), joins=False)
@@ -209,7 +254,7 @@ def _recorded(
                     f"input {number} is of another kind than the first, for which the model does "
                     f"something else: {why}; export once for each"
                 )
-    return recordings
+    return recordings, is_lifted, needed
 
 
 def _copied(value: Any) -> Any:

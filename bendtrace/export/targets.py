@@ -78,10 +78,19 @@ def save_program(
         program: the program.
         path: the file.
         check: raises if what it is given does not do what the model does.
+
+    Raises:
+        ExportError: torch cannot write it, or cannot read what it has written.
     """
     with _written_whole(path, ".pt2") as temporary, quiet():
-        torch.export.save(program, temporary)
-        check(torch.export.load(temporary).module())
+        try:
+            torch.export.save(program, temporary)
+            loaded = torch.export.load(temporary).module()
+        except Exception as error:
+            raise ExportError(
+                f"torch.export cannot save and load it: {_first_line(error)}"
+            ) from error
+        check(loaded)
 
 
 def save_package(
