@@ -195,12 +195,16 @@ def test_numbers_among_the_inputs_stay_as_they_were() -> None:
             made(*args, scale=scale)
 
 
-@pytest.mark.parametrize("seed", some(range(40), chosen=[1, 3]))
-def test_random_programs_are_equal_or_raise(seed: int) -> None:
-    model = random_program(seed)
+@pytest.mark.parametrize(
+    ("seed", "is_counted"),
+    some(itertools.product(range(40), [False, True]), chosen=[(1, False), (3, True)]),
+)
+def test_random_programs_are_equal_or_raise(seed: int, is_counted: bool, tmp_path: Path) -> None:
+    model = random_program(seed, is_counted)
     torch.manual_seed(seed)
     try:
-        made = exported(model, *[(torch.randn(3), torch.randn(3)) for _ in range(20)])
+        inputs = [(torch.randn(3), torch.randn(3)) for _ in range(20)]
+        made = exported(model, *inputs, to=tmp_path / "model.pt2")
     except ExportError as error:
         if "a loop is entered in its middle" not in str(error):
             raise  # no other refusal is right here

@@ -43,7 +43,8 @@ class Exported:
 
     Attributes:
         program: the `torch.export.ExportedProgram`.
-        unseen: the sides of questions that no input took: a call that comes to one raises.
+        unseen: the sides of questions that no input took, and numbers that it cannot compute with
+            (`seen` is empty for them): a call that comes to one raises.
         compared: how many inputs it was compared with the model for.
         notes: what else is worth knowing.
         source: the program as it was written, before torch.export traced it.
@@ -75,9 +76,14 @@ class Exported:
     def __repr__(self) -> str:
         inputs = counted(self.compared, "input")
         lines = [f"exported: equal to the model, bit by bit, for {inputs}"]
-        if self.unseen:
-            lines.append(f"{counted(len(self.unseen), 'side')} never taken, where it raises:")
-            lines += [f"    {unseen}" for unseen in self.unseen]
+        sides = [unseen for unseen in self.unseen if unseen.seen]
+        limits = [unseen for unseen in self.unseen if not unseen.seen]
+        if sides:
+            lines.append(f"{counted(len(sides), 'side')} never taken, where it raises:")
+            lines += [f"    {unseen}" for unseen in sides]
+        if limits:
+            lines.append("it also raises for:")
+            lines += [f"    {unseen}" for unseen in limits]
         lines += self.notes
         return "\n".join(lines)
 
@@ -149,8 +155,9 @@ def _export(
     head = [_variable(name) for name in signature.names(args, kwargs)]
     state = _names_of(model)
     written = write(machine, parameters, head, state, False)
-    if written.unseen and unseen == "error":
-        listed = "\n".join(f"    {one}" for one in written.unseen)
+    never = [one for one in written.unseen if one.seen]
+    if never and unseen == "error":
+        listed = "\n".join(f"    {one}" for one in never)
         raise ExportError(f"inputs never took some sides:\n{listed}")
     tell("trace")
     program = _traced(written, signature, args, kwargs)
@@ -164,7 +171,7 @@ def _export(
     if target == "pt2":
         targets.save_program(program, to, check)
     elif target == "aoti":
-        targets.save_package(program, to, loosely)
+        targets.save_package(program, to, calls, loosely)
     else:
         flagged = write(machine, parameters, head, state, True)
         messages = {one.number: one.message for one in flagged.unseen}

@@ -26,8 +26,7 @@ from tests.export_models import MODELS
 __all__ = ["EXPORTED", "compared_exported", "table_of_exported"]
 
 EXPORTED = (
-    "gated", "solver", "early exit", "top-1 experts", "top-2 experts", "greedy decoding",
-    "adaptive time", "suppression",
+    "gated", "solver", "early exit", "top-1 experts", "greedy decoding", "suppression",
 )  # fmt: skip
 _KNOWN, _CALLED = 50, 8  # inputs that a model is exported from, and inputs that are timed
 
