@@ -120,21 +120,22 @@ def export(
     target = None if to is None else targets.target_of(to)
     export_once = functools.partial(_export, model, signature, calls, to, target, unseen, tell)
     with torch.no_grad():
-        excluded: frozenset[Counter] | None = frozenset()
-        while excluded is not None:
-            recordings, lifted, needed = _recorded(model, signature, calls, tell, excluded)
-            if not lifted:
-                break
-            if needed <= excluded:
-                try:
+        excluded: frozenset[Counter] = frozenset()
+        while True:
+            liftings = [Lifting(excluded) for _ in calls]
+            try:
+                recordings = _recorded(model, signature, calls, tell, liftings)
+                needed = frozenset().union(
+                    *(one.needed(run.tape) for one, run in zip(liftings, recordings, strict=True))
+                )
+                if not needed:
                     return export_once(recordings)
-                except ExportError:
-                    excluded = None  # it may be expressible with a round in each state
-            else:
-                excluded |= needed
-        if excluded is None:
-            recordings, _, _ = _recorded(model, signature, calls, tell, None)
-        return export_once(recordings)
+            except ExportError:
+                if not any(one.lifted for one in liftings):
+                    raise
+                break  # it may have a form with each round as a state of its own
+            excluded |= needed
+        return export_once(_recorded(model, signature, calls, tell, [None] * len(calls)))
 
 
 def _export(
@@ -218,27 +219,14 @@ def _recorded(
     signature: Signature,
     calls: Sequence[Inputs],
     tell: Callable[[str], None],
-    excluded: frozenset[Counter] | None,
-) -> tuple[list[Recording], bool, frozenset[Counter]]:
-    """Record the model's runs with some inputs, each state of them.
-
-    Args:
-        model: the model.
-        signature: names its arguments.
-        calls: the inputs.
-        tell: is told of each run.
-        excluded: counters that are not lifted; None if none are.
-
-    Returns:
-        The runs, whether counters were lifted, and those of which Python needed the number.
-    """
+    liftings: Sequence[Lifting | None],
+) -> list[Recording]:
+    """Record the model's runs with some inputs, each state of them."""
     recordings: list[Recording] = []
-    is_lifted, needed = False, excluded or frozenset()
     first: Program | None = None
-    for number, (args, kwargs) in enumerate(calls, 1):
+    for number, ((args, kwargs), lifting) in enumerate(zip(calls, liftings, strict=True), 1):
         tell("record")
         own_args, own_kwargs = tree_map(_copied, (args, kwargs))
-        lifting = None if excluded is None else Lifting(excluded)
         try:
             recording = record(
                 model, own_args, own_kwargs, signature, reads_states=True, lifting=lifting
@@ -247,9 +235,6 @@ def _recorded(
             raise ExportError(f"with input {number}, the model raises {error!r}") from error
         refuse(recording)
         recordings.append(recording)
-        if lifting is not None:
-            is_lifted = is_lifted or bool(lifting.lifted)
-            needed |= lifting.needed(recording.tape)
         arguments = tuple(signature.bind(*tree_map(_copied, (args, kwargs))).values())
         if first is None:
             first = Program(recording, GlobalState.current(), joins=False)
@@ -261,7 +246,7 @@ def _recorded(
                     f"input {number} is of another kind than the first, for which the model does "
                     f"something else: {why}; export once for each"
                 )
-    return recordings, is_lifted, needed
+    return recordings
 
 
 def _copied(value: Any) -> Any:
