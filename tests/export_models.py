@@ -139,7 +139,7 @@ class Matcher(nn.Module):
 
 
 class Greedy(nn.Module):
-    """Decodes token by token until an end token, into a buffer of a fixed length."""
+    """Decodes token by token until an end token, with a cache of a fixed length."""
 
     def __init__(self, vocabulary: int = 11, longest: int = 12) -> None:
         super().__init__()
@@ -147,15 +147,16 @@ class Greedy(nn.Module):
         self.out = nn.Linear(D, vocabulary)
         self.longest = longest
 
-    def forward(self, token: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, token: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         length = torch.zeros((), dtype=torch.int64)
         slots = torch.arange(self.longest)
         cache = torch.zeros(self.longest, D)
         tokens = torch.zeros(self.longest, dtype=torch.int64)
         token = token.reshape(())
         while length < self.longest:
-            cache = torch.where((slots == length)[:, None], self.embed(token), cache)
-            weights = (cache @ self.embed(token)).masked_fill(slots > length, -1e4).softmax(-1)
+            query = self.embed(token) + memory
+            cache = torch.where((slots == length)[:, None], query, cache)
+            weights = (cache @ query).masked_fill(slots > length, -1e4).softmax(-1)
             token = self.out(weights @ cache * 3).argmax()
             tokens = torch.where(slots == length, token, tokens)
             length = length + 1
@@ -247,7 +248,7 @@ MODELS = {
     "top-2 experts": Example(TopTwo, _rows),
     "top-2 experts, gathered": Example(TopTwoGathered, _rows),
     "matcher": Example(Matcher, lambda: (*_rows(), *_rows())),
-    "greedy decoding": Example(Greedy, lambda: (torch.randint(11, (1,)),)),
+    "greedy decoding": Example(Greedy, lambda: (torch.randint(11, (1,)), torch.randn(D))),
     "adaptive time": Example(Ponder, _rows),
     "suppression": Example(Suppress, _boxes),
 }

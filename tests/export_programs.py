@@ -26,8 +26,9 @@ _STATEMENTS = (
 
 
 class _Writer:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, zero: str) -> None:
         self._random = random.Random(seed)
+        self._zero = zero
         self.lines: list[str] = []
 
     def text(self, form: str) -> str:
@@ -48,7 +49,7 @@ class _Writer:
                     self.block(indent + 1, depth - 1, in_loop)
             elif kind < 0.45 and depth:
                 steps = f"k{len(self.lines)}"
-                self.lines.append(f"{pad}{steps} = torch.zeros(())")
+                self.lines.append(f"{pad}{steps} = {self._zero}")
                 self.lines.append(f"{pad}while {steps} < 4 and {self.text(r.choice(_CONDITIONS))}:")
                 self.lines.append(f"{pad}    {steps} = {steps} + 1")
                 self.block(indent + 1, depth - 1, True)
@@ -62,18 +63,24 @@ class _Writer:
                 self.lines.append(f"{pad}{self.text(r.choice(_STATEMENTS))}")
 
 
-def source_of(seed: int) -> str:
-    """Return the source of a function of two tensors of three elements."""
-    writer = _Writer(seed)
+def source_of(seed: int, is_counted: bool = False) -> str:
+    """Return the source of a function of two tensors of three elements.
+
+    Args:
+        seed: which program.
+        is_counted: whether it counts with Python's ints, and not with tensors.
+    """
+    zero = "0" if is_counted else "torch.zeros(())"
+    writer = _Writer(seed, zero)
     for _ in range(2):
         writer.block(1, 3, False)
-    head = ["def model(x, y):", "    z = x * y", "    n = torch.zeros(())"]
+    head = ["def model(x, y):", "    z = x * y", f"    n = {zero}"]
     return "\n".join([*head, *writer.lines, "    return x, y - z, n"]) + "\n"
 
 
-def made(seed: int) -> Callable[[Tensor, Tensor], Any]:
+def made(seed: int, is_counted: bool = False) -> Callable[[Tensor, Tensor], Any]:
     """Return the function."""
-    source, name = source_of(seed), f"export_program_{seed}.py"
+    source, name = source_of(seed, is_counted), f"export_program_{seed}_{is_counted}.py"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     namespace: dict[str, Any] = {"torch": torch}
     exec(compile(source, name, "exec"), namespace)

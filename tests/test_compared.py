@@ -10,8 +10,10 @@ import io
 import json
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,15 +226,16 @@ def without_python() -> str:
 
 
 def by_bendtrace_without_python() -> str:
-    """Run the model of the README, with its loop, from a file."""
-    file = io.BytesIO()
-    exported = bt.BendedModule(made(Refine)).export(X, X * 9, X / 99)
-    torch.export.save(exported.program, file)
-    file.seek(0)
-    loaded = torch.export.load(file).module()
-    for factor in (0.1, 3.0, 50.0):
-        assert torch.equal(loaded(X * factor), made(Refine)(X * factor))
-    assert not any(isinstance(module, Refine) for module in loaded.modules())
+    """Run the model of the README, with its loop, in a process that has no source of it."""
+    inputs = [(X * factor,) for factor in (0.1, 3.0, 50.0)]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [str(Path(folder) / name) for name in ("model.pt2", "inputs.pt", "outputs.pt")]
+        bt.BendedModule(made(Refine)).export(X, X * 9, X / 99, to=paths[0])
+        torch.save(inputs, paths[1])
+        runner = str(ROOT / "tests" / "export_runner.py")
+        subprocess.run([sys.executable, "-I", runner, "pt2", *paths], check=True, cwd=folder)
+        for args, (given,) in zip(inputs, torch.load(paths[2]), strict=True):
+            assert torch.equal(given, made(Refine)(*args))
     return "yes"
 
 

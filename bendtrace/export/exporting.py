@@ -21,6 +21,7 @@ from bendtrace.export.machine import Machine, refuse, told
 from bendtrace.export.writer import Unseen, Written, write
 from bendtrace.flow import steps_of
 from bendtrace.history.sizes import counted
+from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.replay.explain import explain_check
@@ -42,7 +43,8 @@ class Exported:
 
     Attributes:
         program: the `torch.export.ExportedProgram`.
-        unseen: the sides of questions that no input took: a call that comes to one raises.
+        unseen: the sides of questions that no input took, and numbers that it cannot compute with
+            (`seen` is empty for them): a call that comes to one raises.
         compared: how many inputs it was compared with the model for.
         notes: what else is worth knowing.
         source: the program as it was written, before torch.export traced it.
@@ -74,9 +76,14 @@ class Exported:
     def __repr__(self) -> str:
         inputs = counted(self.compared, "input")
         lines = [f"exported: equal to the model, bit by bit, for {inputs}"]
-        if self.unseen:
-            lines.append(f"{counted(len(self.unseen), 'side')} never taken, where it raises:")
-            lines += [f"    {unseen}" for unseen in self.unseen]
+        sides = [unseen for unseen in self.unseen if unseen.seen]
+        limits = [unseen for unseen in self.unseen if not unseen.seen]
+        if sides:
+            lines.append(f"{counted(len(sides), 'side')} never taken, where it raises:")
+            lines += [f"    {unseen}" for unseen in sides]
+        if limits:
+            lines.append("it also raises for:")
+            lines += [f"    {unseen}" for unseen in limits]
         lines += self.notes
         return "\n".join(lines)
 
@@ -111,41 +118,68 @@ def export(
                 "program is called in one way"
             )
     target = None if to is None else targets.target_of(to)
+    export_once = functools.partial(_export, model, signature, calls, to, target, unseen, tell)
     with torch.no_grad():
-        recordings = _recorded(model, signature, calls, tell)
-        machine = Machine(recordings)
-        args, kwargs = _largest(calls)
-        names = signature.arrange(args, kwargs)[0]
-        parameters = [_variable(name) for name in names]
-        head = [_variable(name) for name in signature.names(args, kwargs)]
-        state = _names_of(model)
-        written = write(machine, parameters, head, state, False)
-        if written.unseen and unseen == "error":
-            listed = "\n".join(f"    {one}" for one in written.unseen)
-            raise ExportError(f"inputs never took some sides:\n{listed}")
-        tell("trace")
-        program = _traced(written, signature, args, kwargs)
-        made = Exported(program, written.unseen, len(calls), written.told, written.text)
-        compare(made, calls, recordings, tell=tell)
-        check = functools.partial(compare, calls=calls, recordings=recordings)
-        loosely = functools.partial(check, tolerance=_TOLERANCE)
-        if to is not None:
-            tell("write")
-        if to is not None and target == "pt2":
-            targets.save_program(program, to, check)
-        elif to is not None and target == "aoti":
-            targets.save_package(program, to, loosely)
-        elif to is not None:
-            flagged = write(machine, parameters, head, state, True)
-            messages = {one.number: one.message for one in flagged.unseen}
-            targets.save_onnx(_traced(flagged, signature, args, kwargs), to, messages, loosely)
-        if to is not None:
-            within = "bit by bit" if target == "pt2" else f"within {_TOLERANCE:g}"
-            made.notes = (
-                *made.notes,
-                f"written to {os.fspath(to)}, whose outputs are equal {within}",
-            )
+        excluded: frozenset[Counter] = frozenset()
+        while True:
+            liftings = [Lifting(excluded) for _ in calls]
+            try:
+                recordings = _recorded(model, signature, calls, tell, liftings)
+                needed = frozenset().union(
+                    *(one.needed(run.tape) for one, run in zip(liftings, recordings, strict=True))
+                )
+                if not needed:
+                    return export_once(recordings)
+            except ExportError:
+                if not any(one.lifted for one in liftings):
+                    raise
+                break  # it may have a form with each round as a state of its own
+            excluded |= needed
+        return export_once(_recorded(model, signature, calls, tell, [None] * len(calls)))
+
+
+def _export(
+    model: Callable[..., Any],
+    signature: Signature,
+    calls: Sequence[Inputs],
+    to: str | os.PathLike[str] | None,
+    target: str | None,
+    unseen: str,
+    tell: Callable[[str], None],
+    recordings: list[Recording],
+) -> Exported:
+    """Export what was recorded."""
+    machine = Machine(recordings)
+    args, kwargs = _largest(calls)
+    names = signature.arrange(args, kwargs)[0]
+    parameters = [_variable(name) for name in names]
+    head = [_variable(name) for name in signature.names(args, kwargs)]
+    state = _names_of(model)
+    written = write(machine, parameters, head, state, False)
+    never = [one for one in written.unseen if one.seen]
+    if never and unseen == "error":
+        listed = "\n".join(f"    {one}" for one in never)
+        raise ExportError(f"inputs never took some sides:\n{listed}")
+    tell("trace")
+    program = _traced(written, signature, args, kwargs)
+    made = Exported(program, written.unseen, len(calls), written.told, written.text)
+    compare(made, calls, recordings, tell=tell)
+    if to is None:
         return made
+    check = functools.partial(compare, calls=calls, recordings=recordings)
+    loosely = functools.partial(check, tolerance=_TOLERANCE)
+    tell("write")
+    if target == "pt2":
+        targets.save_program(program, to, check)
+    elif target == "aoti":
+        targets.save_package(program, to, calls, loosely)
+    else:
+        flagged = write(machine, parameters, head, state, True)
+        messages = {one.number: one.message for one in flagged.unseen}
+        targets.save_onnx(_traced(flagged, signature, args, kwargs), to, messages, loosely)
+    within = "bit by bit" if target == "pt2" else f"within {_TOLERANCE:g}"
+    made.notes = (*made.notes, f"written to {os.fspath(to)}, whose outputs are equal {within}")
+    return made
 
 
 def _variable(name: str) -> str:
@@ -185,15 +219,18 @@ def _recorded(
     signature: Signature,
     calls: Sequence[Inputs],
     tell: Callable[[str], None],
+    liftings: Sequence[Lifting | None],
 ) -> list[Recording]:
     """Record the model's runs with some inputs, each state of them."""
     recordings: list[Recording] = []
     first: Program | None = None
-    for number, (args, kwargs) in enumerate(calls, 1):
+    for number, ((args, kwargs), lifting) in enumerate(zip(calls, liftings, strict=True), 1):
         tell("record")
         own_args, own_kwargs = tree_map(_copied, (args, kwargs))
         try:
-            recording = record(model, own_args, own_kwargs, signature, reads_states=True)
+            recording = record(
+                model, own_args, own_kwargs, signature, reads_states=True, lifting=lifting
+            )
         except Exception as error:
             raise ExportError(f"with input {number}, the model raises {error!r}") from error
         refuse(recording)

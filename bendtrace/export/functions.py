@@ -218,6 +218,8 @@ class Functions:
         one, other = (Several(env) for _, env in sides)
         kept, outputs = self._merged(scope, [side for side, _ in sides], [one, other], question)
         flagged = any(side.flag is not None for side, _ in sides)
+        if not outputs and not flagged:  # a `cond` without outputs cannot be saved (torch 2.13)
+            return self._after(scope, "", kept, outputs)
         names, texts = [], []
         for number, (side, _) in enumerate(sides):
             given = [self._made(side, leaf_pair[number], dtype) for leaf_pair, dtype in outputs]

@@ -7,9 +7,11 @@ import importlib
 import json
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from bendtrace.compiled.attempts import Quiet
 from bendtrace.errors import ExportError, InputError
+from bendtrace.export.distinct import with_distinct_outputs
 
 __all__ = ["OnnxProgram", "quiet", "save_onnx", "save_package", "save_program", "target_of"]
 
@@ -78,31 +81,73 @@ def save_program(
         program: the program.
         path: the file.
         check: raises if what it is given does not do what the model does.
+
+    Raises:
+        ExportError: torch cannot write it, or cannot read what it has written.
     """
     with _written_whole(path, ".pt2") as temporary, quiet():
-        torch.export.save(program, temporary)
-        check(torch.export.load(temporary).module())
+        try:
+            torch.export.save(program, temporary)
+            loaded = torch.export.load(temporary).module()
+        except Exception as error:
+            raise ExportError(
+                f"torch.export cannot save and load it: {_first_line(error)}"
+            ) from error
+        check(loaded)
 
 
 def save_package(
-    program: torch.export.ExportedProgram, path: str | os.PathLike[str], check: Check
+    program: torch.export.ExportedProgram,
+    path: str | os.PathLike[str],
+    calls: Sequence[Any],
+    check: Check,
 ) -> None:
     """Compile a program into a package that runs without Python, and check it.
 
     Args:
         program: the program.
         path: the file, for `torch._inductor.aoti_load_package`.
+        calls: inputs that it is run with: positional and keyword arguments.
         check: raises if what it is given does not do what the model does.
 
     Raises:
-        ExportError: it cannot be compiled.
+        ExportError: it cannot be compiled, or ends its process.
     """
     with _written_whole(path, ".pt2") as temporary, quiet():
         try:
-            torch._inductor.aoti_compile_and_package(program, package_path=temporary)
+            made = with_distinct_outputs(program)
+            torch._inductor.aoti_compile_and_package(made, package_path=temporary)
         except Exception as error:
             raise ExportError(f"AOTInductor cannot compile it: {_first_line(error)}") from error
+        _require_alive(temporary, calls)
         check(torch._inductor.aoti_load_package(temporary))
+
+
+# Compiled code that reads a wrong address ends its process, so it is run in another one first.
+_IN_ANOTHER_PROCESS = """
+import sys, torch
+program = torch._inductor.aoti_load_package(sys.argv[1])
+with torch.no_grad():
+    for args, kwargs in torch.load(sys.argv[2], weights_only=False):
+        program(*args, **kwargs)
+"""
+
+
+def _require_alive(package: str, calls: Sequence[Any]) -> None:
+    """Raise if a package ends the process that runs it."""
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = os.path.join(folder, "inputs.pt")
+        try:
+            torch.save(list(calls), inputs)
+        except Exception:  # not all inputs can be pickled; `check` runs it anyway
+            return
+        command = [sys.executable, "-c", _IN_ANOTHER_PROCESS, package, inputs]
+        done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode < 0:
+        raise ExportError(
+            f"the package that AOTInductor has compiled ends its process by signal "
+            f"{-done.returncode}: no file is written"
+        )
 
 
 def save_onnx(

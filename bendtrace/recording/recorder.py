@@ -26,6 +26,7 @@ from bendtrace.recording.fast_path import (
     hooks_around,
 )
 from bendtrace.recording.finish import Finish, Recording, raised_in
+from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.states import States
 from bendtrace.recording.texts import (
@@ -105,6 +106,7 @@ class Recorder(TorchFunctionMode):
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values (`states.py`).
         keeps_errors: whether a run that raises is recorded up to there.
+        lifting: lifts counters of loops (`lifting.py`).
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class Recorder(TorchFunctionMode):
         inserter: Inserter | None = None,
         reads_states: bool = False,
         keeps_errors: bool = False,
+        lifting: Lifting | None = None,
     ) -> None:
         super().__init__()
         self._keeps_errors = keeps_errors and not is_one_of_several()
@@ -136,6 +139,8 @@ class Recorder(TorchFunctionMode):
             outermost = Recorder._outcome.__code__
             self._states = States(self._writer, self._values, environment, outermost, reads_states)
             self._writer.read_state = self._read_state
+            if lifting is not None:
+                lifting.begin(self._writer, self._lifted, outermost)
         places = stacks.layout()
         self._compares = places is not None and places.leaves
         self._compared: frozenset[int] = frozenset()  # by identity: the values compared last
@@ -246,6 +251,10 @@ class Recorder(TorchFunctionMode):
                 return self._states.read(index, test, expected, self.turns, self._compared)
         finally:
             self.active = True
+
+    def _lifted(self, func: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType) -> Any:
+        with self._ran.left(), torch._C.DisableTorchFunction():
+            return self._call(func, args, kwargs, frame)
 
     # Calls that torch reports
 

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from bendtrace.environment.environment import Environment
 from bendtrace.errors import InputError
+from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.probes import look_once
 from bendtrace.recording.rank_sync import ENDS, recorded_call
 from bendtrace.recording.recorder import Prefix, Recorder, Recording
@@ -103,6 +104,7 @@ def record(
     inserter: Inserter | None = None,
     reads_states: bool = False,
     keeps_errors: bool = False,
+    lifting: Lifting | None = None,
 ) -> Recording:
     """Run `function(*args, **kwargs)` and record what happens.
 
@@ -116,6 +118,7 @@ def record(
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values.
         keeps_errors: whether a run that raises is recorded up to there, instead of raising.
+        lifting: lifts counters of loops.
 
     Raises:
         InputError: the function is a model with uninitialised parameters.
@@ -129,8 +132,9 @@ def record(
             "it once first"
         )
     recorder = Recorder(
-        function, environment, prefix, observer, inserter, reads_states, keeps_errors
-    )
+        function, environment, prefix, observer, inserter, reads_states, keeps_errors,
+        lifting,
+    )  # fmt: skip
     exchanged = _Arguments(recorder)
     positional = len(args)
     given = [exchanged.given[name] for name in signature.names(args, kwargs)]

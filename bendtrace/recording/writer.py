@@ -89,6 +89,7 @@ class Writer:
         is_behind: whether the run is repeating what the resumed run did.
         boundaries: identities of the code given as such.
         read_state: reads the state at a guard (see `states.py`); None to read no states.
+        before_question: is called before a guard is added, with the code that asks.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Writer:
         self._resumed = 0 if prefix is None else len(prefix.ops)
         self.is_behind = self._resumed > 0
         self.read_state: Callable[[int, Test, Any], State | None] | None = None
+        self.before_question: Callable[[FrameType], None] | None = None
         self._sites = SiteTable(boundaries)
         self.boundaries = self._sites.boundaries
         self._dtype = torch.get_default_dtype()
@@ -195,6 +197,8 @@ class Writer:
 
     def guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
         """Add a guard on the value of op `index`."""
+        if self.before_question is not None:
+            self.before_question(frame)
         site = self.site(frame)
         if how == "bool" and compares_items(frame):
             how = "item"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "CONSTANTS",
+    "LOOKS_AT_VARIABLES",
     "Step",
     "branches",
     "computes_names",
@@ -198,7 +199,7 @@ def single_steps(code: CodeType) -> Iterator[Step]:
 
 
 # Code by these names may read variables that no instruction of it names.
-_LOOKS_AT_VARIABLES = frozenset(
+LOOKS_AT_VARIABLES = frozenset(
     {
         "breakpoint", "currentframe", "dir", "eval", "exec", "f_locals", "getouterframes",
         "locals", "set_trace", "vars", "_getframe",
@@ -229,7 +230,7 @@ def _alive(code: CodeType) -> dict[int, int]:
 
     It is empty where that cannot be said.
     """
-    if not _LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
+    if not LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
         return {}
     steps = list(dis.get_instructions(code))
     position = {step.offset: number for number, step in enumerate(steps)}

@@ -1,7 +1,7 @@
 """All benchmarks: `python -m tests.benchmarks`.
 
 Without sections, all are measured: calls, tracing, inserting, leaving, streams, starting, growth,
-compiled.
+compiled, export.
 Each way is checked before it is timed; what a way cannot do stands in its cell. `--write-docs` puts
 what was found into docs/performance.md, together with its JSON and its figure.
 """

@@ -14,6 +14,7 @@ from typing import Any
 from tests.benchmarks import starting
 from tests.benchmarks.comparing import Cells, merged
 from tests.benchmarks.compiled import KINDS, NODES
+from tests.benchmarks.exported import EXPORTED, table_of_exported
 from tests.benchmarks.feeding import after_first, relative
 from tests.benchmarks.growth import GROWTHS
 from tests.benchmarks.guarding import LAYERS
@@ -571,6 +572,20 @@ def _tables_of_compiled(data: Data) -> list[Table]:
     ]  # fmt: skip
 
 
+# Exported programs
+
+
+def _measure_exported(options: Options) -> Data:
+    found: Data = {}
+    for name in ("solver",) if options.quick else EXPORTED:
+        options.tell(f"exported: {name}")
+        found[name] = ask(
+            "exported", here=options.here, name=name, rounds=options.rounds,
+            seconds=options.seconds, compiles=options.peers and not options.quick,
+        )  # fmt: skip
+    return found
+
+
 SECTIONS = (
     Section("calls", _measure_calls, _tables_of_calls),
     Section("tracing", _measure_tracing, _tables_of_tracing),
@@ -580,4 +595,5 @@ SECTIONS = (
     Section("starting", _measure_starting, _tables_of_starting),
     Section("growth", _measure_growth, _tables_of_growth),
     Section("compiled", _measure_compiled, _tables_of_compiled),
+    Section("export", _measure_exported, lambda data: [table_of_exported(data)]),
 )

@@ -154,12 +154,19 @@ def _with_insertions(case: str, kind: str, rounds: int, seconds: float, backend:
     return compared_with_insertions(case_of(case), kind, rounds, seconds, backend)
 
 
+def _exported(name: str, rounds: int, seconds: float, compiles: bool) -> Any:
+    from tests.benchmarks.exported import compared_exported
+
+    return compared_exported(name, rounds, seconds, compiles)
+
+
 TASKS: dict[str, Callable[..., Any]] = {
     "compare": _compare, "alone": _alone, "checking": _checking, "guards": _guards,
     "memory": _memory,
     "memory of torchlens": _memory_of_torchlens, "per op": _per_op, "leaving": _leaving,
     "recompiling": _recompiling, "growth": _growth, "stream": _stream,
     "stream, compiled": _stream_compiled, "with insertions": _with_insertions,
+    "exported": _exported,
 }  # fmt: skip
 
 

@@ -1,0 +1,92 @@
+"""Counters of `while` loops as traced scalars, so that the rounds of a loop are in one state.
+
+A Python int that counts rounds makes each round a state of its own. Before a question inside of the
+loop is asked, the variable gets a traced scalar with the same number instead, as if the model had
+taken it out of a tensor. The state no longer has the number in it then (see `states.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bendtrace.recording.writer import Writer
+from bendtrace.source.counters import assign, counters_at, local_in
+from bendtrace.source.sites import PACKAGE
+from bendtrace.source.usage import compares_identity, needs_plain_numbers
+from bendtrace.tape.scalars import TracedInt
+from bendtrace.tape.tape import OpKind, Tape, Test
+
+__all__ = ["Counter", "Lifting"]
+
+Counter: TypeAlias = tuple[CodeType, str]
+
+
+class Lifting:
+    """Lifts the counters of one run.
+
+    Args:
+        excluded: the variables that stay as they are.
+
+    Attributes:
+        lifted: the variables that were lifted, by the op that gives the number of each.
+    """
+
+    def __init__(self, excluded: frozenset[Counter] = frozenset()) -> None:
+        self._excluded = excluded
+        self.lifted: dict[int, Counter] = {}
+
+    def begin(self, writer: Writer, call: Callable[..., Any], outermost: CodeType) -> None:
+        """Take part in a run.
+
+        Args:
+            writer: says when something is asked.
+            call: records a call of a torch function: function, arguments, options, frame.
+            outermost: the code that called the model.
+        """
+        self._call, self._outermost = call, outermost
+        writer.before_question = self._lift
+
+    def _lift(self, frame: FrameType) -> None:
+        """Lift what counts the rounds of the loops around a question."""
+        found: FrameType | None = frame
+        while found is not None and found.f_code is not self._outermost:
+            code = found.f_code
+            names = () if code.co_filename.startswith(PACKAGE) else counters_at(code, found.f_lasti)
+            if names and not needs_plain_numbers(code) and not compares_identity(code):
+                for name in sorted(names):
+                    self._lift_one(found, name)
+            found = found.f_back
+
+    def _lift_one(self, frame: FrameType, name: str) -> None:
+        value, counter = local_in(frame, name), (frame.f_code, name)
+        if type(value) is not int or abs(value) >= _LARGE or counter in self._excluded:
+            return
+        tensor = self._call(torch.full, ((), value), {"dtype": torch.int64}, frame)
+        scalar = self._call(Tensor.item, (tensor,), {}, frame)
+        if type(scalar) is TracedInt:
+            self.lifted[scalar._source.index] = counter
+            assign(frame, name, scalar)
+
+    def needed(self, tape: Tape) -> frozenset[Counter]:
+        """Return the counters that Python needed the number of, for an index, say."""
+        sources = {index: frozenset({counter}) for index, counter in self.lifted.items()}
+        for op in tape.ops:
+            if op.kind is OpKind.SCALAR and op.index not in sources:
+                sources[op.index] = frozenset().union(
+                    *(sources.get(index, frozenset()) for index in op.operands)
+                )
+        return frozenset().union(
+            *(
+                sources.get(guard.index, frozenset())
+                for guard in tape.guards
+                if guard.test is not Test.TRUTH
+            )
+        )
+
+
+_LARGE = 1 << 31
