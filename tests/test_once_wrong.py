@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import pickle
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -294,10 +293,8 @@ def test_a_gradient_that_is_there_or_not() -> None:
 
 
 def test_a_resumed_run_that_goes_another_way_is_an_error_also_if_the_model_catches_it() -> None:
-    token = [1]  # how many refer to it is in no content
-
     def model(x: torch.Tensor) -> torch.Tensor:
-        way = 1 if sys.getrefcount(token) < 50 else 2
+        way = 2 if torch.is_warn_always_enabled() else 1  # a setting that is not guarded
         try:
             y = x + 1 if way == 1 else x * 5
         except Exception:
@@ -307,10 +304,12 @@ def test_a_resumed_run_that_goes_another_way_is_an_error_also_if_the_model_catch
     bended = bt.BendedModule(model)
     bended(torch.ones(2))
     bended(torch.ones(2))  # a replay: asks nobody
-    others = [token] * 60
-    with pytest.raises(NondeterminismError, match="with all guards equal"):
-        bended(-3 * torch.ones(2))
-    assert len(others) == 60
+    torch.set_warn_always(True)
+    try:
+        with pytest.raises(NondeterminismError, match="with all guards equal"):
+            bended(-3 * torch.ones(2))
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_a_view_that_torch_refuses_to_talk_about() -> None:

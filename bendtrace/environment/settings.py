@@ -74,8 +74,6 @@ SETTINGS: tuple[tuple[frozenset[str], Any, Callable[[Any], Any], str], ...] = (
      "csv.field_size_limit()"),
     (frozenset({"time", "datetime"}), time, attrgetter("tzname", "timezone", "altzone", "daylight"),
      "the time zone"),
-    (frozenset({"stdout", "stderr", "stdin"}), sys, attrgetter("stdout", "stderr", "stdin"),
-     "sys.stdout"),
     (frozenset({"get_verbosity"}), logging,
      lambda module: [module.getLogger("transformers").getEffectiveLevel()], "get_verbosity()"),
     (frozenset({"pandas"}), sys, _of_pandas, "a setting of pandas"),

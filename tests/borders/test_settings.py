@@ -12,7 +12,6 @@ import itertools
 import math
 import os
 import reprlib
-import sys
 import time
 import types
 from collections.abc import Callable
@@ -105,10 +104,6 @@ _CASES: dict[str, _Case] = {
     "time_stamp": (
         lambda x: x * (1 + datetime.datetime.fromtimestamp(0).hour),
         _zone("Asia/Tokyo"), _zone("UTC"),
-    ),
-    "stdout": (
-        lambda x: x * (2 if sys.stdout is sys.stderr else 3),
-        _set(sys, "stdout", sys.stderr), _set(sys, "stdout", sys.stdout),
     ),
     "copyreg": (
         lambda x: x * (2 if isinstance(copy.copy(_KEPT), _Kept) else 3),
