@@ -89,10 +89,10 @@ class HookManager(hooks.HookManager):
             >>> import torch, bendtrace as bt
             >>> relu, manager = torch.nn.ReLU(), bt.compat.tacklebox.HookManager()
             >>> def show(module, grad_in, grad_out, inputs, outputs):
-            ...     print(inputs[0], outputs[0], grad_in[0])
+            ...     print(*(value.tolist() for value in (inputs[0], outputs[0], grad_in[0])))
             >>> _ = manager.register_backward_hook(show, retain_forward_cache=True, relu=relu)
             >>> relu(torch.tensor([-1.0, 2.0], requires_grad=True)).sum().backward()
-            tensor([-1.,  2.]) tensor([0., 2.]) tensor([0., 1.])
+            [-1.0, 2.0] [0.0, 2.0] [0.0, 1.0]
         """
         if not retain_forward_cache:
             return super().register_backward_hook(
