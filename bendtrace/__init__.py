@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from bendtrace.stats import Explanation, Stats
     from bendtrace.torch_rules.intercepts import opaque
     from bendtrace.view.diff.difference import Difference, diff
-    from bendtrace.workflows.facets import facets
 
 __all__ = [
     "Activations",
@@ -74,7 +73,6 @@ __all__ = [
     "distributed",
     "errors",
     "export",
-    "facets",
     "flow",
     "graph",
     "harvest",

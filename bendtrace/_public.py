@@ -49,7 +49,6 @@ PLACES = {
     "Trace": "bendtrace._trace",
     "bisect": "bendtrace.bisecting.bisect",
     "diff": "bendtrace.view.diff.difference",
-    "facets": "bendtrace.workflows.facets",
     "harvest": "bendtrace.harvesting.harvest",
     "load": "bendtrace._history",
     "log_forward_pass": "bendtrace.compat.torchlens",

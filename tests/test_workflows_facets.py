@@ -31,7 +31,7 @@ def made(name: str, **options: Any) -> nn.Module:
 def traced(model: nn.Module, *inputs: torch.Tensor) -> tuple[Any, Facets]:
     bended = bt.BendedModule(model)
     with torch.no_grad():
-        return bended, bt.facets(bended.trace(*inputs))
+        return bended, bt.workflows.facets(bended.trace(*inputs))
 
 
 def flat(facet: Facet) -> list[int]:
@@ -158,7 +158,7 @@ def test_heads_of_torchs_own_attention() -> None:
 
 def traced_with_gradients(model: nn.Module, *inputs: torch.Tensor) -> tuple[Any, Facets]:
     bended = bt.BendedModule(model)
-    return bended, bt.facets(bended.trace(*inputs))
+    return bended, bt.workflows.facets(bended.trace(*inputs))
 
 
 def test_gradients_of_a_facet_are_those_of_its_positions() -> None:
@@ -166,7 +166,7 @@ def test_gradients_of_a_facet_are_those_of_its_positions() -> None:
     trace = bt.trace(model, TOKENS, save="all", save_gradients=True)
     seen: list[torch.Tensor] = []
     trace.output[0].square().sum().backward()
-    key = bt.facets(trace).named("k")[0]
+    key = bt.workflows.facets(trace).named("k")[0]
     handle = model.h[0].attn.c_attn.register_forward_hook(
         lambda _module, _inputs, output: output.register_hook(seen.append) and None
     )
@@ -285,12 +285,12 @@ def test_values_that_resemble_facets_are_none() -> None:
         one, two, three = x.chunk(3, -1)
         return one.relu() + two * three + x.topk(2).values.sum() + x.softmax(-1).sum()
 
-    assert bt.facets(bt.trace(split, torch.randn(2, 6))) == ()
+    assert bt.workflows.facets(bt.trace(split, torch.randn(2, 6))) == ()
 
 
 def test_bad_input_is_refused() -> None:
     with pytest.raises(InputError, match="facets are those of a trace"):
-        bt.facets(nn.ReLU())  # type: ignore[arg-type]
+        bt.workflows.facets(nn.ReLU())  # type: ignore[arg-type]
     facet = Facet("q", "qkv", "", -1, ((0, 1), (2, 3)))
     with pytest.raises(InputError, match="has 2 parts"):
         facet.part(2)
@@ -310,5 +310,5 @@ def test_queries_of_two_projections_are_not_those_of_one() -> None:
         q, v = (part.view(1, 3, 2, 2).transpose(1, 2) for part in (one(x) + other(x), other(x)))
         return nn.functional.scaled_dot_product_attention(q, v, v)
 
-    found = bt.facets(bt.trace(attention, torch.randn(1, 3, 4)))
+    found = bt.workflows.facets(bt.trace(attention, torch.randn(1, 3, 4)))
     assert [facet.name for facet in found] == ["k", "v"]

@@ -25,7 +25,7 @@ from bendtrace.workflows.debugging import (
     hot_path,
     recomputation,
 )
-from bendtrace.workflows.facets import Facet, Facets, facets
+from bendtrace.workflows.facet_finder import Facet, Facets, facets
 from bendtrace.workflows.lenses import LensResult, TunedLens, logit_lens
 from bendtrace.workflows.patching import Patching, activation_patching
 from bendtrace.workflows.paths import PathPatching, path_patching

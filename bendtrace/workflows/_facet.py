@@ -165,7 +165,7 @@ class Facets(tuple[Facet, ...]):
     Example:
         >>> import torch, bendtrace as bt
         >>> trace = bt.trace(torch.nn.LSTMCell(2, 3), torch.ones(1, 2))
-        >>> bt.facets(trace).named("gate.f")
+        >>> bt.workflows.facets(trace).named("gate.f")
         (<facet gate.f of weight_ih>, <facet gate.f of weight_hh>, <facet gate.f of bias_ih>, \
 <facet gate.f of bias_hh>)
     """

@@ -70,7 +70,7 @@ def facets(trace: Trace) -> Facets:
         ...                    for part in self.qkv(x).chunk(3, -1))
         ...         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
         >>> bended, x = bt.BendedModule(Attention()), torch.ones(1, 3, 4)
-        >>> q, k, v = bt.facets(bended.trace(x))
+        >>> q, k, v = bt.workflows.facets(bended.trace(x))
         >>> q, k.part(1).slice
         (<facet q of qkv.linear in 2 parts>, (Ellipsis, slice(6, 8, None)))
         >>> q.value(bended.get_activations(q.path, args=(x,))).shape
