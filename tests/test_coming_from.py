@@ -178,8 +178,8 @@ def tacklebox() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     called: list[str] = []
     return {
-        "model": model, "first": model[0], "last": model[2], "x": torch.ones(2, 3),
-        "called": called,
+        "torch": torch, "model": model, "first": model[0], "last": model[2],
+        "x": torch.ones(2, 3), "called": called,
         "after": lambda module, inputs, outputs: called.append(f"after {module.name}"),
         "before": lambda module, inputs: called.append(f"before {module.name}"),
         "back": lambda module, grad_in, grad_out: called.append(f"back {module.name}"),
@@ -220,7 +220,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "record.activations": "len(_) == 2",
         "from dataclasses import dataclass": "clamped.max() <= 0",
         "with lm.patch(": "7 not in said[0, 4:].tolist() and said.shape[1] > 4",
-        "torch.save(pg": "pg(x)[0].equal(model.linear(x))",
+        "pg.save(": "pg(x)[0].equal(model.linear(x))",
     },
     "nnsight": {
         "hidden = bended.get_activations(": "hidden.shape == (1, 6, 32)",
@@ -248,7 +248,7 @@ EXPECTED: dict[str, dict[str, str]] = {
             "called == ['before first', 'after first', 'after last']"
         ),
         "handle.active": "_ is False",
-        "[handle for handle in": "len(_) == 3",
+        "list(hookmngr.get_module_hooks(": "len(_) == 3",
         "hookmngr.remove_hook_by_name(": "'after[last]' not in hookmngr.name_to_hookhandle",
         "hookmngr.remove_module_by_name(": "'first' not in hookmngr.name_to_module",
         "hookmngr.remove_all_hooks()": "not first._forward_hooks and not first._forward_pre_hooks",

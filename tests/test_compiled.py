@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -589,6 +591,21 @@ def test_a_backend_that_does_not_work_is_warned_of_once() -> None:
     for _ in range(3):
         assert bits(bended(DOWN)) == bits(DOWN - 1)
     assert bended.compiled.hits == 0
+
+
+def test_compiling_leaves_the_checks_of_distributions_on() -> None:
+    # In a process of its own: torch.compile switches them off when it is first used.
+    script = """
+import torch, bendtrace as bt
+bended = bt.BendedModule(lambda x: x * 2, backend="eager")
+for _ in range(4):
+    bended(torch.ones(2))
+print(bended.compiled.hits, bended.stats.traces, torch.distributions.Distribution._validate_args)
+"""
+    made = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert said.split() == ["2", "1", "True"]
 
 
 def test_what_makes_no_sense_is_refused_at_the_door() -> None:

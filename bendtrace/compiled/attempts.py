@@ -104,9 +104,13 @@ class CompiledFunction:
     ) -> Backend:
         """Have a function compiled at its first call; return what compiles it."""
         self._backend = Backend(compiler, may_assume)
-        compiled = torch.compile(
-            function, fullgraph=True, dynamic=self.settings.dynamic, backend=self._backend
-        )
+        checks = torch.distributions.Distribution._validate_args
+        try:
+            compiled = torch.compile(
+                function, fullgraph=True, dynamic=self.settings.dynamic, backend=self._backend
+            )
+        finally:  # torch.compile switches these checks off for the whole process
+            torch.distributions.Distribution.set_default_validate_args(checks)
         self._function = Shortcuts(compiled, self._backend)
         return self._backend
 

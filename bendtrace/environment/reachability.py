@@ -634,7 +634,7 @@ def undetectable_in(
         yield f"{name} (see {place_naming(name, functions)}): {off[name]}"
     for name in sorted(names & _NAMES.keys()):
         yield f"{name} (see {place_naming(name, functions)}) {_NAMES[name]}"
-    if has_generator or "Generator" in names:
+    if (has_generator or "Generator" in names) and "default_generator" not in names:
         for name in sorted(names & _STATES):
             yield f"{name} (see {place_naming(name, functions)}) {_GENERATORS}"
     for name in sorted(stores & {"real", "imag"}):
