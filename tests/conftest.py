@@ -20,7 +20,7 @@ LEFT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run all that CI runs")
+    parser.addoption("--all", action="store_true", help="run the long sweeps, too")
     parser.addoption("--rest", action="store_true", help="run what --all adds, and no more")
     parser.addoption("--slow", action="store_true", help="run what takes hours, too")
 

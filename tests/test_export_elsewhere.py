@@ -45,7 +45,7 @@ def test_a_file_is_equal_to_the_model_on_a_thousand_inputs_never_seen(
     found = outcome(name, target, tmp_path, 1000)
     assert found.wrong == ()
     assert found.equal + found.refused == 1000
-    assert found.equal > 900
+    assert found.equal > 990
 
 
 @pytest.mark.all
