@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import tqdm
 from torch import Tensor, nn
 
 import bendtrace as bt
@@ -502,6 +503,38 @@ def test_the_command_line_writes_a_file_and_reports(
     assert "equal to the model, bit by bit, for 10 inputs" in out
     assert "net.pt2" in out
     assert torch.export.load(path).module()(x=torch.ones(5, 3)).shape == (5, 3)
+
+
+COUNTED = """
+import torch
+
+def net(x):
+    step, scales = 0, [0.5, 0.25, 0.125]
+    while x.norm() > 1:
+        x = x * scales[step % 3]
+        step += 1
+    return x
+"""
+
+
+def test_the_progress_bar_starts_again_where_a_counter_has_to_stay_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[str, int, int]] = []
+
+    class Bar(tqdm.tqdm):  # type: ignore[type-arg]
+        def update(self, n: float | None = 1) -> bool | None:
+            self.n += n
+            shown.append((self.desc, self.n, self.total))
+            return None
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    (tmp_path / "net.py").write_text(COUNTED)
+    options = ["--input", "x=randn(3) * 5", "--repeat", "3", "--to", str(tmp_path / "net.pt2")]
+    assert main(["export", f"{tmp_path / 'net.py'}:net", *options]) == 0
+    assert [step.split(":")[0] for step, _, _ in shown].count("record") > 3
+    assert all(number <= total for _, number, total in shown)
+    assert shown[-1][1:] == (8, 8)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,8 @@ def exported(options: argparse.Namespace) -> str:
     ) as bar:
 
         def tell(step: str) -> None:
+            if step == "record" and bar.n >= len(calls):
+                bar.reset()  # it begins anew, with what the first attempt has shown
             bar.set_description(step)
             bar.update()
 
