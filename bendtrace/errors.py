@@ -136,16 +136,16 @@ class NondeterminismError(BendtraceError, RuntimeError):
     Example:
         >>> import torch, bendtrace as bt
         >>> def drifting(x):
-        ...     x = x * (2 if torch.is_warn_always_enabled() else 3)
+        ...     x = x * (2 if torch.jit.onednn_fusion_enabled() else 3)
         ...     return x + 1 if x.sum() > 0 else x - 1
         >>> bended = bt.BendedModule(drifting)
-        >>> _ = bended(torch.ones(2)), torch.set_warn_always(True)
+        >>> _ = bended(torch.ones(2)), torch.jit.enable_onednn_fusion(True)
         >>> try:
         ...     bended(-torch.ones(2))
         ... except bt.errors.NondeterminismError as error:
         ...     print("with all guards equal" in str(error))
         True
-        >>> torch.set_warn_always(False)
+        >>> torch.jit.enable_onednn_fusion(False)
     """
 
 
@@ -156,15 +156,15 @@ class AuditError(BendtraceError, AssertionError):
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> torch.set_warn_always(False)
-        >>> bended = bt.BendedModule(lambda x: x * (2 if torch.is_warn_always_enabled() else 3))
-        >>> _ = bended(torch.ones(1)), torch.set_warn_always(True)
+        >>> torch.jit.enable_onednn_fusion(False)
+        >>> bended = bt.BendedModule(lambda x: x * (2 if torch.jit.onednn_fusion_enabled() else 3))
+        >>> _ = bended(torch.ones(1)), torch.jit.enable_onednn_fusion(True)
         >>> try:
         ...     bended.audit(torch.ones(1))
         ... except bt.errors.AuditError as error:
         ...     print("gives mul" in str(error), "2, not 3" in str(error))
         True True
-        >>> torch.set_warn_always(False)
+        >>> torch.jit.enable_onednn_fusion(False)
     """
 
 

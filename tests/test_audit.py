@@ -23,12 +23,12 @@ KEPT = [1.0]
 @pytest.fixture
 def _warnings() -> Iterator[None]:
     yield
-    torch.set_warn_always(False)
+    torch.jit.enable_onednn_fusion(False)
 
 
 def loud() -> bool:
     """A setting that no replay sees (see `docs/limits.md`)."""
-    return torch.is_warn_always_enabled()
+    return torch.jit.onednn_fusion_enabled()
 
 
 @pytest.mark.parametrize("case", some(CASES, 4), ids=lambda case: case.name)
@@ -136,7 +136,7 @@ def test_a_wrong_replay_raises_and_names_what_differs(forward: Any, what: str) -
     for _ in range(2):
         bended.audit(torch.randn(3, 2))
     assert bended.stats.replays == 1
-    torch.set_warn_always(True)
+    torch.jit.enable_onednn_fusion(True)
     with pytest.raises(AuditError, match=what):
         bended.audit(torch.randn(3, 2))
     assert bended.stats.replays == 2
@@ -163,7 +163,7 @@ def test_a_share_of_the_replays_is_audited(monkeypatch: pytest.MonkeyPatch) -> N
     bended = bt.BendedModule(Model(_constant), audit=0.5)
     before = random.getstate()
     bended(torch.randn(3, 2))
-    torch.set_warn_always(True)
+    torch.jit.enable_onednn_fusion(True)
     for is_audited in (False, True, False, True, False):
         if is_audited:
             with pytest.raises(AuditError):

@@ -1698,9 +1698,9 @@ change(
 # What is not seen
 
 case(
-    "settings of torch that are not named above: `torch.set_warn_always`",
-    mode=lambda: Attribute(torch.set_warn_always, True, False),
-)(lambda: lambda x: x * (2 if torch.is_warn_always_enabled() else 3))
+    "settings of torch that are not named above: `torch.jit.enable_onednn_fusion`",
+    mode=lambda: Attribute(torch.jit.enable_onednn_fusion, True, False),
+)(lambda: lambda x: x * (2 if torch.jit.onednn_fusion_enabled() else 3))
 change(
     "functions of torch and numpy that are replaced elsewhere than above",
     lambda: lambda x: x * float(np.polynomial.polynomial.polyval(2, [1, 1])),

@@ -294,7 +294,7 @@ def test_a_gradient_that_is_there_or_not() -> None:
 
 def test_a_resumed_run_that_goes_another_way_is_an_error_also_if_the_model_catches_it() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
-        way = 2 if torch.is_warn_always_enabled() else 1  # a setting that is not guarded
+        way = 2 if torch.jit.onednn_fusion_enabled() else 1  # a setting that is not guarded
         try:
             y = x + 1 if way == 1 else x * 5
         except Exception:
@@ -304,12 +304,12 @@ def test_a_resumed_run_that_goes_another_way_is_an_error_also_if_the_model_catch
     bended = bt.BendedModule(model)
     bended(torch.ones(2))
     bended(torch.ones(2))  # a replay: asks nobody
-    torch.set_warn_always(True)
+    torch.jit.enable_onednn_fusion(True)
     try:
         with pytest.raises(NondeterminismError, match="with all guards equal"):
             bended(-3 * torch.ones(2))
     finally:
-        torch.set_warn_always(False)
+        torch.jit.enable_onednn_fusion(False)
 
 
 def test_a_view_that_torch_refuses_to_talk_about() -> None:

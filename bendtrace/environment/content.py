@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import array
+import builtins
 import collections
 import datetime
 import decimal
@@ -28,7 +29,7 @@ import threading
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, is_
@@ -115,6 +116,14 @@ class WatchedContent:
         for asking, value, read, label in SETTINGS:
             if not asking.isdisjoint(names):
                 self._add_content(value, read, label)
+
+    def add_builtins(self, names: Collection[str]) -> None:
+        """Watch what the names of Python's builtins stand for."""
+        table = vars(builtins)
+        read = operator.itemgetter(*sorted(names), "print", "print")  # a tuple, whatever the names
+        self._tables.append(_Content(table, read, "builtins"))
+        self._dicts.append(table)
+        self._versions.append(version_of(table))
 
     def add_registered(self) -> None:
         """Watch what counts as a subclass of an abstract class."""
@@ -367,7 +376,7 @@ def _array_of(value: Any) -> Any:
     plain = value.view(sys.modules["numpy"].ndarray)
     if plain.dtype.hasobject:
         return (plain.dtype, plain.shape, *plain.ravel().tolist())
-    return [plain.dtype, plain.shape, plain.strides, plain.tobytes()]
+    return [plain.dtype, plain.shape, plain.strides, plain.flags.writeable, plain.tobytes()]
 
 
 def _state_of(value: Any) -> Any:

@@ -194,8 +194,11 @@ class _Search:
         package = function.__globals__.get("__package__")
         for name in _facts_of(function.__code__).imports:
             for full in (name, f"{package}.{name}"):
-                if isinstance(self._look(sys.modules, full), types.ModuleType):
-                    modules.append(sys.modules[full])
+                module = self._look(sys.modules, full)
+                if isinstance(module, types.ModuleType):
+                    modules.append(module)
+                    if is_users_module(module) and not is_installed_space(vars(module)):
+                        self.globals[id(sys.modules), full] = (sys.modules, full)
         others = {id(module): vars(module) for module in modules if is_users_module(module)}
         waiting = [space for space in others.values() if not is_installed_space(space)]
         while waiting:  # what is in a package is named by way of it
@@ -247,6 +250,7 @@ class _Search:
                     continue  # `monkeypatches.py` looks at functions
                 self._look(space, name)
                 self.globals[id(space), name] = (space, name)
+                self.waiting += _function(space[name]) if is_constant_namespace(space) else ()
 
     def _look(self, space: Mapping[str, Any], name: str) -> Any:
         """Look a name up, and note that the search depends on what it stands for."""
@@ -421,6 +425,8 @@ def _facts_of(code: types.CodeType) -> _Facts:
     computes = False
     for inner in codes_in(code):
         names.update(inner.co_names, inner.co_freevars)
+        if _MATCH_CLASS in inner.co_code[::2]:
+            names.add("__match_args__")
         if not _LOOKING_UP.isdisjoint(inner.co_names):
             names.update(constant for constant in inner.co_consts if isinstance(constant, str))
             computes = computes or computes_names(inner)
@@ -437,6 +443,7 @@ def _facts_of(code: types.CodeType) -> _Facts:
     )
 
 
+_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 _LOOKING_UP = frozenset(
     {
         "getattr", "hasattr", "setattr", "delattr", "vars", "dir", "__dict__", "__getattribute__",
@@ -540,6 +547,8 @@ def is_constant_namespace(space: Mapping[str, Any]) -> bool:
 
 
 def _stays(value: Any) -> bool:
+    if isinstance(value, types.FunctionType) and not is_finished(value):
+        return False  # the user's, which was put there
     return callable(value) or isinstance(value, _STAYING) or hasattr(type(value), "__get__")
 
 

@@ -666,6 +666,7 @@ class Scan:
                 if _SPACES & names or _LOADED <= names:
                     found.block(f"{function.__qualname__} reads globals past their names", "")
         found.watched_objects.add_settings(named | packages)
+        found.watched_objects.add_builtins(named & vars(builtins).keys())
         if found.caches and "cache_info" in named:
             found.block("the model asks a cache how often it was asked", "cache_info")
         found.asks_tags = not named.isdisjoint(("getattr", "hasattr", "AttributeError", "vars"))
@@ -797,6 +798,8 @@ _LOADED = frozenset({"sys", "modules"})
 _TABLES = {
     "__annotations__": frozenset({"__annotations__", "get_type_hints", "get_annotations"}),
     "__dataclass_fields__": frozenset({"__dataclass_fields__", "fields"}),
+    "__match_args__": frozenset({"__match_args__"}),
+    "__signature__": frozenset({"signature", "getfullargspec"}),
 }
 _OF_FILES = frozenset(
     {

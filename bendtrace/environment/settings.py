@@ -11,6 +11,7 @@ import copyreg
 import csv
 import decimal
 import logging
+import random
 import reprlib
 import sys
 import time
@@ -60,11 +61,22 @@ def _numpys_random_state(loaded: Any) -> Any:
     return [kind, words.tobytes(), *others]
 
 
+def _of_cuda(module: Any) -> Any:
+    products = module.matmul
+    return [
+        module.cudnn_sdp_enabled(), module.fp16_bf16_reduction_math_sdp_allowed(),
+        module.preferred_blas_library(), module.preferred_linalg_library(),
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction, products.allow_fp16_accumulation,
+    ]  # fmt: skip
+
+
 # What code names, what has the setting, what reads it, and what it is called in messages.
 SETTINGS: tuple[tuple[frozenset[str], Any, Callable[[Any], Any], str], ...] = (
     (frozenset({"warn", "warn_explicit"}), warnings, _filters, "warnings.filters"),
     (frozenset({"Decimal", "decimal"}), decimal, _precision, "decimal.getcontext()"),
     (frozenset({"numpy"}), sys, _of_numpy, "a setting of numpy's"),
+    (frozenset({"getstate"}), random, lambda module: [module.getstate()], "random.getstate()"),
     (frozenset({"get_state"}), sys, _numpys_random_state, "numpy.random.get_state()"),
     (frozenset({"reprlib"}), reprlib, lambda module: [*vars(module.aRepr).values()],
      "reprlib.aRepr"),
@@ -81,11 +93,30 @@ SETTINGS: tuple[tuple[frozenset[str], Any, Callable[[Any], Any], str], ...] = (
      lambda module: [*chain.from_iterable(module.dispatch_table.items())], "copyreg"),
     (frozenset({"opt_einsum"}), torch.backends.opt_einsum,
      lambda module: [module.enabled, module.strategy], "torch.backends.opt_einsum"),
-    (frozenset({"get_overwrite_module_params_on_conversion"}), torch.__future__,
+    (frozenset({"hasattr", "getattr", "AttributeError", "dir"}), torch.Tensor,
+     lambda kind: [len(vars(kind))], "the attributes of torch.Tensor"),
+    (frozenset({"get_overwrite_module_params_on_conversion",
+                "get_swap_module_params_on_conversion"}), torch.__future__,
      lambda module: [*vars(module).values()], "torch.__future__"),
     (frozenset({"fill_uninitialized_memory"}), torch.utils.deterministic,
      lambda module: [module.fill_uninitialized_memory], "fill_uninitialized_memory"),
     (frozenset({"hub"}), torch.hub, lambda module: [module._hub_dir], "torch.hub.get_dir()"),
+    (frozenset({"autocast", "get_autocast_dtype", "get_autocast_cpu_dtype",
+                "get_autocast_gpu_dtype"}), torch,
+     lambda module: [*map(module.get_autocast_dtype, ("cpu", "cuda"))], "get_autocast_dtype()"),
+    (frozenset({"is_warn_always_enabled", "is_anomaly_check_nan_enabled"}), torch,
+     lambda module: [module.is_warn_always_enabled(), module.is_anomaly_check_nan_enabled()],
+     "is_warn_always_enabled()"),
+    (frozenset({"is_multithreading_enabled", "is_view_replay_enabled"}), torch.autograd,
+     lambda module: [module.is_multithreading_enabled(), module.is_view_replay_enabled()],
+     "a setting of torch.autograd"),
+    (frozenset({"engine"}), torch.backends.quantized, lambda module: [module.engine],
+     "torch.backends.quantized.engine"),
+    (frozenset({
+        "cudnn_sdp_enabled", "fp16_bf16_reduction_math_sdp_allowed", "preferred_blas_library",
+        "preferred_linalg_library", "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation",
+    }), torch.backends.cuda, _of_cuda, "a setting of torch.backends.cuda"),
     (frozenset({"get_sharing_strategy"}), torch.multiprocessing,
      lambda module: [module.get_sharing_strategy()], "get_sharing_strategy()"),
 )  # fmt: skip

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -130,9 +131,10 @@ class Encoder:
             keys = [self.key(key, "an argument") for key in value]
             return dict(zip(keys, recorded, strict=True)), dict(zip(value, use, strict=True))
         if kind is slice:
-            parts = (value.start, value.stop, value.step)
+            given = (value.start, value.stop, value.step)
+            parts = given if PLAIN_TYPES.issuperset(map(type, given)) else _indices(given)
             recorded, use = self.arguments(parts)
-            return slice(*recorded), (value if use is parts else slice(*use))
+            return slice(*recorded), (value if use is given else slice(*use))
         if isinstance(value, Tensor):
             return self._values.ref(value), value
         return self.output(value, "an argument", {}), value
@@ -325,6 +327,19 @@ def make_keys_plain(container: dict[Any, Any]) -> None:
     """Replace the traced scalars among the keys of a dict, in place."""
     if any(without_traced(key) is not key for key in container):
         refill(container, {without_traced(key): v for key, v in dict.items(container)})
+
+
+def _indices(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the parts of a slice, with the numbers that objects stand for in it."""
+    return tuple(
+        operator.index(part)
+        if hasattr(part, "__index__")
+        and not isinstance(part, Tensor)
+        and type(part) not in TRACED
+        and type(part) not in RETIRED
+        else part
+        for part in parts
+    )
 
 
 def _is_constant(value: Any) -> bool:

@@ -81,16 +81,19 @@ class CaptureKind(Enum):
 class Array:
     """The content of a numpy array at one point in time."""
 
-    __slots__ = ("value",)
+    __slots__ = ("value", "writeable")
 
     def __init__(self, array: Any) -> None:
         self.value = array.copy()
+        self.writeable = array.flags.writeable
 
     def __eq__(self, other: object) -> bool:
         """Return whether an array, or another such content, is equal bit by bit."""
         array: Any = other.value if isinstance(other, Array) else other
+        kept = other if isinstance(other, Array) else getattr(other, "flags", None)
         return bool(
             is_array(array)
+            and getattr(kept, "writeable", None) == self.writeable
             and array.dtype == self.value.dtype
             and array.shape == self.value.shape
             and array.tobytes() == self.value.tobytes()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import calendar
 import copy
 import copyreg
 import csv
 import datetime
 import decimal
+import inspect
 import itertools
 import math
 import os
+import random
 import reprlib
+import sys
 import time
 import types
 from collections.abc import Callable
@@ -45,6 +49,34 @@ def _divided(x: Tensor) -> Tensor:
         return x - 1
 
 
+def _swapped(a: int, b: int) -> tuple[int, int]:
+    return _divmod(a, b)[::-1]
+
+
+class _Pair:
+    __match_args__ = ("a", "b")
+    a, b = 2, 3
+
+
+def _matched(x: Tensor) -> Tensor:
+    match _PAIR:
+        case _Pair(first, _):
+            return x * first
+    raise AssertionError
+
+
+def _imported(x: Tensor) -> Tensor:
+    import _of_the_users
+
+    return x * _of_the_users.factor
+
+
+_divmod = divmod
+_PAIR = _Pair()
+_FIRST, _OTHER = types.ModuleType("_of_the_users"), types.ModuleType("_of_the_users")
+_FIRST.factor, _OTHER.factor = 2, 3  # type: ignore[attr-defined]
+
+
 def _validated(x: Tensor) -> Tensor:
     try:
         return torch.distributions.Normal(x, -torch.ones(3)).mean
@@ -75,6 +107,55 @@ _CASES: dict[str, _Case] = {
     "numpy_printoptions": (lambda x: x * np.get_printoptions()["precision"], _PRINTED, _AS_EVER),
     "numpy_errors": (
         _divided, lambda: np.seterr(divide="raise"), lambda: np.seterr(divide="ignore"),
+    ),
+    "random_getstate": (
+        lambda x: x * (random.getstate()[1][3] % 97),
+        lambda: random.seed(3), lambda: random.seed(4),
+    ),
+    "writeable": (
+        lambda x: x * (2 if _ARRAY.flags.writeable else 3),
+        lambda: _ARRAY.setflags(write=False), lambda: _ARRAY.setflags(write=True),
+    ),
+    "builtin": (
+        lambda x: x * divmod(7, 2)[0],
+        lambda: setattr(builtins, "divmod", _swapped), lambda: setattr(builtins, "divmod", _divmod),
+    ),
+    "match_args": (
+        _matched, lambda: setattr(_Pair, "__match_args__", ("b", "a")),
+        lambda: setattr(_Pair, "__match_args__", ("a", "b")),
+    ),
+    "signature": (
+        lambda x: x * len(inspect.signature(_swapped).parameters),
+        lambda: setattr(_swapped, "__signature__", inspect.Signature()),
+        lambda: vars(_swapped).pop("__signature__", None),
+    ),
+    "module_in_forward": (
+        _imported, lambda: sys.modules.__setitem__("_of_the_users", _OTHER),
+        lambda: sys.modules.__setitem__("_of_the_users", _FIRST),
+    ),
+    "method_of_tensors": (
+        lambda x: x.of_mine() if hasattr(x, "of_mine") else x,
+        lambda: setattr(Tensor, "of_mine", lambda self: self * 2),
+        lambda: hasattr(Tensor, "of_mine") and delattr(Tensor, "of_mine"),
+    ),
+    "warn_always": (
+        lambda x: x * (2 if torch.is_warn_always_enabled() else 3),
+        lambda: torch.set_warn_always(True), lambda: torch.set_warn_always(False),
+    ),
+    "view_replay": (
+        lambda x: x * (2 if torch.autograd.is_view_replay_enabled() else 3),
+        lambda: torch.autograd._force_original_view_tracking(True).__enter__(),
+        lambda: torch.autograd._force_original_view_tracking(False).__enter__(),
+    ),
+    "cudnn_attention": (
+        lambda x: x * (2 if torch.backends.cuda.cudnn_sdp_enabled() else 3),
+        lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+        lambda: torch.backends.cuda.enable_cudnn_sdp(True),
+    ),
+    "autocast_dtype": (
+        lambda x: x * torch.finfo(torch.get_autocast_dtype("cpu")).bits,
+        lambda: torch.set_autocast_dtype("cpu", torch.float32),
+        lambda: torch.set_autocast_dtype("cpu", torch.bfloat16),
     ),
     "numpy_bufsize": (
         lambda x: x * np.getbufsize(), lambda: np.setbufsize(16384), lambda: np.setbufsize(8192),
@@ -186,6 +267,39 @@ def test_an_object_that_answers_for_all_of_its_attributes() -> None:
         assert torch.equal(bended(torch.ones(2)), torch.ones(2) * answer)
     assert bended.stats.live == 4
     assert bended.why_live == ("_Answers.__getattribute__ hides what _ANSWERS holds",)
+
+
+class _Number:
+    """An object that stands for a number."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def __index__(self) -> int:
+        return self.value
+
+
+def test_an_object_that_stands_for_a_number_in_a_slice() -> None:
+    start = _Number()
+
+    def function(x: Tensor) -> Tensor:
+        return x[start:] * 2
+
+    bended, x = bt.BendedModule(function), torch.arange(5.0)
+    for value in (1, 1, 3, 3, 1):
+        start.value = value
+        assert torch.equal(bended(x), function(x))
+    assert bended.stats.replays == 3
+
+
+def test_hooks_for_all_modules_are_called_as_often_as_by_the_model() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+    bended, x = bt.BendedModule(model), torch.randn(2, 3)
+    bended(x)
+    register = torch.nn.modules.module.register_module_forward_hook
+    with register(lambda module, args, output: output * 2):
+        assert torch.equal(bended(x), model(x))
+    assert torch.equal(bended(x), model(x))
 
 
 @pytest.mark.filterwarnings("ignore")
