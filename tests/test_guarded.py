@@ -8,6 +8,7 @@ sequence, the `BendedModule` has to give, served as the last cell of the row say
 from __future__ import annotations
 
 import array
+import builtins
 import calendar
 import collections
 import contextvars
@@ -23,6 +24,7 @@ import operator
 import os
 import random
 import re
+import sys
 import threading
 import time
 import types
@@ -1672,10 +1674,36 @@ change(
     "a new global that hides a builtin", lambda: lambda x: x * len([1]),
     lambda m, p: p.setitem(globals(), "len", lambda x: 9),
 )  # fmt: skip
+change(
+    "builtins that are replaced: `builtins.divmod = f`", lambda: lambda x: x * divmod(7, 2)[0],
+    lambda m, p: p.setattr(builtins, "divmod", lambda a, b: (5, 6)),
+)  # fmt: skip
+PUT = (
+    "modules that forward imports, replaced in `sys.modules`; methods that are added to "
+    "`torch.Tensor`"
+)
+sys.modules["of_a_model"] = types.ModuleType("of_a_model")
+sys.modules["of_a_model"].factor = 2  # type: ignore[attr-defined]
+
+
+def imports(x: Tensor) -> Tensor:
+    import of_a_model
+
+    return x * of_a_model.factor
+
+
+change(
+    PUT, lambda: imports,
+    lambda m, p: p.setitem(sys.modules, "of_a_model", types.SimpleNamespace(factor=3)),
+)  # fmt: skip
+change(
+    PUT, lambda: lambda x: x.doubled() if hasattr(x, "doubled") else x,
+    lambda m, p: p.setattr(Tensor, "doubled", lambda self: self * 2, raising=False),
+)  # fmt: skip
 LOGGER = logging.getLogger("of a model")
 OF_PYTHON = (
     "Python's settings: levels of loggers, filters of warnings, the precision of `decimal`, "
-    "`reprlib`, `calendar`, `csv`, the time zone, `copyreg`"
+    "`reprlib`, `calendar`, `csv`, the time zone, `copyreg`, `random.getstate`"
 )
 OF_PACKAGES = (
     "settings of packages: how numpy prints and what it raises, options of pandas, the verbosity "
@@ -1683,6 +1711,9 @@ OF_PACKAGES = (
 )
 case(OF_PYTHON, mode=lambda: Attribute(LOGGER.setLevel, "DEBUG", "NOTSET"))(
     lambda: lambda x: x * LOGGER.getEffectiveLevel()
+)
+case(OF_PYTHON, mode=lambda: Attribute(random.seed, 3, 0))(
+    lambda: lambda x: x * (random.getstate()[1][3] % 97)
 )
 case(OF_PYTHON, mode=lambda: Attribute(calendar.setfirstweekday, 6, 0))(
     lambda: lambda x: x * (1 + calendar.firstweekday())

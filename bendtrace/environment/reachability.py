@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import gc
@@ -147,6 +148,7 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
     )
 
 
+_BUILTINS = vars(builtins)
 _STREAMS = frozenset({"stdout", "stderr"})
 _OF_STREAMS = frozenset(dir(sys.__stdout__)) - frozenset(dir(object))
 
@@ -191,6 +193,10 @@ class _Search:
             value = self._look(function.__globals__, name)
             if isinstance(value, types.ModuleType):
                 modules.append(value)
+            if name in _BUILTINS and not is_finished(function):
+                put = self._look(_BUILTINS, name)
+                if isinstance(put, types.FunctionType) and not is_finished(put):
+                    self.waiting.append(put)
         package = function.__globals__.get("__package__")
         for name in _facts_of(function.__code__).imports:
             for full in (name, f"{package}.{name}"):
