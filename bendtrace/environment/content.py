@@ -120,7 +120,8 @@ class WatchedContent:
     def add_builtins(self, names: Collection[str]) -> None:
         """Watch what the names of Python's builtins stand for."""
         table = vars(builtins)
-        read = operator.itemgetter(*sorted(names), "print", "print")  # a tuple, whatever the names
+        # Two more, since it gives a tuple for at least two. A run itself replaces `print`, `open`.
+        read = operator.itemgetter(*sorted({*names} - {"print", "open"}), "len", "len")
         self._tables.append(_Content(table, read, "builtins"))
         self._dicts.append(table)
         self._versions.append(version_of(table))
