@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.compiled.expressions import Expressions
+from bendtrace.compiled.expressions import Expressions, wide_dtype
 from bendtrace.compiled.probing import Extents, Findings, Refusal, Unknown
 from bendtrace.compiled.splices import Splice, differs
 from bendtrace.recording.recorder import Recording
@@ -442,7 +442,7 @@ class Straight(Expressions):
         dtype = self._tape.ops[op.args[0].index].meta.dtype
         if op.target is Tensor.__bool__:
             return f"{name if dtype is torch.bool else f'({name} != 0)'}.reshape(())"
-        wide = _wide(dtype)
+        wide = wide_dtype(dtype)
         wanted = {int: torch.int64, float: torch.float64, bool: torch.bool}.get(type(op.meta))
         if op.target not in _NUMBERS or wide is None or wide is not wanted:
             raise Refusal(f"{said_of(op.target)} of a tensor of {dtype} is asked for")
@@ -470,7 +470,7 @@ class Straight(Expressions):
         if op.target is not Tensor.tolist:
             raise Refusal(f"an element of what {said_of(op.target)} gives is tested")
         ref = op.args[0]
-        wide = _wide(self._tape.ops[ref.index].meta.dtype)
+        wide = wide_dtype(self._tape.ops[ref.index].meta.dtype)
         if wide is None:
             raise Refusal("a list of numbers of an unusual dtype is tested")
         return f"v{ref.index}[{', '.join(keys)}].to({wide})"
@@ -520,15 +520,6 @@ def _is_tensor(op: Op) -> bool:
     return isinstance(op.meta, TensorMeta) or (
         isinstance(op.meta, tuple) and any(isinstance(item, TensorMeta) for item in op.meta)
     )
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    if dtype is torch.bool:
-        return dtype
-    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        return torch.float64
-    exact = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-    return torch.int64 if dtype in exact else None
 
 
 _serials = itertools.count()

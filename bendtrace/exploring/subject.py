@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ from bendtrace.recording.rank_sync import alone
 from bendtrace.recording.run import Signature, record
 from bendtrace.source.sites import PACKAGE, TORCH, Place, Site, place_at
 from bendtrace.tape.tape import Guard, ModuleCall, Test, leaves_in
-from bendtrace.view.outline.coverage import Taken
+from bendtrace.view.outline.coverage import Taken, is_standard
 from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of, loops_around
 from bendtrace.view.outline.walks import PathEvents
 
@@ -246,7 +244,7 @@ class Subject:
         run.under |= known[1]
 
     def _under(self, place: Place, path: str) -> set[tuple[Choice, str, bool]]:
-        function = None if _is_standard(place.file) else function_of(place)
+        function = None if is_standard(place.file) else function_of(place)
         if function is None:
             return set()
         self.functions[place.file, function] = None
@@ -285,11 +283,3 @@ class Subject:
             self._codes.add(code)
             numbers: Iterator[Any] = (n for n in code.co_consts if type(n) in (int, float))
             self._space.numbers.update(dict.fromkeys(numbers))
-
-
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-
-
-def _is_standard(file: str) -> bool:
-    return file.startswith(_STANDARD) and not file.startswith(_INSTALLED)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.compiled.eligible import why_not_op
-from bendtrace.compiled.expressions import Expressions
+from bendtrace.compiled.expressions import Expressions, wide_dtype
 from bendtrace.errors import ExportError
 from bendtrace.export.machine import Run, told
 from bendtrace.export.numbers import Kind
@@ -243,7 +243,7 @@ class SegmentOps(Expressions):
         meta = self._ops[index].meta
         if not isinstance(tensor, Tensors) or index in self._run.numbers.varying:
             raise ExportError("a list of numbers is as long as values say: keep a tensor", told(op))
-        wide = _wide(meta.dtype)
+        wide = wide_dtype(meta.dtype)
         if wide is None or math.prod(meta.shape) > _LONGEST:
             raise ExportError("a long list of numbers is taken out of a tensor", told(op))
         kind = next(k for k, dtype in DTYPES.items() if dtype is wide)
@@ -438,7 +438,7 @@ class SegmentOps(Expressions):
         if op.target is Tensor.__bool__:
             text = f"{tensor}.clone()" if dtype is torch.bool else f"({tensor} != 0)"
             return f"{text}.reshape(())"
-        wide = _wide(dtype)
+        wide = wide_dtype(dtype)
         if op.target not in _NUMBERS or wide is None or wide is not DTYPES[kind]:
             raise ExportError(
                 f"{said_of(op.target)} of a tensor of {dtype} is asked for: compute it with "
@@ -533,15 +533,6 @@ def _like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
 
 def _sized(op: Op) -> str:
     return "stride" if name_of(op.target) == "stride" else "size"
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    if dtype is torch.bool:
-        return dtype
-    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        return torch.float64
-    exact = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-    return torch.int64 if dtype in exact else None
 
 
 def _advice(reason: str) -> str:

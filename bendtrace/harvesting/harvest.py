@@ -19,7 +19,7 @@ from bendtrace.harvesting.filling import Filling, require_place
 from bendtrace.harvesting.formats import form_of
 from bendtrace.harvesting.reading import Harvest
 from bendtrace.harvesting.running import Run, refuse_repeats, total_of
-from bendtrace.harvesting.settings import Settings, fingerprint, flat, told, told_insertion
+from bendtrace.harvesting.settings import Settings, fingerprint, told, told_insertion
 from bendtrace.harvesting.shards import (
     HARVEST,
     INDEX,
@@ -31,6 +31,7 @@ from bendtrace.harvesting.shards import (
     shards_in,
 )
 from bendtrace.harvesting.workers import Progress, Workers, Writer
+from bendtrace.interject.resolver import flat
 from bendtrace.module import BendedModule
 from bendtrace.storage.sealed import DirectoryLock, writing
 from bendtrace.storage.tensors import sync_directory

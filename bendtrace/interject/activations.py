@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from bendtrace.interject.bends.spec import compiled
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
+from bendtrace.interject.resolver import flat
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.paths.view import Node, NodePath
 
@@ -219,7 +220,7 @@ def get_activations(
         ['div:1', 'div:2', 'div:3']
     """
     board: InsertionRegistry = model._board
-    items = list(_flat(where))
+    items = list(flat(where))
     if not items:
         raise InputError("say which activations to return: pass at least one node")
     admitted = Passes(passes)
@@ -276,14 +277,6 @@ def _users_level() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _flat(where: Any) -> Iterator[Any]:
-    if isinstance(where, (list, tuple, set, frozenset)):
-        for item in where:
-            yield from _flat(item)
-    else:
-        yield where
 
 
 def _gathered(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:

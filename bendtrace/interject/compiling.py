@@ -23,21 +23,17 @@ from bendtrace.interject.gates import (
     Gate,
     StateGate,
     as_inputs,
-    leaves_of_shape,
     noted,
-    part_of,
 )
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
 from bendtrace.interject.plan import Entry, Plan
 from bendtrace.interject.purity import effect_of_pure
-from bendtrace.interject.structure import Leaf, Shape, assemble
+from bendtrace.interject.structure import Leaf, Shape, assemble, leaves_of_shape, part_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import Ref, TensorMeta
 
 __all__ = ["inserted_by"]
-
-_NOTHING = Inputs(())
 
 
 class _Turn(NamedTuple):
@@ -269,7 +265,7 @@ def _turn(gate: AfterGate | BeforeGate, entry: Entry, args: Any, recording: Reco
     if shape is None:
         return None
     if what.observes:
-        look = functools.partial(what.after, at, _NOTHING)
+        look = functools.partial(what.after, at, NO_INPUTS)
         return _looking(_Turn(entry, at, shape=shape, look=look), args, said, recording)
     if type(shape) is not Leaf or shape.kind is not Tensor:
         raise _Refused(f"{said} changes a value that is no single tensor")
@@ -305,7 +301,7 @@ def _counted(gate: CountGate, entry: Entry) -> _Turn:
 
 
 def _told(what: Interjection, at: NodePass, _: Any) -> None:
-    what.before(at, _NOTHING)
+    what.before(at, NO_INPUTS)
 
 
 def _of_inputs(what: Interjection, at: NodePass) -> Callable[[Any], Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from bendtrace.interject.effects import Effect
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["Inputs", "Interjection", "NodePass"]
+__all__ = ["NO_INPUTS", "Inputs", "Interjection", "NodePass"]
 
 
 class Inputs(tuple[Any, ...]):
@@ -43,6 +43,9 @@ class Inputs(tuple[Any, ...]):
         made = super().__new__(cls, args)
         made.kwargs = {} if kwargs is None else kwargs
         return made
+
+
+NO_INPUTS = Inputs(())
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bendtrace.compiled.eligible import why_not_op
 from bendtrace.interject.effects import Effect
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
 from bendtrace.recording.run import Signature, record
 from bendtrace.tape.contexts import current_context
 from bendtrace.torch_rules.functions import is_torchs_function
@@ -81,7 +81,7 @@ def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
         self = object.__new__(cls)
         for name, spec in own:
             setattr(self, name, built(spec, tensors))
-        return self.after(at, _NOTHING, value)
+        return self.after(at, NO_INPUTS, value)
 
     return Effect(after, tuple(lifting.tensors), key)
 
@@ -122,9 +122,6 @@ def _called(spec: Any) -> Callable[..., Any]:
         function = spec[1]
         return lambda value, *tensors: function(value)
     return lambda value, *tensors: built(spec, tensors)(value)
-
-
-_NOTHING = Inputs(())
 
 
 class _Lifting:
