@@ -35,6 +35,7 @@ from bendtrace.interject.structure import (
     part_of,
     take_apart,
 )
+from bendtrace.interject.tensors import differ, version_of
 
 __all__ = [
     "AfterGate",
@@ -290,15 +291,15 @@ class AfterGate(Gate):
 
     def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
         """Call an insertion at a node that returns one tensor."""
-        version, what, insertion = _version(value), entry.what, entry.insertion
+        version, what, insertion = version_of(value), entry.what, entry.insertion
         result = what.after(at, NO_INPUTS, value)
-        if _version(value) == version:  # what follows would find out the same, in more time
+        if version_of(value) == version:  # what follows would find out the same, in more time
             if result is None or result is value:
                 insertion.fired(at, False)
                 return value
             if type(result) is Tensor and not what.observes:
                 known = insertion.is_known_to_change(at.path)
-                insertion.fired(at, known or _differ(value, result))
+                insertion.fired(at, known or differ(value, result))
                 _note_reshaped(entry, at, value, result)
                 return result
         found = [value]
@@ -312,7 +313,7 @@ class AfterGate(Gate):
         self, entry: Entry, shape: Any, at: NodePass, inputs: Inputs, found: list[Any]
     ) -> None:
         before = list(found)
-        versions = [_version(value) for value in found]
+        versions = [version_of(value) for value in found]
         value = assemble(shape, found)
         result = entry.what.after(at, inputs, value)
         if type(shape) is Shape and (result is None or result is value):
@@ -345,14 +346,14 @@ class StateGate(AfterGate):
         if entry.what.self_contained or entry.what.observes:
             return super()._exchange(entry, value, at)
         copied = value.clone()  # what a function does to its argument must not reach the model
-        version = _version(copied)
+        version = version_of(copied)
         result = entry.what.after(at, NO_INPUTS, copied)
         found = [value]
         if result is None or result is copied:
-            found = [value if _version(copied) == version else copied]
+            found = [value if version_of(copied) == version else copied]
         else:
             _collect(self.shape, result, found, at, entry)
-        entry.insertion.fired(at, _changed(entry, at, [value], found, [_version(value)]))
+        entry.insertion.fired(at, _changed(entry, at, [value], found, [version_of(value)]))
         return found[0]
 
 
@@ -423,7 +424,7 @@ class BeforeGate(Gate):
         return tensors
 
     def _call(self, entry: Entry, shape: Any, found: list[Any]) -> None:
-        before, versions = list(found), [_version(value) for value in found]
+        before, versions = list(found), [version_of(value) for value in found]
         value = assemble(shape, found)
         if entry.slot in self.places:
             at = replace(self.at, path=entry.place.shown, module=None)
@@ -577,21 +578,15 @@ def _collect(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Ent
         ) from None
 
 
-def _version(value: Any) -> int:
-    if not isinstance(value, Tensor) or value.is_inference():
-        return 0
-    return value._version
-
-
 def _versions(value: Any) -> list[int]:
-    return [_version(tensor) for tensor in take_apart(value, objects=False)[1]]
+    return [version_of(tensor) for tensor in take_apart(value, objects=False)[1]]
 
 
 def _changed(
     entry: Entry, at: NodePass, before: list[Any], found: list[Any], versions: list[int]
 ) -> bool:
     """Return whether an insertion has returned another value, or changed one in place."""
-    written = any(_version(old) != version for old, version in zip(before, versions, strict=True))
+    written = any(version_of(old) != version for old, version in zip(before, versions, strict=True))
     other = [(old, new) for old, new in zip(before, found, strict=True) if new is not old]
     if entry.what.observes and (written or other):
         raise InterjectionError(
@@ -601,18 +596,4 @@ def _changed(
         )
     if written or entry.insertion.is_known_to_change(at.path):
         return written or bool(other)
-    return any(_differ(old, new) for old, new in other)
-
-
-def _differ(old: Any, new: Any) -> bool:
-    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
-        return bool(old != new) if type(old) is type(new) else True
-    if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
-        return True
-    try:
-        if torch.equal(old, new):
-            return False
-        with torch.no_grad():
-            return not bool(((old == new) | ((old != old) & (new != new))).all())
-    except (RuntimeError, NotImplementedError):  # with a layout that torch cannot compare
-        return True
+    return any(differ(old, new) for old, new in other)

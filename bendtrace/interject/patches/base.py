@@ -11,8 +11,9 @@ from torch import Tensor
 
 from bendtrace.errors import PatchError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.tensors import version_of
 
-__all__ = ["Patch", "copied_in", "described", "version_of"]
+__all__ = ["Patch", "copied_in", "described"]
 
 Target = TypeVar("Target")
 
@@ -120,13 +121,6 @@ def copied_in(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_make"):
         return value._make(copied_in(item, copied) for item in value)
     return value
-
-
-def version_of(value: Any) -> int | None:
-    """Return a number that changes with each write to a tensor; None if it has no such number."""
-    if not isinstance(value, Tensor) or value.is_inference():
-        return None
-    return value._version
 
 
 def described(value: Any) -> str:

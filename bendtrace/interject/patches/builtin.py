@@ -11,7 +11,7 @@ from torch import Tensor
 from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.effects import Effect, as_number, effect_of_value
 from bendtrace.interject.interjection import NodePass
-from bendtrace.interject.patches.base import Patch, copied_in, described, version_of
+from bendtrace.interject.patches.base import Patch, copied_in, described
 from bendtrace.interject.patches.regions import (
     Index,
     Number,
@@ -22,6 +22,7 @@ from bendtrace.interject.patches.regions import (
     is_constant_index,
     replaced,
 )
+from bendtrace.interject.tensors import version_of
 from bendtrace.tape.tape import TensorMeta
 
 __all__ = [
