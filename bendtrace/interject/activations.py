@@ -19,6 +19,7 @@ from bendtrace.interject.bends.spec import compiled
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
+from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.paths.view import Node, NodePath
@@ -31,23 +32,6 @@ _OPTIONS = frozenset(
     {"allow_none", "args", "bended", "detach", "kwargs", "passes", "return_output"}
 )
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-class InsertionRegistry(Protocol):
-    """The store of a model's insertions."""
-
-    @property
-    def insertions(self) -> tuple[Insertion, ...]:
-        """The active insertions."""
-
-    def make(self, where: Any, what: Any, *, allow_none: bool = False) -> Insertion:
-        """Create an insertion without activating it."""
-
-    def add(self, *insertions: Insertion) -> None:
-        """Activate insertions."""
-
-    def remove(self, *insertions: Insertion) -> None:
-        """Remove insertions."""
 
 
 class Bended(Protocol):

@@ -8,21 +8,20 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.insertion import Insertion, as_interjection
 from bendtrace.interject.interjection import Interjection
-from bendtrace.interject.knowledge import Rehearsal
+from bendtrace.interject.knowledge import Knowledge, Rehearsal
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.plan import Entry, Place, Plan, State, forms_of
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import (
     AtPath,
     AtPaths,
-    Known,
     OfModule,
     Said,
     Want,
@@ -30,8 +29,6 @@ from bendtrace.interject.where import (
     wants_of,
 )
 from bendtrace.paths.candidates import Candidate
-from bendtrace.paths.naming import Registry
-from bendtrace.recording.recorder import Recording
 
 __all__ = ["InsertionRegistry", "Kept"]
 
@@ -39,35 +36,6 @@ _MOST_NOTES = 16  # on why something was not called; more would not be read
 
 # Where, what, and in which passes.
 Kept = tuple[str, tuple[Want, ...], Interjection, Passes, bool]
-
-
-class Model(Known, Protocol):
-    """A model that accepts insertions."""
-
-    @property
-    def registry(self) -> Registry:
-        """The registry of its node names."""
-
-    def recordings(self) -> list[Recording]:
-        """Return the known runs, including those with insertions."""
-
-    def why_not(self, path: str, runs: list[Recording], often_enough: Callable[[int], bool]) -> str:
-        """Return why some runs reached a node less often than others."""
-
-    def candidates(self) -> list[Candidate] | None:
-        """Return the nodes of all runs without insertions; None if there were none."""
-
-    def modules(self) -> list[Candidate]:
-        """Return the modules as nodes, including those that no run has reached."""
-
-    def paths_of(self, module: nn.Module) -> list[str]:
-        """Return the known paths of the calls of a module."""
-
-    def count_passes(self, path: str, run: Recording) -> int:
-        """Return how often a run reached a node."""
-
-    def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
-        """Return the result of a run without insertions."""
 
 
 class _Calls(threading.local):
@@ -84,7 +52,7 @@ class InsertionRegistry:
         changed: called when insertions change, with whether there are any.
     """
 
-    def __init__(self, model: Model, changed: Callable[[bool], None]) -> None:
+    def __init__(self, model: Knowledge, changed: Callable[[bool], None]) -> None:
         self._model = model
         self._changed = changed
         self._calls = _Calls()
@@ -390,7 +358,7 @@ class InsertionRegistry:
 class _Rehearsed:
     """The known runs of a model, and a rehearsal."""
 
-    def __init__(self, model: Model, rehearsal: Rehearsal) -> None:
+    def __init__(self, model: Knowledge, rehearsal: Rehearsal) -> None:
         self.model: Callable[..., Any] = model.model
         self._rehearsal = rehearsal
         self.hint = model.hint

@@ -20,11 +20,20 @@ from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, NodePath, is_path_only
 from bendtrace.recording.names import NodeRef
 
-__all__ = ["by_path", "describe_where", "flat", "meant_by", "name_of", "node_meant", "text_of"]
+__all__ = [
+    "Runs",
+    "by_path",
+    "describe_where",
+    "flat",
+    "meant_by",
+    "name_of",
+    "node_meant",
+    "text_of",
+]
 
 
 class Runs(Protocol):
-    """What is known of a model."""
+    """The runs of a model that names are looked up in."""
 
     @property
     def model(self) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -18,9 +18,9 @@ from torch import nn
 from bendtrace._lazy import LazyModule
 from bendtrace.environment.owners import module_of, modules_in
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.history.names import Names, near_names
+from bendtrace.history.names import near_names
 from bendtrace.interject.plan import Place, State
-from bendtrace.interject.resolver import meant_by, name_of
+from bendtrace.interject.resolver import Runs, meant_by, name_of
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.naming import dotted
 from bendtrace.paths.nodes import TreeNode
@@ -105,21 +105,11 @@ class Selected:
         return repr(self.selector)
 
 
-class Known(Protocol):
-    """What is known of a model."""
-
-    @property
-    def model(self) -> Callable[..., Any]:
-        """The model."""
+class Known(Runs, Protocol):
+    """The runs of a model that insertions are placed in."""
 
     def trees(self) -> Iterable[Tree]:
         """The trees of the runs without insertions, the preferred one first."""
-
-    def names(self) -> Iterable[Names]:
-        """The names in the same runs."""
-
-    def mirror_path(self, name: str) -> str:
-        """Return the path of the node of the latest mirror that has a name; "" if there is none."""
 
     def hint(self, name: str) -> str:
         """Return the untaken branch in which something with a name may be."""
