@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.copies import copied
 from bendtrace.interject.bends.catalogue import NamedActivations, leaves_of
 from bendtrace.interject.bends.spec import compiled
+from bendtrace.interject.group import Bended
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
@@ -32,17 +33,6 @@ _OPTIONS = frozenset(
     {"allow_none", "args", "bended", "detach", "kwargs", "passes", "return_output"}
 )
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-class Bended(Protocol):
-    """A model that accepts insertions."""
-
-    _board: Any
-    _model: Callable[..., Any]
-    _signature: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
 
 
 class Activations(dict[str, Any]):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from bendtrace.errors import DivergenceError, InputError, NodePathError, Nondete
 from bendtrace.flow import steps_of
 from bendtrace.interject.cut_points import path_in
 from bendtrace.interject.gates import running
+from bendtrace.interject.group import Bended
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.recorded import recorded
@@ -173,23 +174,6 @@ def random_states() -> list[Tensor]:
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
     return states
-
-
-class Bended(Protocol):
-    """A model with known runs that accepts insertions."""
-
-    _board: Any
-    _known: Any
-    _model: Callable[..., Any]
-    _signature: Any
-    _trees: Any
-
-    @property
-    def stats(self) -> Any:
-        """How its calls were served."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
 
 
 def from_activations(

@@ -29,10 +29,11 @@ from bendtrace.interject.bends.functional import Lambda
 from bendtrace.interject.bends.handle import BendHandle, Restoring, Source
 from bendtrace.interject.bends.parameter import BendingParameter, Value
 from bendtrace.interject.bends.sources import Owner, Sources
-from bendtrace.interject.bends.spec import BendSpec, compiled, flat
+from bendtrace.interject.bends.spec import BendSpec, compiled
 from bendtrace.interject.bends.versions import ORIGINAL, Versions
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.knowledge import Knowledge
+from bendtrace.interject.resolver import flat
 from bendtrace.paths.text import Text
 from bendtrace.paths.view import Node
 
