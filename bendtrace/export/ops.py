@@ -36,16 +36,16 @@ __all__ = ["Scope", "SegmentOps"]
 
 
 class Scope:
-    """A function that is being written.
+    """A function under construction.
 
     Args:
         depth: 0 for `forward`, 1 for the sides of a question in it, and so on.
 
     Attributes:
-        lines: its lines, each with what it comes from.
-        flag: the variable that says which unseen side was taken, if one can be.
-        asked: the numbers of those that it may be.
-        own: the variables that are made in it.
+        lines: its lines, each with the op or guard that it comes from.
+        flag: the variable with the number of the unseen side that was taken, if there can be one.
+        asked: the numbers of the unseen sides in it.
+        own: the variables that it defines.
         loops: the arguments of the loops in it.
     """
 
@@ -66,14 +66,14 @@ class SegmentOps(Expressions):
     """Writes the ops of one segment into a scope.
 
     Args:
-        scope: what it is written into.
-        run: the run that the segment is of.
-        schedule: what it does; None for what a question needs.
-        known: the values that it begins with.
+        scope: the function that receives the ops.
+        run: the run of the segment.
+        schedule: its ops; None for those that a question needs.
+        known: the values at its start.
         part: returns the value of an argument, or of state.
-        new: returns a name that nothing has yet.
-        demand: writes that something has to hold, and why.
-        names: what generated names are bound to.
+        new: returns an unused name.
+        demand: writes an assertion, with its reason.
+        names: the values of generated names.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SegmentOps(Expressions):
         return super().value(value)
 
     def value_of(self, index: int) -> Value:
-        """Return the value of an op, which is computed if it was left out before."""
+        """Return the value of an op; compute it, if it was left out before."""
         if index in self.known:
             return self.known[index]
         op = self._ops[index]
@@ -319,7 +319,7 @@ class SegmentOps(Expressions):
     def _with_tensors(self, op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of an op with tensors in the place of numbers, where that is equal.
 
-        Other numbers are handed over by `item`, which torch.export may refuse.
+        Other numbers are passed with `item`, which torch.export may refuse.
         """
         numbers = self._numbers((op.args, op.kwargs))
         if not numbers or name_of(op.target).strip("_") not in _PLAIN_ARITHMETIC:
@@ -494,7 +494,7 @@ class SegmentOps(Expressions):
         )
 
     def _bound(self, op: Op, kinds: list[type]) -> None:
-        """Demand that integers are so small that nothing is rounded, and nothing overflows."""
+        """Assert that integers are small enough to be neither rounded nor to overflow."""
         for argument, kind in zip(op.args, kinds, strict=True):
             if kind is int and type(argument) is Ref:
                 number = self.value_of(argument.index)
@@ -514,7 +514,7 @@ class SegmentOps(Expressions):
 
 
 class _Named(Ref):
-    """Stands for a variable."""
+    """A variable, in the place of its value."""
 
     __slots__ = ("text",)
 
@@ -553,7 +553,7 @@ _ADVICE = {
     "is asked for": "leave the question out, as its answer is the same for all inputs",
 }
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-# Compositions of operators that never give back what they are given.
+# Compositions of operators that never return an argument.
 _ANEW = frozenset({"softmax", "log_softmax", "norm", "embedding", "cosine_similarity", "where"})
 _EXACT = 1 << 53
 _SMALL = 1 << 31
