@@ -22,7 +22,7 @@ from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.tape.captured import identical
 from bendtrace.tape.tape import Guard, Test
 
-__all__ = ["END", "Loop", "Machine", "Question", "Run", "View", "Way", "refuse", "told"]
+__all__ = ["END", "AnalysedRun", "Loop", "Machine", "Question", "View", "Way", "refuse", "told"]
 
 
 class _End:
@@ -36,7 +36,7 @@ END = _End()
 
 
 @dataclass(eq=False)
-class Run:
+class AnalysedRun:
     """A recorded run, with its analysis.
 
     Attributes:
@@ -93,7 +93,7 @@ class Way:
     """
 
     answer: Any
-    run: Run
+    run: AnalysedRun
     after: int
     stop: int | None
     target: Node
@@ -109,7 +109,7 @@ class Question:
         ways: the known answers, with the ways after them.
     """
 
-    run: Run
+    run: AnalysedRun
     number: int
     ways: list[Way] = field(default_factory=list)
 
@@ -156,7 +156,7 @@ class Machine:
     """
 
     def __init__(self, recordings: Iterable[Recording]) -> None:
-        self.runs = [Run(recording) for recording in recordings]
+        self.runs = [AnalysedRun(recording) for recording in recordings]
         self.begin: Way
         self._by_key: dict[Any, Question] = {}
         for number, run in enumerate(self.runs):
@@ -167,7 +167,7 @@ class Machine:
         """The states, in the order in which the runs reached them."""
         return list(self._by_key.values())
 
-    def _follow(self, run: Run, is_first: bool) -> None:
+    def _follow(self, run: AnalysedRun, is_first: bool) -> None:
         tape = run.recording.tape
         numbers = list(run.questions())
         nodes: list[Node] = []

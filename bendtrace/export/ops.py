@@ -13,7 +13,7 @@ from torch import Tensor
 from bendtrace.compiled.eligible import why_not_op
 from bendtrace.compiled.expressions import Expressions, wide_dtype
 from bendtrace.errors import ExportError
-from bendtrace.export.machine import Run, told
+from bendtrace.export.machine import AnalysedRun, told
 from bendtrace.export.numbers import Kind
 from bendtrace.export.values import (
     DTYPES,
@@ -79,7 +79,7 @@ class SegmentOps(Expressions):
     def __init__(
         self,
         scope: Scope,
-        run: Run,
+        run: AnalysedRun,
         schedule: Schedule | None,
         known: dict[int, Value],
         part: Callable[[Any, Op | None], Value],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bendtrace.errors import ExportError
 from bendtrace.export.functions import OWN, Functions, Unseen, order, said, shared_in, unaliased
-from bendtrace.export.machine import END, Loop, Machine, Question, Run, View, Way, told
+from bendtrace.export.machine import END, AnalysedRun, Loop, Machine, Question, View, Way, told
 from bendtrace.export.ops import Scope, SegmentOps
 from bendtrace.export.outputs import output_of, write_output
 from bendtrace.export.values import (
@@ -213,7 +213,7 @@ class _Writer(Functions):
         )
 
     def _ops(
-        self, scope: Scope, run: Run, schedule: Schedule | None, known: dict[int, Value]
+        self, scope: Scope, run: AnalysedRun, schedule: Schedule | None, known: dict[int, Value]
     ) -> SegmentOps:
         return SegmentOps(
             scope, run, schedule, known, self._part, self._new, self._demand, self._names
@@ -261,7 +261,9 @@ class _Writer(Functions):
             return (output_of(run.recording.root.output, ops, self._part, self._told),)
         return tuple(ops.value_of(hole) for hole in tape.states[way.stop].holes)
 
-    def _require_inputs(self, scope: Scope, ops: SegmentOps, run: Run, position: int) -> None:
+    def _require_inputs(
+        self, scope: Scope, ops: SegmentOps, run: AnalysedRun, position: int
+    ) -> None:
         """Write the guards on input sizes, from which torch.export learns the open sizes."""
         tape = run.recording.tape
         for number, guard in enumerate(tape.guards):

@@ -1,6 +1,6 @@
 """Tables of a run: its columns, ops, modules, parameters and buffers; its hash.
 
-A fact about entries that tables and exports show is one `Column`.
+A fact about entries that tables and exports show is one `LogColumn`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Table(Sequence[Any]):
 View = Literal["ops", "frame", "chrome", "model_explorer", "tensorboard"]
 
 
-class Column(NamedTuple):
+class LogColumn(NamedTuple):
     """A fact about each entry of a log, which tables and exports show.
 
     Attributes:
@@ -132,32 +132,32 @@ def _source(entry: LayerEntry) -> str | None:
 
 # Each view shows them in this order.
 COLUMNS = (
-    Column("label", ("ops",)),
-    Column("function", ("ops", "model_explorer"), _target),
-    Column("shape", ("chrome", "tensorboard"), shape_text),
-    Column("arguments", ("ops", "chrome", "model_explorer", "tensorboard")),
-    Column("layer_type", ("frame",)),
-    Column("kind", ("frame",)),
-    Column("pass", ("frame",), lambda entry: entry.pass_number),
-    Column("passes", ("frame",)),
-    Column("shape", ("ops", "frame")),
-    Column("dtype", ("ops",), _dtype),
-    Column("dtype", ("frame",), lambda entry: str(entry.dtype)),
-    Column("device", ("frame",), lambda entry: str(entry.device)),
-    Column("bytes", ("frame",), lambda entry: entry.nbytes),
-    Column("function", ("frame",)),
-    Column("grad_fn", ("frame",)),
-    Column("module", ("ops", "frame", "chrome")),
-    Column("nbytes", ("ops",)),
-    Column("parents", ("frame",)),
-    Column("children", ("frame",)),
-    Column("parameters", ("frame",), _parameters),
-    Column("seconds", ("frame",), lambda entry: entry.time),
-    Column("flops", ("frame",)),
-    Column("node_path", ("frame",)),
-    Column("source", ("frame",), _place),
-    Column("source", ("chrome", "model_explorer"), _source),
-    Column("saved", ("frame",), lambda entry: entry.has_contents),
+    LogColumn("label", ("ops",)),
+    LogColumn("function", ("ops", "model_explorer"), _target),
+    LogColumn("shape", ("chrome", "tensorboard"), shape_text),
+    LogColumn("arguments", ("ops", "chrome", "model_explorer", "tensorboard")),
+    LogColumn("layer_type", ("frame",)),
+    LogColumn("kind", ("frame",)),
+    LogColumn("pass", ("frame",), lambda entry: entry.pass_number),
+    LogColumn("passes", ("frame",)),
+    LogColumn("shape", ("ops", "frame")),
+    LogColumn("dtype", ("ops",), _dtype),
+    LogColumn("dtype", ("frame",), lambda entry: str(entry.dtype)),
+    LogColumn("device", ("frame",), lambda entry: str(entry.device)),
+    LogColumn("bytes", ("frame",), lambda entry: entry.nbytes),
+    LogColumn("function", ("frame",)),
+    LogColumn("grad_fn", ("frame",)),
+    LogColumn("module", ("ops", "frame", "chrome")),
+    LogColumn("nbytes", ("ops",)),
+    LogColumn("parents", ("frame",)),
+    LogColumn("children", ("frame",)),
+    LogColumn("parameters", ("frame",), _parameters),
+    LogColumn("seconds", ("frame",), lambda entry: entry.time),
+    LogColumn("flops", ("frame",)),
+    LogColumn("node_path", ("frame",)),
+    LogColumn("source", ("frame",), _place),
+    LogColumn("source", ("chrome", "model_explorer"), _source),
+    LogColumn("saved", ("frame",), lambda entry: entry.has_contents),
 )
 
 

@@ -202,7 +202,7 @@ def get_activations(
     for item in items:
         observer = _Observer(admitted, detach, late=bended)
         insertion = _made(board, model._model, item, observer, allow_none)
-        if passes is not None and any(want.passes is not None for want in insertion.wants):
+        if passes is not None and any(target.passes is not None for target in insertion.targets):
             raise InputError(f"{item!r} names passes: give them either there or with passes=")
         made.append((item, observer, insertion))
     insertions = [insertion for _, _, insertion in made]
@@ -257,7 +257,7 @@ def _gathered(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:
     values: dict[str, Any] = {}
     names: dict[str, list[str]] = {}
     for item, observer, insertion in made:
-        named = any(want.passes is not None for want in insertion.wants)
+        named = any(target.passes is not None for target in insertion.targets)
         rows = observer.rows(named)
         values.update(rows)
         said = item._path if isinstance(item, Node) else item

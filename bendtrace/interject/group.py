@@ -71,7 +71,7 @@ class InsertionGroup:
         made = self._board.make(where, what, allow_none=allow_none)
         if kind is not Insertion:
             checked = made.is_checked
-            made = kind(self._board, made.where, made.wants, made.what, made.passes, allow_none)
+            made = kind(self._board, made.where, made.targets, made.what, made.passes, allow_none)
             made.is_checked = checked
         self.insertions.append(made)
         return made

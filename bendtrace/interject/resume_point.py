@@ -306,7 +306,7 @@ class _Run:
         if not self._bound:
             for insertion in board.insertions:
                 if insertion.passes.needs_total or not insertion.is_checked or any(
-                    want.is_ahead or want.is_open for want in insertion.wants
+                    target.is_ahead or target.is_open for target in insertion.targets
                 ):  # fmt: skip
                     raise InputError(
                         f"the location of {insertion!r} depends on the inputs of the model: "
