@@ -64,17 +64,24 @@ class BendtraceError(Exception):
         InputError
     """
 
+    def __reduce__(self) -> tuple[Any, ...]:  # which calls no __init__: some take more than `args`
+        return _restored, (type(self), self.args), vars(self)
+
+
+def _restored(kind: type[BendtraceError], args: tuple[Any, ...]) -> BendtraceError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
+
 
 class InputError(BendtraceError, ValueError):
     """An argument is of a kind or value that bendtrace cannot work with.
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> try:
-        ...     bt.BendedModule(torch.nn.ReLU(), max_traces=0)
-        ... except bt.errors.InputError as error:
-        ...     print(error)
-        max_traces has to be a positive int or None, not 0
+        >>> bt.BendedModule(torch.nn.ReLU(), max_traces=0)
+        Traceback (most recent call last):
+        bendtrace.errors.InputError: max_traces has to be a positive int or None, not 0
     """
 
 
@@ -112,14 +119,10 @@ class NotReplayableError(BendtraceError, RuntimeError):
     Example:
         >>> import numpy, torch, bendtrace as bt
         >>> trace = bt.trace(lambda x: x * float(numpy.std(x.numpy())), torch.tensor([1.0, 3.0]))
-        >>> try:
-        ...     trace.replay(torch.tensor([1.0, 5.0]))
-        ... except bt.errors.NotReplayableError as error:
-        ...     print(error)  # doctest: +ELLIPSIS
-        ...     print(len(error.reasons))
-        this trace cannot be replayed: numpy at ...:1 passes the content of a tensor to code that
-        cannot be watched
-        1
+        >>> trace.replay(torch.tensor([1.0, 5.0]))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        bendtrace.errors.NotReplayableError: this trace cannot be replayed: numpy at ...:1 passes
+        the content of a tensor to code that cannot be watched
     """
 
     def __init__(self, reasons: Iterable[str]) -> None:
@@ -156,7 +159,6 @@ class AuditError(BendtraceError, AssertionError):
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> torch.jit.enable_onednn_fusion(False)
         >>> bended = bt.BendedModule(lambda x: x * (2 if torch.jit.onednn_fusion_enabled() else 3))
         >>> _ = bended(torch.ones(1)), torch.jit.enable_onednn_fusion(True)
         >>> try:
@@ -192,9 +194,6 @@ class RankDivergenceError(BendtraceError, RuntimeError):
         lines = "".join(f"\n  rank {rank}: {text}" for rank, text in self.ranks.items())
         super().__init__(f"the ranks of process group {group} disagree:{lines}")
 
-    def __reduce__(self) -> Any:
-        return type(self), (self.group, self.ranks)
-
 
 class ConversionError(BendtraceError, ValueError):
     """A graph contains something that the other graph format cannot express.
@@ -205,11 +204,9 @@ class ConversionError(BendtraceError, ValueError):
         ...     def forward(self, x):
         ...         self.total = x.sum()
         ...         return x * 2
-        >>> try:
-        ...     bt.trace(Counts(), torch.ones(2)).to_fx()
-        ... except bt.errors.ConversionError as error:
-        ...     print(error)
-        the run sets self.total, which an fx graph cannot express
+        >>> bt.trace(Counts(), torch.ones(2)).to_fx()
+        Traceback (most recent call last):
+        bendtrace.errors.ConversionError: the run sets self.total, which an fx graph cannot express
     """
 
 
@@ -223,20 +220,15 @@ class ExportError(BendtraceError, ValueError):
     Example:
         >>> import torch, bendtrace as bt
         >>> bended = bt.BendedModule(lambda x: x * torch.rand(2))
-        >>> try:
-        ...     bended.export(torch.ones(2))
-        ... except bt.errors.ExportError as error:
-        ...     print(error)  # doctest: +ELLIPSIS
-        `torch.rand(2)` at ...:1: rand may draw random numbers: call eval(), or hand random numbers
-        in as an input
+        >>> bended.export(torch.ones(2))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        bendtrace.errors.ExportError: `torch.rand(2)` at ...:1: rand may draw random numbers: call
+        eval(), or hand random numbers in as an input
     """
 
     def __init__(self, reason: str, place: str = "") -> None:
         super().__init__(f"{place}: {reason}" if place else reason)
         self.reason, self.place = reason, place
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reason, self.place)
 
 
 class _NothingThereError(BendtraceError, KeyError):
@@ -309,13 +301,9 @@ class HookNameError(_NothingThereError):
         >>> import torch, bendtrace as bt
         >>> manager = bt.HookManager()
         >>> _ = manager.register_forward_hook(print, hook_fn_name="show", relu=torch.nn.ReLU())
-        >>> try:
-        ...     manager.remove_hook_function_by_name("shwo")
-        ... except bt.errors.HookNameError as error:
-        ...     print(error)
-        ...     print(error.near)
-        no hook function is registered as 'shwo'; registered: 'show'
-        ('show',)
+        >>> manager.remove_hook_function_by_name("shwo")
+        Traceback (most recent call last):
+        bendtrace.errors.HookNameError: no hook function is registered as 'shwo'; registered: 'show'
     """
 
     def __init__(self, message: str, name: object, near: tuple[str, ...] = ()) -> None:
@@ -329,16 +317,14 @@ class NoLayerError(InputError, AttributeError):
 
     Example:
         >>> import bendtrace as bt
-        >>> try:
-        ...     bt.node_selector.Activations.Relu
-        ... except bt.errors.NoLayerError as error:
-        ...     print(error)
-        Activations has no layer Relu; did you mean ReLU or RReLU or ReLU6?
-        >>> try:
-        ...     bt.node_selector.Activations.Conv2d
-        ... except bt.errors.NoLayerError as error:
-        ...     print(error)
-        Activations has no Conv2d; Convolutions has: Convolutions.Conv2d
+        >>> bt.node_selector.Activations.Relu
+        Traceback (most recent call last):
+        bendtrace.errors.NoLayerError: Activations has no layer Relu; did you mean ReLU or RReLU or
+        ReLU6?
+        >>> bt.node_selector.Activations.Conv2d
+        Traceback (most recent call last):
+        bendtrace.errors.NoLayerError: Activations has no Conv2d; Convolutions has:
+        Convolutions.Conv2d
     """
 
 
@@ -352,14 +338,10 @@ class InterjectionError(BendtraceError, TypeError):
         >>> import torch, bendtrace as bt
         >>> bended = bt.BendedModule(lambda x: torch.relu(x) + 1)
         >>> _ = bended.interject("relu", lambda value: value.tolist())
-        >>> try:
-        ...     bended(torch.ones(2))
-        ... except bt.errors.InterjectionError as error:
-        ...     print(error)
-        ...     print(error.path)
-        function at relu returned a value that cannot replace the node's value: expected a tensor,
-        got a list of 2
-        relu
+        >>> bended(torch.ones(2))
+        Traceback (most recent call last):
+        bendtrace.errors.InterjectionError: function at relu returned a value that cannot replace
+        the node's value: expected a tensor, got a list of 2
     """
 
     def __init__(self, message: str, path: str) -> None:
@@ -378,15 +360,11 @@ class PatchError(InputError):
     Example:
         >>> import torch, bendtrace as bt
         >>> bended = bt.BendedModule(lambda x: torch.relu(x) + 1)
-        >>> try:
-        ...     with bended.patch({"relu": bt.patches.ReplacePatch(value=torch.zeros(5))}):
-        ...         bended(torch.ones(2, 3))
-        ... except bt.errors.PatchError as error:
-        ...     print(error)
-        ...     print(error.path, error.expected, error.got)
-        ReplacePatch at 'relu': the value has to be Tensor(2, 3), or broadcast to that, but is
-        Tensor(5)
-        relu Tensor(2, 3) Tensor(5)
+        >>> with bended.patch({"relu": bt.patches.ReplacePatch(value=torch.zeros(5))}):
+        ...     bended(torch.ones(2, 3))
+        Traceback (most recent call last):
+        bendtrace.errors.PatchError: ReplacePatch at 'relu': the value has to be Tensor(2, 3), or
+        broadcast to that, but is Tensor(5)
     """
 
     def __init__(self, message: str, *, path: str = "", expected: str = "", got: str = "") -> None:
@@ -406,13 +384,10 @@ class BendError(InputError):
         >>> import torch, bendtrace as bt
         >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU()))
         >>> _ = bended.bend(bt.bends.Permute(dim=2), "0$")
-        >>> try:
-        ...     bended(torch.ones(2, 3))
-        ... except bt.errors.BendError as error:
-        ...     print(error)
-        ...     print(error.path)
-        Permute(dim=2) has dim=2, but the tensor at 'sub_0' has shape (2, 3)
-        sub_0
+        >>> bended(torch.ones(2, 3))
+        Traceback (most recent call last):
+        bendtrace.errors.BendError: Permute(dim=2) has dim=2, but the tensor at 'sub_0' has shape
+        (2, 3)
     """
 
     def __init__(self, message: str, path: str = "") -> None:
@@ -464,14 +439,10 @@ class SiteError(InputError):
         >>> def model(x):
         ...     return x.relu() if x.sum() > 0 else x.tanh()
         >>> clean, corrupted = torch.ones(1, 2), -torch.ones(1, 2)
-        >>> try:
-        ...     bt.workflows.activation_patching(model, clean, corrupted, ["relu"], torch.sum)
-        ... except bt.errors.SiteError as error:
-        ...     print(error)
-        ...     print(error.site)
-        cannot replace 'relu': relu: the corrupted run did not reach it (missing='nan' uses nan for
-        values that cannot be replaced)
-        relu
+        >>> bt.workflows.activation_patching(model, clean, corrupted, ["relu"], torch.sum)
+        Traceback (most recent call last):
+        bendtrace.errors.SiteError: cannot replace 'relu': relu: the corrupted run did not reach it
+        (missing='nan' uses nan for values that cannot be replaced)
     """
 
     def __init__(self, message: str, site: str) -> None:

@@ -10,9 +10,14 @@ tensor([0., 0.])
 """
 
 from bendtrace.interject.patches.base import Patch
-from bendtrace.interject.patches.custom import CustomPatch
-from bendtrace.interject.patches.probes import ProbePatch, RecordPatch
-from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
+from bendtrace.interject.patches.builtin import (
+    AddPatch,
+    CustomPatch,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
 
 __all__ = [
     "AddPatch",

@@ -26,9 +26,14 @@ from torch.utils.checkpoint import checkpoint
 import bendtrace as bt
 from bendtrace.compat.graphpatch import PatchableGraph
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError, PatchError
-from bendtrace.interject.patches.custom import CustomPatch
-from bendtrace.interject.patches.probes import ProbePatch, RecordPatch
-from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
+from bendtrace.interject.patches.builtin import (
+    AddPatch,
+    CustomPatch,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import dug
 from tests.corpus import CASES

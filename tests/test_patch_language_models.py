@@ -13,9 +13,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bendtrace.compat.graphpatch import PatchableGraph
-from bendtrace.interject.patches.custom import CustomPatch
-from bendtrace.interject.patches.probes import ProbePatch, RecordPatch
-from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
+from bendtrace.interject.patches.builtin import (
+    AddPatch,
+    CustomPatch,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
 from tests.promise import bits, footprint, state
 from tests.shares import some
 

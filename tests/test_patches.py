@@ -16,9 +16,14 @@ import bendtrace as bt
 from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.patches.base import Patch
-from bendtrace.interject.patches.custom import CustomPatch
-from bendtrace.interject.patches.probes import ProbePatch, RecordPatch
-from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
+from bendtrace.interject.patches.builtin import (
+    AddPatch,
+    CustomPatch,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
 from tests.promise import bits
 
 AT = NodePass("mlp.relu")

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "bendtrace"
 RETIRED = {
     "Ambience", "ambience", "Board", "BOUNDARY_CODES", "Lane", "Later",
     "LaterMethod", "Part", "PartKind", "Questions", "ReplayingModule", "Rests", "Sameness",
-    "Settled", "StandIn", "StandIns", "Stamp", "Still", "Surroundings", "Walked", "World",
+    "Settled", "StandIn", "StandIns", "Stamp", "Still", "Surroundings", "Walked", "Want", "World",
     "lane_for", "may_stand_in", "reach_of", "surroundings", "unseen_in",
 }  # fmt: skip
 RETIRED_FILES = {

@@ -15,8 +15,6 @@ from bendtrace.analysis.evaluation import AnalyserEvaluation, Evaluated
 from bendtrace.analysis.features import (
     DeadReLU,
     FeatureStatistics,
-    GradientAccumulation,
-    GradientAnalyser,
     RunningCovariance,
     RunningHistogram,
     RunningMean,
@@ -26,6 +24,7 @@ from bendtrace.analysis.features import (
     RunningVariance,
     UnitAnalyser,
 )
+from bendtrace.analysis.gradients import GradientAccumulation, GradientAnalyser
 from bendtrace.analysis.matrices import Spectrum, spectrum
 from bendtrace.analysis.probes import LinearProbe
 from bendtrace.analysis.spectra import CovarianceSpectrum, PowerLaw, Rank, power_law

@@ -14,7 +14,7 @@ from torch import nn
 
 from bendtrace._lazy import tabulate
 from bendtrace._trace import Trace
-from bendtrace.cli.runs import Call, Run
+from bendtrace.cli.runs import Call, CommandRun
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
 from bendtrace.history.sizes import counted, number_text, place_text
 
@@ -25,7 +25,7 @@ _LINES = 40  # of a section, unless all are asked for
 _NARROWEST = 40
 
 
-def as_json(run: Run) -> str:
+def as_json(run: CommandRun) -> str:
     """Return a run as one JSON object. Numbers that JSON cannot represent become strings."""
     return json.dumps(_finite(run.to_dict()), indent=2, allow_nan=False)
 
@@ -40,7 +40,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def as_text(run: Run, *, source: bool = False, full: bool = False, width: int = 0) -> str:
+def as_text(run: CommandRun, *, source: bool = False, full: bool = False, width: int = 0) -> str:
     """Return a run as text for a terminal.
 
     Args:
@@ -71,7 +71,7 @@ def as_text(run: Run, *, source: bool = False, full: bool = False, width: int = 
     return "\n\n".join([_headline(run), *texts])
 
 
-def _headline(run: Run) -> str:
+def _headline(run: CommandRun) -> str:
     inputs = ", ".join(f"{name}: {text}" for name, text in run.calls[0].inputs.items())
     return f"{run.target}, traced on {inputs or 'no inputs'}"
 
@@ -110,7 +110,7 @@ def _value(step: FlowStep) -> str:
     return f"{counted(step.iterations, 'time')}{bound}"
 
 
-def _calls(run: Run, width: int) -> Iterator[str]:
+def _calls(run: CommandRun, width: int) -> Iterator[str]:
     rows = [
         (str(number), call.given, _shapes(call), call.how, "equal" if call.equal else "DIFFERENT")
         for number, call in enumerate(run.calls, 1)
@@ -131,7 +131,7 @@ def _shapes(call: Call) -> str:
     return ", ".join(call.inputs.values())
 
 
-def _verdict(run: Run) -> str:
+def _verdict(run: CommandRun) -> str:
     same = sum(call.equal for call in run.calls)
     return f"{same} of {counted(len(run.calls), 'call')} equal to eager, bit for bit"
 

@@ -31,7 +31,7 @@ from bendtrace.recording.run import Signature
 from bendtrace.replay.explain import Mismatch
 from bendtrace.stats import Stats
 
-__all__ = ["Call", "Run", "check", "describe", "run", "seed_all"]
+__all__ = ["Call", "CommandRun", "check", "describe", "run", "seed_all"]
 
 
 def check(model: Callable[..., Any], args: Any, kwargs: Any, target: str) -> None:
@@ -95,7 +95,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Run:
+class CommandRun:
     """The results for a model.
 
     Attributes:
@@ -138,7 +138,7 @@ def run(
     *,
     seed: int = 0,
     grad: bool = False,
-) -> Run:
+) -> CommandRun:
     """Trace a model on the first inputs, call it on the others, and compare.
 
     Args:
@@ -157,7 +157,7 @@ def run(
         done = tuple(session.call(number, inputs) for number, inputs in enumerate(calls))
     assert session.trace is not None
     stats, why_live = replace(session.bended.stats), session.bended.why_live
-    return Run(target, session.rival.error, session.trace, done, stats, why_live)
+    return CommandRun(target, session.rival.error, session.trace, done, stats, why_live)
 
 
 class _Session:

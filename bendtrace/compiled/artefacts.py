@@ -33,7 +33,7 @@ __all__ = ["Artefacts"]
 
 _FORMAT, _VERSION = "bendtrace artefacts", 1
 _MANIFEST = "bendtrace.json"
-_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # where torch's inductor, 2.13 to 2.15, is told its directory
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # names inductor's directory, torch 2.13 to 2.15
 _NOT_KEPT = frozenset({"aotautograd", "fxgraph", "locks"})  # pickles, and what is of no use later
 # Pickles; and headers, which are compiled beforehand, and looked at by the C++ compiler each time.
 _OFF = ("fx_graph_cache", "cpp_cache_precompile_headers")
@@ -49,7 +49,7 @@ class Artefacts:
 
     Attributes:
         directory: as given.
-        notes: what became of each path, one line each.
+        notes: the result for each path, one line each.
     """
 
     def __init__(self, directory: str, settings: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class Artefacts:
                 self._keep(name, code, own, found)
 
     def _taken(self, name: str, code: str, own: str) -> set[str] | None:
-        """Copy an entry; return the names of its files, or None if there is none that is whole."""
+        """Copy an entry; return the names of its files, or None if no entry is complete."""
         entry = os.path.join(self.directory, name)
         if not os.path.lexists(entry):
             self.notes.append(f"{name}: compiled{self._unlike(code)}")

@@ -1,7 +1,7 @@
-"""A compiled function: what became of it, and whether its results are those of a replay.
+"""A compiled function: its state, and whether its results equal those of a replay.
 
-Paths and bodies are both tried so: compiled, compared once with what the replay gives, and
-measured against it.
+Paths and bodies go through the same steps: they are compiled, compared once with the replay, and
+timed against it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TIMED = 6  # calls of either kind whose times are taken
 
 
 class State(Enum):
-    """What becomes of what was compiled."""
+    """The state of a compiled function."""
 
     MEASURED = "being measured"
     USED = "used"
@@ -39,21 +39,21 @@ class State(Enum):
 
 
 class CompiledFunction:
-    """A function of tensors as torch.compile has compiled it.
+    """A function of tensors, compiled by torch.compile.
 
     Args:
         settings: how to compile.
 
     Attributes:
         settings: as given.
-        state: what became of it.
+        state: its state.
         reason: why it is not used, or its latest error.
-        seconds: how long compiling took, of all graphs together.
-        hits: how often it served.
-        failures: how often it was tried in vain.
-        served: seconds of some calls that it has served.
-        replayed: seconds of some calls that were replayed in its place.
-        is_unusable: whether it was the backend itself that failed.
+        seconds: the time spent compiling all of its graphs.
+        hits: the number of calls that it served.
+        failures: the number of calls that it was tried on without success.
+        served: durations in seconds of some calls that it served.
+        replayed: durations in seconds of some calls that were replayed instead.
+        is_unusable: whether the backend itself failed.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -72,7 +72,7 @@ class CompiledFunction:
 
     @property
     def graphs(self) -> int:
-        """How many graphs were compiled."""
+        """The number of compiled graphs."""
         return 0 if self._backend is None else self._backend.graphs
 
     @property
@@ -88,12 +88,12 @@ class CompiledFunction:
         return min(self.replayed) / min(self.served)
 
     def was_served(self, seconds: float) -> None:
-        """Note how long a call took that it has served."""
+        """Record the duration of a call that it served."""
         if self.hits > _WARM:
             self.served.append(seconds)
 
     def was_replayed(self, seconds: float) -> None:
-        """Note how long a replay in its place took; with enough of both, decide by the times."""
+        """Record the duration of a replay; with enough durations of both, use the faster one."""
         self.replayed.append(seconds)
         if self.state is State.MEASURED and len(self.replayed) >= _TIMED:
             faster = min(self.served) < min(self.replayed)
@@ -146,13 +146,13 @@ class CompiledFunction:
     def compare(
         self, ours: Any, theirs: Any, made: Sequence[Tensor], known: Iterable[Tensor]
     ) -> bool:
-        """Use newly compiled graphs from now on, if their results are those of a replay.
+        """Use newly compiled graphs from now on, if their results equal those of a replay.
 
         Args:
-            ours: what the graphs led to.
-            theirs: what the replay gave.
-            made: the tensors that the graphs gave.
-            known: tensors that were there before.
+            ours: the output that was made of the results of the graphs.
+            theirs: the output of the replay.
+            made: the tensors that the graphs returned.
+            known: the tensors that existed before the call.
         """
         different, orders = _difference(ours, theirs, known)
         slots = {id(tensor): slot for slot, tensor in enumerate(made)}
@@ -175,7 +175,7 @@ class CompiledFunction:
             self.state = State.REFUSED
 
     def row(self) -> dict[str, Any]:
-        """Return what became of it as plain values."""
+        """Return its state and its numbers as plain values."""
         return {
             "state": self.state.value,
             "reason": self.reason,
@@ -190,9 +190,9 @@ class Failed:
     """An error of compiled code, or of its compiler.
 
     Attributes:
-        reason: what it says, in a line.
-        is_final: whether the compiler raised it, which would do so again.
-        is_of_backend: whether it was the backend itself that failed.
+        reason: its message, in one line.
+        is_final: whether the compiler raised it, and would raise it again.
+        is_of_backend: whether the backend itself failed.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -234,14 +234,14 @@ class Quiet:
 
 
 def unmark(values: Iterable[Any]) -> None:
-    """Take off what torch.compile notes on tensors: which of their sizes are dynamic."""
+    """Remove the marks for dynamic sizes that torch.compile leaves on tensors."""
     for value in values:
         if isinstance(value, Tensor) and value.__dict__:
             value.__dict__.pop(_MARK, None)
 
 
 def now(arguments: Iterable[Any]) -> float:
-    """Return the time, after what runs on a GPU has come to its end if arguments are on one."""
+    """Return the time; if arguments are on a GPU, wait for the GPU first."""
     if any(isinstance(value, Tensor) and value.is_cuda for value in arguments):
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -268,15 +268,15 @@ _ALLOWED = {
 def _difference(
     ours: Any, theirs: Any, known: Iterable[Tensor]
 ) -> tuple[str | None, dict[int, tuple[int, ...]]]:
-    """Say how an output differs from the one that a replay gave; None if it does not.
+    """Return how an output differs from that of a replay, or None; and which layouts differ.
 
-    That a tensor is laid out in memory in another order is told apart from that: the second thing
-    given is the right order of dimensions, by the ids of such tensors.
+    A different memory layout alone is not a difference: the second result is the right order of
+    dimensions for each such tensor, by its id.
 
     Args:
-        ours: what the compiled path gave.
-        theirs: what the replay gave.
-        known: what was there before: arguments and state.
+        ours: the output of the compiled path.
+        theirs: the output of the replay.
+        known: the arguments and the state.
     """
     compared = _Comparison(list(known))
     return compared.between(ours, theirs), compared.laid_out
@@ -361,7 +361,7 @@ class _Comparison:
 
 
 def _relations(tensor: Tensor, others: list[Tensor]) -> list[tuple[bool, bool]]:
-    """How a tensor is related to others: whether it is one of them, or in the same memory."""
+    """Return how a tensor relates to others: whether it is one of them, or shares their memory."""
     storage = storage_of(tensor)
     return [
         (other is tensor, bool(tensor.numel()) and storage != 0 and storage_of(other) == storage)

@@ -15,7 +15,7 @@ from bendtrace.tape.structure import Instance
 from bendtrace.tape.tape import Op, OpKind
 from bendtrace.torch_rules.functions import name_of
 
-__all__ = ["Expressions"]
+__all__ = ["Expressions", "wide_dtype"]
 
 
 class Expressions(Source):
@@ -78,3 +78,13 @@ _REFLECTED = {
     "__rfloordiv__": "//", "__rmod__": "%", "__rpow__": "**", "__rmatmul__": "@",
     "__rand__": "&", "__ror__": "|", "__rxor__": "^", "__rlshift__": "<<", "__rrshift__": ">>",
 }  # fmt: skip
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype to compute in for values of a dtype to stay exact; None if unknown."""
+    if dtype is torch.bool:
+        return dtype
+    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        return torch.float64
+    exact = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+    return torch.int64 if dtype in exact else None

@@ -1,4 +1,4 @@
-"""A recorded path as a compiled function, with what is needed around it."""
+"""A recorded path as a compiled function, with its checks, comparisons and output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PROBES = 4  # that are made for a set of sizes
 
 
 class _Failed:
-    """What a guess gives that was wrong."""
+    """The result of a speculation that failed."""
 
 
 FAILED = _Failed()
@@ -47,13 +47,13 @@ FAILED = _Failed()
 
 @dataclass(slots=True, eq=False)
 class Unchecked:
-    """What a graph gave that was compiled for this call: a replay has to confirm it.
+    """The result of a graph compiled during this call, which a replay has to confirm.
 
     Attributes:
         output: the output.
-        made: the tensors that the graph gave.
-        known: tensors that were there before.
-        kept: what it gave for steps of gates to look at, and the same not compiled.
+        made: the tensors that the graph returned.
+        known: the tensors that existed before the call.
+        kept: the observed values, and the same values computed without a compiler.
     """
 
     output: Any
@@ -68,8 +68,8 @@ class Served:
 
     Attributes:
         output: the output.
-        kept: the values that steps of gates want to look at.
-        changed: whether functions at gates have changed their values; None if there are none.
+        kept: the observed values at gates.
+        changed: for each function at a gate, whether it changed its value; None without functions.
     """
 
     output: Any
@@ -84,15 +84,15 @@ class CompiledPath(CompiledFunction):
         home: the program that the path belongs to.
         stretch: the last stretch of its code.
         settings: how to compile.
-        spliced: what is inserted at its gates; None if it has none.
+        spliced: the insertions at its gates; None without gates.
 
     Attributes:
         home: as given.
         stretch: as given.
-        key: of the splices: it serves calls with others of that key as well.
-        unchanged: the numbers of their functions that give the very tensor that they are given.
-        recent: the latest calls that it was tried on: whether it served.
-        window: which paths the latest calls took for which the same input guards hold.
+        key: the key of the splices; other splices with this key can use the path, too.
+        unchanged: the numbers of their functions that return their argument itself.
+        recent: for the latest calls that it was tried on, whether it served them.
+        window: the paths of the latest calls with the same input guards.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class CompiledPath(CompiledFunction):
     # Making it
 
     def make(self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None = None) -> None:
-        """Write, compile and confirm the function, for a call that has just been replayed.
+        """Write, compile and confirm the function after a replay of the call.
 
         Args:
             arguments: the bound arguments of the call.
-            output: what the replay gave.
-            spliced: what is inserted at its gates.
+            output: the output of the replay.
+            spliced: the insertions at its gates.
         """
         begun = time.perf_counter()
         try:
@@ -218,15 +218,14 @@ class CompiledPath(CompiledFunction):
         self.failures = 0
 
     def _said(self) -> str:
-        """Return the source, with what its inputs are like."""
+        """Return the source, with the metadata of its inputs."""
         metas = [op.meta for op in self.recording.tape.ops if op.is_given]
         return f"{self.text}{metas}"
 
     def _depends_on_identity(self, leaves: Iterable[int]) -> bool:
-        """Whether it matters which tensors are one and the same, or in the same memory.
+        """Return whether identity or shared memory of the tensors matters.
 
-        What decides over that, besides dtypes and what the check looks at, are sizes and strides:
-        a probe is made for each set of them.
+        This depends on sizes and strides as well, so there is one probe for each set of them.
         """
         guards = self.recording.tape.guards
         compared = {guard.index for guard in guards if guard.test is Test.SAME}
@@ -239,7 +238,7 @@ class CompiledPath(CompiledFunction):
         return bool(matters)
 
     def confirm(self, unchecked: Unchecked, output: Any) -> None:
-        """Use a newly compiled graph, if it gave what the replay gave."""
+        """Use a newly compiled graph, if its output equals that of the replay."""
         is_first = self.state is State.REFUSED
         is_same = self.compare(unchecked.output, output, unchecked.made, unchecked.known)
         for ours, theirs in zip(*unchecked.kept, strict=True):  # which are copied, each by itself
@@ -261,7 +260,7 @@ class CompiledPath(CompiledFunction):
 
         Args:
             arguments: the bound arguments.
-            spliced: what is inserted at its gates.
+            spliced: the insertions at its gates.
             raises: whether an error is raised as a `Refusal`.
 
         Returns:
@@ -310,7 +309,7 @@ class CompiledPath(CompiledFunction):
         return Served(output, made[self._leaves : end], made[end] if len(made) > end else None)
 
     def _both_kept(self, given: Sequence[Any], made: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Return what is kept besides the output, and what would be without a compiler."""
+        """Return the observed values, and the same values computed without a compiler."""
         if len(made) == self._leaves:
             return (), ()
         result = self._plain(*given)
@@ -363,7 +362,7 @@ def _capturing(wanted: bool) -> AbstractContextManager[Any]:
 
 
 def _leaves(recording: Recording) -> list[int]:
-    """Return the ops that gave the tensors which the output is made of, or is read from."""
+    """Return the ops whose tensors the output consists of, or is read from."""
     ops = recording.tape.ops
     found: dict[int, None] = {}
     waiting = [ref.index for ref in refs_in(recording.root.output)]
@@ -377,7 +376,7 @@ def _leaves(recording: Recording) -> list[int]:
 
 
 def _gatherer(recording: Recording, indices: Iterable[int]) -> Callable[..., tuple[Any, ...]]:
-    """Return a function of the arguments that gives inputs and state, as they are now."""
+    """Return a function of the arguments that returns the current inputs and state."""
     targets = [recording.tape.ops[index].target for index in indices]
     source = Source()
     source.begin("gather(A)")

@@ -1,4 +1,4 @@
-"""What became of the paths of a model that were to be compiled."""
+"""The report on the compiled paths of a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CompiledReport:
         hits: calls that compiled paths have served.
         failures: calls that a compiled path was tried on and that went another way.
         seconds: how long compiling took.
-        kept: with a `cache_dir`, what became of each path there, one line each.
+        kept: with a `cache_dir`, the result for each path, one line each.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Segments with compiled ops in them, for calls that put segments together anew.
+"""Segments that call compiled code, for calls that combine segments in new ways.
 
-A whole path is worth compiling where many calls go it. Where each call is another combination of
-segments, what can be compiled is what lies between two questions: the ops there become one
-function of tensors, a *body*, and the code of the segment calls it in place of them. Nothing is
-guessed: a question is asked of what the body gave. Equal bodies are one, so the layers of a model,
-and the rounds of a loop, share what is compiled.
+A whole path is worth compiling if many calls take it. If each call combines the segments
+differently, only the code between two questions can be compiled: its ops become one function of
+tensors, a *body*, which the segment calls in their place. Nothing is speculated: each question is
+answered from the results of the body before it. Equal bodies are compiled once, so the layers of a
+model, and the iterations of a loop, share them.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _PASSES = 8  # of a segment before it is compiled
 
 
 class Body(CompiledFunction):
-    """Ops that follow each other, compiled.
+    """Consecutive ops, compiled.
 
-    It is called by the code of segments with what the ops need, and gives what they make; or None,
-    for the ops to be carried out one by one. `seen` is told what that gave.
+    The code of segments calls it with the operands of the ops, and receives their results; or
+    None, in which case it runs the ops one by one, and passes their results to `seen`.
 
     Args:
         text: the source of a function of tensors and sizes.
-        names: what the names in it stand for.
+        names: the values of the names in it.
         settings: how to compile.
         targets: the functions that it calls.
 
@@ -81,7 +81,7 @@ class Body(CompiledFunction):
         self._compiling = threading.Lock()
 
     def __call__(self, *given: Any) -> Sequence[Tensor] | None:
-        """Carry out the ops; None if that has to be done one by one."""
+        """Run the ops; return None if they have to run one by one."""
         pending = self._pending.__dict__
         pending.clear()
         is_measured = self.state is State.MEASURED
@@ -112,7 +112,7 @@ class Body(CompiledFunction):
         return made
 
     def seen(self, *results: Tensor) -> None:
-        """Learn from what the ops gave when they were carried out one by one."""
+        """Learn from the results of the ops after they ran one by one."""
         pending = self._pending.__dict__
         if "made" in pending:
             made, given = pending.pop("made")
@@ -168,12 +168,12 @@ class CompiledSegments:
 
     @property
     def bodies(self) -> tuple[Body, ...]:
-        """What was compiled, or was to be."""
+        """All bodies, whatever their state."""
         known = list(self._programs.values())
         return tuple(body for compiled in known for body in compiled.bodies.values())
 
     def look_at(self, program: Program) -> None:
-        """Compile what has been passed often enough, and leave out what was of no use."""
+        """Compile the bodies that run often enough, and drop those that did not pay."""
         graph = program.graph
         if graph is None or graph.is_broken or why_not_under(program.global_state) is not None:
             return
@@ -217,11 +217,11 @@ class CompiledSegments:
 
 
 class _Compiled:
-    """What is compiled of one program.
+    """The compiled parts of one program.
 
     Attributes:
-        bodies: by their source, what the names in it stand for, and what they run under.
-        used: those that segments were written with.
+        bodies: the bodies, by their source, the values of its names, and the context of the ops.
+        used: those that segments call.
     """
 
     def __init__(self) -> None:
@@ -230,10 +230,10 @@ class _Compiled:
 
 
 class CompiledWriter(SegmentWriter):
-    """Writes a segment with calls of bodies in it.
+    """Writes a segment that calls bodies.
 
     Args:
-        schedule: what it does.
+        schedule: its ops, in order.
         direct: see `write_run`.
         find: returns the body for a text, the names in it, and its ops; or None.
     """
@@ -346,7 +346,7 @@ class CompiledWriter(SegmentWriter):
         return self.schedule.last_use.get(index, -1) > 2 * ops[-1].index + 1
 
     def _asked_again(self, ops: list[Op]) -> list[Op]:
-        """Return what is asked of sizes, and used behind a body as well as in it."""
+        """Return the reads of sizes that are used both in a body and after it."""
         found: list[Op] = []
         wanted: set[int] = set()
         for op in reversed(ops):
@@ -359,21 +359,21 @@ class CompiledWriter(SegmentWriter):
 
 
 class _Plan(Expressions):
-    """A body to be.
+    """A body that has not been compiled yet.
 
     Args:
         ops: the ops.
-        again: those that are carried out once more, behind it.
-        later: the ops whose values are used behind it.
-        same: for ops that give a tensor back as it is, the op that gave it first.
+        again: those that run once more after it.
+        later: the ops whose values are used after it.
+        same: for ops that return a tensor unchanged, the op that returned it first.
 
     Attributes:
-        ops: what it carries out.
+        ops: the ops that it runs.
         again: as given.
         text: the source.
-        inputs: the ops whose values it is given.
-        outputs: those whose values it gives.
-        same: as given, for ops whose values are used behind it.
+        inputs: the ops whose values it receives.
+        outputs: those whose values it returns.
+        same: as given, for ops whose values are used after it.
     """
 
     def __init__(
@@ -416,7 +416,7 @@ def _gives_several(op: Op) -> bool:
 
 
 def _gives_tensors(op: Op) -> bool:
-    """Whether an op gives a tensor, or a tuple of them."""
+    """Return whether an op returns a tensor, or a tuple of tensors."""
     if op.kind is OpKind.SCALAR and op.target is not operator.getitem:
         return False
     metas = op.meta if type(op.meta) is tuple and op.meta else (op.meta,)
@@ -424,7 +424,7 @@ def _gives_tensors(op: Op) -> bool:
 
 
 def _is_of_sizes(op: Op, ops: list[Op]) -> bool:
-    """Whether what an op gives depends on sizes and the like alone."""
+    """Return whether the result of an op depends only on metadata."""
     if op.kind is OpKind.INPUT:
         return not isinstance(op.meta, TensorMeta)
     if op.kind is OpKind.CALL:
@@ -435,7 +435,7 @@ def _is_of_sizes(op: Op, ops: list[Op]) -> bool:
 
 
 def _has_sizes_of_values(op: Op, ops: list[Op]) -> bool:
-    """Whether the values in tensors decide how large the result is."""
+    """Return whether the size of the result depends on the values of tensors."""
     name = name_of(op.target)
     if name == "where":
         return len(op.args) + len(op.kwargs) == 1

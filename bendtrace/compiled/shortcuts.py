@@ -1,11 +1,11 @@
-"""Calling a compiled graph directly, once torch.compile's own guards have let such a call by.
+"""Calling a compiled graph directly, after torch.compile's guards have accepted a similar call.
 
-What torch.compile does before each call - entering its frame evaluation, testing guards on all
-that a function can read - takes longer than a small graph. Of all that, a path's function can
-depend on its arguments alone: the rest is what the path's own check has compared already. So a
-graph that torch.compile has once chosen for some arguments is called for others like them, where
-*like* is decided by the very guards on tensors that torch.compile uses: types, dtypes, devices,
-dispatch keys, requires_grad, sizes and strides, all of them exactly.
+Before each call, torch.compile enters its frame evaluation and tests guards on everything that a
+function can read, which takes longer than a small graph. The function of a path depends only on
+its arguments: the check of the path has already compared everything else. So once torch.compile
+has chosen a graph for some arguments, similar arguments go to the graph directly. torch.compile's
+own tensor guards decide what is *similar*: equal types, dtypes, devices, dispatch keys,
+requires_grad, sizes and strides.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _MOST = 8
 
 
 class Backend:
-    """A backend of torch.compile that takes note of what it makes, and of what is called.
+    """A backend of torch.compile that records its graphs, and the calls of them.
 
     Args:
         backend: what compiles.
-        may_assume: whether graphs may take something for granted about sizes that depend on
-            values; otherwise those that do are not compiled.
+        may_assume: whether to compile graphs that make assumptions about sizes that depend on
+            values.
 
     Attributes:
-        graphs: how many graphs it has compiled.
-        assumes: whether one was not compiled for that reason.
+        graphs: the number of graphs that it has compiled.
+        assumes: whether it has refused a graph because of its assumptions.
     """
 
     def __init__(self, backend: Callable[..., Any], may_assume: bool = False) -> None:
@@ -68,7 +68,7 @@ class Backend:
         return run
 
     def take(self) -> tuple[Callable[..., Any], Sequence[Any], Sequence[Any]] | None:
-        """Return the graph that this thread has called last, its arguments and its results."""
+        """Return the last graph that this thread called, its arguments and its results."""
         call: tuple[Callable[..., Any], Sequence[Any], Sequence[Any]] | None
         call = self._latest.__dict__.pop("call", None)
         return call
@@ -91,7 +91,7 @@ def _quiet(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _assumes(graph: Any) -> bool:
-    """Whether a graph is right only if sizes that depend on values are such and such.
+    """Return whether a graph makes assumptions about sizes that depend on values.
 
     torch.compile means to assert that in the graph, but an assertion is lost where what it says
     has been put to use: seen in torch 2.13, with a size that was found to be a certain number.
@@ -107,7 +107,7 @@ def _assumes(graph: Any) -> bool:
 
 
 class _Shortcut:
-    """One graph, for arguments that are all alike.
+    """One graph, for similar arguments.
 
     Attributes:
         graph: the graph.
@@ -133,7 +133,7 @@ class _Shortcut:
         self._numbers = [(i, v) for i, v in enumerate(given) if not isinstance(v, Tensor)]
 
     def fits(self, given: Sequence[Any]) -> bool:
-        """Whether arguments are like those that it was made for."""
+        """Return whether arguments are similar to those that it was made for."""
         if self._numbers:
             if not all(identical(given[slot], value) for slot, value in self._numbers):
                 return False
@@ -141,7 +141,7 @@ class _Shortcut:
         return self.check(*given)
 
     def call(self, given: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Call the graph; return what the function would."""
+        """Call the graph; return the result of the function."""
         slots = self._slots
         made = self.graph(*(given if slots is None else [given[slot] for slot in slots]))
         truth, *rest = self.results
@@ -149,10 +149,10 @@ class _Shortcut:
 
 
 class Shortcuts:
-    """The graphs of one function, by what their arguments have to be like.
+    """The graphs of one function, by the guards on their arguments.
 
     Args:
-        function: the function, as torch.compile gave it back.
+        function: the function that torch.compile returned.
         backend: what it compiles with.
     """
 
@@ -185,7 +185,7 @@ class Shortcuts:
         args: Sequence[Any],
         made: Sequence[Any],
     ) -> None:
-        """Take a shortcut from now on, if it can be told what goes where."""
+        """Use the shortcut from now on, if all arguments and results can be matched."""
         slots = [_slot_of(arg, given) for arg in args]
         results = [_slot_of(value, made) for value in result[1]]
         if result[0] is not None:

@@ -1,4 +1,4 @@
-"""Which paths are compiled, and which one a call is tried on first."""
+"""The choice of the paths to compile, and of the path to try a call on first."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _Calls = Hashable
 _WINDOW = 16  # calls that are looked back at
 _ENOUGH_FAILURES = 8
 _EVERY = 16  # calls, until segments are looked at again
-_MOST = 64  # paths of which something is known
+_MOST = 64  # paths, with those that were refused
 
 
 @dataclass(slots=True, eq=False)
 class Guess:
-    """What came of trying a call on a compiled path.
+    """The result of trying a call on a compiled path.
 
     Attributes:
-        recording: the run that was repeated; None if the call has to be served otherwise.
-        output: what it gave.
-        path: the path whose newly compiled graph, or whose speed, is to be compared with a replay.
-        unchecked: for a newly compiled graph, what it gave.
-        began: when the call began, if its replay is to be timed.
+        recording: the run that was repeated; None if the path did not serve the call.
+        output: the output.
+        path: the path whose newly compiled graph, or speed, has to be compared with a replay.
+        unchecked: the result of a newly compiled graph.
+        began: the start time of the call, if its replay has to be timed.
         may_compile: whether a replay may use compiled segments.
-        inserted: what is inserted in the call; None for nothing.
+        inserted: the insertions of the call; None without any.
     """
 
     path: CompiledPath | None = None
@@ -66,11 +66,10 @@ _NONE = Guess(may_compile=True)
 class Speculation:
     """The compiled paths of one model.
 
-    For each set of input guards one path leads: calls are tried on it before anything else. A
-    path is compiled, and leads, when the model has come along it twice and in at least half of
-    the latest calls. It leads no more, is *demoted*, when among its latest calls at least eight
-    failed, and more than half as many as did not; it leads again when three quarters of the
-    latest calls took it.
+    For each set of input guards there is at most one *leading* path, which calls try first. A path
+    is compiled, and leads, once two calls and at least half of the latest calls have taken it. It
+    is *demoted* if, among its latest calls, at least eight failed, and more than half as many as
+    succeeded. It leads again if three quarters of the latest calls have taken it.
 
     Args:
         settings: how to compile.
@@ -94,12 +93,12 @@ class Speculation:
         arguments: tuple[Any, ...],
         inserted: Inserted | None = None,
     ) -> Guess:
-        """Try a call on the compiled path that leads, if there is one for its input guards.
+        """Try a call on the leading compiled path for its input guards, if there is one.
 
         Args:
             names: names of the arguments.
             arguments: the arguments.
-            inserted: what is inserted in the call; None for nothing.
+            inserted: the insertions of the call; None without any.
         """
         if _is_watched():
             return _WATCHED
@@ -156,7 +155,7 @@ class Speculation:
         """Learn from a call that was replayed.
 
         Args:
-            guess: what came of trying it on a compiled path before.
+            guess: the result of trying it on a compiled path before.
             names: names of the arguments.
             program: the program that it was replayed with.
             finished: how it ended.
@@ -168,7 +167,7 @@ class Speculation:
         path = guess.path
         spliced: Spliced | str | None = None
         if inserted is not None and stretch is not None:
-            # After the run, which may have been the first to come by a node.
+            # After the run, which may have been the first to reach a node.
             spliced = inserted.along(stretch.recording)
         key = spliced if spliced is None or isinstance(spliced, str) else spliced.key
         took = stretch, key
@@ -181,7 +180,7 @@ class Speculation:
                 path.was_replayed(now(arguments) - guess.began)
                 self._look_at(calls, path)
         times = window.count(took)
-        # What is inserted says nothing of which way a call goes, other than its inputs.
+        # The insertions do not predict the path of a call; its inputs do.
         share = times / sum(known == key for _, known in window)
         if stretch is None or share < 0.5 or self._is_refused(took):
             self._look_at_segments(program, guess)
@@ -200,7 +199,7 @@ class Speculation:
             self._lead(calls, known)
 
     def report(self) -> CompiledReport:
-        """Return what became of the paths."""
+        """Return the report on the paths."""
         artefacts = self.settings.artefacts
         return CompiledReport(
             self.settings.name, tuple(self._paths.values()), self._segments.bodies,
@@ -212,7 +211,7 @@ class Speculation:
         return known is not None and known.state is State.REFUSED
 
     def _look_at_segments(self, program: Program, guess: Guess) -> None:
-        """Compile segments, where what calls go along is put together anew again and again."""
+        """Compile segments, if the calls keep combining them in new ways."""
         self._calls += 1
         if self._calls % _EVERY == 0 and guess is not _WATCHED and self.settings.max_segments:
             if self._lock.acquire(blocking=False):
@@ -249,7 +248,7 @@ class Speculation:
             return  # another thread compiles
         try:
             usable = [p for p in self._paths.values() if p.state is not State.REFUSED]
-            # Those with insertions come besides the others.
+            # Paths with insertions count apart from the others.
             alike = sum((path.key is None) == (spliced is None) for path in usable)
             if took in self._paths or alike >= self.settings.max_paths:
                 return
@@ -271,7 +270,7 @@ class Speculation:
             self._warn(path.reason)
 
     def _warn(self, reason: str) -> None:
-        """Say once that the backend is of no use."""
+        """Warn once that the backend does not work."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -288,7 +287,7 @@ class Speculation:
                 self._leaders[calls] = (path, *self._led(calls))
 
     def _look_at(self, calls: _Calls, path: CompiledPath) -> None:
-        """Let a path lead no more that cannot be used, or that fails too often."""
+        """Demote a path that cannot be used, or fails too often."""
         failures = sum(not served for served in path.recent)
         if failures >= _ENOUGH_FAILURES and failures > (len(path.recent) - failures) / 2:
             path.state = State.DEMOTED
@@ -298,7 +297,7 @@ class Speculation:
 
 
 def _is_watched() -> bool:
-    """Whether somebody wants to see each op of a call."""
+    """Return whether something watches the ops of a call."""
     # Seen in torch 2.13 to 2.15; tests/test_compiled.py would notice a change.
     return bool(
         torch._C._len_torch_dispatch_stack()

@@ -1,9 +1,9 @@
-"""Splices: what is called at a gate, as steps of a compiled path.
+"""Splices: the insertions at a gate, as steps of a compiled path.
 
-A gate calls Python that a compiler cannot see into. A *splice* says the same in other words: which
-functions of tensors are applied to which of the gate's values, and which values somebody wants to
-look at. A path is compiled with the splices of its gates in it. The tensors that the functions
-need besides the values are inputs of the graph, and the values to be looked at are outputs.
+A gate calls Python that a compiler cannot see into. A *splice* expresses the same as functions of
+tensors that are applied to some of the gate's values, and as values that an observer wants. A path
+is compiled together with the splices of its gates. The other tensors that the functions need are
+inputs of the graph, and the observed values are outputs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Step:
     """One insertion at a gate.
 
     Attributes:
-        slots: which of the gate's values it is about.
+        slots: the positions of its values among those of the gate.
         function: given the value and `tensors`, returns the new one, or None to keep it, followed
             by `kept` tensors in a tuple if there are any; None for a step that only looks.
-        tensors: what the function needs besides the value.
-        kept: how many tensors the function returns besides the new value.
+        tensors: the other tensors that the function needs.
+        kept: the number of tensors that the function returns after the new value.
         check: given the same, says why the function cannot be compiled; None if it can be. It is
             asked once, with the values of a call.
     """
@@ -43,12 +43,12 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Splice:
-    """What is called at one gate.
+    """The insertions at one gate.
 
     Attributes:
         steps: the insertions, in the order in which they are called.
-        exchanged: which of the values the gate gives.
-        in_place: what it gives besides, if anything.
+        exchanged: the positions of the values that the gate returns.
+        in_place: the flag that it returns after them; None if it returns none.
     """
 
     steps: tuple[Step, ...]
@@ -57,11 +57,11 @@ class Splice:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the functions of all steps need."""
+        """The other tensors that the functions of all steps need."""
         return tuple(tensor for step in self.steps for tensor in step.tensors)
 
     def given(self, values: Sequence[Any]) -> Any:
-        """Return what the gate gives when its values are these in the end."""
+        """Return the result of the gate for the final values."""
         given = [values[slot] for slot in self.exchanged]
         if self.in_place is not None:
             return (*given, self.in_place)
@@ -73,7 +73,7 @@ class Spliced(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """What two calls have in common that the same graph serves."""
+        """A key that is equal for calls that the same graph can serve."""
 
     @property
     def splices(self) -> dict[int, Splice]:
@@ -81,17 +81,17 @@ class Spliced(Protocol):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What their functions need, in order."""
+        """The other tensors that their functions need, in order."""
 
     def served(
         self, kept: Sequence[Any], changed: Tensor | None, unchanged: frozenset[int]
     ) -> None:
-        """Have the insertions take note of what a graph did in their place.
+        """Let the insertions record what a graph did in their place.
 
         Args:
-            kept: the values that steps wanted to look at, in order.
+            kept: the observed values, in order.
             changed: for each function, whether it has changed its value.
-            unchanged: the numbers of the functions that give the very tensor that they are given.
+            unchanged: the numbers of the functions that return their argument itself.
         """
 
 
@@ -100,17 +100,17 @@ class Inserted(Protocol):
 
     @property
     def places(self) -> Hashable:
-        """Where: what two calls have in common that can take the same paths."""
+        """A key that is equal for calls that can take the same paths."""
 
     def along(self, recording: Recording) -> Spliced | str:
-        """Return the splices of a path, or why there is a gate that cannot be compiled."""
+        """Return the splices of a path, or why one of its gates cannot be compiled."""
 
     def ran(self, recording: Recording) -> None:
         """Note that a call took a path."""
 
 
 def applied(step: Step, value: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
-    """Return what a step makes of a value, and what it keeps."""
+    """Return the new value of a step, and the tensors that it keeps."""
     assert step.function is not None
     made = step.function(value, *tensors)
     kept: tuple[Tensor, ...] = ()

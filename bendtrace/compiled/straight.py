@@ -1,9 +1,9 @@
-"""Writing a path as one straight function of tensors that torch.compile can take whole.
+"""Writing a path as one straight function of tensors that torch.compile can compile whole.
 
-The function returns the truth of the path's data guards as one boolean tensor, and the tensors
-that the output is made of. It never acts on a guard: what a guard tests is computed as a tensor.
-Only what is known while it is compiled - types, sizes - is tested there and then, and None is
-returned if that is not as it was recorded.
+The function returns one boolean tensor that says whether all data guards of the path hold, and the
+tensors that the output consists of. It never branches on a data guard. Only types and sizes, which
+are known during compilation, are tested at once; if they differ from the recorded ones, the
+function returns None.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.compiled.expressions import Expressions
+from bendtrace.compiled.expressions import Expressions, wide_dtype
 from bendtrace.compiled.probing import Extents, Findings, Refusal, Unknown
 from bendtrace.compiled.splices import Splice, differs
 from bendtrace.recording.recorder import Recording
@@ -64,25 +64,25 @@ class Straight(Expressions):
     Args:
         recording: the path.
         analysis: its guards, sorted.
-        findings: what a probe found out.
-        entry: grad mode and so on when it begins.
-        leaves: ops that gave the tensors which the output is made of.
-        exactly: whether all that is picked by values has to be as much as it was recorded.
-        splices: what is called at its gates.
+        findings: the findings of a probe.
+        entry: the grad mode, autocast state etc. at its start.
+        leaves: the ops whose tensors the output consists of.
+        exactly: whether all value-dependent sizes must equal the recorded ones.
+        splices: the insertions at its gates.
 
     Attributes:
         text: the source of the function.
         function: the function.
-        inputs: the ops that gave its arguments, in order: inputs and state.
+        inputs: the ops of its arguments, in order: inputs and state.
         tested: the numbers of the guards that it tests with a tensor, in order.
-        picked: what it tests to be as much as it was, and how much that is, by op.
-        is_dynamic: whether it has sizes or numbers in it that depend on values.
-        kept: how many tensors it gives behind the leaves, for steps of gates to look at; after
-            these comes whether functions at gates have changed their values, if there are any.
+        picked: the value-dependent sizes that it tests, by op.
+        is_dynamic: whether it contains sizes or numbers that depend on values.
+        kept: the number of observed tensors that it returns after the leaves; if gates have
+            functions, a tensor follows that says which of them changed their values.
 
     Raises:
         Refusal: something cannot be tested with a tensor.
-        Unknown: a size that depends on values cannot be, unless it has to be as it was.
+        Unknown: a value-dependent size cannot be tested, unless it must equal the recorded one.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Straight(Expressions):
     # What is a number, and which
 
     def _sort(self, op: Op) -> None:
-        """Note where the number comes from that an op gives, if it gives one."""
+        """Record where the number that an op returns comes from, if it returns one."""
         refs = op.operands
         if op.kind is OpKind.INPUT and not isinstance(op.meta, TensorMeta):
             self._kinds[op.index] = _Kind.STATIC
@@ -156,7 +156,7 @@ class Straight(Expressions):
                 self._kinds[op.index] = max(kinds, key=lambda kind: kind.value)
 
     def _find_needed(self) -> set[int]:
-        """Find the ops that the function carries out, and the inputs and state among them."""
+        """Find the ops that the function runs, and the inputs and state among them."""
         waiting = list(self._leaves)
         for op in self._tape.ops:
             if op.is_work and op.index not in self._kinds:
@@ -166,7 +166,7 @@ class Straight(Expressions):
         return needed_for(self._tape.ops, waiting)
 
     def _roots(self, index: int) -> Iterable[int]:
-        """Return what a tested value is computed from, as a tensor or while compiling."""
+        """Return the origins of a tested value, as tensors or during compilation."""
         kind, op = self._kinds.get(index), self._tape.ops[index]
         if kind is not _Kind.VALUE and not (kind is _Kind.SIZE and type(op.meta) is bool):
             return (index,)
@@ -233,7 +233,7 @@ class Straight(Expressions):
         self.line(call if is_statement else f"v{op.index} = {call}")
 
     def _through(self, op: Op, splice: Splice) -> None:
-        """Carry out what is called at a gate."""
+        """Write the insertions at a gate."""
         values = [self.value(value) for value in op.args]
         for step in splice.steps:
             if step.function is None:
@@ -339,7 +339,7 @@ class Straight(Expressions):
         raise Refusal(f"a guard is on the value {expected!r}")
 
     def _listed(self, op: Op, expected: list[Any]) -> str:
-        """Compare a whole tensor with the list of numbers that it was."""
+        """Compare a tensor with the recorded list of numbers."""
         ref = op.args[0]
         meta = self._tape.ops[ref.index].meta
         if meta.dtype.is_floating_point or meta.dtype.is_complex or meta.device.type != "cpu":
@@ -419,7 +419,7 @@ class Straight(Expressions):
         return self._counts[mask]
 
     def _test_roots(self) -> None:
-        """Test that all that is picked by values is as much as it was recorded."""
+        """Test that all value-dependent sizes equal the recorded ones."""
         for root, extent in self._findings.roots.items():
             op = self._tape.ops[root]
             if self._kinds.get(root) is not _Kind.VALUE:
@@ -433,7 +433,7 @@ class Straight(Expressions):
                 self._conditions.append(self._condition(wanted))
 
     def _out_of(self, op: Op) -> str:
-        """A tensor of one element, as the number that Python is given for it."""
+        """A tensor of one element, as the number that Python receives for it."""
         if op.target in _COMPARED:
             return self._compared(op)
         if len(op.args) != 1 or type(op.args[0]) is not Ref:
@@ -442,7 +442,7 @@ class Straight(Expressions):
         dtype = self._tape.ops[op.args[0].index].meta.dtype
         if op.target is Tensor.__bool__:
             return f"{name if dtype is torch.bool else f'({name} != 0)'}.reshape(())"
-        wide = _wide(dtype)
+        wide = wide_dtype(dtype)
         wanted = {int: torch.int64, float: torch.float64, bool: torch.bool}.get(type(op.meta))
         if op.target not in _NUMBERS or wide is None or wide is not wanted:
             raise Refusal(f"{said_of(op.target)} of a tensor of {dtype} is asked for")
@@ -470,7 +470,7 @@ class Straight(Expressions):
         if op.target is not Tensor.tolist:
             raise Refusal(f"an element of what {said_of(op.target)} gives is tested")
         ref = op.args[0]
-        wide = _wide(self._tape.ops[ref.index].meta.dtype)
+        wide = wide_dtype(self._tape.ops[ref.index].meta.dtype)
         if wide is None:
             raise Refusal("a list of numbers of an unusual dtype is tested")
         return f"v{ref.index}[{', '.join(keys)}].to({wide})"
@@ -505,7 +505,7 @@ class Straight(Expressions):
         raise Refusal(f"{said_of(op.target)} of numbers out of tensors decides where it goes")
 
     def _bound(self, op: Op, types_: list[type]) -> None:
-        """See to it that integers are so small that nothing is rounded, and nothing overflows."""
+        """Make sure that integers are small enough to be neither rounded nor to overflow."""
         for argument, kind in zip(op.args, types_, strict=True):
             if kind is int and type(argument) is Ref:
                 if self._kinds.get(argument.index) is _Kind.STATIC:
@@ -516,19 +516,10 @@ class Straight(Expressions):
 
 
 def _is_tensor(op: Op) -> bool:
-    """Whether an op gives a tensor, or several."""
+    """Return whether an op returns a tensor, or several."""
     return isinstance(op.meta, TensorMeta) or (
         isinstance(op.meta, tuple) and any(isinstance(item, TensorMeta) for item in op.meta)
     )
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    if dtype is torch.bool:
-        return dtype
-    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        return torch.float64
-    exact = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-    return torch.int64 if dtype in exact else None
 
 
 _serials = itertools.count()

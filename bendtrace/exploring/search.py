@@ -16,7 +16,7 @@ from bendtrace.errors import InputError
 from bendtrace.exploring.distance import Asked, Course
 from bendtrace.exploring.domain import Candidate, Space
 from bendtrace.exploring.result import Exploration, Find, Unfound
-from bendtrace.exploring.subject import Key, Run, Subject
+from bendtrace.exploring.subject import CandidateRun, Key, Subject
 from bendtrace.recording.run import Signature
 from bendtrace.replay.tree import TraceTree
 from bendtrace.view.outline.coverage import Taken, sides_seen
@@ -85,7 +85,7 @@ class _Search:
         for choice, path, iteration, side in taken:
             self._taken.setdefault(choice, {}).setdefault((path, iteration), set()).add(side)
         self._finds: list[Find] = []
-        self._reached: dict[Key, dict[bool, list[Run]]] = {}
+        self._reached: dict[Key, dict[bool, list[CandidateRun]]] = {}
         self._attempts: Counter[tuple[Key, bool]] = Counter()
         self._corpus: list[Candidate] = []
         self._unread: Counter[Choice] = Counter()  # how often a condition could not be read
@@ -151,7 +151,7 @@ class _Search:
                             missing.add((choice, *turn, side))
         return missing
 
-    def _read_formulas(self, run: Run) -> None:
+    def _read_formulas(self, run: CandidateRun) -> None:
         """Look in the source for the conditions that no question decides."""
         for file, function in self._subject.functions:
             for choice in choices_in(file, function):
@@ -193,7 +193,7 @@ class _Search:
                     best, least = (key, answer), rank
         return best
 
-    def _run(self, candidate: Candidate, is_given: bool = False) -> Run:
+    def _run(self, candidate: Candidate, is_given: bool = False) -> CandidateRun:
         """Run the model, and note all that is new."""
         if not is_given and (
             (self._tries is not None and self._runs >= self._tries)
@@ -231,7 +231,7 @@ class _Search:
             self._read_formulas(run)
         return run
 
-    def _inferred(self, run: Run) -> Iterator[Taken]:
+    def _inferred(self, run: CandidateRun) -> Iterator[Taken]:
         """Yield the sides that are known from what happened under them alone."""
         for choice, path, side in sorted(run.under, key=_place_of):
             if choice not in self._asked or not loops_around(choice):
@@ -264,7 +264,7 @@ class _Search:
                     break
         self._descend(run, key, answer)
 
-    def _descend(self, run: Run, key: Key, answer: bool) -> None:
+    def _descend(self, run: CandidateRun, key: Key, answer: bool) -> None:
         """Come nearer to an answer, step by step, and ask the model from time to time."""
         course, candidate, stuck, since = self._course(run, key, answer), run.candidate, 0, 0
         distance, slopes, tokens = self._slopes(course, candidate)
@@ -301,7 +301,7 @@ class _Search:
             if not stuck:
                 distance, slopes, tokens = self._slopes(course, candidate)
 
-    def _course(self, run: Run, key: Key, answer: bool) -> Course:
+    def _course(self, run: CandidateRun, key: Key, answer: bool) -> Course:
         """Return the way to a question, past those that it depends on."""
         target = run.asked(key)
         assert run.recording is not None

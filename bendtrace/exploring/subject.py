@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,11 +23,11 @@ from bendtrace.recording.rank_sync import alone
 from bendtrace.recording.run import Signature, record
 from bendtrace.source.sites import PACKAGE, TORCH, Place, Site, place_at
 from bendtrace.tape.tape import Guard, ModuleCall, Test, leaves_in
-from bendtrace.view.outline.coverage import Taken
+from bendtrace.view.outline.coverage import Taken, is_standard
 from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of, loops_around
 from bendtrace.view.outline.walks import PathEvents
 
-__all__ = ["Key", "Question", "Run", "Subject"]
+__all__ = ["CandidateRun", "Key", "Question", "Subject"]
 
 _OCCURRENCES = 64  # of one question in one module and run; a loop asks it again and again
 
@@ -91,7 +89,7 @@ class Question:
 
 
 @dataclass(eq=False)
-class Run:
+class CandidateRun:
     """What running the model on a candidate has shown.
 
     Attributes:
@@ -178,11 +176,11 @@ class Subject:
         # torch counts no writes to the statistics of a batch norm.
         self._is_fleeting = any(module.training and module._buffers for module in modules)
 
-    def run(self, candidate: Candidate) -> Run:
+    def run(self, candidate: Candidate) -> CandidateRun:
         """Run the model itself on a candidate, and see which sides it takes."""
         self._before.rewind()
         args, kwargs = candidate.copied()
-        run = Run(candidate)
+        run = CandidateRun(candidate)
         changed = True
         try:
             recording = record(self._twin, args, kwargs, self._signature)
@@ -198,7 +196,7 @@ class Subject:
             self._renew()
         return run
 
-    def _read(self, run: Run, recording: Recording) -> None:
+    def _read(self, run: CandidateRun, recording: Recording) -> None:
         run.recording, tape = recording, recording.tape
         asked: dict[Key, int] = {}
         events = {event.number: event for event in PathEvents(recording).events}
@@ -231,7 +229,7 @@ class Subject:
             if call.parent is not None:
                 self._see(run, call.parent, call.site)
 
-    def _see(self, run: Run, scope: ModuleCall, site: Site | None) -> None:
+    def _see(self, run: CandidateRun, scope: ModuleCall, site: Site | None) -> None:
         """Note the sides under which something at a site happened."""
         if site is None:
             return
@@ -246,7 +244,7 @@ class Subject:
         run.under |= known[1]
 
     def _under(self, place: Place, path: str) -> set[tuple[Choice, str, bool]]:
-        function = None if _is_standard(place.file) else function_of(place)
+        function = None if is_standard(place.file) else function_of(place)
         if function is None:
             return set()
         self.functions[place.file, function] = None
@@ -285,11 +283,3 @@ class Subject:
             self._codes.add(code)
             numbers: Iterator[Any] = (n for n in code.co_consts if type(n) in (int, float))
             self._space.numbers.update(dict.fromkeys(numbers))
-
-
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-
-
-def _is_standard(file: str) -> bool:
-    return file.startswith(_STANDARD) and not file.startswith(_INSTALLED)

@@ -1,4 +1,4 @@
-"""`BendedModule.export`: what is known of a model as one program without Python of its own."""
+"""`BendedModule.export`: the known runs of a model as one program without its Python."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def export(
         calls: the inputs.
         to: as for `BendedModule.export`.
         unseen: likewise.
-        tell: is told what is done next: "record" and "compare" once for each of the inputs,
+        tell: called with the name of each step: "record" and "compare" once for each of the inputs,
             "trace", and "write" if there is a file.
     """
     if unseen not in ("assert", "error"):
@@ -148,7 +148,7 @@ def _export(
     tell: Callable[[str], None],
     recordings: list[Recording],
 ) -> Exported:
-    """Export what was recorded."""
+    """Export recorded runs."""
     machine = Machine(recordings)
     args, kwargs = _largest(calls)
     names = signature.arrange(args, kwargs)[0]
@@ -221,7 +221,7 @@ def _recorded(
     tell: Callable[[str], None],
     liftings: Sequence[Lifting | None],
 ) -> list[Recording]:
-    """Record the model's runs with some inputs, each state of them."""
+    """Record the model's runs with some inputs, with the state at each question."""
     recordings: list[Recording] = []
     first: Program | None = None
     for number, ((args, kwargs), lifting) in enumerate(zip(calls, liftings, strict=True), 1):
@@ -285,13 +285,13 @@ def _has_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _cond(asked: Tensor, yes: Any, no: Any, operands: tuple[Any, ...]) -> Any:
-    """Call `cond` with the operands that it takes; others are the same on each call."""
+    """Call `cond` with its tensors and open sizes; other operands never change."""
     taken, sides = _operands(operands, yes, no)
     return torch.ops.higher_order.cond(asked, *sides, taken)
 
 
 def _while_loop(test: Any, step: Any, carried: tuple[Any, ...], operands: tuple[Any, ...]) -> Any:
-    """Call `while_loop` with the operands that it takes; others are the same on each call."""
+    """Call `while_loop` with its tensors and open sizes; other operands never change."""
     taken, functions = _operands(operands, test, step, first=len(carried))
     return torch.ops.higher_order.while_loop(*functions, carried, taken)
 
@@ -299,7 +299,7 @@ def _while_loop(test: Any, step: Any, carried: tuple[Any, ...], operands: tuple[
 def _operands(
     operands: tuple[Any, ...], *functions: Callable[..., Any], first: int = 0
 ) -> tuple[tuple[Any, ...], list[Callable[..., Any]]]:
-    """Return the tensors and open sizes among operands, and functions that are given no others."""
+    """Return the tensors and open sizes among operands, and functions that take only these."""
     places = [n for n, v in enumerate(operands) if isinstance(v, (Tensor, torch.SymInt))]
 
     def given(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -361,7 +361,7 @@ def _traced(
 
 
 def _open(value: Any) -> Any:
-    """Return which sizes are left open: all, as far as the program does not depend on them."""
+    """Return the open sizes: all that the program does not depend on."""
     return tree_map(
         lambda leaf: (torch.export.Dim.AUTO,) * leaf.dim() if isinstance(leaf, Tensor) else None,
         value,
@@ -369,7 +369,7 @@ def _open(value: Any) -> Any:
 
 
 def _explained(error: BaseException, written: Written, file: str) -> tuple[str, str]:
-    """Say what torch.export refuses, and which line of the model that comes from."""
+    """Return the error for what torch.export refuses, with the line of the model."""
     seen: BaseException | None = error
     while seen is not None:
         lines = [f.lineno for f in traceback.extract_tb(seen.__traceback__) if f.filename == file]
@@ -391,17 +391,17 @@ def compare(
     tolerance: float | None = None,
     tell: Callable[[str], None] = lambda step: None,
 ) -> None:
-    """Run all inputs through a program, and compare with what the model gave.
+    """Run a program with all inputs, and compare its outputs with those of the model.
 
     Args:
         made: the program.
         calls: the inputs.
         recordings: the runs of the model with them.
-        tolerance: how far floats may be off; None for not at all.
-        tell: is told "compare" before each of the inputs.
+        tolerance: the largest accepted difference of floats; None for none.
+        tell: called with "compare" before each of the inputs.
 
     Raises:
-        ExportError: it gives something else.
+        ExportError: an output differs.
     """
     for number, ((args, kwargs), recording) in enumerate(zip(calls, recordings, strict=True), 1):
         tell("compare")
@@ -417,7 +417,7 @@ def compare(
 
 
 def difference(given: Any, expected: Any, tolerance: float | None = None) -> str | None:
-    """Say how what a program gives differs from what the model gives; None if it does not."""
+    """Return how the output of a program differs from that of the model; None if it does not."""
     ours, theirs = (tensors_in(value) for value in (given, expected))
     if len(ours) != len(theirs):
         return f"{len(ours)} values in place of {len(theirs)}"

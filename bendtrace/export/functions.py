@@ -1,7 +1,7 @@
-"""The functions that `cond` and `while_loop` are given: their arguments, outputs and flags.
+"""The functions for `cond` and `while_loop`: their arguments, outputs and flags.
 
-All that a function uses becomes an argument of it, and what it returns is new: neither operator
-may be given the same memory twice, or return what it was given.
+Everything that a function uses becomes an argument, and everything that it returns is new: the
+operators accept neither two arguments that share memory, nor a function that returns an argument.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Unseen:
     """A side of a question that no input took.
 
     Attributes:
-        number: what its flag is; counts from 1.
-        place: the question, and where it is asked.
-        seen: the answers that are known.
+        number: the value of its flag, counted from 1.
+        place: the question, with its place in the source.
+        seen: the known answers.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -49,7 +49,7 @@ class Unseen:
 
     @property
     def message(self) -> str:
-        """What the program says where it comes to it."""
+        """The message of the program when a call reaches it."""
         if not self.seen:
             return self.place
         known = " or ".join(map(str, self.seen))
@@ -60,7 +60,7 @@ class Unseen:
 
 
 class Functions:
-    """What is known while a function of tensors is written, and the functions in it.
+    """The state of writing a function of tensors, with the functions in it.
 
     Args:
         parameters: the names of the arguments, in the order in which they are bound.
@@ -92,13 +92,13 @@ class Functions:
         return frozenset({len(memories) - 1})
 
     def _tensor(self, name: str, is_torn: bool = False) -> Tensors:
-        """Return a tensor that has memory of its own."""
+        """Return a tensor with its own memory."""
         memory = self._memory()
         self._names["__memory_of__"][name] = memory
         return Tensors(name, memory, is_torn)
 
     def _apart(self, scope: Scope, names: list[str]) -> list[str]:
-        """Return what operators are given, of which no two may share memory: copies, if need be."""
+        """Return the operands, copied where two of them may share memory."""
         taken: set[int] = set()
         found = []
         for name in names:
@@ -168,7 +168,7 @@ class Functions:
     def _demand(
         self, scope: Scope, holds: str, place: str, question: Question | None = None
     ) -> None:
-        """Write that something has to hold."""
+        """Write an assertion."""
         seen = () if question is None else tuple(way.answer for way in question.ways)
         key = place if question is None else question
         unseen = self._unseen.get(key)
@@ -193,7 +193,7 @@ class Functions:
         return name
 
     def _take_flag(self, scope: Scope, flag: str, asked: list[int]) -> None:
-        """Take over what the flag of a side, or of a loop, says."""
+        """Combine the flag with that of a side or a loop; in `forward`, assert that none is set."""
         if scope.depth == 0 and not self._flagged:
             by_number = {unseen.number: unseen for unseen in self._unseen.values()}
             for number in asked:
@@ -214,7 +214,7 @@ class Functions:
         self, scope: Scope, question: Question, asked: str,
         sides: list[tuple[Scope, tuple[Value, ...]]],
     ) -> tuple[Value, ...]:  # fmt: skip
-        """Write a question as `cond`, and return what is held behind it."""
+        """Write a question as `cond`, and return the values needed after it."""
         one, other = (Several(env) for _, env in sides)
         kept, outputs = self._merged(scope, [side for side, _ in sides], [one, other], question)
         flagged = any(side.flag is not None for side, _ in sides)
@@ -246,12 +246,11 @@ class Functions:
     def _merged(
         self, scope: Scope, sides: list[Scope], values: list[Several], question: Question
     ) -> tuple[Any, list[Any]]:
-        """Find what two sides have in common, and what each has to return.
+        """Merge the values of two sides, and list the outputs of each.
 
         Returns:
-            The structure, with a value where both are the same, and a number where the output
-            by that number comes; and the outputs: what each side has, and which type of number
-            it is.
+            The structure, with a value where the sides agree, and the number of an output where
+            they differ; and the outputs: the value of each side, and the type of number.
         """
         outputs: list[tuple[list[Value], type | None]] = []
 
@@ -287,7 +286,7 @@ class Functions:
         return any(name in side.own for side in sides)
 
     def _made(self, side: Scope, value: Value, kind: type | None) -> str:
-        """Return an expression for a value as a tensor, as a side returns it."""
+        """Return an expression for a value as the tensor that a side returns."""
         if isinstance(value, Tensors):
             is_new = value.name in side.own and len(value.memory) == 1
             return value.name if is_new else f"{value.name}.clone()"
@@ -323,7 +322,7 @@ class Functions:
         return found.items
 
     def _free(self, scope: Scope) -> list[str]:
-        """Return the variables that a function uses and does not make, in order."""
+        """Return the variables that a function uses but does not define, in order."""
         used: dict[str, None] = {}
         made: set[str] = set(scope.loops)
         for line, _ in scope.lines:
@@ -345,7 +344,7 @@ class Functions:
 
 
 def _number_of(one: Value, other: Value) -> type | None:
-    """Return the type of two numbers, if they have one."""
+    """Return the common type of two numbers, if they have one."""
     kinds = {
         type(value.value) if isinstance(value, Constant) else getattr(value, "type", None)
         for value in (one, other)
@@ -366,12 +365,12 @@ def said(value: Value) -> str:
 
 
 def unaliased(texts: list[str]) -> list[str]:
-    """Return expressions for outputs of which no two are the same tensor."""
+    """Return expressions for outputs, all of them different tensors."""
     return [f"{t}.clone()" if t in texts[:place] else t for place, t in enumerate(texts)]
 
 
 def shared_in(outputs: list[list[Value]]) -> set[int]:
-    """Return which outputs shared memory with each other, or with what is outside."""
+    """Return the outputs that shared memory with each other, or with tensors outside."""
     found: set[int] = set()
     for place, values in enumerate(outputs):
         mine = {m for value in values if isinstance(value, Tensors) for m in value.memory}
@@ -379,7 +378,7 @@ def shared_in(outputs: list[list[Value]]) -> set[int]:
             if other != place and any(
                 isinstance(value, Tensors) and not mine.isdisjoint(value.memory) for value in others
             ):
-                # Of two sides, one and the same memory stands for one and the same output.
+                # In both sides, the same memory means the same output.
                 if not _is_same_only(values, others):
                     found.add(place)
     return found

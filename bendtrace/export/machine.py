@@ -1,8 +1,8 @@
-"""What recorded runs ask, in which state, and what follows each answer: a state machine.
+"""A state machine of recorded runs: their questions, and the ops after each answer.
 
-Runs that ask the same question in the same state go on as one (see `recording/states.py`), so the
-paths of all runs are laid over each other here: branches join, and loops close. `View` finds the
-structure in it: where the sides of a question meet again, and which questions a loop repeats.
+Runs that ask the same question in the same state continue alike (see `recording/states.py`), so
+this module merges the paths of all runs: branches join, and loops close. `View` finds the structure
+of the result: where the sides of a question meet again, and which questions a loop repeats.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.tape.captured import identical
 from bendtrace.tape.tape import Guard, Test
 
-__all__ = ["END", "Loop", "Machine", "Question", "Run", "View", "Way", "refuse", "told"]
+__all__ = ["END", "AnalysedRun", "Loop", "Machine", "Question", "View", "Way", "refuse", "told"]
 
 
 class _End:
-    """Where all runs come to."""
+    """The state in which all runs end."""
 
     def __repr__(self) -> str:
         return "END"
@@ -36,13 +36,13 @@ END = _End()
 
 
 @dataclass(eq=False)
-class Run:
-    """A recorded run, and what is derived from it.
+class AnalysedRun:
+    """A recorded run, with its analysis.
 
     Attributes:
         recording: the run.
         analysis: its guards, sorted.
-        numbers: where its numbers come from.
+        numbers: the origins of its numbers.
     """
 
     recording: Recording
@@ -69,7 +69,7 @@ class Run:
             before = this
 
     def is_question(self, number: int) -> bool:
-        """Whether the answer of a guard depends on values."""
+        """Return whether the answer of a guard depends on values."""
         guard = self.recording.tape.guards[number]
         if self.analysis.kinds[number] is not GuardKind.DATA or guard.is_on_identity:
             return False
@@ -82,18 +82,18 @@ class Run:
 
 @dataclass(eq=False)
 class Way:
-    """What follows an answer.
+    """The ops from one answer to the next question.
 
     Attributes:
         answer: the answer.
-        run: a run that went on so.
-        after: the guard of that run that was answered; -1 for its beginning.
-        stop: the guard that was asked next; None for the end.
-        target: the state there.
+        run: a run that took this way.
+        after: the guard of that run that was answered; -1 for its start.
+        stop: the next guard; None for the end.
+        target: the state at its end.
     """
 
     answer: Any
-    run: Run
+    run: AnalysedRun
     after: int
     stop: int | None
     target: Node
@@ -101,15 +101,15 @@ class Way:
 
 @dataclass(eq=False)
 class Question:
-    """A state in which something is asked.
+    """A state in which a run asks a question.
 
     Attributes:
-        run: a run that was in it.
+        run: a run that reached it.
         number: the guard of that run.
-        ways: the answers that are known, and what follows them.
+        ways: the known answers, with the ways after them.
     """
 
-    run: Run
+    run: AnalysedRun
     number: int
     ways: list[Way] = field(default_factory=list)
 
@@ -136,7 +136,7 @@ Node: TypeAlias = "Question | _End"
 
 
 def told(record: Any) -> str:
-    """Say what source text a guard or an op comes from, and where that is."""
+    """Return the source text of a guard or an op, with its place."""
     if record.site is None:
         return "a place that is not known"
     place, _, _ = user_code(record.scope, record.site)
@@ -151,12 +151,12 @@ class Machine:
 
     Attributes:
         runs: the runs.
-        begin: what comes before the first question.
-        questions: the states, in the order in which they were met.
+        begin: the way to the first question.
+        questions: the states, in the order in which the runs reached them.
     """
 
     def __init__(self, recordings: Iterable[Recording]) -> None:
-        self.runs = [Run(recording) for recording in recordings]
+        self.runs = [AnalysedRun(recording) for recording in recordings]
         self.begin: Way
         self._by_key: dict[Any, Question] = {}
         for number, run in enumerate(self.runs):
@@ -164,10 +164,10 @@ class Machine:
 
     @property
     def questions(self) -> list[Question]:
-        """The states, in the order in which they were met."""
+        """The states, in the order in which the runs reached them."""
         return list(self._by_key.values())
 
-    def _follow(self, run: Run, is_first: bool) -> None:
+    def _follow(self, run: AnalysedRun, is_first: bool) -> None:
         tape = run.recording.tape
         numbers = list(run.questions())
         nodes: list[Node] = []
@@ -192,17 +192,17 @@ class Machine:
 
     @cached_property
     def view(self) -> View:
-        """All of it."""
+        """The view of the whole machine."""
         edges = {q: {way: way.target for way in q.ways} for q in self._by_key.values()}
         return View(edges, self.begin.target, END)
 
 
 @dataclass(eq=False)
 class Loop:
-    """Questions that are asked again and again.
+    """Questions that are asked repeatedly.
 
     Attributes:
-        header: where it begins.
+        header: the question at which it begins.
         body: all questions in it.
         again: the ways back to the header.
         leaving: the ways out.
@@ -215,13 +215,13 @@ class Loop:
 
 
 class View:
-    """A part of the machine as it is walked, from an entry to a sink.
+    """A part of the machine, from an entry to a sink.
 
     Args:
-        edges: the questions with their ways, and where each leads.
-        entry: where it begins.
-        sink: where all ways come to in the end.
-        loop: the loop of which this is one round.
+        edges: the questions with their ways, and the target of each.
+        entry: the state at which it begins.
+        sink: the state at which all ways end.
+        loop: the loop, if this is one iteration of it.
     """
 
     def __init__(
@@ -241,11 +241,11 @@ class View:
         self._flow = flow.subgraph(alive)
 
     def ways(self, question: Question) -> list[Way]:
-        """Return the ways on from a question."""
+        """Return the ways from a question."""
         return list(self.edges[question])
 
     def join(self, question: Question) -> Any:
-        """Return where all ways on from a question meet again."""
+        """Return the state at which all ways from a question meet again."""
         return self._joins[question]
 
     @cached_property
@@ -298,7 +298,7 @@ class View:
         return Loop(header, frozenset(body), frozenset(way for _, way in back), leaving)
 
     def one_round(self, loop: Loop, keep: Callable[[Way], bool]) -> View:
-        """Return one round of a loop, with the ways that are kept; back and out is its sink."""
+        """Return one iteration of a loop, with some ways; going back or leaving is its sink."""
         sink = object()
         ends = loop.again | loop.leaving
         edges = {
@@ -321,10 +321,10 @@ class View:
 
 
 def refuse(recording: Recording) -> None:
-    """Refuse what a run does that no function of tensors does.
+    """Refuse runs that no function of tensors can repeat.
 
     Raises:
-        ExportError: it does something of the kind.
+        ExportError: the run cannot be expressed as such a function.
     """
     tape = recording.tape
     if tape.blockers:

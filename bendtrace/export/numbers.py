@@ -1,4 +1,4 @@
-"""Where the numbers of a run come from: sizes that inputs decide, sizes and numbers from values."""
+"""The origins of the numbers of a run: sizes of inputs, and sizes and numbers from values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Kind", "Numbers", "gives_tensors"]
 
 
 class Kind(Enum):
-    """Where a number comes from."""
+    """The origin of a number."""
 
     STATIC = 0  # from sizes and arguments
     SIZE = 1  # from a size that depends on values
@@ -28,8 +28,8 @@ class Numbers:
         tape: the tape.
 
     Attributes:
-        kinds: the ops that give a number, or several, with where these come from.
-        varying: the ops that give tensors with sizes that depend on values.
+        kinds: the ops that return a number, or several, with their origins.
+        varying: the ops that return tensors whose sizes depend on values.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -40,7 +40,7 @@ class Numbers:
             self._sort(op)
 
     def has_varying_length(self, index: int) -> bool:
-        """Whether it depends on values how many things an op gives."""
+        """Return whether the number of results of an op depends on values."""
         op = self._ops[index]
         if index in self.kinds:  # `tolist`, shapes
             return any(operand in self.varying for operand in op.operands) and (
@@ -70,7 +70,7 @@ class Numbers:
 
 
 def gives_tensors(op: Op) -> bool:
-    """Whether an op gives a tensor, or several."""
+    """Return whether an op returns a tensor, or several."""
     if op.kind is OpKind.SCALAR and op.target is not operator.getitem:
         return False
     return isinstance(op.meta, TensorMeta) or (
@@ -79,7 +79,7 @@ def gives_tensors(op: Op) -> bool:
 
 
 def _is_sized_by_values(op: Op, ops: list[Op], kinds: dict[int, Kind]) -> bool:
-    """Whether the values in tensors decide how large the result is."""
+    """Return whether the size of the result depends on the values of tensors."""
     name = name_of(op.target)
     if name == "where":
         return len(op.args) + len(op.kwargs) == 1

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from bendtrace.compiled.eligible import why_not_op
-from bendtrace.compiled.expressions import Expressions
+from bendtrace.compiled.expressions import Expressions, wide_dtype
 from bendtrace.errors import ExportError
-from bendtrace.export.machine import Run, told
+from bendtrace.export.machine import AnalysedRun, told
 from bendtrace.export.numbers import Kind
 from bendtrace.export.values import (
     DTYPES,
@@ -36,16 +36,16 @@ __all__ = ["Scope", "SegmentOps"]
 
 
 class Scope:
-    """A function that is being written.
+    """A function under construction.
 
     Args:
         depth: 0 for `forward`, 1 for the sides of a question in it, and so on.
 
     Attributes:
-        lines: its lines, each with what it comes from.
-        flag: the variable that says which unseen side was taken, if one can be.
-        asked: the numbers of those that it may be.
-        own: the variables that are made in it.
+        lines: its lines, each with the op or guard that it comes from.
+        flag: the variable with the number of the unseen side that was taken, if there can be one.
+        asked: the numbers of the unseen sides in it.
+        own: the variables that it defines.
         loops: the arguments of the loops in it.
     """
 
@@ -66,20 +66,20 @@ class SegmentOps(Expressions):
     """Writes the ops of one segment into a scope.
 
     Args:
-        scope: what it is written into.
-        run: the run that the segment is of.
-        schedule: what it does; None for what a question needs.
-        known: the values that it begins with.
+        scope: the function that receives the ops.
+        run: the run of the segment.
+        schedule: its ops; None for those that a question needs.
+        known: the values at its start.
         part: returns the value of an argument, or of state.
-        new: returns a name that nothing has yet.
-        demand: writes that something has to hold, and why.
-        names: what generated names are bound to.
+        new: returns an unused name.
+        demand: writes an assertion, with its reason.
+        names: the values of generated names.
     """
 
     def __init__(
         self,
         scope: Scope,
-        run: Run,
+        run: AnalysedRun,
         schedule: Schedule | None,
         known: dict[int, Value],
         part: Callable[[Any, Op | None], Value],
@@ -141,7 +141,7 @@ class SegmentOps(Expressions):
         return super().value(value)
 
     def value_of(self, index: int) -> Value:
-        """Return the value of an op, which is computed if it was left out before."""
+        """Return the value of an op; compute it, if it was left out before."""
         if index in self.known:
             return self.known[index]
         op = self._ops[index]
@@ -243,7 +243,7 @@ class SegmentOps(Expressions):
         meta = self._ops[index].meta
         if not isinstance(tensor, Tensors) or index in self._run.numbers.varying:
             raise ExportError("a list of numbers is as long as values say: keep a tensor", told(op))
-        wide = _wide(meta.dtype)
+        wide = wide_dtype(meta.dtype)
         if wide is None or math.prod(meta.shape) > _LONGEST:
             raise ExportError("a long list of numbers is taken out of a tensor", told(op))
         kind = next(k for k, dtype in DTYPES.items() if dtype is wide)
@@ -319,7 +319,7 @@ class SegmentOps(Expressions):
     def _with_tensors(self, op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of an op with tensors in the place of numbers, where that is equal.
 
-        Other numbers are handed over by `item`, which torch.export may refuse.
+        Other numbers are passed with `item`, which torch.export may refuse.
         """
         numbers = self._numbers((op.args, op.kwargs))
         if not numbers or name_of(op.target).strip("_") not in _PLAIN_ARITHMETIC:
@@ -438,7 +438,7 @@ class SegmentOps(Expressions):
         if op.target is Tensor.__bool__:
             text = f"{tensor}.clone()" if dtype is torch.bool else f"({tensor} != 0)"
             return f"{text}.reshape(())"
-        wide = _wide(dtype)
+        wide = wide_dtype(dtype)
         if op.target not in _NUMBERS or wide is None or wide is not DTYPES[kind]:
             raise ExportError(
                 f"{said_of(op.target)} of a tensor of {dtype} is asked for: compute it with "
@@ -494,7 +494,7 @@ class SegmentOps(Expressions):
         )
 
     def _bound(self, op: Op, kinds: list[type]) -> None:
-        """Demand that integers are so small that nothing is rounded, and nothing overflows."""
+        """Assert that integers are small enough to be neither rounded nor to overflow."""
         for argument, kind in zip(op.args, kinds, strict=True):
             if kind is int and type(argument) is Ref:
                 number = self.value_of(argument.index)
@@ -514,7 +514,7 @@ class SegmentOps(Expressions):
 
 
 class _Named(Ref):
-    """Stands for a variable."""
+    """A variable, in the place of its value."""
 
     __slots__ = ("text",)
 
@@ -535,15 +535,6 @@ def _sized(op: Op) -> str:
     return "stride" if name_of(op.target) == "stride" else "size"
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    if dtype is torch.bool:
-        return dtype
-    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        return torch.float64
-    exact = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-    return torch.int64 if dtype in exact else None
-
-
 def _advice(reason: str) -> str:
     for words, advice in _ADVICE.items():
         if words in reason:
@@ -562,7 +553,7 @@ _ADVICE = {
     "is asked for": "leave the question out, as its answer is the same for all inputs",
 }
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-# Compositions of operators that never give back what they are given.
+# Compositions of operators that never return an argument.
 _ANEW = frozenset({"softmax", "log_softmax", "norm", "embedding", "cosine_similarity", "where"})
 _EXACT = 1 << 53
 _SMALL = 1 << 31

@@ -31,10 +31,10 @@ _UNSEEN = "bendtrace_unseen"  # the last output of an ONNX model, and the key of
 
 
 def target_of(path: str | os.PathLike[str]) -> str:
-    """Return as what a file is to be written, by its ending.
+    """Return the kind of file to write, by its ending.
 
     Raises:
-        InputError: the ending is not known, or the folder is not there.
+        InputError: the ending is unknown, or the folder does not exist.
     """
     file = Path(path)
     if not file.parent.is_dir():
@@ -54,7 +54,7 @@ def target_of(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def _written_whole(path: str | os.PathLike[str], ending: str) -> Iterator[str]:
-    """Give a file to write to, which takes its place only if nothing went wrong."""
+    """Yield a temporary file, which is moved to its place only after success."""
     file = Path(path)
     handle, temporary = tempfile.mkstemp(ending, f".{file.stem}-", file.parent)
     os.close(handle)
@@ -80,7 +80,7 @@ def save_program(
     Args:
         program: the program.
         path: the file.
-        check: raises if what it is given does not do what the model does.
+        check: raises if the program that it receives differs from the model.
 
     Raises:
         ExportError: torch cannot write it, or cannot read what it has written.
@@ -108,7 +108,7 @@ def save_package(
         program: the program.
         path: the file, for `torch._inductor.aoti_load_package`.
         calls: inputs that it is run with: positional and keyword arguments.
-        check: raises if what it is given does not do what the model does.
+        check: raises if the program that it receives differs from the model.
 
     Raises:
         ExportError: it cannot be compiled, or ends its process.
@@ -123,7 +123,7 @@ def save_package(
         check(torch._inductor.aoti_load_package(temporary))
 
 
-# Compiled code that reads a wrong address ends its process, so it is run in another one first.
+# Compiled code that reads a wrong address ends its process, so another process tries it first.
 _IN_ANOTHER_PROCESS = """
 import sys, torch
 program = torch._inductor.aoti_load_package(sys.argv[1])
@@ -161,11 +161,11 @@ def save_onnx(
     Args:
         program: the program, whose last output is the number of the unseen side it came to.
         path: the file.
-        messages: what each number means.
-        check: raises if what it is given does not do what the model does.
+        messages: the message for each number.
+        check: raises if the program that it receives differs from the model.
 
     Raises:
-        ExportError: there is something in it that ONNX has no form of.
+        ExportError: ONNX cannot express a part of it.
     """
     onnx = _onnx()
     with _written_whole(path, ".onnx") as temporary, quiet():
@@ -261,7 +261,7 @@ def _required(name: str) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within it, torch and onnx log nothing: what they refuse is told by an error."""
+    """Return a context in which torch and onnx log nothing: errors say what they refuse."""
     loggers = [
         logging.getLogger(name) for name in ("torch.onnx", "torch._export", "onnxscript", "onnx_ir")
     ]

@@ -1,7 +1,7 @@
-"""What generated code holds: tensors, numbers as tensors, and what is known while it is traced.
+"""The values in generated code: tensors, numbers as tensors, and values known during tracing.
 
-`torch.cond` and `torch.while_loop` hand tensors on, and sizes. So a number that comes out of a
-tensor stays one, of no dimensions: int64, float64 or bool, which are what Python computes with.
+`torch.cond` and `torch.while_loop` pass on tensors and sizes only. So a number that comes out of a
+tensor stays a tensor without dimensions, of dtype int64, float64 or bool, as Python computes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Tensors:
 
     Attributes:
         name: its variable.
-        memory: what it may share memory with: numbers, the same for tensors that may.
-        is_torn: whether it shared memory where it was made, and does so no longer.
+        memory: numbers; tensors that may share memory have a number in common.
+        is_torn: whether it shared memory when it was made, and no longer does.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Number:
 
     Attributes:
         name: its variable.
-        type: what Python would have.
+        type: the type that Python would have.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Number:
 
 @dataclass(frozen=True)
 class Static:
-    """A size, or what is computed from sizes: known while the code is traced.
+    """A size, or a number computed from sizes: known while the code is traced.
 
     Attributes:
         text: an expression.
-        type: what Python has.
-        varies: whether it depends on values after all, as the size of what is picked does.
+        type: its type in Python.
+        varies: whether it depends on values after all, such as the number of selected elements.
     """
 
     text: str
@@ -102,7 +102,7 @@ Value: TypeAlias = "Tensors | Number | Static | Constant | Several"
 
 
 def leaves(value: Value) -> Iterator[Value]:
-    """Yield what a value consists of."""
+    """Yield the leaves of a value."""
     if isinstance(value, Several):
         for item in value.items:
             yield from leaves(item)
@@ -111,7 +111,7 @@ def leaves(value: Value) -> Iterator[Value]:
 
 
 def rebuilt(value: Value, change: Callable[[Value], Value]) -> Value:
-    """Return a value with others in the place of what it consists of, in the order of `leaves`."""
+    """Return a value with other leaves, in the order of `leaves`."""
     if isinstance(value, Several):
         return replace(value, items=tuple(rebuilt(item, change) for item in value.items))
     return change(value)

@@ -1,12 +1,12 @@
 """Writing a machine as one function of tensors: questions as `cond`, loops as `while_loop`.
 
-The sides of a question are written up to where they meet again, and a loop as one round of it.
-Each becomes a function whose arguments are all that it uses, and which returns what is held
-where it ends. What is written to in it is copied before, since neither may change its arguments.
+Each side of a question, up to where the sides meet again, becomes a function, and so does one
+iteration of a loop. Its arguments are all values that it uses, and it returns the values that are
+still needed at its end. Tensors that it writes to are copied first, since neither `cond` nor
+`while_loop` may change its arguments.
 
-A side that nobody has seen is not written: the run goes on along the one that is known, and a
-*flag* says that it should not have. Behind the outermost question or loop it is asserted that the
-flag is not set.
+A side that no run has taken is not written: the program continues along the known side, and sets a
+*flag*. After the outermost question or loop, the program asserts that the flag is not set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bendtrace.errors import ExportError
 from bendtrace.export.functions import OWN, Functions, Unseen, order, said, shared_in, unaliased
-from bendtrace.export.machine import END, Loop, Machine, Question, Run, View, Way, told
+from bendtrace.export.machine import END, AnalysedRun, Loop, Machine, Question, View, Way, told
 from bendtrace.export.ops import Scope, SegmentOps
 from bendtrace.export.outputs import output_of, write_output
 from bendtrace.export.values import (
@@ -47,11 +47,11 @@ class Written:
 
     Attributes:
         text: the source of a module-level function `forward(self, ...)`.
-        names: what the names in it are bound to.
+        names: the values of the names in it.
         records: for each line, the op or guard that it comes from.
         tensors: state, by the name of the attribute path in the module.
         unseen: the sides that no input took.
-        told: what the user should know about it.
+        told: notes for the user.
     """
 
     text: str
@@ -121,7 +121,7 @@ class _Writer(Functions):
     def _go(
         self, scope: Scope, node: Any, env: tuple[Value, ...], until: Any, view: View
     ) -> tuple[Value, ...]:
-        """Write all from a state to another one, and return what is held there."""
+        """Write the ways from one state to another, and return the values needed there."""
         while node is not until and node is not view.sink:
             loop = view.loops.get(node)
             if loop is not None:
@@ -139,7 +139,7 @@ class _Writer(Functions):
         self, scope: Scope, question: Question, ways: list[Way], env: tuple[Value, ...],
         view: View, join: Any, is_demanded: bool,
     ) -> tuple[Value, ...]:  # fmt: skip
-        """Write what follows the answers of a question, up to where they meet again."""
+        """Write the sides of a question, up to where they meet again."""
         if len(ways) == 1:
             if is_demanded:
                 holds = self._test(scope, question, ways[0].answer, env)
@@ -155,7 +155,7 @@ class _Writer(Functions):
         return self._cond(scope, question, asked, sides)
 
     def _test(self, scope: Scope, question: Question, answer: Any, env: tuple[Value, ...]) -> str:
-        """Return an expression for whether the answer to a question is some one."""
+        """Return an expression for whether a question has a certain answer."""
         run, guard = question.run, question.guard
         holes = run.recording.tape.states[question.number].holes
         ops = self._ops(scope, run, None, dict(zip(holes, env, strict=True)))
@@ -213,7 +213,7 @@ class _Writer(Functions):
         )
 
     def _ops(
-        self, scope: Scope, run: Run, schedule: Schedule | None, known: dict[int, Value]
+        self, scope: Scope, run: AnalysedRun, schedule: Schedule | None, known: dict[int, Value]
     ) -> SegmentOps:
         return SegmentOps(
             scope, run, schedule, known, self._part, self._new, self._demand, self._names
@@ -224,7 +224,7 @@ class _Writer(Functions):
     def _follow(
         self, scope: Scope, way: Way, env: tuple[Value, ...], view: View
     ) -> tuple[Value, ...]:
-        """Write what follows an answer, up to the next question, and return what is held there."""
+        """Write the way to the next question, and return the values needed there."""
         loop = view.loop
         if loop is not None and way in loop.leaving:
             return Constant(False), *self._rounds[loop]
@@ -261,15 +261,17 @@ class _Writer(Functions):
             return (output_of(run.recording.root.output, ops, self._part, self._told),)
         return tuple(ops.value_of(hole) for hole in tape.states[way.stop].holes)
 
-    def _require_inputs(self, scope: Scope, ops: SegmentOps, run: Run, position: int) -> None:
-        """Write the guards of the inputs' sizes: torch.export learns from them what is open."""
+    def _require_inputs(
+        self, scope: Scope, ops: SegmentOps, run: AnalysedRun, position: int
+    ) -> None:
+        """Write the guards on input sizes, from which torch.export learns the open sizes."""
         tape = run.recording.tape
         for number, guard in enumerate(tape.guards):
             if guard.position == position and run.analysis.kinds[number] is GuardKind.INPUT:
                 self._require(scope, ops, guard)
 
     def _require(self, scope: Scope, ops: SegmentOps, guard: Guard) -> None:
-        """Write what is tested while the code is traced."""
+        """Write a test that runs while the code is traced."""
         if guard.is_on_identity or guard.test is Test.KIND:
             return
         op, expected = ops.op(guard.index), guard.expected
@@ -299,7 +301,7 @@ class _Writer(Functions):
         scope.add(f"require({text})", guard)
 
     def _copy_written(self, scope: Scope, schedule: Schedule, ops: SegmentOps) -> None:
-        """Copy what a segment writes to, where that was made outside of the function."""
+        """Copy the tensors that a segment writes to, if they were made outside of the function."""
         roots: dict[int, set[int]] = {}
         written: dict[int, Op] = {}
         for index in range(schedule.start, schedule.end):
@@ -357,7 +359,7 @@ class _Writer(Functions):
     def _loop(
         self, scope: Scope, loop: Loop, env: tuple[Value, ...], view: View
     ) -> tuple[Value, ...]:
-        """Write a loop, and return what is held at its header when it is left for good."""
+        """Write a loop, and return the values needed at its header after its last iteration."""
         header = loop.header
         is_simple = all(way in header.ways for way in loop.leaving) and bool(loop.leaving)
         staying = [way for way in view.ways(header) if way not in loop.leaving]

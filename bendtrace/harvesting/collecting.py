@@ -199,7 +199,7 @@ class Collector:
             made = group.make(
                 said, _Watch(self, rule), allow_none=self._settings.allow_none, kind=_Watched
             )
-            if self._settings.passes is not None and any(want.passes for want in made.wants):
+            if self._settings.passes is not None and any(target.passes for target in made.targets):
                 raise InputError(f"{said!r} names passes: give them either there or with passes=")
         first = group.insertions[0]
         assert isinstance(first, _Watched)

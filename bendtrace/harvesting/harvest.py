@@ -18,8 +18,8 @@ from bendtrace.harvesting.collecting import Collector
 from bendtrace.harvesting.filling import Filling, require_place
 from bendtrace.harvesting.formats import form_of
 from bendtrace.harvesting.reading import Harvest
-from bendtrace.harvesting.running import Run, refuse_repeats, total_of
-from bendtrace.harvesting.settings import Settings, fingerprint, flat, told, told_insertion
+from bendtrace.harvesting.running import HarvestRun, refuse_repeats, total_of
+from bendtrace.harvesting.settings import Settings, fingerprint, told, told_insertion
 from bendtrace.harvesting.shards import (
     HARVEST,
     INDEX,
@@ -31,6 +31,7 @@ from bendtrace.harvesting.shards import (
     shards_in,
 )
 from bendtrace.harvesting.workers import Progress, Workers, Writer
+from bendtrace.interject.resolver import flat
 from bendtrace.module import BendedModule
 from bendtrace.storage.sealed import DirectoryLock, writing
 from bendtrace.storage.tensors import sync_directory
@@ -169,7 +170,9 @@ def harvest(
                 if not is_complete:
                     files.clean()
                 with collector, Writer(files, spare) as writer:
-                    run = Run(bended, loader, settings, call, files, writer, collector, workers)
+                    run = HarvestRun(
+                        bended, loader, settings, call, files, writer, collector, workers
+                    )
                     if is_complete:  # compare the loader, as far as that needs no run
                         with torch.random.fork_rng():
                             run.compare()

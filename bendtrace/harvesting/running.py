@@ -31,13 +31,13 @@ from bendtrace.harvesting.shards import Shard, ShardFiles, shards_in
 from bendtrace.harvesting.workers import Workers, Writer
 from bendtrace.module import BendedModule
 
-__all__ = ["Run", "refuse_repeats", "total_of"]
+__all__ = ["HarvestRun", "refuse_repeats", "total_of"]
 
 _SHOWN = 8
 _ORDERS = (1 << 61) - 1
 
 
-class Run:
+class HarvestRun:
     """The harvest of one process.
 
     Attributes:

@@ -28,7 +28,6 @@ __all__ = [
     "STACK",
     "Settings",
     "fingerprint",
-    "flat",
     "state_of",
     "sum_of",
     "told",
@@ -112,15 +111,6 @@ class Settings:
         plain["format"] = plain.pop("form")
         plain["sharded"] = plain.pop("is_dealt")
         return plain
-
-
-def flat(where: Any) -> Iterator[Any]:
-    """Yield the items of nested containers one by one."""
-    if isinstance(where, (list, tuple, set, frozenset)):
-        for item in where:
-            yield from flat(item)
-    else:
-        yield where
 
 
 _LARGEST = 1 << 24  # bytes of a parameter that a fingerprint looks at in full

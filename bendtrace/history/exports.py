@@ -12,7 +12,7 @@ from bendtrace._checks import required_choice
 from bendtrace._lazy import imported, required_pandas
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
-from bendtrace.history.text import data_frame
+from bendtrace.history.tables import data_frame, facts_of, shape_text
 
 __all__ = ["Form", "write_as"]
 
@@ -59,9 +59,7 @@ def _events(
         if entry.kind != "op" or entry.time is None:
             continue
         start, now = now, now + entry.time * 1e6
-        about = {"shape": _shape(entry), "module": entry.module, "arguments": entry.arguments}
-        if entry.source is not None:
-            about["source"] = f"{entry.source}: {entry.source.text}"
+        about = {k: v for k, v in facts_of(entry, "chrome").items() if v is not None}
         events.append(
             {**common, "name": entry.label, "cat": entry.layer_type, "ts": start,
              "dur": now - start, "args": about}
@@ -77,31 +75,23 @@ def _events(
     yield from events
 
 
-def _shape(entry: LayerEntry) -> str:
-    if entry.shape is None:
-        return repr(entry.value)
-    return f"{str(entry.dtype).removeprefix('torch.')}{list(entry.shape)}"
-
-
 def _operands(entry: LayerEntry) -> list[str]:
     return [*entry.parents, *(use.name for use in entry.state if entry.kind != "state")]
 
 
 def _node(entry: LayerEntry) -> dict[str, Any]:
-    about = {"function": entry.target or entry.function, "arguments": entry.arguments}
-    if entry.source is not None:
-        about["source"] = f"{entry.source}: {entry.source.text}"
+    about = facts_of(entry, "model_explorer")
     return {
         "id": entry.label,
         "label": entry.label,
         "namespace": entry.module.replace(".", "/"),
-        "attrs": [{"key": key, "value": value} for key, value in about.items() if value],
+        "attrs": [{"key": key, "value": str(value)} for key, value in about.items() if value],
         "incomingEdges": [
             {"sourceNodeId": label, "sourceNodeOutputId": "0", "targetNodeInputId": str(number)}
             for number, label in enumerate(_operands(entry))
         ],
         "outputsMetadata": [
-            {"id": "0", "attrs": [{"key": "shape", "value": _shape(entry)}]}
+            {"id": "0", "attrs": [{"key": "shape", "value": shape_text(entry)}]}
         ],
     }  # fmt: skip
 
@@ -124,8 +114,8 @@ def _write_graph(directory: Path, entries: Sequence[LayerEntry]) -> None:
         node.name = names[entry.label]
         node.op = entry.layer_type or entry.kind
         node.input.extend(names[label] for label in _operands(entry) if label in names)
-        node.attr["shape"].s = _shape(entry).encode()
-        node.attr["arguments"].s = entry.arguments.encode()
+        for key, value in facts_of(entry, "tensorboard").items():
+            node.attr[key].s = str(value).encode()
     with writers.SummaryWriter(str(directory)) as writer:
         events = imported("tensorboard.compat.proto.event_pb2")
         writer._get_file_writer().add_event(events.Event(graph_def=graph.SerializeToString()))

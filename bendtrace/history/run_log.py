@@ -14,10 +14,9 @@ from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.exports import Form, write_as
 from bendtrace.history.lookup import Entries, Lookup
-from bendtrace.history.tables import Table, hash_of, table_of
+from bendtrace.history.tables import Table, data_frame, hash_of, table_of
 from bendtrace.history.text import (
     Facts,
-    data_frame,
     entry_text,
     flow_text,
     log_text,

@@ -1,10 +1,10 @@
-"""Sizes, counts, times and places in human-readable form."""
+"""Sizes, counts and places in human-readable form."""
 
 from __future__ import annotations
 
 import os
 
-__all__ = ["counted", "listed", "number_text", "place_text", "size_text", "time_text"]
+__all__ = ["counted", "listed", "number_text", "place_text", "size_text"]
 
 
 def size_text(nbytes: int) -> str:
@@ -17,11 +17,6 @@ def size_text(nbytes: int) -> str:
         if size < 1024 or unit == "TB":
             break
     return f"{size:.1f} {unit}"
-
-
-def time_text(seconds: float) -> str:
-    """Return a duration as text."""
-    return f"{seconds:.3f}s"
 
 
 def number_text(value: object) -> str:

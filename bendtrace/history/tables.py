@@ -1,24 +1,34 @@
-"""Tables of a run: its ops with their arguments, its modules, parameters and buffers; its hash."""
+"""Tables of a run: its columns, ops, modules, parameters and buffers; its hash.
+
+A fact about entries that tables and exports show is one `LogColumn`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from bendtrace._checks import required_choice
-from bendtrace._lazy import tabulate
+from bendtrace._lazy import required_pandas, tabulate
 from bendtrace.flow import FlowSteps, LoopFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 
+if TYPE_CHECKING:
+    import pandas
+
 __all__ = [
     "Table",
+    "data_frame",
+    "facts_of",
     "hash_of",
     "in_bytes",
     "in_percent",
     "in_seconds",
     "rounded",
+    "shape_text",
     "table_of",
 ]
 
@@ -73,16 +83,101 @@ class Table(Sequence[Any]):
         return [row._asdict() for row in self._rows]
 
 
-class OpRow(NamedTuple):
-    """An op with its arguments, for `table("ops")`."""
+View = Literal["ops", "frame", "chrome", "model_explorer", "tensorboard"]
 
-    label: str
-    function: str
-    arguments: str
-    shape: tuple[int, ...] | None
-    dtype: str
-    module: str
-    nbytes: int
+
+class LogColumn(NamedTuple):
+    """A fact about each entry of a log, which tables and exports show.
+
+    Attributes:
+        name: its heading.
+        views: where it is shown: in the table of ops, in the "frame" of pandas and parquet, and
+            in the exports with these names.
+        read: returns its value for an entry; None for the entry's attribute with that name.
+    """
+
+    name: str
+    views: tuple[View, ...]
+    read: Callable[[LayerEntry], Any] | None = None
+
+    def value(self, entry: LayerEntry) -> Any:
+        """Return its value for an entry."""
+        return getattr(entry, self.name) if self.read is None else self.read(entry)
+
+
+def shape_text(entry: LayerEntry) -> str:
+    """Return the dtype and shape of a tensor as `float32[2, 3]`, or a number as it prints."""
+    return repr(entry.value) if entry.shape is None else f"{_dtype(entry)}{list(entry.shape)}"
+
+
+def _dtype(entry: LayerEntry) -> str:
+    return str(entry.dtype).removeprefix("torch.")
+
+
+def _target(entry: LayerEntry) -> str:
+    return entry.target or entry.function
+
+
+def _parameters(entry: LayerEntry) -> int:
+    return sum(use.numel for use in entry.state if use.is_parameter)
+
+
+def _place(entry: LayerEntry) -> str | None:
+    return None if entry.source is None else str(entry.source)
+
+
+def _source(entry: LayerEntry) -> str | None:
+    return None if entry.source is None else f"{entry.source}: {entry.source.text}"
+
+
+# Each view shows them in this order.
+COLUMNS = (
+    LogColumn("label", ("ops",)),
+    LogColumn("function", ("ops", "model_explorer"), _target),
+    LogColumn("shape", ("chrome", "tensorboard"), shape_text),
+    LogColumn("arguments", ("ops", "chrome", "model_explorer", "tensorboard")),
+    LogColumn("layer_type", ("frame",)),
+    LogColumn("kind", ("frame",)),
+    LogColumn("pass", ("frame",), lambda entry: entry.pass_number),
+    LogColumn("passes", ("frame",)),
+    LogColumn("shape", ("ops", "frame")),
+    LogColumn("dtype", ("ops",), _dtype),
+    LogColumn("dtype", ("frame",), lambda entry: str(entry.dtype)),
+    LogColumn("device", ("frame",), lambda entry: str(entry.device)),
+    LogColumn("bytes", ("frame",), lambda entry: entry.nbytes),
+    LogColumn("function", ("frame",)),
+    LogColumn("grad_fn", ("frame",)),
+    LogColumn("module", ("ops", "frame", "chrome")),
+    LogColumn("nbytes", ("ops",)),
+    LogColumn("parents", ("frame",)),
+    LogColumn("children", ("frame",)),
+    LogColumn("parameters", ("frame",), _parameters),
+    LogColumn("seconds", ("frame",), lambda entry: entry.time),
+    LogColumn("flops", ("frame",)),
+    LogColumn("node_path", ("frame",)),
+    LogColumn("source", ("frame",), _place),
+    LogColumn("source", ("chrome", "model_explorer"), _source),
+    LogColumn("saved", ("frame",), lambda entry: entry.has_contents),
+)
+
+
+def facts_of(entry: LayerEntry, view: View) -> dict[str, Any]:
+    """Return what a view shows of an entry, by the names of its columns."""
+    return {column.name: column.value(entry) for column in COLUMNS if view in column.views}
+
+
+def data_frame(entries: Sequence[LayerEntry]) -> pandas.DataFrame:
+    """Return a row for each entry, indexed by label.
+
+    Raises:
+        ImportError: pandas is not installed.
+    """
+    rows = {entry.label: facts_of(entry, "frame") for entry in entries}
+    frame = required_pandas().DataFrame.from_dict(rows, orient="index")
+    return frame.rename_axis("label")  # type: ignore[no-any-return]
+
+
+OpRow = namedtuple("OpRow", [c.name for c in COLUMNS if "ops" in c.views])  # type: ignore[misc]
 
 
 class ModuleRow(NamedTuple):
@@ -111,13 +206,7 @@ def table_of(entries: Sequence[LayerEntry], modules: Iterable[ModuleEntry], what
     required_choice("what", what, "ops", "modules", "parameters", "buffers")
     ops = [entry for entry in entries if entry.kind == "op"]
     if what == "ops":
-        rows: list[Any] = [
-            OpRow(
-                entry.label, entry.target or entry.function, entry.arguments, entry.shape,
-                str(entry.dtype).removeprefix("torch."), entry.module, entry.nbytes,
-            )
-            for entry in ops
-        ]  # fmt: skip
+        rows: list[Any] = [OpRow(**facts_of(entry, "ops")) for entry in ops]
     elif what == "modules":
         calls: dict[str, list[ModuleEntry]] = {}
         for module in modules:

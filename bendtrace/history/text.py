@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bendtrace._lazy import networkx as nx
-from bendtrace._lazy import required_pandas, tabulate
+from bendtrace._lazy import tabulate
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.lookup import Lookup
 from bendtrace.history.sizes import counted, size_text
 
-if TYPE_CHECKING:
-    import pandas
-
 __all__ = [
     "Facts",
-    "data_frame",
     "entry_text",
     "flow_text",
     "log_text",
@@ -283,40 +279,6 @@ def _level(name: str, below: dict[str, list[str]], indent: str) -> Iterator[str]
             continue
         yield f"{indent}{child}:"
         yield from _level(child, below, f"{indent}    ")
-
-
-def data_frame(entries: Sequence[LayerEntry]) -> pandas.DataFrame:
-    """Return a row for each entry, indexed by label.
-
-    Raises:
-        ImportError: pandas is not installed.
-    """
-    rows = {
-        entry.label: {
-            "layer_type": entry.layer_type,
-            "kind": entry.kind,
-            "pass": entry.pass_number,
-            "passes": entry.passes,
-            "shape": entry.shape,
-            "dtype": str(entry.dtype),
-            "device": str(entry.device),
-            "bytes": entry.nbytes,
-            "function": entry.function,
-            "grad_fn": entry.grad_fn,
-            "module": entry.module,
-            "parents": entry.parents,
-            "children": entry.children,
-            "parameters": sum(use.numel for use in entry.state if use.is_parameter),
-            "seconds": entry.time,
-            "flops": entry.flops,
-            "node_path": entry.node_path,
-            "source": None if entry.source is None else str(entry.source),
-            "saved": entry.has_contents,
-        }
-        for entry in entries
-    }
-    frame = required_pandas().DataFrame.from_dict(rows, orient="index")
-    return frame.rename_axis("label")  # type: ignore[no-any-return]
 
 
 def rolled_graph(entries: Sequence[LayerEntry]) -> nx.DiGraph[str]:

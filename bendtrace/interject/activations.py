@@ -6,8 +6,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.copies import copied
 from bendtrace.interject.bends.catalogue import NamedActivations, leaves_of
 from bendtrace.interject.bends.spec import compiled
+from bendtrace.interject.group import Bended
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
+from bendtrace.interject.registry import InsertionRegistry
+from bendtrace.interject.resolver import flat
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.paths.view import Node, NodePath
 
@@ -30,34 +33,6 @@ _OPTIONS = frozenset(
     {"allow_none", "args", "bended", "detach", "kwargs", "passes", "return_output"}
 )
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-class InsertionRegistry(Protocol):
-    """The store of a model's insertions."""
-
-    @property
-    def insertions(self) -> tuple[Insertion, ...]:
-        """The active insertions."""
-
-    def make(self, where: Any, what: Any, *, allow_none: bool = False) -> Insertion:
-        """Create an insertion without activating it."""
-
-    def add(self, *insertions: Insertion) -> None:
-        """Activate insertions."""
-
-    def remove(self, *insertions: Insertion) -> None:
-        """Remove insertions."""
-
-
-class Bended(Protocol):
-    """A model that accepts insertions."""
-
-    _board: Any
-    _model: Callable[..., Any]
-    _signature: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
 
 
 class Activations(dict[str, Any]):
@@ -219,7 +194,7 @@ def get_activations(
         ['div:1', 'div:2', 'div:3']
     """
     board: InsertionRegistry = model._board
-    items = list(_flat(where))
+    items = list(flat(where))
     if not items:
         raise InputError("say which activations to return: pass at least one node")
     admitted = Passes(passes)
@@ -227,7 +202,7 @@ def get_activations(
     for item in items:
         observer = _Observer(admitted, detach, late=bended)
         insertion = _made(board, model._model, item, observer, allow_none)
-        if passes is not None and any(want.passes is not None for want in insertion.wants):
+        if passes is not None and any(target.passes is not None for target in insertion.targets):
             raise InputError(f"{item!r} names passes: give them either there or with passes=")
         made.append((item, observer, insertion))
     insertions = [insertion for _, _, insertion in made]
@@ -278,19 +253,11 @@ def _users_level() -> int:
     return level
 
 
-def _flat(where: Any) -> Iterator[Any]:
-    if isinstance(where, (list, tuple, set, frozenset)):
-        for item in where:
-            yield from _flat(item)
-    else:
-        yield where
-
-
 def _gathered(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:
     values: dict[str, Any] = {}
     names: dict[str, list[str]] = {}
     for item, observer, insertion in made:
-        named = any(want.passes is not None for want in insertion.wants)
+        named = any(target.passes is not None for target in insertion.targets)
         rows = observer.rows(named)
         values.update(rows)
         said = item._path if isinstance(item, Node) else item

@@ -1,8 +1,8 @@
-"""What is inserted in a call, as compiled paths take it.
+"""The insertions of a call, in the form that compiled paths need.
 
-For each gate of a path it is found out what its insertions do: those that compute something of a
-tensor have an *effect* (`effects.py`), which is compiled with the path; those that only look, and
-keep copies, are called after the run. If there is another one, the call is replayed.
+The insertions at the gates of a path are of two kinds. Those that compute a new tensor have an
+*effect* (`effects.py`), which is compiled with the path. Those that only observe and keep copies
+are called after the run. If there is an insertion of neither kind, the call is replayed.
 """
 
 from __future__ import annotations
@@ -23,35 +23,31 @@ from bendtrace.interject.gates import (
     Gate,
     StateGate,
     as_inputs,
-    leaves_of_shape,
     noted,
-    part_of,
 )
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
 from bendtrace.interject.plan import Entry, Plan
 from bendtrace.interject.purity import effect_of_pure
-from bendtrace.interject.structure import Leaf, Shape, assemble
+from bendtrace.interject.structure import Leaf, Shape, assemble, leaves_of_shape, part_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import Ref, TensorMeta
 
 __all__ = ["inserted_by"]
 
-_NOTHING = Inputs(())
-
 
 class _Turn(NamedTuple):
-    """The turn of one insertion at a gate, which is the same in all calls.
+    """One insertion at a gate, as far as it is the same in all calls.
 
     Attributes:
         entry: the insertion.
-        at: what it is told of the pass.
-        slot: the value that it computes with; -1 for one that looks.
-        like: what that is like.
-        shape: of what it looks at.
-        slots: the tensors of that.
-        values: all values of the gate, as far as they are constants.
-        look: called with what it looks at.
+        at: the pass, as the insertion sees it.
+        slot: the position of the value that it changes; -1 for an observer.
+        like: the metadata of that value.
+        shape: the structure of the observed value.
+        slots: the positions of the tensors in it.
+        values: the arguments of the gate; observed tensors replace those at `slots`.
+        look: called with the observed value.
     """
 
     entry: Entry
@@ -64,16 +60,16 @@ class _Turn(NamedTuple):
     look: Callable[[Any], Any] | None = None
 
 
-# A gate with the number of its op, and whose turn it is there.
+# A gate with the number of its op, and its insertions.
 _GateTurns = tuple[int, Gate, list[_Turn]]
 
 
 class _Refused(Exception):
-    """Why something that is inserted cannot be compiled."""
+    """The reason why an insertion cannot be compiled."""
 
 
 def inserted_by(plan: Plan) -> PlannedInsertions:
-    """Return what a plan inserts, as compiled paths take it."""
+    """Return the insertions of a plan, in the form that compiled paths need."""
     known = plan.compiled
     if known is None:
         known = plan.compiled = PlannedInsertions(plan)
@@ -88,7 +84,7 @@ class PlannedInsertions:
         plan: the insertions.
 
     Attributes:
-        places: where they are.
+        places: the key of their locations.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -97,7 +93,7 @@ class PlannedInsertions:
         self._turns: dict[int, tuple[Recording, list[_GateTurns] | str]] = {}
 
     def along(self, recording: Recording) -> SplicedTurns | str:
-        """Return the splices of a path, or why there is a gate that cannot be compiled."""
+        """Return the splices of a path, or why one of its gates cannot be compiled."""
         known = self._turns.get(id(recording))
         if known is None:
             try:
@@ -134,12 +130,12 @@ class SplicedTurns:
     """The splices of one path in one call (see `compiled.splices.Spliced`).
 
     Args:
-        gates: for the op of each gate, whose turn it is there.
-        effects: for each gate, what each of them does; None for those that look.
+        gates: the gates with their insertions.
+        effects: for each gate, the effects of its insertions; None for observers.
 
     Attributes:
-        key: what two calls have in common that the same graph serves.
-        tensors: what the effects need, in order.
+        key: equal for calls that the same graph can serve.
+        tensors: the tensors that the effects need, in order.
     """
 
     def __init__(self, gates: list[_GateTurns], effects: list[list[Effect | None]]) -> None:
@@ -170,7 +166,7 @@ class SplicedTurns:
     def served(
         self, kept: Sequence[Any], changed: Tensor | None, unchanged: frozenset[int]
     ) -> None:
-        """Have the insertions take note of what a graph did in their place."""
+        """Let the insertions record what a graph did in their place."""
         left, flags, number = list(reversed(kept)), None, -1
         for (_, _, turns), row in zip(self._gates, self._effects, strict=True):
             for turn, effect in zip(turns, row, strict=True):
@@ -218,10 +214,10 @@ def _splice(gate: Gate, turns: list[_Turn], effects: list[Effect | None]) -> Spl
 
 
 def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Turn]:
-    """Return whose turn it is at a gate, in order.
+    """Return the insertions at a gate, in order.
 
     Raises:
-        _Refused: something there cannot be compiled.
+        _Refused: one of them cannot be compiled.
     """
     entries = gate.entries_in(plan)
     if isinstance(gate, CountGate):
@@ -269,7 +265,7 @@ def _turn(gate: AfterGate | BeforeGate, entry: Entry, args: Any, recording: Reco
     if shape is None:
         return None
     if what.observes:
-        look = functools.partial(what.after, at, _NOTHING)
+        look = functools.partial(what.after, at, NO_INPUTS)
         return _looking(_Turn(entry, at, shape=shape, look=look), args, said, recording)
     if type(shape) is not Leaf or shape.kind is not Tensor:
         raise _Refused(f"{said} changes a value that is no single tensor")
@@ -278,7 +274,7 @@ def _turn(gate: AfterGate | BeforeGate, entry: Entry, args: Any, recording: Reco
 
 
 def _looking(turn: _Turn, args: Any, said: str, recording: Recording) -> _Turn:
-    """Say which tensors are looked at."""
+    """Return the turn of an observer, with the tensors that it observes."""
     if not (turn.entry.what.observes and turn.entry.what.deferrable):
         raise _Refused(f"{said} is not known to do without being called while the model runs")
     slots: list[int] = []
@@ -305,7 +301,7 @@ def _counted(gate: CountGate, entry: Entry) -> _Turn:
 
 
 def _told(what: Interjection, at: NodePass, _: Any) -> None:
-    what.before(at, _NOTHING)
+    what.before(at, NO_INPUTS)
 
 
 def _of_inputs(what: Interjection, at: NodePass) -> Callable[[Any], Any]:

@@ -18,6 +18,7 @@ from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.report import Report
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import assemble, take_apart
+from bendtrace.interject.tensors import version_of
 
 __all__ = ["Between", "Edge", "Sent"]
 
@@ -41,12 +42,12 @@ class Sent(Interjection):
         """Record the tensors."""
         known = self._known()
         for tensor in _tensors(output):
-            known[id(tensor)] = weakref.ref(tensor), _version(tensor)
+            known[id(tensor)] = weakref.ref(tensor), version_of(tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the node has output this tensor in this call of the model, unchanged since."""
         known = self._known().get(id(tensor))
-        return known is not None and known[0]() is tensor and known[1] == _version(tensor)
+        return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
 
     def _known(self) -> dict[int, _Known]:
         known: dict[int, _Known] = of_this_run().setdefault(self, {})
@@ -116,10 +117,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     for found in take_apart(value)[1]:
         if isinstance(found, Tensor):
             yield found
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class Between:

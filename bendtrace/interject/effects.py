@@ -1,4 +1,4 @@
-"""Effects: what an insertion does to a tensor, as a function of tensors that can be compiled."""
+"""Effects: the change of a tensor by an insertion, as a function of tensors to be compiled."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Effect", "as_given", "as_number", "can_cast", "chained", "effect_of_
 
 
 class Effect(NamedTuple):
-    """What an insertion does to a tensor now.
+    """The change of a tensor by an insertion in one call.
 
     Attributes:
-        function: given the tensor and `tensors`, returns the new one; None keeps the one there is.
-            With `keep` it returns a tuple of that and of what is to be kept.
-        tensors: what it needs besides: inputs of compiled graphs, so that other ones are served by
-            the same graph.
-        key: all that the function depends on besides, so that two with equal keys do the same.
-        keep: called after the run with what is to be kept.
-        kept: how many tensors that is.
+        function: given the tensor and `tensors`, returns the new tensor, or None to keep it. With
+            `keep` it returns a tuple of that and of the tensors to keep.
+        tensors: the other tensors that it needs. They are inputs of compiled graphs, so that one
+            graph serves calls with different tensors.
+        key: everything else that the function depends on: effects with equal keys do the same.
+        keep: called after the run with the tensors to keep.
+        kept: their number.
         check: see `compiled.splices.Step`.
     """
 
@@ -36,21 +36,21 @@ class Effect(NamedTuple):
 
 
 def _number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:
-    """Return a value as a tensor that computes the same; None for one that is a constant.
+    """Return an operand as a tensor that gives the same results.
 
     Args:
-        value: a number or tensor that something is computed of together with a tensor.
-        like: what that tensor is like.
+        value: the operand: a number or tensor.
+        like: the metadata of the other operand.
 
     Returns:
-        The tensor, None, or why it is neither.
+        The tensor; None for a constant of the graph; or why it can be neither.
     """
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
             return "it computes with a tensor that is no plain dense one"
         return value
     if type(value) is float and like.dtype.is_floating_point and like.shape:
-        # What torch makes of a number next to a tensor that has dimensions.
+        # torch does the same to a number next to a tensor that has dimensions.
         return torch.tensor(value, dtype=torch.float64)
     if type(value) in (bool, int, float, complex):
         return None
@@ -60,13 +60,13 @@ def _number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:
 def effect_of_value(
     compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta, *key: Hashable
 ) -> Effect | str:
-    """Return the effect of computing something of a tensor and one value.
+    """Return the effect of a function of a tensor and one value.
 
     Args:
         compute: given both, returns the new tensor.
         value: the value: a number or tensor.
-        like: what the tensor is like.
-        key: what `compute` depends on.
+        like: the metadata of the tensor.
+        key: everything that `compute` depends on.
     """
     given = _number_or_tensor(value, like)
     if isinstance(given, str):
@@ -77,9 +77,9 @@ def effect_of_value(
 
 
 def as_number(number: Any, tensor: Tensor) -> Any:
-    """Return a number that became an input, to compute something of it and a tensor.
+    """Return an operand of a tensor, which was a number before it became an input.
 
-    Next to a tensor without dimensions it would have a say in the dtype, which a number has not.
+    Next to a tensor without dimensions it would influence the dtype of the result, unlike a number.
     """
     if tensor.dim() or not isinstance(number, Tensor):
         return number
@@ -89,7 +89,7 @@ def as_number(number: Any, tensor: Tensor) -> Any:
 
 
 def chained(first: Effect, second: Effect) -> Effect:
-    """Return the effect of two, one after the other."""
+    """Return the effect of one effect after another."""
     count, one, two = len(first.tensors), first.function, second.function
 
     def both(tensor: Tensor, *tensors: Tensor) -> Any:

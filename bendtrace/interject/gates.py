@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bendtrace.errors import InterjectionError
 from bendtrace.interject.gradients import CallGradients, ChecksGradients
-from bendtrace.interject.interjection import Inputs, NodePass
+from bendtrace.interject.interjection import NO_INPUTS, Inputs, NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot
 from bendtrace.interject.structure import (
     Leaf,
@@ -28,9 +28,14 @@ from bendtrace.interject.structure import (
     Shape,
     assemble,
     collect,
+    count_of,
     describe,
+    exchangeable,
+    has_mutable,
+    part_of,
     take_apart,
 )
+from bendtrace.interject.tensors import differ, version_of
 
 __all__ = [
     "AfterGate",
@@ -40,10 +45,8 @@ __all__ = [
     "InsteadGate",
     "StateGate",
     "as_inputs",
-    "leaves_of_shape",
     "noted",
     "of_this_run",
-    "part_of",
     "running",
 ]
 
@@ -273,7 +276,7 @@ class AfterGate(Gate):
             if not entry.after:
                 continue
             if inputs is None:
-                inputs = _NOTHING
+                inputs = NO_INPUTS
                 if self._given is not None:
                     inputs = as_inputs(assemble(self._given, list(values[self._count :])))
             shape, at = part_of(self.shape, entry.dig), _dug(self.at, entry)
@@ -288,15 +291,15 @@ class AfterGate(Gate):
 
     def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
         """Call an insertion at a node that returns one tensor."""
-        version, what, insertion = _version(value), entry.what, entry.insertion
-        result = what.after(at, _NOTHING, value)
-        if _version(value) == version:  # what follows would find out the same, in more time
+        version, what, insertion = version_of(value), entry.what, entry.insertion
+        result = what.after(at, NO_INPUTS, value)
+        if version_of(value) == version:  # what follows would find out the same, in more time
             if result is None or result is value:
                 insertion.fired(at, False)
                 return value
             if type(result) is Tensor and not what.observes:
                 known = insertion.is_known_to_change(at.path)
-                insertion.fired(at, known or _differ(value, result))
+                insertion.fired(at, known or differ(value, result))
                 _note_reshaped(entry, at, value, result)
                 return result
         found = [value]
@@ -310,7 +313,7 @@ class AfterGate(Gate):
         self, entry: Entry, shape: Any, at: NodePass, inputs: Inputs, found: list[Any]
     ) -> None:
         before = list(found)
-        versions = [_version(value) for value in found]
+        versions = [version_of(value) for value in found]
         value = assemble(shape, found)
         result = entry.what.after(at, inputs, value)
         if type(shape) is Shape and (result is None or result is value):
@@ -343,14 +346,14 @@ class StateGate(AfterGate):
         if entry.what.self_contained or entry.what.observes:
             return super()._exchange(entry, value, at)
         copied = value.clone()  # what a function does to its argument must not reach the model
-        version = _version(copied)
-        result = entry.what.after(at, _NOTHING, copied)
+        version = version_of(copied)
+        result = entry.what.after(at, NO_INPUTS, copied)
         found = [value]
         if result is None or result is copied:
-            found = [value if _version(copied) == version else copied]
+            found = [value if version_of(copied) == version else copied]
         else:
             _collect(self.shape, result, found, at, entry)
-        entry.insertion.fired(at, _changed(entry, at, [value], found, [_version(value)]))
+        entry.insertion.fired(at, _changed(entry, at, [value], found, [version_of(value)]))
         return found[0]
 
 
@@ -421,11 +424,11 @@ class BeforeGate(Gate):
         return tensors
 
     def _call(self, entry: Entry, shape: Any, found: list[Any]) -> None:
-        before, versions = list(found), [_version(value) for value in found]
+        before, versions = list(found), [version_of(value) for value in found]
         value = assemble(shape, found)
         if entry.slot in self.places:
             at = replace(self.at, path=entry.place.shown, module=None)
-            result = entry.what.after(at, _NOTHING, value)
+            result = entry.what.after(at, NO_INPUTS, value)
         else:
             at = self.at
             result = entry.what.before(at, as_inputs(value))
@@ -462,7 +465,7 @@ class CountGate(Gate):
 
     def _through(self, values: tuple[Any, ...]) -> None:
         for entry in reversed(self._entries()):
-            entry.what.before(self.at, _NOTHING)
+            entry.what.before(self.at, NO_INPUTS)
             entry.insertion.fired(self.at, False)
 
 
@@ -554,66 +557,10 @@ def _exchange_tensors(found: list[Any], change: Callable[[list[Tensor]], list[Te
         found[number] = tensor
 
 
-_NOTHING = Inputs(())
-
-
 def as_inputs(value: Any) -> Inputs:
     """Convert the arguments of a node to the form that interjections receive."""
     args, kwargs = value
     return Inputs(tuple(args), kwargs)
-
-
-def leaves_of_shape(shape: Any) -> Iterator[Leaf]:
-    """Yield what is in a shape."""
-    if type(shape) is Leaf:
-        yield shape
-    elif type(shape) is Shape:
-        for item in (*shape.items, *shape.attributes):
-            yield from leaves_of_shape(item)
-
-
-def count_of(shape: Any) -> int:
-    """How many values are handed over for a shape."""
-    return sum(leaf.number >= 0 for leaf in leaves_of_shape(shape))
-
-
-def has_mutable(shapes: Any) -> bool:
-    """Return whether a structure contains mutable containers."""
-    return any(
-        type(shape) is Shape
-        and (not issubclass(shape.kind, tuple) or has_mutable((*shape.items, *shape.attributes)))
-        for shape in shapes
-    )
-
-
-def exchangeable(shape: Any) -> tuple[int, ...]:
-    """Return which values of a structure can be replaced: tensors and numbers."""
-    kinds = (Tensor, int, float, bool)
-    return tuple(
-        leaf.number for leaf in leaves_of_shape(shape) if leaf.number >= 0 and leaf.kind in kinds
-    )
-
-
-def part_of(shape: Any, dig: tuple[Any, ...]) -> Any:
-    """Return the shape of what some keys lead to; None if there is no such thing."""
-    for key in dig:
-        if type(shape) is not Shape:
-            return None
-        if key in shape.keys:
-            shape = shape.items[shape.keys.index(key)]
-        elif key in shape.names:
-            shape = shape.attributes[shape.names.index(key)]
-        elif (position := _field(shape.kind, key)) is not None:
-            shape = shape.items[position]
-        else:
-            return None
-    return shape
-
-
-def _field(kind: type, key: Any) -> int | None:
-    """Return the position of a field of a named tuple."""
-    fields: tuple[str, ...] = getattr(kind, "_fields", ()) or getattr(kind, "__match_args__", ())
-    return fields.index(key) if key in fields else None
 
 
 def _dug(at: NodePass, entry: Entry) -> NodePass:
@@ -631,21 +578,15 @@ def _collect(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Ent
         ) from None
 
 
-def _version(value: Any) -> int:
-    if not isinstance(value, Tensor) or value.is_inference():
-        return 0
-    return value._version
-
-
 def _versions(value: Any) -> list[int]:
-    return [_version(tensor) for tensor in take_apart(value, objects=False)[1]]
+    return [version_of(tensor) for tensor in take_apart(value, objects=False)[1]]
 
 
 def _changed(
     entry: Entry, at: NodePass, before: list[Any], found: list[Any], versions: list[int]
 ) -> bool:
     """Return whether an insertion has returned another value, or changed one in place."""
-    written = any(_version(old) != version for old, version in zip(before, versions, strict=True))
+    written = any(version_of(old) != version for old, version in zip(before, versions, strict=True))
     other = [(old, new) for old, new in zip(before, found, strict=True) if new is not old]
     if entry.what.observes and (written or other):
         raise InterjectionError(
@@ -655,18 +596,4 @@ def _changed(
         )
     if written or entry.insertion.is_known_to_change(at.path):
         return written or bool(other)
-    return any(_differ(old, new) for old, new in other)
-
-
-def _differ(old: Any, new: Any) -> bool:
-    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
-        return bool(old != new) if type(old) is type(new) else True
-    if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
-        return True
-    try:
-        if torch.equal(old, new):
-            return False
-        with torch.no_grad():
-            return not bool(((old == new) | ((old != old) & (new != new))).all())
-    except (RuntimeError, NotImplementedError):  # with a layout that torch cannot compare
-        return True
+    return any(differ(old, new) for old, new in other)

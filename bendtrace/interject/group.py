@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.recorder import Recording
+from bendtrace.recording.run import Signature
 
-__all__ = ["InsertionGroup", "InsertionHandle", "is_root"]
+__all__ = ["Bended", "InsertionGroup", "InsertionHandle", "is_root"]
 
 
-class _Model(Protocol):
-    _board: Any
-    _known: Any
+class Bended(Protocol):
+    """A model that accepts insertions: a `BendedModule`, as this package uses it."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    _board: InsertionRegistry
+    _known: Knowledge
+    _model: Callable[..., Any]
+    _signature: Signature
+    _trees: Any
+
+    @property
+    def stats(self) -> Any:
+        """How its calls were served."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
 
 
 class InsertionGroup:
@@ -32,9 +45,9 @@ class InsertionGroup:
         insertions: the insertions, in the order in which they were made.
     """
 
-    def __init__(self, model: _Model) -> None:
+    def __init__(self, model: Bended) -> None:
         self.insertions: list[Insertion] = []
-        self._board: InsertionRegistry = model._board
+        self._board = model._board
         self._known = model._known
 
     def known_runs(self) -> list[Recording]:
@@ -58,7 +71,7 @@ class InsertionGroup:
         made = self._board.make(where, what, allow_none=allow_none)
         if kind is not Insertion:
             checked = made.is_checked
-            made = kind(self._board, made.where, made.wants, made.what, made.passes, allow_none)
+            made = kind(self._board, made.where, made.targets, made.what, made.passes, allow_none)
             made.is_checked = checked
         self.insertions.append(made)
         return made

@@ -17,7 +17,7 @@ from bendtrace.interject.passes import Passes
 from bendtrace.interject.purity import effect_of_function
 from bendtrace.interject.report import Report, Tally
 from bendtrace.interject.resolver import describe_where
-from bendtrace.interject.where import Want
+from bendtrace.interject.where import Target
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import TensorMeta
 
@@ -129,7 +129,7 @@ class Insertion:
         self,
         owner: Owner,
         where: Any,
-        wants: tuple[Want, ...],
+        targets: tuple[Target, ...],
         what: Interjection,
         passes: Passes,
         allow_none: bool,
@@ -137,7 +137,7 @@ class Insertion:
         self.what = what
         self.where = where
         self.passes = passes
-        self.wants = wants
+        self.targets = targets
         self.allow_none = allow_none
         self.is_checked = True  # whether there are selected nodes
         self.runs: list[Recording] = []

@@ -11,7 +11,7 @@ from torch import nn
 from bendtrace.interject.effects import Effect
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["Inputs", "Interjection", "NodePass"]
+__all__ = ["NO_INPUTS", "Inputs", "Interjection", "NodePass"]
 
 
 class Inputs(tuple[Any, ...]):
@@ -43,6 +43,9 @@ class Inputs(tuple[Any, ...]):
         made = super().__new__(cls, args)
         made.kwargs = {} if kwargs is None else kwargs
         return made
+
+
+NO_INPUTS = Inputs(())
 
 
 @dataclass(frozen=True)
@@ -91,16 +94,16 @@ class Interjection:
     Attributes:
         observes: whether it promises to keep every value as it is. An observer that gives
             another value raises.
-        wants_inputs: whether `after` is given what the node was given.
-        blind: whether `before` is only told that the node is come by, and given no inputs.
+        wants_inputs: whether `after` receives the inputs of the node.
+        blind: whether `before` only learns that the node was reached, and receives no inputs.
         late: whether it is called after all others at a node whenever it was inserted, and
             before them by `before`.
-        self_contained: whether it promises to look at nothing of the model but what it is handed.
+        self_contained: whether it promises to read nothing of the model but its arguments.
             Otherwise, where the model's forward assigns attributes whose names are in its code,
             calls are run live, since a replay assigns them at its end.
-        deferrable: whether an observer may be called after the run as well, with what the nodes
-            gave, without a graph of autograd: it keeps no more than copies, and asks for no
-            gradients. With a `backend`, calls with such observers are compiled.
+        deferrable: whether an observer may be called after the run as well, with the outputs of the
+            nodes, without a graph of autograd: it only keeps copies, and asks for no gradients.
+            With a `backend`, calls with such observers are compiled.
         pure: whether it promises that `after` returns a new tensor that depends on nothing but the
             node's tensor and its own attributes, and does nothing else. With a `backend`, it is
             compiled with the model.

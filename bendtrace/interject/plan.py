@@ -11,7 +11,7 @@ from bendtrace.interject.passes import Passes
 from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.recorder import Recording
 
-__all__ = ["Entry", "Matcher", "Place", "Placed", "Plan", "Slot", "State"]
+__all__ = ["Entry", "Location", "Matcher", "Placed", "Plan", "Slot", "State"]
 
 
 class Matcher(Protocol):
@@ -63,7 +63,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """The location of an insertion.
 
     Attributes:
@@ -105,7 +105,7 @@ class Slot(NamedTuple):
         forms: the methods of `Interjection` that they override.
     """
 
-    place: Place
+    place: Location
     forms: frozenset[str]
 
 
@@ -124,7 +124,7 @@ class Entry:
         "wants_inputs", "what",
     )  # fmt: skip
 
-    def __init__(self, insertion: Placed, what: Interjection, place: Place) -> None:
+    def __init__(self, insertion: Placed, what: Interjection, place: Location) -> None:
         self.insertion = insertion
         self.what = what
         self.place = place

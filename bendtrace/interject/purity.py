@@ -1,10 +1,10 @@
-"""Functions of the user's that only compute something of a tensor: their effects.
+"""The effects of users' functions that only compute a new tensor.
 
-A function qualifies if all that it can read is known - tensors and plain values in closures,
+A function qualifies if everything that it can read is known - tensors and plain values in closures,
 defaults and globals, modules, functions of torch, and other such functions - and if it writes to
-nothing of that. This is told from its bytecode whenever the effect is asked for, and confirmed by
-a recording before it is compiled. The tensors in its closure become inputs: another function with
-the same code, and other tensors in the same places, has an effect with the same key.
+none of these. Its bytecode shows this whenever its effect is requested, and a recording confirms it
+before the effect is compiled. The tensors in its closure become inputs: a function with the same
+code, and other tensors in the same places, has an effect with the same key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bendtrace.compiled.eligible import why_not_op
 from bendtrace.interject.effects import Effect
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
 from bendtrace.recording.run import Signature, record
 from bendtrace.tape.contexts import current_context
 from bendtrace.torch_rules.functions import is_torchs_function
@@ -31,16 +31,16 @@ __all__ = ["Lifted", "built", "effect_of_function", "effect_of_pure", "lifted", 
 
 
 class _Impure(Exception):
-    """Why something is not known to be a function of tensors."""
+    """The reason why something may not be a function of tensors."""
 
 
 class Lifted(NamedTuple):
-    """Something that can be called, taken apart into tensors and all else.
+    """A callable, separated into its tensors and the rest.
 
     Attributes:
-        spec: what `built` makes it of again, with the tensors, or others.
+        spec: `built` rebuilds it from this and its tensors, or other ones.
         tensors: the tensors.
-        key: all that it depends on besides.
+        key: everything else that it depends on.
     """
 
     spec: Any
@@ -49,7 +49,7 @@ class Lifted(NamedTuple):
 
 
 def effect_of_function(function: Callable[..., Any]) -> Effect | str:
-    """Return the effect of a function of a tensor, or why it is not known to have one."""
+    """Return the effect of a function of a tensor, or why it may have none."""
     found = lifted(function)
     if isinstance(found, str):
         return found
@@ -81,17 +81,17 @@ def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
         self = object.__new__(cls)
         for name, spec in own:
             setattr(self, name, built(spec, tensors))
-        return self.after(at, _NOTHING, value)
+        return self.after(at, NO_INPUTS, value)
 
     return Effect(after, tuple(lifting.tensors), key)
 
 
 def lifted(function: Any, trusted: bool = False) -> Lifted | str:
-    """Take something that can be called apart, or say why it cannot be.
+    """Separate a callable into its tensors and the rest, or return why that is impossible.
 
     Args:
         function: a function, method, partial or module.
-        trusted: whether it is promised that it only computes something of tensors.
+        trusted: whether its author promises that it only computes new tensors.
     """
     lifting = _Lifting(trusted)
     try:
@@ -102,7 +102,7 @@ def lifted(function: Any, trusted: bool = False) -> Lifted | str:
 
 
 def built(spec: Any, tensors: Sequence[Tensor]) -> Any:
-    """Put what was lifted together again, with some tensors."""
+    """Rebuild a callable with other tensors."""
     kind = spec[0]
     if kind == "tensor":
         return tensors[spec[1]]
@@ -124,17 +124,14 @@ def _called(spec: Any) -> Callable[..., Any]:
     return lambda value, *tensors: built(spec, tensors)(value)
 
 
-_NOTHING = Inputs(())
-
-
 class _Lifting:
-    """Takes things apart.
+    """Separates callables into tensors and the rest.
 
     Args:
-        trusted: whether code is not looked at.
+        trusted: whether to skip the inspection of code.
 
     Attributes:
-        tensors: those that were found.
+        tensors: the tensors found.
     """
 
     def __init__(self, trusted: bool) -> None:
@@ -146,7 +143,7 @@ class _Lifting:
         """Return the spec of a thing, and its key.
 
         Raises:
-            _Impure: it is not known what may be read through it, or written.
+            _Impure: it may read or write something unknown.
         """
         kind = type(thing)
         if kind in _PLAIN:
@@ -209,7 +206,7 @@ class _Lifting:
         return ("function", made, given), key
 
     def _of_code(self, function: types.FunctionType) -> Hashable:
-        """Return the key of what a function does and reads besides its closure."""
+        """Return the key of the code of a function, and of what it reads outside of its closure."""
         code, space = function.__code__, function.__globals__
         if self._trusted:
             return code, _ById(space)
@@ -223,7 +220,7 @@ class _Lifting:
                 keys.append((name, self.of(space[name])[1]))
             elif name not in _BUILTINS:
                 raise _Impure(f"it uses {name}, which may do more than it returns")
-        # Of tensors, the names are what the compiled code has.
+        # Compiled code refers to tensors by these names.
         return code, tuple(keys), None if len(self.tensors) == before else _ById(space)
 
     def _of_module(self, module: nn.Module) -> Hashable:
@@ -251,7 +248,7 @@ class _Lifting:
         return tuple(keys)
 
     def _of_class(self, cls: type) -> None:
-        """Look at the methods of a module of the user's."""
+        """Inspect the methods of a user's module."""
         for base in cls.__mro__:
             if base.__module__.split(".")[0] in _KNOWN:
                 continue
@@ -266,7 +263,7 @@ class _Lifting:
 
 
 class _ById:
-    """Stands in a key for a thing that is compared by its identity, and kept alive."""
+    """A thing in a key: compared by identity, and kept alive."""
 
     __slots__ = ("_thing",)
 
@@ -292,7 +289,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_known(thing: Any) -> bool:
-    """Whether something is torch's, or Python's, and does nothing but compute."""
+    """Return whether something belongs to torch or Python, and only computes."""
     if isinstance(thing, types.ModuleType):
         return thing in _MODULES
     if isinstance(thing, type):
@@ -329,9 +326,9 @@ def _reads(code: types.CodeType) -> tuple[str, ...] | str:
 
 @functools.lru_cache(1024)
 def _maker(code: types.CodeType, defaults: int, named: tuple[str, ...]) -> types.CodeType:
-    """Return the code of a function of what is in a closure that makes a function with it.
+    """Return the code of a function that takes the content of a closure, and returns the function.
 
-    Its inner function is the given one: torch.compile follows functions that are made like that.
+    Its inner function is the given one: torch.compile can follow functions made like this.
     """
     names = [*code.co_freevars]
     given = [*(f"_given_{i}" for i in range(defaults)), *(f"_named_{i}" for i in range(len(named)))]
@@ -352,7 +349,7 @@ def _maker(code: types.CodeType, defaults: int, named: tuple[str, ...]) -> types
 
 
 def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
-    """Say what a function does, in one run, besides computing something of a tensor."""
+    """Return what a function does in one run other than computing a tensor; None for nothing."""
     given = value.detach().clone()
     try:
         recording = record(function, (given,), {}, Signature(function))
@@ -395,7 +392,7 @@ _WRITING = frozenset(
         "SEND", "LOAD_CLASSDEREF", "LOAD_BUILD_CLASS",
     }
 )  # fmt: skip
-# What has effects besides what it returns, or depends on more than what it is given.
+# Functions with side effects, or that depend on more than their arguments.
 _EFFECTS = frozenset(
     {
         "apply_", "backward", "compile", "compiled", "data_ptr", "grad", "grad_fn", "load",

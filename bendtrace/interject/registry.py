@@ -8,66 +8,34 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.insertion import Insertion, as_interjection
 from bendtrace.interject.interjection import Interjection
-from bendtrace.interject.knowledge import Rehearsal
+from bendtrace.interject.knowledge import Knowledge, Rehearsal
 from bendtrace.interject.passes import Passes
-from bendtrace.interject.plan import Entry, Place, Plan, State, forms_of
+from bendtrace.interject.plan import Entry, Location, Plan, State, forms_of
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import (
     AtPath,
     AtPaths,
-    Known,
+    LocationText,
     OfModule,
-    Said,
-    Want,
+    Target,
     near_misses,
-    wants_of,
+    targets_of,
 )
 from bendtrace.paths.candidates import Candidate
-from bendtrace.paths.naming import Registry
-from bendtrace.recording.recorder import Recording
 
 __all__ = ["InsertionRegistry", "Kept"]
 
 _MOST_NOTES = 16  # on why something was not called; more would not be read
 
 # Where, what, and in which passes.
-Kept = tuple[str, tuple[Want, ...], Interjection, Passes, bool]
-
-
-class Model(Known, Protocol):
-    """A model that accepts insertions."""
-
-    @property
-    def registry(self) -> Registry:
-        """The registry of its node names."""
-
-    def recordings(self) -> list[Recording]:
-        """Return the known runs, including those with insertions."""
-
-    def why_not(self, path: str, runs: list[Recording], often_enough: Callable[[int], bool]) -> str:
-        """Return why some runs reached a node less often than others."""
-
-    def candidates(self) -> list[Candidate] | None:
-        """Return the nodes of all runs without insertions; None if there were none."""
-
-    def modules(self) -> list[Candidate]:
-        """Return the modules as nodes, including those that no run has reached."""
-
-    def paths_of(self, module: nn.Module) -> list[str]:
-        """Return the known paths of the calls of a module."""
-
-    def count_passes(self, path: str, run: Recording) -> int:
-        """Return how often a run reached a node."""
-
-    def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
-        """Return the result of a run without insertions."""
+Kept = tuple[str, tuple[Target, ...], Interjection, Passes, bool]
 
 
 class _Calls(threading.local):
@@ -84,7 +52,7 @@ class InsertionRegistry:
         changed: called when insertions change, with whether there are any.
     """
 
-    def __init__(self, model: Model, changed: Callable[[bool], None]) -> None:
+    def __init__(self, model: Knowledge, changed: Callable[[bool], None]) -> None:
         self._model = model
         self._changed = changed
         self._calls = _Calls()
@@ -126,24 +94,24 @@ class InsertionRegistry:
         """Create and check an insertion, without activating it."""
         interjection = as_interjection(what)
         chosen = passes if isinstance(passes, Passes) else Passes(passes, every)
-        wants = wants_of(where, self._model, lenient=allow_none)
-        named = [want.passes for want in wants if want.passes is not None]
+        targets = targets_of(where, self._model, lenient=allow_none)
+        named = [target.passes for target in targets if target.passes is not None]
         if named:
-            if passes is not None or every is not None or len(wants) > 1:
+            if passes is not None or every is not None or len(targets) > 1:
                 raise InputError(
                     f"{describe_where(where)} names passes: give them either there or with "
                     "passes=, and one node at a time"
                 )
             chosen = Passes(named[0])
-        for want in wants:
-            if want.place is not None:
-                _require_possible(want.place, interjection)
-        insertion = Insertion(self, where, wants, interjection, chosen, allow_none)
+        for target in targets:
+            if target.place is not None:
+                _require_possible(target.place, interjection)
+        insertion = Insertion(self, where, targets, interjection, chosen, allow_none)
         exact = all(
-            want.place is None
-            or want.place.role != "node"
-            or isinstance(want.place.matcher, (AtPath, OfModule))
-            for want in wants
+            target.place is None
+            or target.place.role != "node"
+            or isinstance(target.place.matcher, (AtPath, OfModule))
+            for target in targets
         )
         insertion.is_checked = (
             allow_none or exact or self._is_met(insertion, self._model.candidates())
@@ -201,11 +169,9 @@ class InsertionRegistry:
         """
         found: list[Kept] = []
         for insertion in self._insertions:
-            wants = tuple(want.said_in_words() for want in insertion.wants)
-            row: Kept = (
-                Said(describe_where(insertion.where)), wants, insertion.what, insertion.passes,
-                insertion.allow_none,
-            )  # fmt: skip
+            targets = tuple(target.said_in_words() for target in insertion.targets)
+            said = LocationText(describe_where(insertion.where))
+            row: Kept = said, targets, insertion.what, insertion.passes, insertion.allow_none
             found.append(row if memo is None else copy.deepcopy(row, memo))
         return found
 
@@ -227,10 +193,10 @@ class InsertionRegistry:
         ahead = [
             insertion
             for insertion in insertions
-            if insertion.passes.needs_total or any(want.is_ahead for want in insertion.wants)
+            if insertion.passes.needs_total or any(target.is_ahead for target in insertion.targets)
         ]
         opened = [
-            i for i in insertions if not i.is_checked or any(want.is_open for want in i.wants)
+            i for i in insertions if not i.is_checked or any(target.is_open for target in i.targets)
         ]
         if not ahead and not opened:
             plan = self._plan
@@ -239,10 +205,10 @@ class InsertionRegistry:
             return plan
         rehearsal = self._model.rehearsal(args, kwargs)
         for insertion in opened:
-            insertion.wants = tuple(
+            insertion.targets = tuple(
                 found
-                for want in insertion.wants
-                for found in self._found(insertion, want, rehearsal)
+                for target in insertion.targets
+                for found in self._found(insertion, target, rehearsal)
             )
             insertion.is_checked = insertion.is_checked or self._is_met(insertion, rehearsal.graph)
         return self._made(insertions, rehearsal)
@@ -254,12 +220,12 @@ class InsertionRegistry:
         modules = {node.module_path: node.module for node in self._model.modules()}
         for insertion in self._insertions:
             unknown = unknown or insertion.passes.needs_total
-            for want in insertion.wants:
-                place = want.place
-                if place is None and want.is_open and want.said in modules:
-                    module = modules[want.said]
+            for target in insertion.targets:
+                place = target.place
+                if place is None and target.is_open and target.said in modules:
+                    module = modules[target.said]
                     assert module is not None
-                    place = Place("node", OfModule(module))
+                    place = Location("node", OfModule(module))
                 if place is None:
                     unknown = True
                 else:
@@ -270,33 +236,35 @@ class InsertionRegistry:
         """Return notes on why an insertion was not called."""
         if not insertion.runs:
             return ("no call was made",)
-        paths = dict.fromkeys(path for want in insertion.wants for path in self._paths_of(want))
+        paths = dict.fromkeys(
+            path for target in insertion.targets for path in self._paths_of(target)
+        )
         notes = (self._note_on(insertion, path) for path in itertools.islice(paths, _MOST_NOTES))
         found = tuple(dict.fromkeys(filter(None, notes)))
         return found or self._hints(insertion) or ("no run reached a selected node",)
 
     def _hints(self, insertion: Insertion) -> tuple[str, ...]:
         """Return hints on where modules may be called that no known run has reached."""
-        meant = {id(self._module_of(want)) for want in insertion.wants}
+        meant = {id(self._module_of(target)) for target in insertion.targets}
         names = [node.module_path for node in self._model.modules() if id(node.module) in meant]
         return tuple(dict.fromkeys(filter(None, map(self._model.hint, names))))
 
-    def _module_of(self, want: Want) -> nn.Module | None:
+    def _module_of(self, target: Target) -> nn.Module | None:
         """Return the module whose calls are selected, or that has the selected parameter."""
-        matcher = None if want.place is None else want.place.matcher
+        matcher = None if target.place is None else target.place.matcher
         if isinstance(matcher, State):
             holder = matcher.name.rpartition(".")[0]
             return next((n.module for n in self._model.modules() if n.module_path == holder), None)
         return matcher.module if isinstance(matcher, OfModule) else None
 
-    def _paths_of(self, want: Want) -> Iterable[str]:
+    def _paths_of(self, target: Target) -> Iterable[str]:
         """Return the known paths of the selected nodes."""
-        matcher = None if want.place is None else want.place.matcher
+        matcher = None if target.place is None else target.place.matcher
         if isinstance(matcher, AtPath):
             return (matcher.path,)
         if isinstance(matcher, AtPaths):
             return sorted(matcher.paths)
-        if (module := self._module_of(want)) is not None:
+        if (module := self._module_of(target)) is not None:
             return self._model.paths_of(module)
         if matcher is None or isinstance(matcher, State):
             return ()
@@ -325,38 +293,40 @@ class InsertionRegistry:
     def _made(self, insertions: tuple[Insertion, ...], rehearsal: Rehearsal | None) -> Plan:
         entries = []
         for insertion in insertions:
-            for want in insertion.wants:
-                place = want.place
-                if want.is_ahead:
+            for target in insertion.targets:
+                place = target.place
+                if target.is_ahead:
                     assert rehearsal is not None
-                    place = want.ahead(rehearsal.graph)
+                    place = target.ahead(rehearsal.graph)
                     if not place.matcher.paths and not insertion.allow_none:
                         raise NodePathError(
-                            f"{describe_where(want.said)} selects no node of this run; "
+                            f"{describe_where(target.said)} selects no node of this run; "
                             + near_misses("", list(rehearsal.graph.nodes)),
-                            repr(want.said),
+                            repr(target.said),
                         )
                 if place is not None:
                     entries.append(Entry(insertion, insertion.what, place))
         return Plan(entries, None if rehearsal is None else rehearsal.totals)
 
-    def _found(self, insertion: Insertion, want: Want, rehearsal: Rehearsal) -> tuple[Want, ...]:
+    def _found(
+        self, insertion: Insertion, target: Target, rehearsal: Rehearsal
+    ) -> tuple[Target, ...]:
         """Look a name up in the first run that could show it."""
-        if not want.is_open:
-            return (want,)
+        if not target.is_open:
+            return (target,)
         known = _Rehearsed(self._model, rehearsal)
         try:
-            wants = wants_of(want.said, known)
+            targets = targets_of(target.said, known)
         except NodePathError:
             if insertion.allow_none:
-                return (want,)
+                return (target,)
             raise
-        for found in wants:
+        for found in targets:
             if found.place is not None:
                 _require_possible(found.place, insertion.what)
             if found.passes is not None:
                 insertion.passes = Passes(found.passes)
-        return wants
+        return targets
 
     def _is_met(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
         """Return whether everything requested matches a node.
@@ -369,20 +339,20 @@ class InsertionRegistry:
             NodePathError: the model was run, and has no such node.
         """
         known = [*self._model.modules(), *(nodes or ())]
-        for want in insertion.wants:
-            if want.place is None or want.place.role != "node":
+        for target in insertion.targets:
+            if target.place is None or target.place.role != "node":
                 continue
-            matcher = want.place.matcher
+            matcher = target.place.matcher
             if isinstance(matcher, (AtPath, OfModule)) or any(map(matcher.matches, known)):
                 continue
             if nodes is None:
                 return False
-            text = want.said.pattern if isinstance(want.said, re.Pattern) else ""
+            text = target.said.pattern if isinstance(target.said, re.Pattern) else ""
             raise NodePathError(
-                f"{describe_where(want.said)} selects no known node; "
+                f"{describe_where(target.said)} selects no known node; "
                 + near_misses(text, [node.path for node in nodes if node.path])
                 + " (allow_none=True waits for a later run)",
-                describe_where(want.said),
+                describe_where(target.said),
             )
         return True
 
@@ -390,7 +360,7 @@ class InsertionRegistry:
 class _Rehearsed:
     """The known runs of a model, and a rehearsal."""
 
-    def __init__(self, model: Model, rehearsal: Rehearsal) -> None:
+    def __init__(self, model: Knowledge, rehearsal: Rehearsal) -> None:
         self.model: Callable[..., Any] = model.model
         self._rehearsal = rehearsal
         self.hint = model.hint
@@ -408,7 +378,7 @@ class _Rehearsed:
 _AROUND = frozenset({"before", "instead", "backward"})
 
 
-def _require_possible(place: Place, what: Interjection) -> None:
+def _require_possible(place: Location, what: Interjection) -> None:
     """Raise for an interjection that is not possible at a location."""
     forms = forms_of(what)
     if place.role != "node" and forms & _AROUND:

@@ -68,8 +68,8 @@ def call_with(
 
 def _require_there(text: str, node: Node, insertion: Insertion) -> None:
     """Raise for a path that is an alias of another node in another run."""
-    for want in insertion.wants:
-        place = want.place
+    for target in insertion.targets:
+        place = target.place
         if place is not None and place.shown and not is_named(node._data, place.shown):
             raise InputError(
                 f"the value of {text!r} cannot be set: in a known run this is a name of "
@@ -79,8 +79,8 @@ def _require_there(text: str, node: Node, insertion: Insertion) -> None:
 
 
 def _require_output(text: str, insertion: Insertion) -> None:
-    for want in insertion.wants:
-        place = want.place
+    for target in insertion.targets:
+        place = target.place
         if place is not None and place.role == "input" and place.matcher.path:
             raise InputError(
                 f"{text!r} is the input of a module: give the value of the node that computes it"

@@ -20,11 +20,20 @@ from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, NodePath, is_path_only
 from bendtrace.recording.names import NodeRef
 
-__all__ = ["by_path", "describe_where", "meant_by", "name_of", "node_meant", "text_of"]
+__all__ = [
+    "Runs",
+    "by_path",
+    "describe_where",
+    "flat",
+    "meant_by",
+    "name_of",
+    "node_meant",
+    "text_of",
+]
 
 
 class Runs(Protocol):
-    """What is known of a model."""
+    """The runs of a model that names are looked up in."""
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -333,3 +342,12 @@ def describe_where(where: Any) -> str:
     if callable(where) and not isinstance(where, NodeSelector):
         return getattr(where, "__qualname__", repr(where))
     return repr(where)
+
+
+def flat(where: Any) -> Iterator[Any]:
+    """Yield the items of nested containers one by one."""
+    if isinstance(where, (list, tuple, set, frozenset)):
+        for item in where:
+            yield from flat(item)
+    else:
+        yield where

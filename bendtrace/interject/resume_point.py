@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from bendtrace.errors import DivergenceError, InputError, NodePathError, Nondete
 from bendtrace.flow import steps_of
 from bendtrace.interject.cut_points import path_in
 from bendtrace.interject.gates import running
+from bendtrace.interject.group import Bended
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.recorded import recorded
@@ -175,23 +176,6 @@ def random_states() -> list[Tensor]:
     return states
 
 
-class Bended(Protocol):
-    """A model with known runs that accepts insertions."""
-
-    _board: Any
-    _known: Any
-    _model: Callable[..., Any]
-    _signature: Any
-    _trees: Any
-
-    @property
-    def stats(self) -> Any:
-        """How its calls were served."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
-
-
 def from_activations(
     model: Bended,
     activations: Mapping[Any, Any],
@@ -322,7 +306,7 @@ class _Run:
         if not self._bound:
             for insertion in board.insertions:
                 if insertion.passes.needs_total or not insertion.is_checked or any(
-                    want.is_ahead or want.is_open for want in insertion.wants
+                    target.is_ahead or target.is_open for target in insertion.targets
                 ):  # fmt: skip
                     raise InputError(
                         f"the location of {insertion!r} depends on the inputs of the model: "

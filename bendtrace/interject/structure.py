@@ -19,8 +19,13 @@ __all__ = [
     "Shape",
     "assemble",
     "collect",
+    "count_of",
     "describe",
+    "exchangeable",
     "filled",
+    "has_mutable",
+    "leaves_of_shape",
+    "part_of",
     "refilled",
     "take_apart",
 ]
@@ -217,6 +222,59 @@ def filled(value: Any, shape: Any, values: list[Any]) -> Any:
     return value
 
 
+def leaves_of_shape(shape: Any) -> Iterator[Leaf]:
+    """Yield what is in a shape."""
+    if type(shape) is Leaf:
+        yield shape
+    elif type(shape) is Shape:
+        for item in (*shape.items, *shape.attributes):
+            yield from leaves_of_shape(item)
+
+
+def count_of(shape: Any) -> int:
+    """How many values are handed over for a shape."""
+    return sum(leaf.number >= 0 for leaf in leaves_of_shape(shape))
+
+
+def has_mutable(shapes: Any) -> bool:
+    """Return whether a structure contains mutable containers."""
+    return any(
+        type(shape) is Shape
+        and (not issubclass(shape.kind, tuple) or has_mutable((*shape.items, *shape.attributes)))
+        for shape in shapes
+    )
+
+
+def exchangeable(shape: Any) -> tuple[int, ...]:
+    """Return which values of a structure can be replaced: tensors and numbers."""
+    kinds = (Tensor, int, float, bool)
+    return tuple(
+        leaf.number for leaf in leaves_of_shape(shape) if leaf.number >= 0 and leaf.kind in kinds
+    )
+
+
+def part_of(shape: Any, dig: tuple[Any, ...]) -> Any:
+    """Return the shape of what some keys lead to; None if there is no such thing."""
+    for key in dig:
+        if type(shape) is not Shape:
+            return None
+        if key in shape.keys:
+            shape = shape.items[shape.keys.index(key)]
+        elif key in shape.names:
+            shape = shape.attributes[shape.names.index(key)]
+        elif (position := _field(shape.kind, key)) is not None:
+            shape = shape.items[position]
+        else:
+            return None
+    return shape
+
+
+def _field(kind: type, key: Any) -> int | None:
+    """Return the position of a field of a named tuple."""
+    fields: tuple[str, ...] = getattr(kind, "_fields", ()) or getattr(kind, "__match_args__", ())
+    return fields.index(key) if key in fields else None
+
+
 def _built(shape: Shape, held: dict[Any, Any], items: list[Any], attributes: dict[Any, Any]) -> Any:
     ordered = {name: attributes[name] for name in shape.order}
     return build(shape.kind, held if issubclass(shape.kind, dict) else items, ordered)
@@ -248,7 +306,7 @@ def collect(shape: Any, value: Any, found: list[Any], where: str = "") -> None:
         _collect_leaf(shape, value, found, where)
     elif type(shape) is _Constant:
         if not identical(value, shape.value):
-            raise Mismatch(f"{_at(where)}{shape.value!r} became {_short(value)}")
+            raise Mismatch(f"{_at(where)}{shape.value!r} became {describe(value)}")
     else:
         _collect_items(shape, value, found, where)
 
@@ -256,10 +314,10 @@ def collect(shape: Any, value: Any, found: list[Any], where: str = "") -> None:
 def _collect_leaf(leaf: Leaf, value: Any, found: list[Any], where: str) -> None:
     if leaf.kind is Tensor:
         if not isinstance(value, Tensor):
-            raise Mismatch(f"{_at(where)}expected a tensor, got {_short(value)}")
+            raise Mismatch(f"{_at(where)}expected a tensor, got {describe(value)}")
     elif leaf.kind in (int, float, bool):
         if type(value) is not leaf.kind:
-            raise Mismatch(f"{_at(where)}expected a {leaf.kind.__name__}, got {_short(value)}")
+            raise Mismatch(f"{_at(where)}expected a {leaf.kind.__name__}, got {describe(value)}")
     elif leaf.number < 0:
         if not isinstance(value, Missing):
             raise Mismatch(f"{_at(where)}a {leaf.kind.__qualname__} cannot be replaced")
@@ -271,10 +329,10 @@ def _collect_leaf(leaf: Leaf, value: Any, found: list[Any], where: str) -> None:
 
 def _collect_items(shape: Shape, value: Any, found: list[Any], where: str) -> None:
     if type(value) is not shape.kind:
-        raise Mismatch(f"{_at(where)}expected a {_named(shape)}, got {_short(value)}")
+        raise Mismatch(f"{_at(where)}expected a {_named(shape)}, got {describe(value)}")
     items = dict(_items(value))
     if len(items) != len(shape.keys) or any(key not in items for key in shape.keys):
-        raise Mismatch(f"{_at(where)}expected a {_named(shape)}, got {_short(value)}")
+        raise Mismatch(f"{_at(where)}expected a {_named(shape)}, got {describe(value)}")
     for key, item in zip(shape.keys, shape.items, strict=True):
         collect(item, items[key], found, f"{where}[{key!r}]")
     attributes = attributes_of(value) if shape.names else {}
@@ -294,10 +352,6 @@ def _named(shape: Shape) -> str:
     if shape.names:
         return shape.kind.__name__
     return f"{shape.kind.__name__} of {len(shape.items)}"
-
-
-def _short(value: Any) -> str:
-    return describe(value)
 
 
 def describe(value: Any) -> str:

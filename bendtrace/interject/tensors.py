@@ -1,4 +1,4 @@
-"""The tensors in the inputs and outputs of a module: extracted as a list, and put back.
+"""Tensors in the inputs and outputs of a module: extracted as a list, put back, and compared.
 
 Tuples (including named tuples and torch's own), lists, dicts and dataclasses are searched, in their
 order of iteration; everything else is left as it is.
@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["Exchange", "tensors_of", "with_tensors"]
+__all__ = ["Exchange", "differ", "tensors_of", "version_of", "with_tensors"]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -157,3 +158,23 @@ def _set(container: Any, key: Any, item: Any) -> None:
         container[key] = item
     else:
         object.__setattr__(container, key, item)  # also of a frozen dataclass
+
+
+def version_of(value: Any) -> int:
+    """Return a number that changes with each write to a tensor; 0 if it has no such number."""
+    return 0 if not isinstance(value, Tensor) or value.is_inference() else value._version
+
+
+def differ(old: Any, new: Any) -> bool:
+    """Return whether two tensors or numbers differ; in tensors, nan equals nan."""
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+        return bool(old != new) if type(old) is type(new) else True
+    if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+        return True
+    try:
+        if torch.equal(old, new):
+            return False
+        with torch.no_grad():
+            return not bool(((old == new) | ((old != old) & (new != new))).all())
+    except (RuntimeError, NotImplementedError):  # with a layout that torch cannot compare
+        return True

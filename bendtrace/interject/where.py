@@ -8,7 +8,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -18,9 +18,9 @@ from torch import nn
 from bendtrace._lazy import LazyModule
 from bendtrace.environment.owners import module_of, modules_in
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.history.names import Names, near_names
-from bendtrace.interject.plan import Place, State
-from bendtrace.interject.resolver import meant_by, name_of
+from bendtrace.history.names import near_names
+from bendtrace.interject.plan import Location, State
+from bendtrace.interject.resolver import Runs, meant_by, name_of
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.naming import dotted
 from bendtrace.paths.nodes import TreeNode
@@ -32,7 +32,16 @@ if TYPE_CHECKING:
 else:
     naming = LazyModule("bendtrace.interject.selectors.naming")
 
-__all__ = ["AtPath", "AtPaths", "Known", "OfModule", "Said", "Want", "near_misses", "wants_of"]
+__all__ = [
+    "AtPath",
+    "AtPaths",
+    "Known",
+    "LocationText",
+    "OfModule",
+    "Target",
+    "near_misses",
+    "targets_of",
+]
 
 
 @dataclass(frozen=True)
@@ -105,27 +114,17 @@ class Selected:
         return repr(self.selector)
 
 
-class Known(Protocol):
-    """What is known of a model."""
-
-    @property
-    def model(self) -> Callable[..., Any]:
-        """The model."""
+class Known(Runs, Protocol):
+    """The runs of a model that insertions are placed in."""
 
     def trees(self) -> Iterable[Tree]:
         """The trees of the runs without insertions, the preferred one first."""
-
-    def names(self) -> Iterable[Names]:
-        """The names in the same runs."""
-
-    def mirror_path(self, name: str) -> str:
-        """Return the path of the node of the latest mirror that has a name; "" if there is none."""
 
     def hint(self, name: str) -> str:
         """Return the untaken branch in which something with a name may be."""
 
 
-class Said(str):
+class LocationText(str):
     """A copy's replacement for a location that refers to the original model."""
 
     __slots__ = ()
@@ -135,7 +134,7 @@ class Said(str):
 
 
 @dataclass(frozen=True)
-class Want:
+class Target:
     """One location, as the user gave it.
 
     Attributes:
@@ -145,7 +144,7 @@ class Want:
     """
 
     said: Any
-    place: Place | None = None
+    place: Location | None = None
     passes: tuple[int, ...] | None = None
 
     @property
@@ -158,16 +157,16 @@ class Want:
         """Whether it has to be looked up in the first run."""
         return self.place is None and not self.is_ahead
 
-    def said_in_words(self) -> Want:
+    def said_in_words(self) -> Target:
         """Return the same without tree nodes, which belong to one model."""
         return replace(self, said=self.said._path) if isinstance(self.said, Node) else self
 
-    def ahead(self, graph: CandidateGraph) -> Place:
+    def ahead(self, graph: CandidateGraph) -> Location:
         """Return the location of a selector in a run."""
-        return Place("node", AtPaths(frozenset(self.said.select(graph))))
+        return Location("node", AtPaths(frozenset(self.said.select(graph))))
 
 
-def wants_of(where: Any, known: Known, *, lenient: bool = False) -> tuple[Want, ...]:
+def targets_of(where: Any, known: Known, *, lenient: bool = False) -> tuple[Target, ...]:
     """Parse a location.
 
     Args:
@@ -182,23 +181,25 @@ def wants_of(where: Any, known: Known, *, lenient: bool = False) -> tuple[Want, 
     if isinstance(where, (list, tuple, set, frozenset)):
         if not where:
             raise InputError("where= is empty: pass at least one node")
-        return tuple(want for item in where for want in wants_of(item, known, lenient=lenient))
+        return tuple(
+            target for item in where for target in targets_of(item, known, lenient=lenient)
+        )
     try:
-        return _wants(where, known)
+        return _targets(where, known)
     except NodePathError:
         if not lenient:
             raise
-        return (Want(where),)
+        return (Target(where),)
 
 
-def _wants(where: Any, known: Known) -> tuple[Want, ...]:
+def _targets(where: Any, known: Known) -> tuple[Target, ...]:
     if isinstance(where, Node):
         _require_own(where, known)
     name = name_of(where, known)
     if name is not None:
         return _named(name, known, where)
     if isinstance(where, State):
-        return (Want(where, Place("state", where, shown=where.name)),)
+        return (Target(where, Location("state", where, shown=where.name)),)
     if isinstance(where, nn.Module):
         owner = module_of(known.model)
         if owner is not None and all(where is not module for module in owner.modules()):
@@ -206,9 +207,9 @@ def _wants(where: Any, known: Known) -> tuple[Want, ...]:
                 f"the module {type(where).__name__} is not a submodule of the model: pass one "
                 "of its own submodules, a path or a class"
             )
-        return (Want(where, Place("node", OfModule(where))),)
+        return (Target(where, Location("node", OfModule(where))),)
     if isinstance(where, NodeSelector) and where.looks_ahead:
-        return (Want(where),)
+        return (Target(where),)
     if isinstance(where, type) and not issubclass(where, nn.Module):
         raise InputError(f"a class has to be a class of modules, not {where!r}")
     if not (isinstance(where, re.Pattern) or callable(where) or isinstance(where, NodeSelector)):
@@ -218,7 +219,7 @@ def _wants(where: Any, known: Known) -> tuple[Want, ...]:
             f"a log, or several of these; not {where!r}"
         )
     is_broad = not isinstance(where, (re.Pattern, type))
-    return (Want(where, Place("node", Selected(naming.as_selector(where), is_broad))),)
+    return (Target(where, Location("node", Selected(naming.as_selector(where), is_broad))),)
 
 
 def _require_own(node: Node, known: Known) -> None:
@@ -265,7 +266,7 @@ def _said(node: TreeNode) -> str:
     return f"{os.path.basename(place.file)}:{place.line} `{place.text}`"
 
 
-def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
+def _named(text: str, known: Known, said: Any) -> tuple[Target, ...]:
     """Resolve a string.
 
     The qualified name of a module selects all its calls, that of a parameter all its uses; other
@@ -273,9 +274,9 @@ def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
     """
     meant = meant_by(text, known)
     if meant is not None and meant.is_whole_state:
-        return (Want(said, Place("state", State(meant.name), shown=meant.name)),)
+        return (Target(said, Location("state", State(meant.name), shown=meant.name)),)
     if meant is not None and meant.module is not None:
-        return (Want(said, Place("node", OfModule(meant.module))),)
+        return (Target(said, Location("node", OfModule(meant.module))),)
     if meant is not None and not meant.places:
         raise NodePathError(
             f"{text!r} is a layer without a node in the tree: nothing can be inserted there; "
@@ -284,7 +285,7 @@ def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
         )
     if meant is not None:
         return tuple(
-            Want(
+            Target(
                 said, _place(root, node),
                 None if chosen is None or node.role == "state" else tuple(chosen),
             )
@@ -297,7 +298,7 @@ def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
         except NodePathError as error:
             errors.append(error)
     if not errors:  # the first run is checked before it does anything
-        return (Want(said),)
+        return (Target(said),)
     path = known.mirror_path(text)
     near = near_names(text, (name for names in known.names() for name in names.listed()))
     at_root = all("." not in path for error in errors for path in error.completions)
@@ -340,10 +341,10 @@ def _nearness(error: NodePathError) -> tuple[int, float]:
     return max(map(len, names), default=0), max(alike, default=0.0)
 
 
-def _place(root: TreeNode, node: TreeNode) -> Place:
+def _place(root: TreeNode, node: TreeNode) -> Location:
     shown = dug(root, node)
     if node.role == "call":
-        return Place("node", AtPath(node.path), shown=shown)
+        return Location("node", AtPath(node.path), shown=shown)
     chain = [root]
     for name in node.path.split("."):
         chain.append(chain[-1].children[name])
@@ -351,20 +352,20 @@ def _place(root: TreeNode, node: TreeNode) -> Place:
     holder, whole = chain[graph], chain[graph + 1]
     dig = tuple(item.key if item.key is not None else item.name for item in chain[graph + 2 :])
     if whole.role == "output":
-        return Place("node", AtPath(holder.path), dig=dig, shown=shown)
+        return Location("node", AtPath(holder.path), dig=dig, shown=shown)
     if whole.role == "input":
-        return Place("input", AtPath(holder.path), whole.name, dig, shown)
+        return Location("input", AtPath(holder.path), whole.name, dig, shown)
     if whole.role == "state":
         key = str(whole.key)
         name = f"{holder.module}.{key}" if holder.module else key
-        return Place("state", State(dotted(name), holder.path), shown=shown)
+        return Location("state", State(dotted(name), holder.path), shown=shown)
     if whole.kind == "number" and _is_taken(whole):
         raise NodePathError(
             f"{shown!r} is a Python number, which cannot be replaced; choose the tensor that "
             "it comes from",
             shown,
         )
-    return Place("node", AtPath(whole.path), dig=dig, shown=shown)
+    return Location("node", AtPath(whole.path), dig=dig, shown=shown)
 
 
 _TAKEN = frozenset(

@@ -330,7 +330,10 @@ class Sites:
     def settle(self, *runs: Iterable[Key]) -> None:
         """Insert, by path, the items that each run would have to resolve again."""
         for number, insertion in enumerate(self._group.insertions):
-            if any(want.is_ahead for want in insertion.wants) and not insertion.passes.needs_total:
+            if (
+                any(target.is_ahead for target in insertion.targets)
+                and not insertion.passes.needs_total
+            ):
                 if keys := _keys_of(number, runs):
                     self._group.replace(number, [NodePath(path) for _, path in keys])
 
@@ -358,7 +361,7 @@ class Sites:
         try:
             self._insert()
             known = all(
-                insertion.is_checked and not any(want.is_open for want in insertion.wants)
+                insertion.is_checked and not any(target.is_open for target in insertion.targets)
                 for insertion in self._group.insertions
             )
         except NodePathError:

@@ -19,7 +19,6 @@ from bendtrace.interject.bends.catalogue import (
     Activation,
     Catalogue,
     Filter,
-    Known,
     activation_table,
     kept,
     near,
@@ -30,9 +29,11 @@ from bendtrace.interject.bends.functional import Lambda
 from bendtrace.interject.bends.handle import BendHandle, Restoring, Source
 from bendtrace.interject.bends.parameter import BendingParameter, Value
 from bendtrace.interject.bends.sources import Owner, Sources
-from bendtrace.interject.bends.spec import BendSpec, compiled, flat
+from bendtrace.interject.bends.spec import BendSpec, compiled
 from bendtrace.interject.bends.versions import ORIGINAL, Versions
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.knowledge import Knowledge
+from bendtrace.interject.resolver import flat
 from bendtrace.paths.text import Text
 from bendtrace.paths.view import Node
 
@@ -66,7 +67,7 @@ class Bending:
         tensor([0.7616])
     """
 
-    def __init__(self, owner: Owner, known: Known) -> None:
+    def __init__(self, owner: Owner, known: Knowledge) -> None:
         self._owner = owner
         self._catalogue = Catalogue(known)
         self.versions = Versions(known.model)

@@ -11,7 +11,7 @@ from types import (
     MethodDescriptorType,
     WrapperDescriptorType,
 )
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +22,20 @@ from bendtrace.environment.owners import is_leaf_module, modules_in, states_of
 from bendtrace.errors import InputError
 from bendtrace.history.names import is_layer_name, near_names
 from bendtrace.interject.bends.spec import BendSpec, compiled
-from bendtrace.interject.resolver import Runs, describe_where, meant_by
+from bendtrace.interject.knowledge import Knowledge
+from bendtrace.interject.resolver import describe_where, meant_by
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.nodes import NodePath
 from bendtrace.paths.text import Text
 from bendtrace.paths.view import Node, Tree
 from bendtrace.recording.recorder import Recording
-from bendtrace.run import Run
 from bendtrace.tape.tape import OpKind, TensorMeta
 
 __all__ = [
     "Activation",
     "Catalogue",
     "Filter",
-    "Known",
     "NamedActivations",
     "activation_table",
     "is_bendable_dtype",
@@ -323,20 +322,6 @@ def _statistics(tensor: Tensor) -> tuple[float | None, ...]:
 _NOTHING = frozenset[str]()
 
 
-class Known(Runs, Protocol):
-    """What is known of a model."""
-
-    @property
-    def registry(self) -> Registry:
-        """The registry of node names."""
-
-    def recordings(self) -> list[Recording]:
-        """Return all runs, those without insertions first."""
-
-    def run(self, recording: Recording) -> Run:
-        """Return the views of a run."""
-
-
 class Catalogue:
     """The activations and weights of a model that can be bent.
 
@@ -344,7 +329,7 @@ class Catalogue:
         known: the recorded runs of the model.
     """
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Knowledge) -> None:
         self._known = known
 
     @property

@@ -16,7 +16,7 @@ from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.interjection import NodePass
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["DrawingBend", "along", "sizes_of"]
+__all__ = ["DrawingBend", "along", "shuffled", "sizes_of"]
 
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
@@ -185,3 +185,9 @@ def _checked_dim(dim: int | Sequence[int] | None) -> int | tuple[int, ...] | Non
     if not dims or not all(isinstance(one, int) and not isinstance(one, bool) for one in dims):
         raise InputError(f"dim has to be an int, several ints or None, not {dim!r}")
     return dims
+
+
+def shuffled(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return the numbers from 0 on in a random order, in a shape."""
+    count = torch.Size(sizes).numel()
+    return torch.randperm(count, generator=generator, device="cpu").reshape(sizes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from bendtrace.errors import BendError
 from bendtrace.interject.bends.affine import checked
 from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.bends.drawing import DrawingBend, along, sizes_of
+from bendtrace.interject.bends.drawing import DrawingBend, along, shuffled, sizes_of
 from bendtrace.interject.bends.parameter import Expression, Value, value_of
 from bendtrace.interject.bends.scores import chosen_by_score
 from bendtrace.interject.effects import Effect
@@ -110,7 +110,7 @@ class OrderedMask(Mask):
 
     def mask(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return which elements are kept, in a shape that broadcasts to the tensor."""
-        order = self.kept(tensor, at, _order)
+        order = self.kept(tensor, at, shuffled)
         share = float(fraction("prob", self.prob, self, at))
         kept: Tensor = order < round(share * order.numel())
         return kept
@@ -181,8 +181,3 @@ def fraction(name: str, value: Any, callback: Bend, at: NodePass | None = None) 
 
 def _uniform(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.rand(sizes, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def _order(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    count = torch.Size(sizes).numel()
-    return torch.randperm(count, generator=generator, device="cpu").reshape(sizes)

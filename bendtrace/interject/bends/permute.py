@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.affine import checked
-from bendtrace.interject.bends.drawing import DrawingBend, sizes_of
+from bendtrace.interject.bends.drawing import DrawingBend, shuffled, sizes_of
 from bendtrace.interject.bends.mask import fraction
 from bendtrace.interject.bends.parameter import Expression, Value
 from bendtrace.interject.bends.scores import chosen_by_score
@@ -43,7 +43,7 @@ class Permute(DrawingBend):
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor with its channels in the other order."""
-        order = self.kept(tensor, at, _order)
+        order = self.kept(tensor, at, shuffled)
         return tensor.index_select(self.dim, order.reshape(-1))
 
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
@@ -102,7 +102,7 @@ class ThresholdPermute(DrawingBend):
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor with some of its channels permuted."""
         share = fraction("threshold", self.threshold, self, at)
-        rank = self.kept(tensor, at, _order).reshape(-1)
+        rank = self.kept(tensor, at, shuffled).reshape(-1)
         chosen = chosen_by_score(tensor, share, self.dim, self.invert, self, at)
         places = chosen.indices.sort(dim=-1).values
         sources = places.gather(-1, rank[places].argsort(dim=-1))
@@ -112,8 +112,3 @@ class ThresholdPermute(DrawingBend):
             return tensor.reshape(-1).gather(0, index).reshape(tensor.shape)
         index = index.reshape(chosen.wide).expand(tensor.shape)
         return tensor.gather(self.dim, index)
-
-
-def _order(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    count = torch.Size(sizes).numel()
-    return torch.randperm(count, generator=generator, device="cpu").reshape(sizes)

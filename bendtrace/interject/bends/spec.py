@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Bend
 
-__all__ = ["BendSpec", "compiled", "flat"]
+__all__ = ["BendSpec", "compiled"]
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,6 @@ class BendSpec:
     def others(self) -> list[Any]:
         """The locations that are not patterns."""
         return [item for item in self.where if not isinstance(item, (str, re.Pattern))]
-
-
-def flat(where: Iterable[Any]) -> Iterator[Any]:
-    """Yield locations, including those in lists."""
-    for item in where:
-        if isinstance(item, (list, tuple, set, frozenset)):
-            yield from flat(item)
-        else:
-            yield item
 
 
 def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:

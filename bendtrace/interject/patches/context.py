@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from bendtrace.environment.owners import modules_in
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
-from bendtrace.history.names import Names
+from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.patches.base import Patch
+from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import describe_where, meant_by, name_of
 from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import NodePath, TreeNode
@@ -22,37 +23,6 @@ __all__ = ["PatchContext", "Patches", "Where"]
 
 Where = Any  # all that `BendedModule.interject` takes
 Patches = Mapping[Where, Patch[Any] | Sequence[Patch[Any]]]
-
-
-class Placing(Protocol):
-    """The store of insertions."""
-
-    def make(self, where: Any, what: Any) -> Any:
-        """Create and check an insertion, without activating it."""
-
-    def add(self, *insertions: Any) -> None:
-        """Activate insertions, all at once."""
-
-    def remove(self, *insertions: Any) -> None:
-        """Remove insertions, all at once."""
-
-
-class Known(Protocol):
-    """What is known of the model."""
-
-    model: Callable[..., Any]
-
-    def trees(self) -> Iterable[Tree]:
-        """Return the trees of the runs without insertions."""
-
-    def names(self) -> Iterable[Names]:
-        """Return the names that strings can refer to in these runs."""
-
-    def mirror_path(self, name: str) -> str:
-        """Return the path of the mirror node with a name; "" if there is none."""
-
-    def select(self, what: Any) -> list[str]:
-        """Return the paths of the nodes that a selector, or a value for one, selects."""
 
 
 class PatchContext(ContextDecorator):
@@ -75,7 +45,7 @@ class PatchContext(ContextDecorator):
         NodePathError: a path does not lead to a single value.
     """
 
-    def __init__(self, board: Placing, known: Known, patches: Patches) -> None:
+    def __init__(self, board: InsertionRegistry, known: Knowledge, patches: Patches) -> None:
         self._board = board
         self._placed: list[tuple[Where, Patch[Any]]] = []
         self._entered: list[list[Any]] = []
@@ -159,7 +129,7 @@ def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
         yield patch
 
 
-def _parameter(known: Any, where: Where) -> Where:
+def _parameter(known: Knowledge, where: Where) -> Where:
     """Return the node for a path of a parameter: here it selects one call, not all uses."""
     if isinstance(where, str) and (meant := meant_by(where, known)) is not None:
         for tree in known.trees() if meant.is_whole_state else ():
@@ -170,7 +140,7 @@ def _parameter(known: Any, where: Where) -> Where:
     return where
 
 
-def _check(board: Placing, known: Known, places: list[Where]) -> None:
+def _check(board: InsertionRegistry, known: Knowledge, places: list[Where]) -> None:
     """Raise, once for all, for paths that lead to nothing, or not to a single value."""
     errors: list[NodePathError] = []
     for where in places:
@@ -188,7 +158,7 @@ def _check(board: Placing, known: Known, places: list[Where]) -> None:
     raise NodePathError(message, first.path, first.completions)
 
 
-def _check_value(board: Placing, known: Known, where: Where) -> None:
+def _check_value(board: InsertionRegistry, known: Knowledge, where: Where) -> None:
     """Raise if a path leads to nothing, or not to a single value."""
     text = name_of(where, known)
     places = _places(known, where, text)
@@ -201,7 +171,7 @@ def _check_value(board: Placing, known: Known, where: Where) -> None:
 
 
 def _places(
-    known: Known, where: Where, text: str | None
+    known: Knowledge, where: Where, text: str | None
 ) -> Sequence[tuple[TreeNode, TreeNode, Chosen]]:
     """Return the selected nodes: the root of a tree, the node, and its passes."""
     if text is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.effects import can_cast
-from bendtrace.interject.patches.copies import described
+from bendtrace.interject.patches.base import described
 
 __all__ = [
     "Index",

@@ -22,7 +22,7 @@ from bendtrace.view.outline.source import Choice, choices_in, decided_by, functi
 from bendtrace.view.outline.structure import Turns, turns_text
 from bendtrace.view.outline.walks import Walk, walks_of
 
-__all__ = ["BranchCoverage", "Coverage", "Taken", "coverage", "sides_seen"]
+__all__ = ["BranchCoverage", "Coverage", "Taken", "coverage", "is_standard", "sides_seen"]
 
 # Python's own code, which belongs to no model.
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -291,7 +291,7 @@ class _Survey:
                 sites[id(call.site), id(call.parent)] = call.parent, call.site
         places = {place for scope, site in sites.values() for place, _ in running_code(scope, site)}
         for place in places:
-            if _is_standard(place.file):
+            if is_standard(place.file):
                 continue
             function = function_of(place)
             if function is not None:
@@ -300,5 +300,6 @@ class _Survey:
             self.by_place.setdefault(file, Counter())[span] += walk.hits
 
 
-def _is_standard(file: str) -> bool:
+def is_standard(file: str) -> bool:
+    """Return whether a file belongs to the standard library."""
     return file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
