@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
+from bendtrace.history.autograd import GraphMarks
 from bendtrace.history.copies import (
     Gradients,
     copied,
@@ -102,6 +103,7 @@ class Capture:
         random: state of torch's generator before each op that is known to draw from it.
         times: the time of each op in nanoseconds.
         grad_fns: name of the gradient function of each value that has one.
+        marks: which op made which node of the autograd graph.
         chosen: as given.
         stop: as given.
         states: the tensors that existed before the run, by op.
@@ -127,6 +129,7 @@ class Capture:
         self.random: dict[int, Tensor] = {}
         self.times: dict[int, int] = {}
         self.grad_fns: dict[Key, str] = {}
+        self.marks = GraphMarks()
         self.chosen = chosen or None
         self.stop = stop
         self.states: dict[int, State] = {}
@@ -223,6 +226,7 @@ class Capture:
         """Keep an argument."""
         self._fixed.add(storage_of(tensor))
         self._take(op, (), tensor)
+        self.marks.skip()
 
     def state(self, op: Op, tensor: Tensor) -> None:
         """Record a tensor that existed before the run."""
@@ -231,6 +235,7 @@ class Capture:
         if self.is_exact and not isinstance(tensor, nn.Parameter) and _is_small(tensor):
             copy = copied(tensor.detach())  # the run may go on to change it, as batch norm does
         self.states[op.index] = State(weakref.ref(tensor), version_of(tensor), copy)
+        self.marks.add_state(op, tensor)
 
     def _keep_states(self, data: Tensor) -> None:
         """Copy the states in the memory of `data`, since writes through it are not counted."""
@@ -318,6 +323,9 @@ class Capture:
         function = tensor.grad_fn if requires_grad(tensor) else None
         if function is not None:
             self.grad_fns[key] = type(function).__name__
+            self.marks.add(op, element, tensor, function)
+        elif op.kind is OpKind.INPUT and requires_grad(tensor):
+            self.marks.add_leaf(op, tensor)
         if self.chosen is True:
             self._save(key, tensor)
         if self._namer is None:
@@ -398,11 +406,12 @@ class Capture:
     def _copy(self, tensor: Tensor, converted: bool = True) -> Tensor:
         """Return a tensor with the present values of another, without copying them if possible."""
         value = tensor.detach() if self._detach else tensor
-        if self._convert is not None and converted:
-            moved = self._convert(value)
-            if moved is not value:
-                return moved
-        return copied(value) if storage_of(value) in self._fixed else lazily_copied(value)
+        moved = value if self._convert is None or not converted else self._convert(value)
+        if moved is value:
+            moved = copied(value) if storage_of(value) in self._fixed else lazily_copied(value)
+        if not self._detach:
+            self.marks.skip()  # the copy has a node, which no op of the run has made
+        return moved
 
     def _entry(
         self, op: Op, element: tuple[Any, ...], layer: Layer, passed: int, position: int,

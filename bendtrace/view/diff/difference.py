@@ -55,6 +55,7 @@ def diff(a: RunLog, b: RunLog, *, rtol: float = 0.0, atol: float = 0.0) -> Diffe
         >>> [entry.pass_number for entry in difference.added if entry.layer_type == "div"]
         [2]
     """
+    a, b = getattr(a, "log", a), getattr(b, "log", b)  # of a backward pass
     for name, history in (("first", a), ("second", b)):
         if not isinstance(history, RunLog):
             raise InputError(
