@@ -73,17 +73,17 @@ class AutogradGraph:
                 for below, number in node.next_functions
             )
 
-    def _leaf_names(self, capture: Capture) -> dict[int, str]:
-        """Return the names of leaves by identity."""
-        names: dict[int, str] = {}
-        if isinstance(self._trace.function, nn.Module):
-            for name, parameter in self._trace.function.named_parameters():
-                names[id(parameter)] = name
+    def _leaf_names(self, capture: Capture) -> dict[int, tuple[str, str]]:
+        """Return the name of each leaf, and its label in the log of the run, by identity."""
+        names: dict[int, tuple[str, str]] = {}
         held = {index: state.tensor for index, state in capture.states.items()}
         for index, weak in {**held, **self._marks.leaves}.items():
             tensor, entry = weak(), self._of_op.get(index)
             if tensor is not None and entry is not None:
-                names[id(tensor)] = entry.label
+                names[id(tensor)] = entry.label, entry.label
+        if isinstance(self._trace.function, nn.Module):
+            for name, parameter in self._trace.function.named_parameters():
+                names[id(parameter)] = name, names.get(id(parameter), ("", ""))[1]
         return names
 
     def _described(self) -> list[BackwardNode]:
@@ -135,9 +135,9 @@ class AutogradGraph:
     def _new(self, node: Any, inside: bool, below: bool) -> BackwardNode:
         kind = _short(node)
         if kind == _LEAF:
-            name = self._leaves.get(id(node.variable), "")
+            name, label = self._leaves.get(id(node.variable), ("", ""))
             return BackwardNode(
-                f"{name}.grad" if name else self._unique("leaf.grad"), kind, name,
+                f"{name}.grad" if name else self._unique("leaf.grad"), kind, label,
                 where="leaf", parameter=name, module=name.rpartition(".")[0],
             )  # fmt: skip
         op = self._marks.op_of(node._sequence_nr()) if inside else None
@@ -172,7 +172,10 @@ class AutogradGraph:
         if isinstance(key, BackwardNode):
             key = key.label
         if isinstance(key, str):
-            found = [n for n, e in enumerate(self.entries) if key in (e.label, e.name, e.type)]
+            found = [
+                n for n, e in enumerate(self.entries)
+                if key in (e.label, e.name, e.type) or (key == e.parameter != "")
+            ]  # fmt: skip
             if found:
                 return found
         try:
@@ -218,7 +221,7 @@ class AutogradGraph:
             if number in self._numbered:
                 return self._numbered[number], place
         for position, entry in enumerate(self.entries):
-            if entry.where == "leaf" and entry.parameter == value.label:
+            if entry.where == "leaf" and entry.forward == value.label:
                 return position, 0
         return None
 

@@ -53,6 +53,8 @@ class BackwardPass:
         trace: the run.
         gradients: the gradients that were returned, with `accumulate=False`; otherwise None.
         created_graph: whether the pass can be differentiated.
+        nested: how often a node ran in another pass inside this one, as checkpoints with
+            `use_reentrant=True` start them. What happens there is not recorded.
         all_nodes: the nodes of the whole autograd graph, also those that did not run.
         earlier: the passes whose graph this one went through, the latest first.
         mark: the key of this pass in the metadata of autograd nodes.
@@ -82,6 +84,7 @@ class BackwardPass:
         self.trace = trace
         self.gradients: tuple[Tensor, ...] | None = None
         self.created_graph = created_graph
+        self.nested = 0
         self.all_nodes: list[BackwardNode] = graph.entries
         self.earlier: tuple[Earlier, ...] = earlier
         self.mark = object()
@@ -204,6 +207,8 @@ class BackwardPass:
     def __str__(self) -> str:
         rows = self.table()
         head = f"backward pass of {self.trace.name}: {counted(len(self), 'node')}"
+        if self.nested:
+            head += f" (and {self.nested} runs of nodes in passes inside it, not recorded)"
         rest = len(rows) - _MOST
         more = f"\n... {rest} more (all of them: table())" if rest > 0 else ""
         return f"{head}\n{Table(rows[:_MOST])}{more}"

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-from bendtrace.backward.graph import AutogradGraph, Earlier
+from bendtrace.backward.graph import AutogradGraph
 from bendtrace.backward.node import BackwardNode
 from bendtrace.backward.record import BackwardPass
 from bendtrace.errors import InputError, LayerKeyError, NeverFiredWarning
@@ -118,7 +119,7 @@ def backward_again(
         >>> second.gradients
         (tensor([12.]),)
         >>> [node.label for node in second if node.made_in == "pow_1_1.PowBackward0"][:2]
-        ['pow_1_1.PowBackward0.MulBackward0', 'pow_1_1.PowBackward0.MulBackward0_2']
+        ['pow_1_1.PowBackward0.MulBackward0', 'pow_1_1.PowBackward0.MulBackward1']
     """
     if not first.created_graph:
         raise InputError("this pass has created no graph: run it with create_graph=True")
@@ -138,12 +139,26 @@ def _run(
     retain_graph: bool | None = None,
     create_graph: bool = False,
 ) -> BackwardPass:
+    capture = trace.capture
+    if capture is None:
+        raise InputError(
+            "the run did not note which op made which gradient function: trace it with "
+            'save="none", or with what is to be saved'
+        )
     losses = _losses(trace, tensors)
     starts = _starts(losses, gradients)
     wanted = None if inputs is None else _listed("inputs", inputs)
     if not accumulate and not wanted:
         raise InputError("accumulate=False returns the gradients of inputs=, which is missing")
-    graph = _graph(trace, losses, earlier)
+    for tensor in wanted or ():
+        if not tensor.requires_grad:
+            raise InputError(f"an input of shape {tuple(tensor.shape)} requires no grad")
+    graph = AutogradGraph(trace, capture, losses, earlier)
+    if not any(entry.where == "run" or entry.made_in for entry in graph.entries):
+        raise InputError(
+            f"the loss does not depend on this run of {trace.name}: none of its "
+            f"{len(graph.nodes)} gradient functions was made in it"
+        )
     kept = _kept(graph, save)
     changes = list(_changes(graph, edits or {}))
     record = BackwardPass(trace, graph, losses, earlier, create_graph)
@@ -228,22 +243,6 @@ def _starts(losses: list[Tensor], gradients: Tensors | None) -> list[Tensor] | N
             f"losses {[tuple(loss.shape) for loss in losses]}"
         )
     return starts
-
-
-def _graph(trace: Trace, losses: list[Tensor], earlier: tuple[Earlier, ...]) -> AutogradGraph:
-    capture = trace.capture
-    if capture is None:
-        raise InputError(
-            "the run did not note which op made which gradient function: trace it with "
-            'save="none", or with what is to be saved'
-        )
-    graph = AutogradGraph(trace, capture, losses, earlier)
-    if not any(entry.where == "run" or entry.made_in for entry in graph.entries):
-        raise InputError(
-            f"the loss does not depend on this run of {trace.name}: none of its "
-            f"{len(graph.nodes)} gradient functions was made in it"
-        )
-    return graph
 
 
 def _kept(graph: AutogradGraph, save: Any) -> set[int]:
@@ -367,7 +366,7 @@ class _Watch:
         entry = self._graph.entries[number]
 
         def hook(made: tuple[Tensor | None, ...], _: Any) -> None:
-            if not self._is_own():
+            if torch._C._current_graph_task_id() != self._task:
                 return
             entry.made = tuple(map(_meta, made))
             if number in self._kept:
@@ -377,26 +376,24 @@ class _Watch:
         return hook
 
     def returned(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Record the gradients of leaves that were returned, instead of added to `.grad`."""
+        """Record the gradients that were returned, instead of added to `.grad`."""
         for tensor, gradient in zip(inputs, gradients, strict=True):
-            number = self._leaf(tensor)
+            number = self._graph.position.get(get_gradient_edge(tensor).node)
             if number is None:
                 continue
-            entry = self._graph.entries[number]
-            entry.order, entry.given = next(self._count), (_meta(gradient),)
-            if number in self._kept:
-                entry.gradients_in, entry.gradients_out = (_copy(gradient),), ()
-
-    def _leaf(self, tensor: Tensor) -> int | None:
-        if not tensor.is_leaf:
-            return None
-        return self._graph.position.get(torch.autograd.graph.get_gradient_edge(tensor).node)
+            self._mark(number, (gradient,))
+            if tensor.is_leaf:
+                entry = self._graph.entries[number]
+                entry.order, entry.given = next(self._count), (_meta(gradient),)
+                if number in self._kept:
+                    entry.gradients_in, entry.gradients_out = (_copy(gradient),), ()
 
     def _is_own(self) -> bool:
         """Return whether this is the pass, not another one that a node of it runs."""
         task = torch._C._current_graph_task_id()
         if self._task is None:
             self._task = task
+        self._record.nested += task != self._task
         return task == self._task
 
     def _mark(self, number: int, gradients: Sequence[Tensor | None]) -> None:
