@@ -52,7 +52,7 @@ def build_log(
             saved = node.gradients_in
         else:
             made, saved = list(enumerate(node.made)), node.gradients_out
-        several = sum(meta is not None for _, meta in made) > 1
+        several = len(made) > 1
         for place, meta in made:
             if meta is None:
                 continue

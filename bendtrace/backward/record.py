@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from bendtrace._history import ModelHistory
-from bendtrace._lazy import LazyMethod, required_pandas
+from bendtrace._lazy import required_pandas
 from bendtrace.backward.graph import AutogradGraph, Earlier
 from bendtrace.backward.log import build_log
 from bendtrace.backward.node import BackwardNode, shapes_text
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     import pandas
 
     from bendtrace._trace import Trace
-    from bendtrace.backward.running import backward_again
     from bendtrace.view.drawing.picture import Picture
-else:
-    backward_again = LazyMethod("bendtrace.backward.running", "backward_again")
 
 __all__ = ["BackwardPass"]
 
 _MOST = 50  # nodes that are printed
+_COLUMNS = (
+    "order", "type", "where", "forward", "made_in", "pass_number", "passes", "module", "parameter",
+    "is_edited", "node_path",
+)  # fmt: skip
 
 
 class NodeRow(NamedTuple):
@@ -96,7 +97,32 @@ class BackwardPass:
         ]  # fmt: skip
         self.nodes: list[BackwardNode] = []
 
-    backward = backward_again
+    def backward(self, tensors: Any, gradients: Any = None, **options: Any) -> BackwardPass:
+        """Run and record a backward pass through this one, which has `create_graph=True`.
+
+        Args:
+            tensors: losses that depend on its gradients.
+            gradients: as for `Trace.backward`.
+            **options: as for `Trace.backward`.
+
+        Returns:
+            The record. `BackwardNode.made_in` is the node of this pass in which a node was made.
+
+        Raises:
+            InputError: as for `Trace.backward`, and if this pass has created no graph.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> x = torch.tensor([2.0], requires_grad=True)
+            >>> trace = bt.trace(lambda x: x.pow(3).sum(), x, save="none")
+            >>> first = trace.backward(inputs=x, accumulate=False, create_graph=True)
+            >>> second = first.backward(first.gradients[0].sum(), inputs=x, accumulate=False)
+            >>> second.gradients
+            (tensor([12.]),)
+            >>> [node.label for node in second if node.made_in == "pow_1_1.PowBackward0"][:2]
+            ['pow_1_1.PowBackward0.MulBackward0', 'pow_1_1.PowBackward0.MulBackward1']
+        """
+        return self.trace.backward(tensors, gradients, through=self, **options)
 
     def settle(self) -> None:
         """Note that the pass has ended, and let go of the autograd graph."""
@@ -182,21 +208,10 @@ class BackwardPass:
         """
         rows = {
             entry.label: {
-                "order": entry.order,
-                "type": entry.type,
-                "where": entry.where,
-                "forward": entry.forward,
-                "made_in": entry.made_in,
-                "pass": entry.pass_number,
-                "passes": entry.passes,
-                "module": entry.module,
-                "parameter": entry.parameter,
-                "shapes_in": shapes_text(entry.given),
-                "shapes_out": shapes_text(entry.made),
-                "to": [to[0] for to in entry.next if to is not None],
-                "edited": entry.is_edited,
-                "node_path": entry.node_path,
-                "source": None if entry.source is None else str(entry.source),
+                **{name: getattr(entry, name) for name in _COLUMNS},
+                "given": shapes_text(entry.given),
+                "made": shapes_text(entry.made),
+                "next": [to[0] for to in entry.next if to is not None],
                 "saved": entry.gradients_in is not None,
             }
             for entry in self.nodes

@@ -22,7 +22,7 @@ from bendtrace.tape.tape import TensorMeta
 if TYPE_CHECKING:
     from bendtrace._trace import Trace
 
-__all__ = ["backward", "backward_again"]
+__all__ = ["backward"]
 
 Tensors = Tensor | Iterable[Tensor]
 Edits = Mapping[Any, Callable[..., Any] | Tensor]
@@ -39,6 +39,7 @@ def backward(
     accumulate: bool = True,
     retain_graph: bool | None = None,
     create_graph: bool = False,
+    through: BackwardPass | None = None,
 ) -> BackwardPass:
     """Run a backward pass through the run, and record it.
 
@@ -63,17 +64,17 @@ def backward(
             `inputs`.
         retain_graph: whether to keep the graph for another pass; None for the value of
             `create_graph`.
-        create_graph: whether the pass can be differentiated in turn. Then
-            `BackwardPass.backward` records the second pass, and knows in which node of the first
-            its nodes were made.
+        create_graph: whether the pass can be differentiated in turn.
+        through: an earlier pass with `create_graph=True` whose gradients the losses depend on, as
+            for `BackwardPass.backward`: the nodes know in which node of it they were made.
 
     Returns:
         The record. If the pass raises, the error has the record up to there as its attribute
         `bendtrace`.
 
     Raises:
-        InputError: an argument makes no sense, or the losses do not depend on the run. Nothing has
-            run by then.
+        InputError: an argument makes no sense, the losses do not depend on the run, or `through`
+            has created no graph. Nothing has run by then.
         LayerKeyError: a key of `save` or `edits` has no node in the graph. Nothing has run.
         Exception: whatever torch or an edit raises, as it is.
 
@@ -87,64 +88,15 @@ def backward(
         >>> record["0.weight"].gradients_in[0].equal(model[0].weight.grad)
         True
     """
-    return _run(
-        trace, (), tensors, gradients, save=save, edits=edits, inputs=inputs,
-        accumulate=accumulate, retain_graph=retain_graph, create_graph=create_graph,
-    )  # fmt: skip
-
-
-def backward_again(
-    first: BackwardPass, tensors: Tensors, gradients: Tensors | None = None, **options: Any
-) -> BackwardPass:
-    """Run and record a backward pass through a pass that was run with `create_graph=True`.
-
-    Args:
-        first: the record of that pass.
-        tensors: losses that depend on its gradients.
-        gradients: as for `Trace.backward`.
-        **options: as for `Trace.backward`.
-
-    Returns:
-        The record. `BackwardNode.made_in` is the node of the first pass in which a node was made.
-
-    Raises:
-        InputError: as for `Trace.backward`, and if the pass has created no graph.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> x = torch.tensor([2.0], requires_grad=True)
-        >>> trace = bt.trace(lambda x: x.pow(3).sum(), x, save="none")
-        >>> first = trace.backward(inputs=x, accumulate=False, create_graph=True)
-        >>> second = first.backward(first.gradients[0].sum(), inputs=x, accumulate=False)
-        >>> second.gradients
-        (tensor([12.]),)
-        >>> [node.label for node in second if node.made_in == "pow_1_1.PowBackward0"][:2]
-        ['pow_1_1.PowBackward0.MulBackward0', 'pow_1_1.PowBackward0.MulBackward1']
-    """
-    if not first.created_graph:
-        raise InputError("this pass has created no graph: run it with create_graph=True")
-    return _run(first.trace, (first, *first.earlier), tensors, gradients, **options)
-
-
-def _run(
-    trace: Trace,
-    earlier: tuple[Any, ...],
-    tensors: Tensors | None,
-    gradients: Tensors | None,
-    *,
-    save: Any = None,
-    edits: Edits | None = None,
-    inputs: Tensors | None = None,
-    accumulate: bool = True,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-) -> BackwardPass:
     capture = trace.capture
     if capture is None:
         raise InputError(
             "the run did not note which op made which gradient function: trace it with "
             'save="none", or with what is to be saved'
         )
+    if through is not None and not through.created_graph:
+        raise InputError("that pass has created no graph: run it with create_graph=True")
+    earlier = () if through is None else (through, *through.earlier)
     losses = _losses(trace, tensors)
     starts = _starts(losses, gradients)
     wanted = None if inputs is None else _listed("inputs", inputs)
@@ -163,26 +115,25 @@ def _run(
     changes = list(_changes(graph, edits or {}))
     record = BackwardPass(trace, graph, losses, earlier, create_graph)
     watch = _Watch(graph, record, kept, starts or ())
-    handles: list[Any] = []
+    options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph}
     try:
-        handles += [change.register() for change in changes]
-        for number, node in enumerate(graph.nodes):
-            handles += [node.register_prehook(watch.before(number)),
-                        node.register_hook(watch.after(number))]  # fmt: skip
-        options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph}
-        if accumulate:
-            torch.autograd.backward(losses, starts, inputs=wanted, **options)
-        else:
-            assert wanted is not None
-            record.gradients = torch.autograd.grad(losses, wanted, starts, **options)
-            watch.returned(wanted, record.gradients)
+        with contextlib.ExitStack() as hooks:
+            for change in changes:
+                hooks.enter_context(change.register())
+            for number, node in enumerate(graph.nodes):
+                hooks.enter_context(node.register_prehook(watch.before(number)))
+                hooks.enter_context(node.register_hook(watch.after(number)))
+            if accumulate:
+                torch.autograd.backward(losses, starts, inputs=wanted, **options)
+            else:
+                assert wanted is not None
+                record.gradients = torch.autograd.grad(losses, wanted, starts, **options)
+                watch.returned(wanted, record.gradients)
     except Exception as error:
         with contextlib.suppress(AttributeError):  # a class of errors with slots
             error.bendtrace = record  # type: ignore[attr-defined]
         raise
     finally:
-        for handle in handles:
-            handle.remove()
         record.settle()
     for change in changes:
         if change.entry.order is None:
@@ -190,7 +141,7 @@ def _run(
                 f"the edit at {change.key!r} was never called: the pass did not run "
                 f"{change.entry.label}",
                 NeverFiredWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
     return record
 
