@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import bendtrace as bt
 from bendtrace._compare import same_bits
 from bendtrace.backward.node import BackwardNode
 from bendtrace.backward.record import BackwardPass
+from bendtrace.backward.running import _Watch
 
 
 class Reader(nn.Module):
@@ -328,25 +331,61 @@ def test_the_graphs_of_the_arguments_and_of_the_loss_belong_to_no_op() -> None:
 
 
 def test_numbers_of_nodes_from_another_thread_name_no_op() -> None:
-    import threading
-
     made: list[Any] = []
 
-    def loss() -> None:  # torch counts nodes in each thread from 0
-        total = trace.output * 1
+    def run() -> None:
+        made.append(bt.trace(nn.Linear(3, 3), torch.ones(2, 3), save="none"))
+
+    def loss() -> None:  # torch counts the nodes of each thread from 0
+        total = made[0].output * 1
         for _ in range(200):
             total = total * 1
         made.append(total.sum())
 
-    trace = bt.trace(nn.Linear(3, 3), torch.ones(2, 3), save="none")
-    thread = threading.Thread(target=loss)
-    thread.start()
-    thread.join()
-    record = trace.backward(made[0])
+    for target in (run, loss):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    record = made[0].backward(made[1])
+    numbers = [node._sequence_nr() for node in walked(made[1].grad_fn)]
+    assert len(set(numbers)) < len(numbers) - 1  # (leaves have one number)
     assert {entry.type: entry.where for entry in record if entry.where != "leaf"} == {
         "SumBackward0": "after", "MulBackward0": "after", "AddmmBackward0": "run",
         "TBackward0": "run",
     }  # fmt: skip
+
+
+def walked(root: Any) -> list[Any]:
+    nodes, waiting = [], [root]
+    while waiting:
+        node = waiting.pop(0)
+        if node not in nodes:
+            nodes.append(node)
+            waiting += [below for below, _ in node.next_functions if below is not None]
+    return nodes
+
+
+def test_what_a_tracer_cannot_see_is_no_op() -> None:
+    def unseen(x: Tensor) -> Tensor:
+        h = x * 2
+        with torch._C.DisableTorchFunction():
+            h = h.tanh()
+        return h * 3
+
+    trace = bt.trace(unseen, torch.ones(2, requires_grad=True), save="none")
+    assert any("unknown origin" in reason for reason in trace.why_live)
+    record = trace.backward(trace.output.sum())
+    assert [(entry.label, entry.where) for entry in record] == [
+        ("SumBackward0", "after"), ("mul_2_3.MulBackward0", "run"), ("TanhBackward0", "before"),
+        ("mul_1_1.MulBackward0", "run"), ("input_1_0.grad", "leaf"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("lstm", "gru")])
+def test_nodes_have_the_order_of_the_engine_before_they_run(case: str) -> None:
+    record, _, _ = recorded(case)
+    ran = [entry.label for entry in record.all_nodes if entry.order is not None]
+    assert ran == [entry.label for entry in record]
 
 
 def test_passes_of_a_layer_are_passes_of_its_nodes() -> None:
@@ -418,7 +457,9 @@ def test_gradients_of_losses_with_several_elements_are_given() -> None:
 
 
 def hooks_left(record: BackwardPass, model: nn.Module) -> list[Any]:
-    found = [p for p in model.parameters() if p._backward_hooks]
+    gc.collect()
+    found: list[Any] = [one for one in gc.get_objects() if type(one) is _Watch]  # hooks hold it
+    found += [p for p in model.parameters() if p._backward_hooks]
     return found + [m for m in model.modules() if m._backward_hooks or m._forward_hooks]
 
 
@@ -432,6 +473,7 @@ def test_nothing_is_left_behind() -> None:
     plain = Torch("reader")
     assert same_bits(gradients(model, x), gradients(plain.model, plain.x))
     assert [(entry.order, entry.given, entry.made) for entry in record] == before
+    assert record.nested == 0  # no hook was called
 
 
 def test_nothing_is_left_behind_when_the_pass_raises() -> None:
@@ -446,6 +488,7 @@ def test_nothing_is_left_behind_when_the_pass_raises() -> None:
         trace.backward(loss, edits={"lstmcell_1:2": refuse, "head": lambda g: g * 2},
                        retain_graph=True)  # fmt: skip
     partial: BackwardPass = caught.value.bendtrace  # type: ignore[attr-defined]
+    del caught  # whose traceback has the frames
     assert 0 < len(partial) < len(partial.all_nodes)
     assert hooks_left(partial, model) == []
     model.zero_grad()
@@ -457,8 +500,9 @@ def test_nothing_is_left_behind_when_the_pass_raises() -> None:
 
 def test_a_second_pass_over_a_freed_graph_raises_as_torch_does() -> None:
     record, model, _ = recorded("residual")
-    with pytest.raises(RuntimeError, match="second time"):
+    with pytest.raises(RuntimeError, match="second time") as caught:
         record.trace.backward(record.trace.output.sum())
+    del caught
     assert hooks_left(record, model) == []
 
 

@@ -29,7 +29,8 @@ class BackwardNode:
         op: position of that op on the tape; None for leaves, and for nodes from outside the run.
         element: which result of that op `forward` is.
         where: "run" for a node that an op of the run made, "leaf" for one that accumulates a
-            gradient, "before" for the graph of the arguments, "after" for that of the loss.
+            gradient, "before" for the graph of the arguments and of tensors that the run cannot
+            know the origin of, "after" for that of the loss.
         made_in: label of the node of an earlier backward pass in which it was made, with
             `create_graph=True`; "" for a node that the forward run has made.
         node_path: path of the forward op in the tree of the run.

@@ -61,11 +61,7 @@ class GraphMarks:
         if node is not None:
             node.metadata.setdefault(self, "before")
             self.places[op.index, ()] = node._sequence_nr(), tensor.output_nr
-        self.skip()
-
-    def skip(self) -> None:
-        """Leave out the nodes that were made since the last op."""
-        self._last = _now()
+        self._last = _now()  # what has made it is no op of the run
 
     def mark_of(self, node: Any) -> Literal["run", "before", ""]:
         """Return whether a node made a value of the run, or one that the run received."""

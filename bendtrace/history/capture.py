@@ -226,7 +226,6 @@ class Capture:
         """Keep an argument."""
         self._fixed.add(storage_of(tensor))
         self._take(op, (), tensor)
-        self.marks.skip()
 
     def state(self, op: Op, tensor: Tensor) -> None:
         """Record a tensor that existed before the run."""
@@ -406,12 +405,11 @@ class Capture:
     def _copy(self, tensor: Tensor, converted: bool = True) -> Tensor:
         """Return a tensor with the present values of another, without copying them if possible."""
         value = tensor.detach() if self._detach else tensor
-        moved = value if self._convert is None or not converted else self._convert(value)
-        if moved is value:
-            moved = copied(value) if storage_of(value) in self._fixed else lazily_copied(value)
-        if not self._detach:
-            self.marks.skip()  # the copy has a node, which no op of the run has made
-        return moved
+        if self._convert is not None and converted:
+            moved = self._convert(value)
+            if moved is not value:
+                return moved
+        return copied(value) if storage_of(value) in self._fixed else lazily_copied(value)
 
     def _entry(
         self, op: Op, element: tuple[Any, ...], layer: Layer, passed: int, position: int,
