@@ -178,15 +178,8 @@ class AutogradGraph:
             ]  # fmt: skip
             if found:
                 return found
-        try:
-            values = self.values(key)
-        except LayerKeyError as error:
-            names = [entry.label for entry in self.entries]
-            near = near_names(key, names, _NEAR) if isinstance(key, str) else []
-            hint = f"; similar names of backward nodes: {', '.join(near)}" if near else ""
-            raise LayerKeyError(f"{error}{hint}", key, tuple(near)) from None
         found = []
-        for value in values:
+        for value in self.values(key):
             if value.kind != "state":
                 found += [n for n, e in enumerate(self.entries) if e.op == value.index]
             place = self.place(value)
@@ -205,7 +198,13 @@ class AutogradGraph:
         Raises:
             LayerKeyError: there are none.
         """
-        found = self._trace[key]
+        try:
+            found = self._trace[key]
+        except LayerKeyError as error:
+            names = [entry.label for entry in self.entries]
+            near = near_names(key, names, _NEAR) if isinstance(key, str) else []
+            hint = f"; similar names of backward nodes: {', '.join(near)}" if near else ""
+            raise LayerKeyError(f"{error}{hint}", key, tuple(near)) from None
         values = [found] if isinstance(found, LayerEntry) else list(found)
         sources = [
             self._trace[label] if value.kind == "output" else value
