@@ -47,7 +47,7 @@ class BackwardNode:
         next: where each gradient that it returns goes: the label of a node, and for which of that
             node's results it is. None where no gradient is needed.
         is_edited: whether an edit changed the gradients that arrived.
-        gradients_in: the gradients that arrived, after edits; None if they were not kept.
+        gradients_in: the gradients that arrived, after edits and hooks; None if they were not kept.
         gradients_out: the gradients that it returned; None if they were not kept.
 
     Example:
