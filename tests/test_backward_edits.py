@@ -280,3 +280,14 @@ def test_what_cannot_be_recorded_is_refused_before_anything_runs() -> None:
     record = trace.backward(loss)
     with pytest.raises(InputError, match="has created no graph"):
         record.backward(loss)
+
+
+def test_torchlens_has_its_names_for_it() -> None:
+    model, x = made("residual")
+    log: Any = bt.compat.torchlens.trace(model, x)
+    assert log.grad_fns == []
+    assert log.log_backward(log.output.sum(), retain_graph=True) is log
+    log.log_backward(log.output, gradient=torch.ones_like(log.output))
+    assert len(log.backward_passes) == 2
+    assert log.grad_fns[0].type == "AddmmBackward0"
+    assert log.grad_fns[0].gradients_in[0].equal(torch.ones_like(log.output))
