@@ -355,6 +355,27 @@ def test_numbers_of_nodes_from_another_thread_name_no_op() -> None:
     }  # fmt: skip
 
 
+def test_an_argument_from_another_thread_is_not_taken_for_a_value_of_the_run() -> None:
+    made: list[Any] = []
+
+    def argument() -> None:
+        made.append(torch.ones(2, 3, requires_grad=True) * 2 * 3)
+
+    def run() -> None:
+        made.append(bt.trace(nn.Linear(3, 3), made[0], save="none"))
+
+    for target in (argument, run):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    x, trace = made
+    assert x.grad_fn._sequence_nr() == trace.output.grad_fn._sequence_nr()
+    for key, label in (("input_1", "MulBackward0"), ("linear_1", "linear_1_1.AddmmBackward0")):
+        record = trace.backward(trace.output.sum(), edits={key: torch.zeros_like},
+                                retain_graph=True)  # fmt: skip
+        assert [entry.label for entry in record if entry.is_edited] == [label]
+
+
 def walked(root: Any) -> list[Any]:
     nodes, waiting = [], [root]
     while waiting:

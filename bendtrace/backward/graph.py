@@ -65,7 +65,7 @@ class AutogradGraph:
         self.roots: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in edges]
         self.nodes = _in_order([node for node, _ in self.roots])
         self.position = {node: number for number, node in enumerate(self.nodes)}
-        self._numbered: dict[int, int] = {}
+        self._numbered: dict[tuple[str, int], int] = {}
         self.entries = self._described()
         for node, described in zip(self.nodes, self.entries, strict=True):
             described.next = tuple(
@@ -104,7 +104,7 @@ class AutogradGraph:
             elif entry.where == "run" and not entry.made_in:
                 inside.add(number)
             if entry.where != "leaf" and (mark or number in inside):
-                self._numbered[node._sequence_nr()] = number
+                self._numbered[mark or "run", node._sequence_nr()] = number
             entries.append(entry)
             for other, _ in node.next_functions:
                 if other is not None:
@@ -216,9 +216,9 @@ class AutogradGraph:
     def place(self, value: LayerEntry) -> tuple[int, int] | None:
         """Return the node that a value's gradient arrives at, and as which of its gradients."""
         if value.index is not None:
-            number, place = self._marks.places.get((value.index, value.element), (-1, 0))
-            if number in self._numbered:
-                return self._numbered[number], place
+            node, place = self._marks.places.get((value.index, value.element), (("", 0), 0))
+            if node in self._numbered:
+                return self._numbered[node], place
         for position, entry in enumerate(self.entries):
             if entry.where == "leaf" and entry.forward == value.label:
                 return position, 0

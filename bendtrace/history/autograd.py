@@ -27,12 +27,13 @@ class GraphMarks:
     nodes say where the graph of the run begins and ends.
 
     Attributes:
-        places: for each value that has a node, its number, and which of its outputs the value is.
+        places: for each value that has a node, the mark and the number of the node, and which of
+            its outputs the value is.
         leaves: the arguments of the run that are leaves, by op.
     """
 
     def __init__(self) -> None:
-        self.places: dict[Key, tuple[int, int]] = {}
+        self.places: dict[Key, tuple[tuple[str, int], int]] = {}
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         self._last: int = _now()
         self._starts: list[int] = []
@@ -41,15 +42,13 @@ class GraphMarks:
     def add(self, op: Op, element: tuple[Any, ...], tensor: Tensor, node: Any) -> None:
         """Note that an op has returned, or received, a tensor with a node."""
         now = _now()
-        if op.kind is OpKind.INPUT:
-            node.metadata.setdefault(self, "before")
-        else:
-            node.metadata.setdefault(self, "run")
-            if now > self._last:
-                self._starts.append(self._last)
-                self._spans.append((now, op.index))
+        is_input = op.kind is OpKind.INPUT
+        mark = node.metadata.setdefault(self, "before" if is_input else "run")
+        if now > self._last and not is_input:
+            self._starts.append(self._last)
+            self._spans.append((now, op.index))
         self._last = now
-        self.places[op.index, element] = node._sequence_nr(), tensor.output_nr
+        self.places[op.index, element] = (mark, node._sequence_nr()), tensor.output_nr
 
     def add_leaf(self, op: Op, tensor: Tensor) -> None:
         """Note that a leaf is an argument of the run."""
@@ -59,8 +58,8 @@ class GraphMarks:
         """Note that the run reads a tensor that none of its ops has returned."""
         node: Any = tensor.grad_fn if requires_grad(tensor) else None
         if node is not None:
-            node.metadata.setdefault(self, "before")
-            self.places[op.index, ()] = node._sequence_nr(), tensor.output_nr
+            mark = node.metadata.setdefault(self, "before")
+            self.places[op.index, ()] = (mark, node._sequence_nr()), tensor.output_nr
         self._last = _now()  # what has made it is no op of the run
 
     def mark_of(self, node: Any) -> Literal["run", "before", ""]:
