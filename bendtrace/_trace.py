@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from bendtrace._history import ModelHistory
-from bendtrace._lazy import LazyModule
+from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log
@@ -39,12 +39,14 @@ from bendtrace.tape.tape import ModuleCall, Op
 
 if TYPE_CHECKING:
     from bendtrace import storage
+    from bendtrace.backward.running import backward
     from bendtrace.graph import fx as conversion
     from bendtrace.graph.mirror import Graph
     from bendtrace.history import validate
     from bendtrace.history.validate import Validation
     from bendtrace.interject.selectors import naming
 else:
+    backward = LazyMethod("bendtrace.backward.running", "backward")
     conversion = LazyModule("bendtrace.graph.fx")
     naming = LazyModule("bendtrace.interject.selectors.naming")
     storage = LazyModule("bendtrace.storage")
@@ -272,6 +274,8 @@ class Trace(ModelHistory):
         self.keeps: object = None  # what was inserted, for as long as the trace can be replayed
         if program is not None:
             self.__dict__["program"] = program
+
+    backward = backward
 
     @property
     def capture(self) -> Capture | None:

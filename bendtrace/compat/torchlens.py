@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from bendtrace._history import ModelHistory
 from bendtrace._trace import Trace, run_trace
@@ -24,6 +25,8 @@ from bendtrace.history.capture import SaveOptions
 from bendtrace.history.entries import LayerEntry
 
 if TYPE_CHECKING:
+    from bendtrace.backward.node import BackwardNode
+    from bendtrace.backward.record import BackwardPass
     from bendtrace.view.drawing.picture import Picture
 
 __all__ = [
@@ -119,6 +122,22 @@ class _Log(Trace):
     def num_tensors(self) -> int:
         """How many tensors the run computed."""
         return len(self.layers)
+
+    @property
+    def backward_passes(self) -> list[BackwardPass]:
+        """The records of the backward passes that `log_backward` has run."""
+        passes: list[BackwardPass] = self.__dict__.setdefault("_passes", [])
+        return passes
+
+    @property
+    def grad_fns(self) -> list[BackwardNode]:
+        """The nodes that ran in the latest of these."""
+        return self.backward_passes[-1].nodes if self.backward_passes else []
+
+    def log_backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> Trace:
+        """Run and record a backward pass, and return the log."""
+        self.backward_passes.append(self.backward(loss, gradient, save="all", **options))
+        return self
 
 
 def log_forward_pass(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
+from bendtrace.history.autograd import GraphMarks
 from bendtrace.history.copies import (
     Gradients,
     copied,
@@ -102,6 +103,7 @@ class Capture:
         random: state of torch's generator before each op that is known to draw from it.
         times: the time of each op in nanoseconds.
         grad_fns: name of the gradient function of each value that has one.
+        marks: which op made which node of the autograd graph.
         chosen: as given.
         stop: as given.
         states: the tensors that existed before the run, by op.
@@ -127,6 +129,7 @@ class Capture:
         self.random: dict[int, Tensor] = {}
         self.times: dict[int, int] = {}
         self.grad_fns: dict[Key, str] = {}
+        self.marks = GraphMarks()
         self.chosen = chosen or None
         self.stop = stop
         self.states: dict[int, State] = {}
@@ -231,6 +234,7 @@ class Capture:
         if self.is_exact and not isinstance(tensor, nn.Parameter) and _is_small(tensor):
             copy = copied(tensor.detach())  # the run may go on to change it, as batch norm does
         self.states[op.index] = State(weakref.ref(tensor), version_of(tensor), copy)
+        self.marks.add_state(op, tensor)
 
     def _keep_states(self, data: Tensor) -> None:
         """Copy the states in the memory of `data`, since writes through it are not counted."""
@@ -318,6 +322,9 @@ class Capture:
         function = tensor.grad_fn if requires_grad(tensor) else None
         if function is not None:
             self.grad_fns[key] = type(function).__name__
+            self.marks.add(op, element, tensor, function)
+        elif op.kind is OpKind.INPUT and requires_grad(tensor):
+            self.marks.add_leaf(op, tensor)
         if self.chosen is True:
             self._save(key, tensor)
         if self._namer is None:

@@ -65,7 +65,7 @@ def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None) -> str:
         if use.is_parameter and entry.index is not None
     })  # fmt: skip
     lines = [
-        f"Log of {log.name} forward pass:",
+        f"Log of {log.name}{'' if 'backward pass of' in log.name else ' forward pass'}:",
         f"\tModel structure: {_structure(lookup.layers)}; "
         f"{counted(len(lookup.module_names), 'total module')}.",
         f"\t{counted(len(lookup.layers), 'tensor')} ({_total(lookup.layers)}) computed in forward "

@@ -6,7 +6,7 @@ import json
 import os
 from functools import cached_property
 from html import escape
-from typing import Any
+from typing import Any, Protocol
 
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry
@@ -22,7 +22,16 @@ from bendtrace.view.drawing.picture import Format, Picture
 __all__ = ["Difference", "diff"]
 
 
-def diff(a: RunLog, b: RunLog, *, rtol: float = 0.0, atol: float = 0.0) -> Difference:
+class _Logged(Protocol):
+    """What has a log, as a backward pass does."""
+
+    @property
+    def log(self) -> RunLog: ...
+
+
+def diff(
+    a: RunLog | _Logged, b: RunLog | _Logged, *, rtol: float = 0.0, atol: float = 0.0
+) -> Difference:
     """Compare two runs: of two inputs, or of two versions of a model.
 
     Items at the same place match: in the same module, at the same expression of the same function,
@@ -30,8 +39,8 @@ def diff(a: RunLog, b: RunLog, *, rtol: float = 0.0, atol: float = 0.0) -> Diffe
     their neighbours.
 
     Args:
-        a: one run, as returned by `bendtrace.trace`. Values are compared if both runs saved them
-            (`save="all"`).
+        a: one run, as returned by `bendtrace.trace`, or a `BackwardPass`. Values are compared if
+            both saved them (`save="all"`).
         b: the other.
         rtol: relative tolerance for values, as in `torch.isclose`. With both tolerances at 0,
             values are equal only if all their bits are.
@@ -55,7 +64,8 @@ def diff(a: RunLog, b: RunLog, *, rtol: float = 0.0, atol: float = 0.0) -> Diffe
         >>> [entry.pass_number for entry in difference.added if entry.layer_type == "div"]
         [2]
     """
-    for name, history in (("first", a), ("second", b)):
+    logs = _log_of(a), _log_of(b)
+    for name, history in zip(("first", "second"), logs, strict=True):
         if not isinstance(history, RunLog):
             raise InputError(
                 f"the {name} argument is a {type(history).__name__}, not a trace: "
@@ -64,7 +74,13 @@ def diff(a: RunLog, b: RunLog, *, rtol: float = 0.0, atol: float = 0.0) -> Diffe
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not tolerance >= 0:
             raise InputError(f"{name} must be at least 0, not {tolerance!r}")
-    return Difference(a, b, rtol, atol)
+    return Difference(*logs, rtol, atol)
+
+
+def _log_of(given: Any) -> Any:
+    """Return the log of a backward pass; everything else as it is."""
+    log = getattr(given, "log", None)
+    return log if isinstance(log, RunLog) else given
 
 
 class Difference:

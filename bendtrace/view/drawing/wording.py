@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ __all__ = [
     "tooltip",
 ]
 
+_ITEM = re.compile(r"\[\d+\](?=:|$)")
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _DOT = " \N{MIDDLE DOT} "
 _MOST = 44  # letters of a line
@@ -71,7 +73,8 @@ def leaf_title(leaf: Leaf) -> str:
         return cut(f"{entry.label} = {number_text(entry.value)}", _MOST)
     if leaf.times > 1:
         return cut(entry.layer_type, _MOST)
-    labels = [entry.label, *(other.label for other in leaf.entries[1:])]
+    # (The gradients that one node of a backward pass returns differ only by their numbers.)
+    labels = list(dict.fromkeys(_ITEM.sub("", one.label) for one in leaf.entries))
     if len(labels) > 2:  # several values of one op
         return cut(f"{labels[0]} \N{HORIZONTAL ELLIPSIS} {labels[-1]}", _MOST)
     return cut(", ".join(labels), _MOST)

@@ -1,0 +1,1 @@
+"""Recording the backward pass of a run."""
