@@ -128,6 +128,25 @@ def test_bends_of_weights_reach_the_methods_that_read_them(x: Tensor, traced: bo
     assert torch.equal(bended.encode(x), model.encode(x))
 
 
+def test_a_method_that_may_read_a_bent_weight_unseen_is_refused(x: Tensor) -> None:
+    class Other(Coder):
+        __bended_methods__ = ()
+
+    bended = tb.BendedModule(Other())
+    plain = bended.scaled(x)
+    bended.bend(tb.Scale(0.0), "pre$", "gain")
+    with pytest.raises(InputError, match="'gain' is bent, and 'scaled' may read it itself"):
+        bended.scaled(x)
+    bended.trace("scaled", x)
+    assert not bended.scaled(x).any()
+    bended.reset()
+    assert torch.equal(bended.scaled(x), plain)
+    for wrapped in ((), ["scaled"]):
+        bended = tb.BendedModule(Other(), wrapped)
+        bended.bend(tb.Scale(0.0), "gain")
+        assert not bended.scaled(x).any()
+
+
 def test_activations_are_bent_in_the_methods_that_are_given(x: Tensor) -> None:
     model = Coder()
     bended = tb.BendedModule(model)
@@ -257,6 +276,26 @@ def test_activations_are_those_before_the_bends_of_the_node(x: Tensor) -> None:
         bended.get_activations("tan", input=x)
     with pytest.raises(InputError, match="'forward' was not traced"):
         tb.BendedModule(model).get_activations("0", input=x)
+
+
+def test_parts_of_outputs_and_passes_have_names_of_their_own(x: Tensor) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.act = nn.LSTM(4, 4), nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = self.act(self.lstm(x)[0])
+            return x
+
+    bended = tb.BendedModule(Twice())
+    bended.trace(x)
+    bended.bend(tb.Bias(1.0), "lstm", "act", bend_param=False)
+    out = bended.get_activations("act", "lstm", x=x)
+    assert torch.equal(out["act_bended:2"], bended(x))
+    assert torch.equal(out["act_bended:1"], out["act:1"] + 1)
+    assert torch.equal(out["lstm_bended:1"][0], out["lstm:1"][0] + 1)
 
 
 def test_activations_can_be_asked_for_under_a_name_of_their_own(x: Tensor) -> None:
@@ -494,6 +533,12 @@ def test_versions_have_their_weights_and_bends(x: Tensor) -> None:
     bended.bend(tb.Scale(0.0), "pre.weight")
     with pytest.raises(InputError, match="weights are bent"):
         bended.interpolate(1.0, other=3.0)
+    bended.reset()
+    with (
+        bended.interpolate(1.0, other=3.0),
+        pytest.raises(InputError, match="a mixture of versions is in use"),
+    ):
+        bended.bend(tb.Scale(0.0), "pre.weight")
     with pytest.raises(InputError, match="there is no version 'none'"):
         bended.version = "none"
     assert all(map(torch.equal, model.state_dict().values(), before.values()))

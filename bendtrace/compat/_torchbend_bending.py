@@ -150,6 +150,8 @@ class BendingModule(ModuleWithMethods):
             specs = [BendSpec(callback, tuple(flat(where)), by_name, bend_graph)]
         fns = self._methods() if fn is None else list(flat([fn]))
         plans = [(spec, *self._placed(spec, fns, allow_none)) for spec in specs]
+        if len(self._bending.versions.mixture) > 1 and any(weights for _, weights, _ in plans):
+            raise InputError("a mixture of versions is in use: set a version to bend its weights")
         known = self.controllables
         for parameter in (p for spec in specs for p in spec.callback.parameters):
             if known.setdefault(parameter.name, parameter) is not parameter:
@@ -195,7 +197,7 @@ class BendingModule(ModuleWithMethods):
                 patterns = self._names(fn).patterns(item) or ([item] if allow_none else [])
                 found = found or bool(patterns)
                 places.setdefault(fn, []).extend(patterns)
-            if not found:
+            if not found and not allow_none:
                 self._raise_unknown(item, methods, by_weight, spec.activations)
         return weights, {fn: items for fn, items in places.items() if items}
 
@@ -452,6 +454,11 @@ class BendingModule(ModuleWithMethods):
         with Restoring(lambda: None) if version is None else self.set_version(version):
             kept = {key: value.detach().clone() for key, value in self.state_dict().items()}
             return kept | self._bending.bended_state_dict()
+
+    def _take_over(self, carried: dict[str, Any]) -> None:
+        super()._take_over(carried)
+        for callback in self.bending_callbacks:
+            name_by(callback, self)
 
 
 class Bent:

@@ -101,7 +101,18 @@ class ModuleWithMethods(core.BendedModule):
                 raise InputError(_OF_OTHERS.format(fn))
             return False
         listed = (*self._state["wrapped"], *getattr(type(owner), "__bended_methods__", ()))
-        return fn in self._parts or fn in listed or (self._holder is not None and bent)
+        if fn in self._parts or fn in listed or (self._holder is not None and bent):
+            return True
+        # A method that runs as it is gets the bends of what it calls, not of what it reads.
+        bending = self._bending
+        keys = [k for s in bending._sources if not s.spec.activations for k in bending._keys(s)]
+        read = [key for key in (*keys, *bending.versions.needed) if "." not in key]
+        if read and any(source.spec.activations for source in bending._sources):
+            raise InputError(
+                f"{read[0]!r} is bent, and {fn!r} may read it itself: call bended.trace({fn!r}, "
+                "...) first, so that it is bent there, or call the method of bended.module"
+            )
+        return bool(read)
 
     def _has_others(self) -> bool:
         sources = self._bending._sources

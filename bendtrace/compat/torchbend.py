@@ -18,6 +18,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 from bendtrace import bends
 from bendtrace import module as core
 from bendtrace.bends import *  # noqa: F403
@@ -27,6 +31,7 @@ from bendtrace.compat._torchbend_callbacks import *  # noqa: F403
 from bendtrace.compat._torchbend_callbacks import flat_callbacks, further_arguments, running
 from bendtrace.errors import BendShapeError, InputError
 from bendtrace.interject.bends.catalogue import near
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.paths.nodes import NodePath
 
 __all__ = ["BendShapeError", "BendedModule", "BendedWrapper"]
@@ -108,14 +113,12 @@ class BendedModule(BendingModule):
             after |= {f"{key}_bended": known.by_name[key].name for key in over}
             if not found and not over:
                 raise InputError(f"{fn} has no activation {name!r}; {near(name, known.by_name)}")
-        keep, paths = bends.Capture(), list(map(NodePath, dict.fromkeys(wanted.values())))
-        with running(fn), keep.capture(), ExitStack() as stack:
+        seen, paths = _Seen(), list(map(NodePath, dict.fromkeys(wanted.values())))
+        with running(fn), ExitStack() as stack:
             if after:
-                stack.enter_context(part.interject(list(map(NodePath, after.values())), keep))
+                stack.enter_context(part.interject(list(map(NodePath, after.values())), seen))
             every = paths or list(map(NodePath, after.values()))
-            values = core.BendedModule.get_activations(
-                part, *every, kwargs=inputs, bended=False, allow_none=True
-            )
+            values = core.BendedModule.get_activations(part, *every, kwargs=inputs, bended=False)
         outs: dict[str, Any] = {}
         for key, path in wanted.items():
             outs |= {
@@ -124,7 +127,7 @@ class BendedModule(BendingModule):
                 if at == path or re.fullmatch(rf"{re.escape(path)}:\d+", at)
             }
         for key, path in after.items():
-            passes = keep.captured.get(path, [])
+            passes = seen.kept.get(path, [])
             several = len(passes) > 1
             outs |= {f"{key}:{n}" if several else key: v for n, v in enumerate(passes, 1)}
         self._save(_save_as_method, "get_activations", names, fn)
@@ -200,6 +203,22 @@ class BendedModule(BendingModule):
         if not name.isidentifier() or hasattr(type(self), name) or hasattr(self.module, name):
             raise InputError(f"a method cannot be saved as {name!r}, which is taken or no name")
         self._state["saved"][name] = call, names, fn
+
+
+class _Seen(Interjection):
+    """Keeps what nodes return after all that was inserted before it."""
+
+    observes = True
+    self_contained = True
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[Any]] = {}
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
+        """Keep a value."""
+        with torch.inference_mode(False), torch.no_grad():
+            kept = tree_map_only(Tensor, lambda value: value.detach().clone(), output)
+        self.kept.setdefault(at.path, []).append(kept)
 
 
 BendedWrapper = BendedModule
