@@ -256,6 +256,26 @@ def test_there_is_no_torchscript(x: Tensor) -> None:
         tb.BendedModule(Coder()).script()
 
 
+def test_what_takes_a_bended_module_takes_this_one(x: Tensor) -> None:
+    bended = tb.BendedModule(Coder())
+    gain = tb.BendingParameter("gain", 1.0)
+    with bt.workflows.bending_session(bended, {"pre$": tb.Scale(gain)}) as session:
+        session.set(gain=0.0)
+        assert torch.equal(session(x), session(-x))
+    assert torch.equal(bended(x), bended.module(x))
+    out = bended.get_activations(bended.pre, args=(x,))
+    assert torch.equal(out["pre"], bended.module.pre(x))
+    handle = bended.bend(tb.Scale(0.0), "pre", weights=False)
+    assert repr(handle) == "<bend Scale(scale=0.0) at 'pre'>"
+    assert bended.bended_keys() == ["pre"]
+    bended(x)
+    assert handle.report().fired == 1
+    handle.remove()
+    with pytest.warns(bt.errors.NeverFiredWarning, match="was never called"):
+        with bended.bend(tb.Scale(0.0), "pre$"):
+            pass
+
+
 # Activations
 
 
@@ -337,6 +357,7 @@ def test_callbacks_are_given_arguments_with_the_activations(x: Tensor) -> None:
     assert torch.equal(bended(x), x.relu().tanh())
     with pytest.raises(InputError, match="takes 'bye'"):
         bended.from_activations("1", input=x, **{"1": x}, bye=2.0)
+    assert torch.equal(bended.from_activations({"sub_1": x}, x), x)  # as it is
     with pytest.raises(InputError, match="is given no value for '1'"):
         bended.from_activations("1", input=x)
 

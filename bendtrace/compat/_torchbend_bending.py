@@ -23,7 +23,6 @@ from bendtrace.interject.bends.catalogue import Activation, near
 from bendtrace.interject.bends.handle import BendHandle, Restoring
 from bendtrace.interject.bends.spec import BendSpec, compiled, flat
 from bendtrace.interject.bends.versions import ORIGINAL
-from bendtrace.interject.report import Report
 from bendtrace.paths.text import Text
 
 __all__ = ["BendingModule", "Bent"]
@@ -110,7 +109,7 @@ class BendingModule(ModuleWithMethods):
 
     # Bending
 
-    def bend(  # type: ignore[override]
+    def bend(
         self,
         callback: Any,
         *where: Any,
@@ -119,6 +118,8 @@ class BendingModule(ModuleWithMethods):
         bend_param: bool = True,
         bend_graph: bool = True,
         allow_none: bool = False,
+        weights: bool | None = None,
+        activations: bool = True,
     ) -> Bent:
         """Bend activations and weights from now on.
 
@@ -132,9 +133,11 @@ class BendingModule(ModuleWithMethods):
             bend_param: whether patterns apply to weights.
             bend_graph: whether patterns apply to activations.
             allow_none: whether to accept that nothing has such a name so far.
+            weights: as `bend_param`, in `bendtrace.BendedModule`.
+            activations: as `bend_graph`.
 
         Returns:
-            A handle, which is also a context manager: `remove()`.
+            A handle, which is also a context manager: `remove()`, `report()`.
 
         Raises:
             InputError: nothing has such a name, or an argument is invalid.
@@ -146,30 +149,31 @@ class BendingModule(ModuleWithMethods):
                 callback = Lambda(callback)
             if not isinstance(callback, bends.Bend) or not where:
                 self._bending.bend(callback, *where)  # which raises
-            by_name = None if bend_param else False
-            specs = [BendSpec(callback, tuple(flat(where)), by_name, bend_graph)]
+            by_name = None if bend_param and weights is not False else False
+            by_path = bend_graph and activations
+            specs = [BendSpec(callback, tuple(flat(where)), by_name, by_path)]
         fns = self._methods() if fn is None else list(flat([fn]))
         plans = [(spec, *self._placed(spec, fns, allow_none)) for spec in specs]
-        if len(self._bending.versions.mixture) > 1 and any(weights for _, weights, _ in plans):
+        if len(self._bending.versions.mixture) > 1 and any(patterns for _, patterns, _ in plans):
             raise InputError("a mixture of versions is in use: set a version to bend its weights")
         known = self.controllables
         for parameter in (p for spec in specs for p in spec.callback.parameters):
             if known.setdefault(parameter.name, parameter) is not parameter:
                 raise InputError(f"another parameter already has the name {parameter.name!r}")
-        handles: list[tuple[str | None, BendHandle]] = []
+        handles: list[BendHandle] = []
         try:
-            for spec, weights, places in plans:
+            for spec, patterns, places in plans:
                 name_by(spec.callback, self)
                 one = spec.callback
-                if weights:
-                    made = self._bending.bend(one, *weights, weights=True, activations=False)
-                    handles.append((None, made))
+                if patterns:
+                    made = self._bending.bend(one, *patterns, weights=True, activations=False)
+                    handles.append(made)
                 for name, items in places.items():
                     bending = self._part(name).bending
                     made = bending.bend(one, *items, weights=False, allow_none=allow_none)
-                    handles.append((name, made))
+                    handles.append(made)
         except Exception:
-            for _, handle in handles:
+            for handle in handles:
                 handle.remove()
             raise
         if verbose:
@@ -207,7 +211,8 @@ class BendingModule(ModuleWithMethods):
             names += [a.name for a in self._names(fn).every if a.level != "inside"]
         text = item if isinstance(item, str) else item.pattern
         untraced = [fn for fn in methods if not self.is_traced(fn)]
-        hint = f" ({', '.join(untraced)} not traced yet)" if untraced or not methods else ""
+        hint = f" (not traced yet: {', '.join(untraced)})" if untraced else ""
+        hint = hint if methods else " (no method was traced yet)"
         raise InputError(
             f"nothing that can be bent matches {text!r}; {near(text, names)}{hint} "
             "(allow_none=True waits for a match in later runs)"
@@ -382,6 +387,9 @@ class BendingModule(ModuleWithMethods):
     def _choose(self, mixture: dict[str, Any]) -> Restoring:
         bending, bent = self._bending, self._state["bent"]
         sources, versions = bending._sources, bending.versions
+        names = [DEFAULT, *versions.names[1:]]
+        if unknown := [name for name in mixture if name not in versions]:
+            raise InputError(f"there is no version {unknown[0]!r}; {near(unknown[0], names)}")
         chosen, before = versions.checked(mixture), versions.mixture
         if len(chosen) > 1 and (self.bended_params or any(bent.get(name) for name in chosen)):
             raise InputError("weights are bent: write(name) saves them as a version to mix")
@@ -461,31 +469,22 @@ class BendingModule(ModuleWithMethods):
             name_by(callback, self)
 
 
-class Bent:
+class Bent(BendHandle):
     """A bend that is active until removed; as a context manager, it is removed at the end."""
 
-    def __init__(self, handles: list[tuple[str | None, BendHandle]]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Stop bending. Further calls have no effect."""
-        for _, handle in self._handles:
-            handle.remove()
-
-    def report(self) -> list[Report]:
-        """Return where activations were bent."""
-        return [handle.report() for fn, handle in self._handles if fn is not None]
-
-    def __enter__(self) -> Bent:
-        return self
+    def __init__(self, handles: Sequence[BendHandle]) -> None:
+        removers = {id(source): one._remove for one in handles for source in one._sources}
+        sources = [source for one in handles for source in one._sources]
+        super().__init__(sources, lambda source: removers[id(source)](source))
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        reports = self.report()
+        # A weight is bent in each method that reads it, which no single report knows of.
+        of_weights = any(not source.spec.activations for source in self._sources)
+        report = self.report()
         self.remove()
-        only = all(fn is not None for fn, _ in self._handles)
-        if kind is None and only and not any(report.rows for report in reports):
-            labels = ", ".join(f"{report.label} at {report.where}" for report in reports)
-            warnings.warn(NeverFiredWarning(f"{labels} was never called"), stacklevel=2)
+        if kind is None and not of_weights and not report.rows:
+            text = f"{report.label} at {report.where} was never called"
+            warnings.warn(NeverFiredWarning(text), stacklevel=2)
 
 
 def _listed(pairs: Iterable[tuple[str, bends.Bend]]) -> dict[str, list[bends.Bend]]:

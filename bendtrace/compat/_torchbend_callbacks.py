@@ -294,8 +294,8 @@ class InterpolateActivation(bends.InterpolateActivation, BendingCallback):
         >>> tb = bt.compat.torchbend
         >>> bended = tb.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
         >>> _ = bended.bend(tb.InterpolateActivation(), "0"), bended.trace(torch.ones(2, 1))
-        >>> weights = torch.tensor([0.0, 1.0])
-        >>> bended.from_activations("0", interp_weights=weights, **{"0": torch.zeros(2, 1)})
+        >>> inputs = {"0": torch.zeros(2, 1), "input": torch.ones(2, 1)}
+        >>> bended.from_activations("0", **inputs, interp_weights=torch.tensor([0.0, 1.0]))
         tensor([[0.]])
     """
 

@@ -252,6 +252,9 @@ class ModuleWithMethods(core.BendedModule):
             "bendtrace.BendedModule(model).export(*inputs, to='model.pt2')"
         )
 
+    def __repr__(self) -> str:
+        return super().__repr__() if self._holder is None else f"BendedModule({self._holder!r})"
+
     # Copies
 
     def _carried(self, memo: dict[int, Any] | None) -> dict[str, Any]:

@@ -38,6 +38,8 @@ __all__ = ["BendShapeError", "BendedModule", "BendedWrapper"]
 __all__ += {*bends.__all__, *_torchbend_callbacks.__all__}
 __all__.sort()
 
+_OPTIONS = {"allow_none", "args", "bended", "detach", "kwargs", "passes", "return_output"}
+
 
 class BendedModule(BendingModule):
     """A `bendtrace.BendedModule` with torchbend's conventions.
@@ -97,11 +99,14 @@ class BendedModule(BendingModule):
             _return_graph: whether to return the graph as well.
             _save_as_method: a name under which to call this with other inputs.
             _filter_bended: whether to leave out what is `_bended`.
-            **inputs: keyword arguments of the method.
+            **inputs: keyword arguments of the method. With an option of
+                `bendtrace.BendedModule.get_activations` among them, it does what that does.
 
         Raises:
             InputError: the method was not traced, or has no such activation.
         """
+        if inputs.keys() & _OPTIONS or not all(isinstance(name, str) for name in names):
+            return super().get_activations(*names, **inputs)
         part, known = self._traced(fn), self._names(fn)
         wanted: dict[str, str] = {}  # paths by name
         after: dict[str, str] = {}
@@ -146,7 +151,7 @@ class BendedModule(BendingModule):
 
         Args:
             *names: the activations, whose values are among the inputs. Their bends apply to these
-                values. Or a dict of values by name.
+                values. Or what `bendtrace.BendedModule.from_activations` takes, first a dict.
             callbacks: the callbacks that bend the activations, instead of names.
             fn: the method, which was traced.
             _return_graph: whether to return the graph as well.
@@ -161,9 +166,10 @@ class BendedModule(BendingModule):
                 unknown.
         """
         part, known = self._traced(fn), self._names(fn)
+        if names and isinstance(names[0], Mapping):
+            with running(fn):
+                return core.BendedModule.from_activations(part, *names, **inputs)
         bent = self.bended_activations(fn)
-        if len(names) == 1 and isinstance(names[0], Mapping):
-            inputs, names = {**inputs, **names[0]}, tuple(names[0])
         if not names:
             names = tuple(n for n, over in bent.items() if any(c in over for c in callbacks or ()))
         places = known.aliases | {a.name: a for a in known.by_name.values()} | known.by_name
