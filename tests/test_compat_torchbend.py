@@ -203,6 +203,8 @@ def test_what_nothing_is_called_is_refused_and_changes_nothing(x: Tensor) -> Non
         bended.reset("layers")
     assert bended.bended_keys() == ["pre"]
     assert bended.bended_keys("scaled") == []
+    bended.bend(tb.Scale(1.0), "layers_0")
+    assert bended.bended_keys("scaled") == []  # which is not known of, as before
     assert bended.controllables == {"gain": gain}
     bended.update("gain", 0.0)
     assert torch.equal(bended(x), bended(-x))

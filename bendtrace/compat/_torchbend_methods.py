@@ -95,13 +95,13 @@ class ModuleWithMethods(core.BendedModule):
         """Whether calls of a method go along paths of their own."""
         owner, bent = self.module, bool(self._bending.callbacks or self._is_versioned())
         if self._has_others():
-            if fn in self._parts and (bent or self._parts[fn].bending.callbacks):
+            if self._is_used(fn) and (bent or self._parts[fn].bending.callbacks):
                 raise InputError(_OF_OTHERS.format(fn))
             if self._holder is not None:
                 raise InputError(_OF_OTHERS.format(fn))
             return False
         listed = (*self._state["wrapped"], *getattr(type(owner), "__bended_methods__", ()))
-        if fn in self._parts or fn in listed or (self._holder is not None and bent):
+        if self._is_used(fn) or fn in listed or (self._holder is not None and bent):
             return True
         # A method that runs as it is gets the bends of what it calls, not of what it reads.
         bending = self._bending
@@ -122,7 +122,15 @@ class ModuleWithMethods(core.BendedModule):
 
     def _methods(self) -> list[str]:
         """Return the methods that bends apply to."""
-        return [fn for fn in self._all() if fn != "forward" or type(self._model) is not _NoForward]
+        own = [] if type(self._model) is _NoForward else ["forward"]
+        return own + [fn for fn in self._parts if self._is_used(fn)]
+
+    def _is_used(self, fn: str) -> bool:
+        """Whether another method was traced, or activations of it are bent."""
+        part = self._parts.get(fn)
+        return part is not None and (
+            self.is_traced(fn) or any(s.spec.activations for s in part.bending._sources)
+        )
 
     def _is_versioned(self) -> bool:
         return bool(self._bending.versions.needed)
