@@ -95,8 +95,19 @@ class Decoder(nn.Module):
 
 def torchbend() -> dict[str, Any]:
     return {
-        "module": Decoder().eval(), "other": Decoder().eval(), "x": torch.randn(4, 1, 32), "nn": nn
+        "module": Decoder().eval(), "other": Decoder().eval(), "x": torch.randn(4, 1, 32),
+        "nn": nn, "coder": Coder(),
     }  # fmt: skip
+
+
+class Coder:
+    """No module, and nothing that can be called."""
+
+    def __init__(self) -> None:
+        self.inner = Decoder().eval()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.inner(x)
 
 
 class Images(nn.Module):
@@ -273,6 +284,24 @@ EXPECTED: dict[str, dict[str, str]] = {
         ),
         "config.save(": "str(bt.bends.BendingConfig.load('test.json')) == str(config)",
         "bended.bend(Square()": "set(bended.bended_keys()) == {'out', 'convs.0.weight'}",
+        "wrapped = ": "wrapped.module is coder",
+        'bended.is_traced("encode")': "_",
+        'bended.bended_keys(fn="encode")': "_ == ['convs_1'] and not bended.bended_keys()",
+        "bended.encode(x)": "not _.any() and bended(x).equal(module(x))",
+        "wrapped.encode(x)": "not _.any()",
+        'bended.bendable_keys("convs"': "_[-2:] == ['convs_0', 'convs_1'] and len(_) == 6",
+        "bended.weight_shape(": "_ == (4, 1, 3)",
+        "bended.bend(tb.Bias(1.0)": "outs['convs_1_bended'].equal(outs['convs_1'] + 1)",
+        "bended.getter(x=x)": "_['out'].equal(bended(x))",
+        "bended.bend(tb.InterpolateActivation()": "len(mixture) == 2",
+        "keep = tb.Capture()": "keep.captures['forward:out'].equal(bended(x))",
+        'bended.save_config_as("one")': "bended.config == '_default'",
+        "config = tb.BendingConfig(": "len(config.op_from_key('convs.0.weight')) == 1",
+        "bended.bend(config)\nbended.write": "bended.version == 'masked'",
+        "with bended.interpolate(1., imported": (
+            "not mixed.equal(module.encode(x)) and bended(x).equal(module(x))"
+        ),
+        "tb.BendingParameter(": "_ == 1",
     },
     "torchlens": {
         "bt.log_forward_pass(model, x, vis_opt": "Path('run.svg').read_text()[:4] == '<svg'",

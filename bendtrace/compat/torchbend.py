@@ -11,93 +11,220 @@ tensor([0., 0.]) ['input', 'relu', 'tanh', 'output']
 tensor([1., 1.])
 """
 
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
-from bendtrace import bends, module
-from bendtrace._trace import Trace
-from bendtrace.bends import *  # noqa: F403
-from bendtrace.errors import BendShapeError, InputError
-from bendtrace.flow import LogicalFlowStep
-from bendtrace.graph.mirror import Graph
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["BendShapeError", "BendedModule"]
-__all__ += bends.__all__
+from bendtrace import bends
+from bendtrace import module as core
+from bendtrace.bends import *  # noqa: F403
+from bendtrace.compat import _torchbend_callbacks
+from bendtrace.compat._torchbend_bending import BendingModule
+from bendtrace.compat._torchbend_callbacks import *  # noqa: F403
+from bendtrace.compat._torchbend_callbacks import flat_callbacks, further_arguments, running
+from bendtrace.errors import BendShapeError, InputError
+from bendtrace.interject.bends.catalogue import near
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.paths.nodes import NodePath
+
+__all__ = ["BendShapeError", "BendedModule", "BendedWrapper"]
+__all__ += {*bends.__all__, *_torchbend_callbacks.__all__}
 __all__.sort()
 
+_OPTIONS = {"allow_none", "args", "bended", "detach", "kwargs", "passes", "return_output"}
 
-class BendedModule(module.BendedModule):
-    """A `bendtrace.BendedModule` with torchbend's form of traces.
 
-    Everything else is as in `bendtrace.BendedModule`: calls with other inputs are right, while
-    torchbend's graph is that of one example.
+class BendedModule(BendingModule):
+    """A `bendtrace.BendedModule` with torchbend's conventions.
+
+    Calls with other inputs are right, while torchbend's graph is that of one example. Methods that
+    were traced or bent, and those that the class lists in `__bended_methods__`, are called along
+    recorded paths of their own. They share the weights and the bends of weights; activations are
+    bent in each method by itself. A pattern bends all activations and weights whose names it
+    matches from the start.
 
     Args:
-        model: a module; a plain function works too.
-        max_traces: how many paths to keep; None for all.
-        backend: a compiler for paths that are taken often; None for bitwise replays.
-        backend_options: for the backend.
-        cache_dir: a directory that keeps what inductor compiles; None for none.
-        audit: what share of the replays the model itself does again.
+        model: a module, a function, or an object that holds modules and has methods.
+        _wrapped_methods: further methods to bend.
+        **options: those of `bendtrace.BendedModule`.
+
+    Attributes:
+        version: the version of the weights in use; "_default" for the model's own.
+        config: the name of the bends in use; "_default" for those without one.
+
+    Raises:
+        InputError: `model` can neither be called nor holds modules, or an option is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> bended = bt.compat.torchbend.BendedModule(lambda x: x * x.shape[0])
-        >>> graph, out = bended.trace(x=torch.ones(4), _return_out=True)
+        >>> class Coder:
+        ...     def __init__(self):
+        ...         self.inner = torch.nn.Identity()
+        ...     def encode(self, x):
+        ...         return self.inner(x) * x.shape[0]
+        >>> tb = bt.compat.torchbend
+        >>> bended = tb.BendedModule(Coder())
+        >>> graph, out = bended.trace("encode", x=torch.ones(3), _return_out=True)
         >>> out
-        (tensor([4., 4., 4., 4.]),)
-        >>> bended(torch.ones(2))
-        tensor([2., 2.])
+        (tensor([3., 3., 3.]),)
+        >>> _ = bended.bend(tb.Bias(1.0), "inner", fn="encode")
+        >>> bended.encode(torch.ones(2))
+        tensor([4., 4.])
     """
 
-    def trace(
-        self, *args: Any, _return_out: bool = False, fn: str | None = None, **kwargs: Any
+    # Activations
+
+    def get_activations(
+        self,
+        *names: str,
+        fn: str = "forward",
+        _return_graph: bool = False,
+        _save_as_method: str | None = None,
+        _filter_bended: bool = False,
+        **inputs: Any,
     ) -> Any:
-        """Run the model, or another method of it, under the tracer.
+        """Call a method, and return some of its activations, by name.
 
         Args:
-            *args: positional arguments of the method; before them its name, if it is not
-                `forward`, and if the model does not take text.
-            _return_out: whether to return the outputs as well.
-            fn: the name of the method.
-            **kwargs: keyword arguments of the method.
-
-        Returns:
-            The graph of the run, whose `flow_steps` are a list of the taken branches. With
-            `_return_out`, a pair of that and a tuple of the outputs, with one item if the model
-            returns one value.
-        """
-        if fn is None and args and isinstance(args[0], str) and hasattr(self.model, args[0]):
-            fn, args = args[0], args[1:]
-        trace = super().trace(*args, fn=None if fn == "forward" else fn, **kwargs)
-        self.__dict__.setdefault("_latest", {})[fn or "forward"] = trace
-        if not _return_out:
-            return _graph(trace)
-        return _graph(trace), trace.output if type(trace.output) is tuple else (trace.output,)
-
-    def graph(self, fn: str = "forward") -> Graph:  # type: ignore[override]
-        """Return the graph of a method's latest trace, which prints as a graph of torch.fx does.
-
-        Args:
-            fn: the name of the method.
+            *names: patterns. `conv` matches the activation before its bends, and `conv_bended`
+                after them.
+            fn: the method, which was traced.
+            _return_graph: whether to return the graph as well.
+            _save_as_method: a name under which to call this with other inputs.
+            _filter_bended: whether to leave out what is `_bended`.
+            **inputs: keyword arguments of the method. With an option of
+                `bendtrace.BendedModule.get_activations` among them, it does what that does.
 
         Raises:
-            InputError: the method was not traced.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.compat.torchbend.BendedModule(lambda x: x if x.sum() > 0 else -x)
-            >>> _ = bended.trace(torch.ones(2))
-            >>> [(step.name, step.value) for step in bended.graph().flow_steps]
-            [('bool', True)]
+            InputError: the method was not traced, or has no such activation.
         """
-        latest = self.__dict__.get("_latest", {})
-        trace = self.latest_trace if fn == "forward" else latest.get(fn)
-        if trace is None:
-            raise InputError(f"{fn!r} was not traced: call bended.trace({fn!r}, ...) first")
-        return _graph(trace)
+        if inputs.keys() & _OPTIONS or not all(isinstance(name, str) for name in names):
+            return super().get_activations(*names, **inputs)
+        part, known = self._traced(fn), self._names(fn)
+        wanted: dict[str, str] = {}  # paths by name
+        after: dict[str, str] = {}
+        bent = {} if _filter_bended else self.bended_activations(fn)
+        for name in names:
+            found = dict(known.matching(name))
+            wanted |= {key: activation.name for key, activation in found.items()}
+            over = [k for k in bent if re.match(name, f"{k}_bended") and k in known.by_name]
+            after |= {f"{key}_bended": known.by_name[key].name for key in over}
+            if not found and not over:
+                raise InputError(f"{fn} has no activation {name!r}; {near(name, known.by_name)}")
+        seen, paths = _Seen(), list(map(NodePath, dict.fromkeys(wanted.values())))
+        with running(fn), ExitStack() as stack:
+            if after:
+                stack.enter_context(part.interject(list(map(NodePath, after.values())), seen))
+            every = paths or list(map(NodePath, after.values()))
+            values = core.BendedModule.get_activations(part, *every, kwargs=inputs, bended=False)
+        outs: dict[str, Any] = {}
+        for key, path in wanted.items():
+            outs |= {
+                key + at.removeprefix(path): value
+                for at, value in values.items()
+                if at == path or re.fullmatch(rf"{re.escape(path)}:\d+", at)
+            }
+        for key, path in after.items():
+            passes = seen.kept.get(path, [])
+            several = len(passes) > 1
+            outs |= {f"{key}:{n}" if several else key: v for n, v in enumerate(passes, 1)}
+        self._save(_save_as_method, "get_activations", names, fn)
+        return (outs, self.graph(fn)) if _return_graph else outs
+
+    def from_activations(
+        self,
+        *names: Any,
+        callbacks: Sequence[bends.Bend] | None = None,
+        fn: str = "forward",
+        _return_graph: bool = False,
+        _save_as_method: str | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """Run the rest of a method from given activations, and return its output.
+
+        Args:
+            *names: the activations, whose values are among the inputs. Their bends apply to these
+                values. Or what `bendtrace.BendedModule.from_activations` takes, first a dict.
+            callbacks: the callbacks that bend the activations, instead of names.
+            fn: the method, which was traced.
+            _return_graph: whether to return the graph as well.
+            _save_as_method: a name under which to call this with other inputs.
+            **inputs: the values by name; keyword arguments of the method, as far as the rest needs
+                them; and further arguments of the callbacks, by name. Of several activations,
+                `conv_weights` is the argument `weights` at `conv`. Of several callbacks with the
+                same argument, a list has one value each.
+
+        Raises:
+            InputError: the method was not traced, has no such activation, or an input is missing or
+                unknown.
+        """
+        part, known = self._traced(fn), self._names(fn)
+        if names and isinstance(names[0], Mapping):
+            with running(fn):
+                return core.BendedModule.from_activations(part, *names, **inputs)
+        bent = self.bended_activations(fn)
+        if not names:
+            names = tuple(n for n, over in bent.items() if any(c in over for c in callbacks or ()))
+        places = known.aliases | {a.name: a for a in known.by_name.values()} | known.by_name
+        for name in names:
+            if name not in places or name not in inputs:
+                what = "has no activation" if name not in places else "is given no value for"
+                raise InputError(f"{fn} {what} {name!r}; {near(str(name), known.by_name)}")
+        values = {NodePath(places[name].name): inputs.pop(name) for name in names}
+        given: dict[tuple[int, str], dict[str, Any]] = {}
+        used = set[str]()
+        for name in names:
+            path, counts = places[name].name, dict[str, int]()
+            over = [c for one in bent.get(known.by_path[path], ()) for c in flat_callbacks(one)]
+            wanted = [(c, a) for c in over for a in further_arguments(c)]
+            for callback, argument in wanted:
+                key = f"{name}_{argument}" if f"{name}_{argument}" in inputs else argument
+                number = counts[argument] = counts.get(argument, -1) + 1
+                if key in inputs:
+                    shared = sum(a == argument for _, a in wanted) > 1
+                    value = inputs[key][number] if shared else inputs[key]
+                    given.setdefault((id(callback), path), {})[argument] = value
+                    used.add(key)
+        method = part._signature.parameters
+        foreign = inputs.keys() - used - method - known.by_name.keys() - known.aliases.keys()
+        foreign = {n for n in foreign if n.removesuffix("_bended") not in known.by_name}
+        if foreign:
+            raise InputError(f"neither {fn} nor a callback takes {sorted(foreign)[0]!r}")
+        rest = {key: value for key, value in inputs.items() if key in method}
+        with running(fn, given):
+            output = core.BendedModule.from_activations(part, values, _bended=False, **rest)
+        self._save(_save_as_method, "from_activations", names, fn)
+        return (output, self.graph(fn)) if _return_graph else output
+
+    def _save(self, name: str | None, call: str, names: tuple[Any, ...], fn: str) -> None:
+        if name is None:
+            return
+        if not name.isidentifier() or hasattr(type(self), name) or hasattr(self.module, name):
+            raise InputError(f"a method cannot be saved as {name!r}, which is taken or no name")
+        self._state["saved"][name] = call, names, fn
 
 
-def _graph(trace: Trace) -> Graph:
-    made: Graph = trace.graph.copy()
-    made.graph["flow_steps"] = list(trace.flow_steps.of(LogicalFlowStep))
-    return made
+class _Seen(Interjection):
+    """Keeps what nodes return after all that was inserted before it."""
+
+    observes = True
+    self_contained = True
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[Any]] = {}
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
+        """Keep a value."""
+        with torch.inference_mode(False), torch.no_grad():
+            kept = tree_map_only(Tensor, lambda value: value.detach().clone(), output)
+        self.kept.setdefault(at.path, []).append(kept)
+
+
+BendedWrapper = BendedModule
