@@ -21,8 +21,9 @@ from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.bends.bending import Bending
 from bendtrace.interject.bends.catalogue import Activation, near
 from bendtrace.interject.bends.handle import BendHandle, Restoring
-from bendtrace.interject.bends.spec import BendSpec, compiled, flat
+from bendtrace.interject.bends.spec import BendSpec, compiled
 from bendtrace.interject.bends.versions import ORIGINAL
+from bendtrace.interject.resolver import flat
 from bendtrace.paths.text import Text
 
 __all__ = ["BendingModule", "Bent"]

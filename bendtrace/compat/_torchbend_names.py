@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bendtrace.interject.bends.catalogue import Activation, Catalogue, Known, NamedActivations
+from bendtrace.interject.bends.catalogue import Activation, Catalogue, NamedActivations
 from bendtrace.interject.bends.spec import compiled
+from bendtrace.interject.knowledge import Knowledge
 
 __all__ = ["At", "Names", "split"]
 
@@ -51,7 +52,7 @@ class Names:
         aliases: the other names of some.
     """
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Knowledge) -> None:
         self.every = Catalogue(known).activations()
         self.by_name: dict[str, Activation] = {}
         self.aliases: dict[str, Activation] = {}
