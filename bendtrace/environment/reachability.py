@@ -13,6 +13,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ __all__ = [
     "members_of",
     "names_in",
     "namespace_of",
+    "other_names_in",
     "place_naming",
     "reachable_from",
     "undetectable_in",
@@ -187,7 +189,7 @@ class _Search:
                 modules.append(cell)
             elif isinstance(cell, type) and is_users_class(cell):
                 self.add_class(cell, _MADE)
-        names = set(names_in(function.__code__))
+        names = {*names_in(function.__code__), *other_names_in(function)}
         spaces: list[Mapping[str, Any]] = [function.__globals__]
         for name in _facts_of(function.__code__).globals:
             value = self._look(function.__globals__, name)
@@ -463,9 +465,25 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return _facts_of(code).names
 
 
+def other_names_in(function: types.FunctionType) -> Iterator[str]:
+    """Yield the names that functions have themselves which code knows by others.
+
+    `from torch import initial_seed as seed` is an example.
+    """
+    space, code = function.__globals__, function.__code__
+    held = chain((space[name] for name in _facts_of(code).globals & space.keys()), _cells(function))
+    for value in held:
+        if isinstance(value, _FUNCTIONS) and value.__name__ not in code.co_names:
+            yield value.__name__
+
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
+
 def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
     """Say where functions store to a name or, failing that, mention it; "" if they do not."""
     mention = ""
+    functions = tuple(functions)
     for function in functions:
         for code in codes_in(function.__code__):
             stores, line = _lines_naming(code, code.co_filename).get(name, (False, None))
@@ -474,6 +492,11 @@ def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
                 if stores:
                     return place
                 mention = mention or place
+    if not mention:
+        for function in functions:
+            if name in other_names_in(function):
+                code = function.__code__
+                return f"{code.co_filename}:{code.co_firstlineno}"
     return mention
 
 

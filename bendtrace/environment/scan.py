@@ -59,6 +59,7 @@ from bendtrace.environment.reachability import (
     members_of,
     names_in,
     namespace_of,
+    other_names_in,
     reachable_from,
     undetectable_in,
 )
@@ -655,7 +656,7 @@ class Scan:
         packages = {package_of(kind) for kind in {part.type for part in found.parts}}
         for function in found.functions:
             if not is_finished(function):
-                names = names_in(function.__code__)
+                names = names_in(function.__code__).union(other_names_in(function))
                 named |= names
                 space = function.__globals__
                 packages |= packages_of(space, names)

@@ -72,6 +72,7 @@ def _imported(x: Tensor) -> Tensor:
 
 
 _divmod = divmod
+_python_state, _warns = random.getstate, torch.is_warn_always_enabled
 _PAIR = _Pair()
 _FIRST, _OTHER = types.ModuleType("_of_the_users"), types.ModuleType("_of_the_users")
 _FIRST.factor, _OTHER.factor = 2, 3  # type: ignore[attr-defined]
@@ -107,6 +108,14 @@ _CASES: dict[str, _Case] = {
     "numpy_printoptions": (lambda x: x * np.get_printoptions()["precision"], _PRINTED, _AS_EVER),
     "numpy_errors": (
         _divided, lambda: np.seterr(divide="raise"), lambda: np.seterr(divide="ignore"),
+    ),
+    "known_by_another_name": (
+        lambda x: x * (_python_state()[1][3] % 97),
+        lambda: random.seed(3), lambda: random.seed(4),
+    ),
+    "setting_known_by_another_name": (
+        lambda x: x * (2 if _warns() else 3),
+        lambda: torch.set_warn_always(True), lambda: torch.set_warn_always(False),
     ),
     "random_getstate": (
         lambda x: x * (random.getstate()[1][3] % 97),
@@ -267,6 +276,22 @@ def test_an_object_that_answers_for_all_of_its_attributes() -> None:
         assert torch.equal(bended(torch.ones(2)), torch.ones(2) * answer)
     assert bended.stats.live == 4
     assert bended.why_live == ("_Answers.__getattribute__ hides what _ANSWERS holds",)
+
+
+_seed_of_torch = torch.initial_seed
+
+
+def test_a_function_that_is_known_by_another_name_is_named_by_its_own() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x * (_seed_of_torch() % 7)
+
+    bended = bt.BendedModule(function)
+    for seed in (5, 4, 3):
+        torch.manual_seed(seed)
+        assert torch.equal(bended(torch.ones(2)), function(torch.ones(2)))
+    (reason,) = bended.why_live
+    place = f"{__file__}:{function.__code__.co_firstlineno}"
+    assert reason.startswith(f"initial_seed (see {place})")
 
 
 class _Number:
