@@ -1483,7 +1483,7 @@ def moved(value: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", some(SOME, 4, start=1))
+@pytest.mark.parametrize("name", some(SOME, 20, start=1))
 def test_the_rest_gives_what_the_model_gives_with_the_values_put_in(name: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
     for inputs in case.paths.values():

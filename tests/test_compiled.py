@@ -593,6 +593,7 @@ def test_a_backend_that_does_not_work_is_warned_of_once() -> None:
     assert bended.compiled.hits == 0
 
 
+@pytest.mark.all
 def test_compiling_leaves_the_checks_of_distributions_on() -> None:
     # In a process of its own: torch.compile switches them off when it is first used.
     script = """

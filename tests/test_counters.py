@@ -15,6 +15,7 @@ from bendtrace.export.exporting import Exported, difference
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.run import Signature, record
 from bendtrace.source.counters import assign, counters_at, local_in
+from tests.shares import some
 
 INPUTS = [torch.ones(3) * scale for scale in (0.1, 1.0, 3.0, 9.0, 99.0)]
 LARGE = torch.ones(3) * 2.0**20  # takes more rounds than any of them
@@ -102,7 +103,7 @@ COUNTING = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("model", COUNTING)
+@pytest.mark.parametrize("model", some(COUNTING, chosen=[limited]))
 def test_a_counted_loop_runs_for_longer_than_any_input_took(model: Callable[..., Any]) -> None:
     made = exported(model)
     assert "while_loop(" in made.source
@@ -161,6 +162,7 @@ def lengthened(x: Tensor) -> Tensor:
     return x * step
 
 
+@pytest.mark.all
 def test_what_is_no_loop_with_a_lifted_counter_is_exported_round_by_round() -> None:
     inputs = [torch.ones(3) * scale for scale in (0.3, 0.5, 1.0, 2.0)]
     made = exported(lengthened, *inputs)
@@ -193,7 +195,7 @@ def written_out(x: Tensor) -> Any:
     return x
 
 
-@pytest.mark.parametrize("model", [tells_types, looks_at_variables, written_out])
+@pytest.mark.parametrize("model", some([tells_types, looks_at_variables, written_out], 3))
 def test_code_that_could_tell_the_difference_is_given_its_int(model: Callable[..., Any]) -> None:
     made = exported(model)
     for x in INPUTS:

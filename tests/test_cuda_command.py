@@ -74,6 +74,7 @@ class Broken(bt.BendedModule):
         return out * (1 + 1e-6) if self.stats.replays > before else out
 
 
+@pytest.mark.all
 def test_a_run_on_the_cpu_has_a_row_for_each_case_and_its_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,6 @@ REFUSED = {
     ("top-2 experts, gathered", "onnx"): "ONNX cannot express it",
 }
 PAIRS = [(name, target) for name in MODELS for target in TARGETS]
-CHEAP = [("solver", "pt2")]  # `test_exported.py` has a file of each target
 
 
 def require(target: str) -> None:
@@ -35,9 +34,7 @@ def require(target: str) -> None:
         pytest.skip("AOTInductor needs a C++ compiler")
 
 
-@pytest.mark.parametrize(
-    ("name", "target"), some([pair for pair in PAIRS if pair not in REFUSED], chosen=CHEAP)
-)
+@pytest.mark.parametrize(("name", "target"), some(pair for pair in PAIRS if pair not in REFUSED))
 def test_a_file_is_equal_to_the_model_on_a_thousand_inputs_never_seen(
     name: str, target: str, tmp_path: Path
 ) -> None:

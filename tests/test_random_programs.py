@@ -16,7 +16,7 @@ from tests.programs.found import FOUND
 from tests.shares import some
 
 
-@pytest.mark.parametrize("examples", some([60, 500], chosen=[60]))
+@pytest.mark.parametrize("examples", some([30, 500], chosen=[30]))
 def test_random_programs_do_what_eager_does(examples: int) -> None:
     seen: collections.Counter[str] = collections.Counter()
 
@@ -163,7 +163,7 @@ def test_the_source_of_a_program_can_be_read() -> None:
         assert [step.text for step in trace.flow_steps] == ["x.sum() > 100"]
 
 
-@pytest.mark.parametrize("examples", some([25, 500], chosen=[25]))
+@pytest.mark.parametrize("examples", some([15, 500], chosen=[15]))
 def test_random_programs_in_a_world_that_changes_do_what_eager_does(examples: int) -> None:
     seen: collections.Counter[str] = collections.Counter()
 
