@@ -21,7 +21,7 @@ from tabulate import tabulate
 import bendtrace as bt
 from bendtrace.errors import ExportError
 from bendtrace.export.exporting import Exported, difference, tensors_in
-from bendtrace.export.machine import Machine, Question, Run
+from bendtrace.export.machine import AnalysedRun, Machine, Question
 from bendtrace.recording.run import Signature, record
 from tests.export_models import MODELS
 
@@ -79,7 +79,7 @@ class Known:
     def first_unseen(self, args: Any) -> tuple[str | None, Any]:
         """Return the first question that gets an answer never seen, if any, and the output."""
         recording = self._recorded(args)
-        run, tape = Run(recording), recording.tape
+        run, tape = AnalysedRun(recording), recording.tape
         for number in run.questions():
             question = self._questions[tape.states[number].key]
             if tape.guards[number].answer not in [way.answer for way in question.ways]:
