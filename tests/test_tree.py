@@ -468,7 +468,7 @@ def test_coverage_is_a_list_that_prints_as_tables() -> None:
     lines = str(coverage).splitlines()
     assert (
         lines[0]
-        == f"both sides seen of {coverage.total - len(coverage)} of {coverage.total} branches"
+        == f"branches seen on both sides: {coverage.total - len(coverage)} of {coverage.total}"
     )
     assert lines[2] == "decided by the inputs:"
     assert any("never True" in line for line in lines)

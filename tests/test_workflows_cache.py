@@ -487,6 +487,8 @@ def test_attention_that_is_one_operation_has_no_pattern_to_show() -> None:
     _, cache = run_with_cache(model, batch, lambda name: "hook" in name)
     assert "blocks.0.attn.hook_z" in cache
     assert "blocks.0.attn.hook_pattern" not in cache
+    with pytest.raises(NodePathError, match=r"cache does not have .*attn_implementation='eager'"):
+        cache["blocks.0.attn.hook_pattern"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

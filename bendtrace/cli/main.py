@@ -202,8 +202,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--full", action="store_true", help="print the graph, and every line of a long flow table")
     explore = commands.add_parser(
         "explore",
-        help="search for inputs that take sides of branches which the given one does not",
-        description="Search for inputs that take sides of branches which the given one does not.",
+        help="search for inputs that take branches which the given input does not take",
+        description="Search for inputs that take branches which the given input does not take.",
     )
     add = explore.add_argument
     add("target", metavar="TARGET", help="the model, as module:name or file.py:name")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -34,7 +34,7 @@ class Alias:
     """
 
     where: str
-    pick: Callable[[Any], Any] | None = None
+    pick: Callable[[Any], Any] | None = field(default=None, repr=False)
     why: str = ""
 
 

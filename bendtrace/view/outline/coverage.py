@@ -134,7 +134,7 @@ class Coverage(Sequence[BranchCoverage]):
 
     def __str__(self) -> str:
         both = self.total - len(self)
-        head = f"both sides seen of {both} of {self.total} branches"
+        head = f"branches seen on both sides: {both} of {self.total}"
         watched = [branch for branch in self._branches if branch.watched]
         others = [branch for branch in self._branches if not branch.watched]
         sections = [head]
@@ -144,8 +144,8 @@ class Coverage(Sequence[BranchCoverage]):
             more = len(others) - _SHOWN
             left = f"\n... and {more} more" if more > 0 else ""
             sections.append(
-                "not guarded (decided by plain Python values, or not reached), so that only "
-                f"the operations under them count:\n{_table(others[:_SHOWN])}{left}"
+                "decided by plain Python values, or not reached (judged by the operations under "
+                f"them):\n{_table(others[:_SHOWN])}{left}"
             )
         if self.uneven:
             sections.append("one side only in some iterations or modules:\n" + _table(self.uneven))
