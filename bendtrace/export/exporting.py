@@ -255,8 +255,8 @@ def _recorded(
             if failing is not None:
                 why = explain_check(failing, first, arguments, steps_of(first.recording))
                 raise ExportError(
-                    f"input {number} is of another kind than the first, for which the model does "
-                    f"something else: {why}; export once for each"
+                    f"input {number} is not of the same kind as the first, for which the model "
+                    f"takes another path: {why}; export once for each kind"
                 )
     return recordings
 
@@ -431,7 +431,7 @@ def compare(
             raise ExportError(f"with input {number}, the program raises {first}") from error
         different = difference(given, recording.result, tolerance)
         if different is not None:
-            raise ExportError(f"with input {number}, the program gives something else: {different}")
+            raise ExportError(f"with input {number}, the output of the program differs: {different}")
 
 
 def difference(given: Any, expected: Any, tolerance: float | None = None) -> str | None:

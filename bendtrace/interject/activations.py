@@ -224,7 +224,7 @@ def get_activations(
         >>> bended = bt.BendedModule(halved)
         >>> _ = bended(torch.tensor([4.0, -3.0]))
         >>> found = get_activations(bended, ["div", "relu"], (torch.tensor([2.0, 0.0]),))
-        >>> found
+        >>> dict(found)
         {'div': tensor([1., 0.]), 'relu': tensor([1., 0.])}
         >>> list(get_activations(bended, "div", (torch.tensor([4.0, -3.0]),)))
         ['div:1', 'div:2', 'div:3']
