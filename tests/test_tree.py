@@ -449,7 +449,7 @@ def test_says_which_branches_no_guard_watches() -> None:
     by_text = {branch.text: branch for branch in coverage}
     assert not by_text["flag"].watched
     assert by_text["flag"].missing == (False,)
-    assert by_text["flag"].seen == "True in 1 run, False leaves no trace"
+    assert by_text["flag"].seen == "True seen, False leaves no trace"
     assert by_text["item == 3"].seen == "nothing recorded under it"
     assert by_text["x.sum() > 100"].watched
     assert by_text["x.sum() > 100"].seen == "False 2x, never True"
