@@ -381,7 +381,7 @@ def test_a_program_that_differs_is_not_handed_out(monkeypatch: pytest.MonkeyPatc
         return type(made)(**{**vars(made), "text": text})
 
     monkeypatch.setattr(exporting, "write", wrong)
-    with pytest.raises(ExportError, match="with input 1, the output of the program differs"):
+    with pytest.raises(ExportError, match="with input 1, the program's output differs"):
         exported(lambda x: x.add(1), ONES)
 
 

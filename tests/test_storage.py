@@ -610,5 +610,5 @@ def test_a_loaded_log_says_why_it_cannot_be_replayed(tmp_path: Path) -> None:
         assert not hasattr(loaded, name)
         with pytest.raises(AttributeError, match=f"no attribute '{name}': a loaded log has no mod"):
             getattr(loaded, name)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'$"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
         loaded.nothing  # type: ignore[attr-defined]  # noqa: B018

@@ -431,7 +431,7 @@ def compare(
             raise ExportError(f"with input {number}, the program raises {first}") from error
         different = difference(given, recording.result, tolerance)
         if different is not None:
-            raise ExportError(f"with input {number}, the output of the program differs: {different}")
+            raise ExportError(f"with input {number}, the program's output differs: {different}")
 
 
 def difference(given: Any, expected: Any, tolerance: float | None = None) -> str | None:

@@ -377,7 +377,8 @@ def _values(difference: Difference) -> Iterator[str]:
     if coverage.unsaved:
         missing = [run for run, often in (("a", coverage.unsaved_a), ("b", coverage.unsaved_b))
                    if often]  # fmt: skip
-        left.append(f"{coverage.unsaved} not saved in {' and '.join(missing)} (save='all' does)")
+        runs = " and ".join(missing)
+        left.append(f"{coverage.unsaved} not saved in {runs} (save='all' saves them)")
     if coverage.reshaped:
         left.append(f"{coverage.reshaped} of another shape")
     if left:
