@@ -38,7 +38,8 @@ class ActivationCache(dict[str, Any]):
     Keys are node paths (`transformer.h_0.mlp`), with the number of the pass if there were several
     (`relu:2`), followed by `.input` for the input of a module; and the requested aliases. Qualified
     names followed by `.output` or `.input` (`transformer.h.0.output`) and all aliases find their
-    values as well.
+    values as well. So do TransformerLens's short names: `"resid_post", 0` for
+    `blocks.0.hook_resid_post`, `"normalized", -1, "ln2"` for the last layer.
 
     Attributes:
         aliases: other names.
@@ -69,7 +70,10 @@ class ActivationCache(dict[str, Any]):
         """Return the values of a node in all of its passes, in order."""
         return [self[key] for key in ([name] if name in self else self._names.get(name, []))]
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: Any) -> Any:
+        full = self.aliases.full_name(name)
+        if full is not None:
+            return self[full]
         keys = self._names.get(name, []) if isinstance(name, str) else []
         if len(keys) == 1:
             return self[keys[0]]
@@ -87,7 +91,7 @@ class ActivationCache(dict[str, Any]):
             return _picked(self[alias.where], alias)
         if isinstance(name, str):
             _require_equal(self.aliases, name)
-        hint = near_misses(str(name), [*self, *self._names])
+        hint = near_misses(str(name), [*self, *self._names, *self.aliases])
         raise NodePathError(f"{name!r} is not in this cache; {hint}", str(name), tuple(self))
 
     def __repr__(self) -> str:
