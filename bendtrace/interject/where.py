@@ -305,7 +305,7 @@ def _named(text: str, known: Known, said: Any) -> tuple[Target, ...]:
     if near and at_root and not path and not any("did you mean" in str(error) for error in errors):
         said = ", ".join(map(repr, near))
         raise NodePathError(
-            f"no node {text!r}: the root has no {text!r}; similar names: {said}", text, tuple(near)
+            f"no node {text!r} in the model; similar names: {said}", text, tuple(near)
         )
     hint = f"the mirror has a node {text!r}: pass {path!r}, or NodeRef({text!r})" if path else ""
     raise _astray(errors, hint or _foreign(text) or known.hint(text))

@@ -189,7 +189,7 @@ class _Search:
         completions = tuple(map(node.child_path, names))
         if reason:
             return NodePathError(f"no node {self.path!r}: {reason}", self.path, completions)
-        where = repr(node.path) if node.path else "the root"
+        where = repr(node.path) if node.path else "the model"
         if not names:
             message = f"{where} is a {describe(node, chosen)} with nothing below it"
             return NodePathError(f"no node {self.path!r}: {message}", self.path)
