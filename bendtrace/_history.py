@@ -47,11 +47,24 @@ class ModelHistory(RunLog):
     save = save
     to_html = viewer_html
 
+    if not TYPE_CHECKING:  # a checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            said = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _OF_TRACES and not hasattr(type(self), name):
+                said += ": a loaded log has no model to run. Trace the model again"
+            raise AttributeError(said, name=name, obj=self)
+
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         parts = [f"<pre>{escape(str(self))}</pre>"]
         if self.layers:
             parts.append(self.draw().svg if self.picture is None else self.picture.svg)
         return {"text/plain": str(self), "text/html": "\n".join(parts)}
+
+
+_OF_TRACES = frozenset(
+    {"function", "graph", "guards", "output", "replay", "to_fx", "to_json", "validate", "why_live"}
+)
 
 
 def load(

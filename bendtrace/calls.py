@@ -195,7 +195,7 @@ def required_bended(model: Any, what: str) -> BendedModule:
     """
     if not isinstance(model, BendedModule):
         raise InputError(
-            f"{what} stays in the model until it is removed, so that has to be a BendedModule: "
-            "make `bended = bendtrace.BendedModule(model)`, and call that"
+            f"{what} stays in the model until it is removed, so the model has to be a "
+            "BendedModule: make `bended = bendtrace.BendedModule(model)`, and pass that"
         )
     return model

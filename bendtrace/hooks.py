@@ -19,6 +19,7 @@ from torch import nn
 from bendtrace.base_module import BaseModule
 from bendtrace.environment.owners import module_of
 from bendtrace.errors import InputError
+from bendtrace.history.sizes import counted
 from bendtrace.interject.hooks import (
     Category,
     HookContext,
@@ -588,4 +589,5 @@ class HookManager:
 
     def __repr__(self) -> str:
         lines = [repr(handle)[1:-1] for handle in self._all_of()]
-        return "\n  ".join([f"<HookManager: {len(lines) or 'no'} hooks", *lines]) + ">"
+        head = counted(len(lines), "hook") if lines else "no hooks"
+        return "\n  ".join([f"<HookManager: {head}", *lines]) + ">"

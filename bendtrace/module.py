@@ -414,8 +414,9 @@ class BendedModule(BaseModule):
         Example:
             >>> import torch, bendtrace as bt
             >>> bended = bt.BendedModule(lambda x: torch.relu(x) * 2)
-            >>> bended.get_activations("relu", args=(torch.tensor([-1.0, 2.0]),))
-            {'relu': tensor([0., 2.])}
+            >>> found = bended.get_activations("relu", args=(torch.tensor([-1.0, 2.0]),))
+            >>> found["relu"]
+            tensor([0., 2.])
         """
         return get_activations(
             self, list(where), args, inputs_of(self, kwargs, inputs), passes=passes, detach=detach,

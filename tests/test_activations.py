@@ -254,6 +254,14 @@ def test_each_pass_has_a_path() -> None:
     assert bits(named["relu:2"]) == bits(wanted[1])
 
 
+def test_they_print_as_shapes_and_not_as_values() -> None:
+    found = bt.BendedModule(nn.LSTM(3, 4)).get_activations("lstm", args=(torch.ones(5, 1, 3),))
+    assert repr(found) == "<Activations: 1 value>\n  lstm: a tuple of 3"
+    found = bt.BendedModule(nn.Linear(3, 40)).get_activations("linear", args=(torch.ones(5, 3),))
+    assert repr(found) == "<Activations: 1 value>\n  linear: (5, 40) float32"
+    assert "<th>linear</th><td>(5, 40) float32</td>" in found._repr_html_()
+
+
 def test_a_container_is_handed_out_as_one() -> None:
     bended, x = traced(partial(nn.LSTM, 3, 4), normal(5, 2, 3)), normal(5, 2, 3)
     output, (h, c) = bended.model(x)

@@ -567,7 +567,7 @@ def test_explore_finds_inputs_that_take_other_sides(run: Run) -> None:
     (("--domain", "x=3"), "--domain is NAME=(LEAST, GREATEST), not 'x=3'"),
     (("--domain", "x"), "--domain is NAME=(LEAST, GREATEST), not 'x'"),
     (("--domain", "y=(0, 1)"), "the inputs have no part 'y' to have a domain; there are: x"),
-    ((), "a domain says which inputs may differ"),
+    ((), "no input may differ: name one, as in --domain"),
 ])  # fmt: skip
 def test_explore_says_what_is_written_wrong(
     run: Run, options: tuple[str, ...], message: str

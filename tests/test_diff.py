@@ -525,7 +525,7 @@ def test_values_that_were_not_saved_are_not_compared_and_that_is_said() -> None:
     difference = bt.diff(a, b)
     assert difference.first_value is None
     assert difference.coverage.compared == 0
-    assert "not saved in a (save='all' does)" in str(difference)
+    assert "not saved in a (save='all' saves them)" in str(difference)
 
 
 @pytest.mark.parametrize(

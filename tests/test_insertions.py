@@ -486,7 +486,7 @@ def test_a_name_is_looked_for_before_the_first_call_does_anything() -> None:
     bended = bt.BendedModule(model)
     handle = bended.interject("batch_norn", lambda v: v)
     state = torch.get_rng_state()
-    with pytest.raises(NodePathError, match="has no 'batch_norn'"):
+    with pytest.raises(NodePathError, match="no node 'batch_norn'"):
         bended(torch.randn(4, 2))
     assert model[0].num_batches_tracked == 0
     handle.remove()

@@ -1547,3 +1547,50 @@ def test_what_takes_a_node_s_place_may_be_of_another_type_the_next_time(
         assert torch.equal(bended(x), wanted[kind])
     assert bended.stats.live == 0
     assert bended.stats.resumes == (first is not then)
+
+
+@pytest.mark.parametrize(
+    ("function", "needed"),
+    [
+        (lambda module, inputs, output: output, "needs module, inputs, output"),
+        (lambda value, *, hook: value, "needs value, hook="),
+    ],
+)
+def test_a_function_that_cannot_be_called_with_a_value_is_refused_at_once(
+    function: Any, needed: str
+) -> None:
+    bended = bt.BendedModule(linear_relu())
+    with pytest.raises(InputError, match=needed):
+        bended.interject("0", function)
+    assert bended.insertions == ()
+
+
+def test_a_pass_prints_the_class_of_its_module_and_not_the_module() -> None:
+    seen: list[str] = []
+    bended = bt.BendedModule(linear_relu())
+    with bended.interject(["0", F.relu], lambda value, at: seen.append(repr(at))):
+        bended(torch.ones(2, 3))
+    assert seen == [
+        "NodePass(path='sub_0', number=0, module=Linear)",
+        "NodePass(path='sub_1.relu', number=0, function=relu)",
+    ]
+
+
+def test_a_wrong_value_for_a_tuple_says_how_to_name_a_part_of_it() -> None:
+    model, x = nn.LSTM(3, 4), torch.ones(5, 1, 3)
+    bended = bt.BendedModule(model)
+    with (
+        bended.interject("lstm", lambda value: value[0]),
+        pytest.raises(InterjectionError, match=r"name the part: 'lstm\|sub_0'"),
+    ):
+        bended(x)
+    with bended.interject("lstm|sub_0", torch.zeros_like):
+        assert not bended(x)[0].any()
+    split = bt.BendedModule(nn.Sequential(model))
+    with (
+        split.interject("0", lambda value: value[0]),
+        pytest.raises(InterjectionError, match=r"name the part: 'sub_0.output\|sub_0'"),
+    ):
+        split(x)
+    with split.interject("sub_0.output|sub_0", torch.zeros_like):
+        assert not split(x)[0].any()

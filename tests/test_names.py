@@ -357,3 +357,69 @@ def test_messages_call_what_is_inserted_by_its_place() -> None:
     assert "__" in name_of(gate)
     assert said_of(gate) == "the insertion at 'h_1.softmax' (Steps)"
     assert said_of(torch.relu) == "relu"
+
+
+class Late(nn.Module):
+    """Calls a module that has an argument of another name, and one called `input`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.own = Attention(), nn.Linear(4, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.own(self.block(values * 2))
+
+
+def test_input_is_the_first_argument_of_a_module_whatever_its_name() -> None:
+    x = torch.arange(8.0).view(2, 4)
+    bended = called(Late, x)
+    for name in ("block.input", "block.x"):
+        found = bended.get_activations(name, args=(x,))
+        assert list(found) == ["block.x"]
+        assert torch.equal(found[name], x * 2)
+    plain = bended.model(x)
+    with bended.interject("block.input", torch.zeros_like) as handle:
+        given = bended(x)
+    assert handle.report().paths == ("block.x",)
+    assert torch.equal(given, bended.model(x * 0))
+    assert not torch.equal(given, plain)
+    assert list(bended.get_activations("own.input", args=(x,))) == ["own.input"]
+    assert list(bended.get_activations("input", args=(x,))) == ["values"]
+
+
+class Wired(nn.Module):
+    """Has a submodule called `input`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.input(x)
+
+
+def test_a_submodule_called_input_keeps_its_name() -> None:
+    x = torch.ones(2)
+    found = called(lambda: nn.Sequential(Wired()), x).get_activations("0.input", args=(x,))
+    assert torch.equal(found["0.input"], x.tanh())
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("blocks.0.hook_resid_post", "transformer_lens_aliases"),
+        (r"h\.\d", r"pass re.compile('h\\.\\d')"),
+    ],
+)
+def test_a_string_that_is_no_name_says_what_to_pass(name: str, hint: str) -> None:
+    bended = called(Blocks, torch.ones(2, 4))
+    with pytest.raises(NodePathError) as caught:
+        bended.interject(name, torch.neg)
+    assert hint in str(caught.value)
+
+
+def test_a_function_that_was_not_called_is_named_as_users_write_it() -> None:
+    bended = called(lambda: nn.Sequential(nn.ReLU()), torch.ones(2, 4))  # which calls F.relu
+    for function, name in ((torch.relu, "torch.relu"), (Tensor.relu, "Tensor.relu")):
+        with pytest.raises(NodePathError, match=f"^{name} selects .* did you mean 'sub_0.relu'"):
+            bended.interject(function, torch.neg)

@@ -308,7 +308,7 @@ def test_a_node_under_a_branch_that_the_example_did_not_take() -> None:
     up, down = torch.ones(3), -torch.ones(3)
     pg = PatchableGraph(Branch(), up)
     with (
-        pytest.raises(NodePathError, match=r"the root has no 'cos'"),
+        pytest.raises(NodePathError, match=r"the model has no 'cos'"),
         pg.patch({"cos": ZeroPatch()}),
     ):
         pass
@@ -449,7 +449,7 @@ def test_an_error_inside_leaves_nothing_behind(pg: PatchableGraph) -> None:
 def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> None:
     plain, placed = pg(X)[1], []
     pg._board.add = lambda *args, **kwargs: placed.append(args)  # type: ignore[method-assign]
-    with pytest.raises(NodePathError, match=r"no node 'lup.output': the root has no 'lup'; did"):
+    with pytest.raises(NodePathError, match=r"no node 'lup.output': the model has no 'lup'; did"):
         pg.patch({"x": ZeroPatch(), "lup.output": ZeroPatch(), "relu": ZeroPatch()})
     with pytest.raises(
         NodePathError,

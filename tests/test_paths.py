@@ -211,7 +211,7 @@ def test_the_name_of_a_call_never_stands_for_another_call() -> None:
     assert tree.resolve("block_1.low.linear")._path == "block_1.low.linear"
     with pytest.raises(NodePathError, match="'block' has no 'low'"):
         tree.resolve("block.low.linear")
-    with pytest.raises(NodePathError, match="the root has no 'add_1'"):
+    with pytest.raises(NodePathError, match="the model has no 'add_1'"):
         tree.resolve("add_1")
 
 
@@ -949,7 +949,7 @@ def test_a_wrong_attribute_or_key_names_what_there_is() -> None:
         ("low.", "no node 'low.': '.' after 'low' has no meaning"),
         ("low.linear.0", "no node 'low.linear.0': 'low.linear' is a Tensor(2) with nothing below "
          "it"),
-        ("hihg.linear", "no node 'hihg.linear': the root has no 'hihg'; it has 'x', 'sum', 'gt', "
+        ("hihg.linear", "no node 'hihg.linear': the model has no 'hihg'; it has 'x', 'sum', 'gt', "
          "'bool', 'low', 'add', 'last', 'add_1', 'output'"),
     ],
 )  # fmt: skip

@@ -601,3 +601,14 @@ def test_a_log_can_be_loaded_while_it_is_being_replaced(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_loaded_log_says_why_it_cannot_be_replayed(tmp_path: Path) -> None:
+    bt.trace(nn.ReLU(), torch.ones(2), save="all").save(tmp_path / "run")
+    loaded = bt.load(tmp_path / "run")
+    for name in ("replay", "to_fx", "guards"):
+        assert not hasattr(loaded, name)
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': a loaded log has no mod"):
+            getattr(loaded, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        loaded.nothing  # type: ignore[attr-defined]  # noqa: B018

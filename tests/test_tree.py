@@ -449,7 +449,7 @@ def test_says_which_branches_no_guard_watches() -> None:
     by_text = {branch.text: branch for branch in coverage}
     assert not by_text["flag"].watched
     assert by_text["flag"].missing == (False,)
-    assert by_text["flag"].seen == "True in 1 run, False leaves no trace"
+    assert by_text["flag"].seen == "True seen, False leaves no trace"
     assert by_text["item == 3"].seen == "nothing recorded under it"
     assert by_text["x.sum() > 100"].watched
     assert by_text["x.sum() > 100"].seen == "False 2x, never True"
@@ -468,7 +468,7 @@ def test_coverage_is_a_list_that_prints_as_tables() -> None:
     lines = str(coverage).splitlines()
     assert (
         lines[0]
-        == f"both sides seen of {coverage.total - len(coverage)} of {coverage.total} branches"
+        == f"branches seen on both sides: {coverage.total - len(coverage)} of {coverage.total}"
     )
     assert lines[2] == "decided by the inputs:"
     assert any("never True" in line for line in lines)

@@ -487,6 +487,8 @@ def test_attention_that_is_one_operation_has_no_pattern_to_show() -> None:
     _, cache = run_with_cache(model, batch, lambda name: "hook" in name)
     assert "blocks.0.attn.hook_z" in cache
     assert "blocks.0.attn.hook_pattern" not in cache
+    with pytest.raises(NodePathError, match=r"cache does not have .*attn_implementation='eager'"):
+        cache["blocks.0.attn.hook_pattern"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -510,3 +512,21 @@ def test_models_with_modules_of_the_same_names_have_none_of_transformer_lens(kin
     config = getattr(transformers, f"{kind}Config")(**sizes)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     assert not transformer_lens_aliases(model)
+
+
+def test_short_names_of_transformer_lens_find_the_same_values() -> None:
+    model, batch = language_model("gpt2", "eager")
+    _, cache = run_with_cache(model, batch)
+    last = len(model.transformer.h) - 1
+    for short, full in (
+        (("resid_post", 0), "blocks.0.hook_resid_post"),
+        (("pattern", 1), "blocks.1.attn.hook_pattern"),
+        (("normalized", -1, "ln2"), f"blocks.{last}.ln2.hook_normalized"),
+        ("embed", "hook_embed"),
+    ):
+        assert torch.equal(cache[short], cache[full])
+    for wrong in (("normalized", 0), ("resid_post", 9), ("resid_post", 0, "attn"), ("z",)):
+        with pytest.raises(NodePathError, match="is not in this cache"):
+            cache[wrong]
+    with pytest.raises(NodePathError, match=r"did you mean .*'blocks.0.hook_resid_post'"):
+        cache["blocks.0.hook_resid_pst"]

@@ -531,6 +531,13 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> N
     assert bended.insertions == ()
 
 
+def test_an_error_of_the_metric_says_what_it_was_called_with() -> None:
+    with pytest.raises(AttributeError) as caught:
+        activation_patching(transformer(), CLEAN, CORRUPTED, "blocks.0", lambda out: out.logits)
+    (note,) = [note for note in caught.value.__notes__ if "metric=" in note]
+    assert note.startswith("metric= was called with the output of the model, a tensor of shape (")
+
+
 def test_results_are_tables() -> None:
     model = transformer()
     found = activation_patching(

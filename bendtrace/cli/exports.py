@@ -21,9 +21,10 @@ __all__ = ["EPILOG", "add_options", "exported"]
 
 EPILOG = """\
 The model is run with the inputs, in evaluation mode unless --train is given. Its branches and
-loops become torch.cond and torch.while_loop, and the program is compared with the model for each
-of the inputs, before and after it is written. A call that comes to a side of a branch that no
-input took raises an error that names it, so give many: --repeat draws random ones again.
+loops become torch.cond and torch.while_loop. The program is compared with the model for each of
+the inputs, before and after it is written. The program has only the sides of branches that some
+input took. A call that reaches another side raises an error that names the branch, so give many
+inputs: --repeat makes random inputs several times.
 
 files
   model.pt2       for torch.export.load
@@ -49,8 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="make the inputs of each call N times, each time at random (default: 1)")  # fmt: skip
     add("--to", required=True, metavar="FILE", help="the file: .pt2, .aoti.pt2 or .onnx")
     add("--unseen", choices=("assert", "error"), default="assert",
-        help="what sides become that no input took: errors of the program, or of this command"
-        " (default: assert)")  # fmt: skip
+        help="if no input took a side of a branch: assert makes the program raise an error there,"
+        " error makes this command fail (default: assert)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N",
         help="seed for making the model and the inputs (default: 0)")  # fmt: skip
     add("--train", action="store_true", help="export the model as it is in training mode")

@@ -139,6 +139,8 @@ def _traced(options: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _explored(options: argparse.Namespace) -> str:
+    if not options.domain:
+        raise InputError('no input may differ: name one, as in --domain "x=(-1.0, 1.0)"')
     args, kwargs = Inputs(tuple(options.input)).make()
     domain = {}
     for text in options.domain:
@@ -202,8 +204,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--full", action="store_true", help="print the graph, and every line of a long flow table")
     explore = commands.add_parser(
         "explore",
-        help="search for inputs that take sides of branches which the given one does not",
-        description="Search for inputs that take sides of branches which the given one does not.",
+        help="search for inputs that take branches which the given one does not",
+        description="Search for inputs that take branches which the given input does not take.",
+        epilog="example\n  python -m bendtrace explore model.py:Net "
+        '--input "x=randn(2, 3)" --domain "x=(-1.0, 1.0)"',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = explore.add_argument
     add("target", metavar="TARGET", help="the model, as module:name or file.py:name")
@@ -215,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="for making the model, and for the search")
     export = commands.add_parser(
         "export",
-        help="write a model of your own to a file without Python; see export --help",
+        help="write a model of your own to a file that runs without Python (torch.export, ONNX)",
         description="Write a model, with its branches and loops, to a file without Python.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

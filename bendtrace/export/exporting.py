@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import itertools
 import operator
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,12 +83,18 @@ class Exported:
         limits = [unseen for unseen in self.unseen if not unseen.seen]
         if sides:
             lines.append(f"{counted(len(sides), 'side')} never taken, where it raises:")
-            lines += [f"    {unseen}" for unseen in sides]
+            lines += _each(sides)
         if limits:
             lines.append("it also raises for:")
-            lines += [f"    {unseen}" for unseen in limits]
+            lines += _each(limits)
         lines += self.notes
         return "\n".join(lines)
+
+
+def _each(unseen: Iterable[Unseen]) -> list[str]:
+    """Return a line for each text, with how often it occurs: each round of a loop has one."""
+    often = Counts(map(str, unseen))
+    return [f"    {text}" + (f" ({n} times)" if n > 1 else "") for text, n in often.items()]
 
 
 def export(
@@ -232,7 +241,10 @@ def _recorded(
                 model, own_args, own_kwargs, signature, reads_states=True, lifting=lifting
             )
         except Exception as error:
-            raise ExportError(f"with input {number}, the model raises {error!r}") from error
+            hint = ""
+            if isinstance(error, TypeError) and len(calls) == 1 and len(args) > 1:
+                hint = "; a list holds the arguments of one call: for several calls, unpack it"
+            raise ExportError(f"with input {number}, the model raises {error!r}{hint}") from error
         refuse(recording)
         recordings.append(recording)
         arguments = tuple(signature.bind(*tree_map(_copied, (args, kwargs))).values())
@@ -243,8 +255,8 @@ def _recorded(
             if failing is not None:
                 why = explain_check(failing, first, arguments, steps_of(first.recording))
                 raise ExportError(
-                    f"input {number} is of another kind than the first, for which the model does "
-                    f"something else: {why}; export once for each"
+                    f"input {number} is not of the same kind as the first, for which the model "
+                    f"takes another path: {why}; export once for each kind"
                 )
     return recordings
 
@@ -354,7 +366,8 @@ def _traced(
     values = dict(zip(named, (*args, *given.values()), strict=True))
     shapes = {name: _open(value) for name, value in values.items()}
     try:
-        with targets.quiet():
+        # torch prints what it had traced of a program that it refuses (seen in 2.13).
+        with targets.quiet(), contextlib.redirect_stderr(io.StringIO()):
             return torch.export.export(module, args, given, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise ExportError(*_explained(error, written, file)) from error
@@ -377,6 +390,11 @@ def _explained(error: BaseException, written: Written, file: str) -> tuple[str, 
         if record is not None:
             first = str(error).strip().split("\n")[0]
             what = f"torch.export refuses it: {type(error).__name__}: {first}"
+            if "DataDependent" in type(error).__name__:
+                what = (
+                    "a size or an index depends on values here, in a way that torch.export does "
+                    f"not support: keep sizes fixed, with a mask or torch.where ({first})"
+                )
             if isinstance(seen, _Unmet):
                 what = "it depends on sizes in a way that differs between the inputs"
             return what, told(record)
@@ -413,7 +431,7 @@ def compare(
             raise ExportError(f"with input {number}, the program raises {first}") from error
         different = difference(given, recording.result, tolerance)
         if different is not None:
-            raise ExportError(f"with input {number}, the program gives something else: {different}")
+            raise ExportError(f"with input {number}, the program's output differs: {different}")
 
 
 def difference(given: Any, expected: Any, tolerance: float | None = None) -> str | None:

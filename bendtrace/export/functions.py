@@ -272,8 +272,8 @@ class Functions:
                 outputs.append(([one, other], kind))
             else:
                 raise ExportError(
-                    f"one side goes on with {said(one)}, the other with {said(other)}: give "
-                    "both the same kind",
+                    f"one side continues with {said(one)}, the other with {said(other)}: use the "
+                    "same kind on both sides",
                     question.place,
                 )
             return len(outputs) - 1, None

@@ -320,6 +320,12 @@ class View:
         return View(edges, self.entry, self.sink, self.loop)
 
 
+_WRITES = (
+    "the model writes to an argument, or to its state: pass the value as an input, and return the "
+    "new value"
+)
+
+
 def refuse(recording: Recording) -> None:
     """Refuse runs that no function of tensors can repeat.
 
@@ -328,27 +334,19 @@ def refuse(recording: Recording) -> None:
     """
     tape = recording.tape
     if tape.blockers:
-        raise ExportError(f"the model can only be run live: {tape.blockers[0]}", "")
+        raise ExportError(f"the model can only run live: {tape.blockers[0]}", "")
     if tape.is_joint:
-        raise ExportError("ranks act together in the model", "")
+        raise ExportError("the model communicates with other ranks", "")
     for op in tape.ops:
         if any(tape.ops[written].is_given for written in op.writes):
-            raise ExportError(
-                "the model writes to an argument, or to its state: hand it in as an input, and "
-                "return what it becomes",
-                told(op),
-            )
+            raise ExportError(_WRITES, told(op))
     if recording.writes_outside:
-        raise ExportError(
-            "the model writes to an argument, or to its state: hand it in as an input, and return "
-            "what it becomes",
-            "",
-        )
+        raise ExportError(_WRITES, "")
     if recording.changes:
         label = recording.changes[0].label
         raise ExportError(
-            f"the model sets {label}, which an exported program has no place for: hand it in as "
-            "an input, and return what it becomes",
+            f"the model sets {label}, but an exported program has no attributes: pass the value as "
+            "an input, and return the new value",
             "",
         )
     if recording.is_transient:

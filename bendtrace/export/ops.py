@@ -293,7 +293,7 @@ class SegmentOps(Expressions):
             return Several(tuple(items))
         if meta is None:
             return Constant(None)
-        raise ExportError(f"{said_of(op.target)} gives something that is no tensor", told(op))
+        raise ExportError(f"{said_of(op.target)} returns a value that is not a tensor", told(op))
 
     def _memory(self, op: Op) -> frozenset[int]:
         """Return what the result of an op may share memory with."""
@@ -543,12 +543,12 @@ def _advice(reason: str) -> str:
 
 
 _ADVICE = {
-    "random": "call eval(), or hand random numbers in as an input",
+    "random": "call eval(), or pass random numbers as an input",
     "not torch's": "register it as an operator with torch.library.custom_op",
-    "handler": "test for the case before, in place of catching the error",
-    "raised": "test for the case before, in place of catching the error",
+    "handler": "test for the case before, instead of catching the error",
+    "raised": "test for the case before, instead of catching the error",
     "autocast": "convert the model with to(dtype), and export it without autocast",
-    "constructor": "call a function such as torch.zeros in its place",
+    "constructor": "call a function such as torch.zeros instead",
     "statistics": "call eval()",
     "is asked for": "leave the question out, as its answer is the same for all inputs",
 }

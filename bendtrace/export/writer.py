@@ -207,8 +207,8 @@ class _Writer(Functions):
         if type(answer) is int and abs(answer) < 1 << 53:
             return f"({text} == {answer})"
         raise ExportError(
-            f"Python takes {answer!r} out of a tensor, and would have to be asked again for every "
-            "other number: compute with the tensor",
+            f"Python reads {answer!r} from a tensor, and an exported program has no Python to read "
+            "other numbers: compute with the tensor",
             question.place,
         )
 

@@ -7,6 +7,8 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from html import escape
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.copies import copied
+from bendtrace.history.sizes import counted
 from bendtrace.interject.bends.catalogue import NamedActivations, leaves_of
 from bendtrace.interject.bends.spec import compiled
 from bendtrace.interject.group import Bended
@@ -22,11 +25,12 @@ from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import flat
-from bendtrace.interject.structure import assemble, take_apart
+from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.paths.view import Node, NodePath
 
-__all__ = ["Activations", "get_activations", "inputs_of"]
+__all__ = ["Activations", "as_html", "as_text", "get_activations", "inputs_of"]
 
+_SHOWN = 20
 # Characters that occur in regular expressions, but not in node paths.
 _PATTERN = re.compile(r"[\\^$*+?(){}]")
 _OPTIONS = frozenset(
@@ -42,7 +46,7 @@ class Activations(dict[str, Any]):
     container, the value here is the same kind of container. Any other name of a node works as a
     key, too, if it selects a single value. The keys are `NodePath`, strings that name exactly these
     nodes in every function that takes nodes, even where the same text typed by hand would be
-    ambiguous.
+    ambiguous. It prints as the shapes of the values; `dict(found)` prints the values.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -52,7 +56,11 @@ class Activations(dict[str, Any]):
         ...     return x
         >>> found = bt.BendedModule(model).get_activations("relu", args=(torch.tensor([3.0]),))
         >>> found
-        {'relu:1': tensor([2.]), 'relu:2': tensor([1.])}
+        <Activations: 2 values>
+          relu:1: (1,) float32
+          relu:2: (1,) float32
+        >>> found["relu:2"]
+        tensor([1.])
         >>> found.passes("relu")
         [tensor([2.]), tensor([1.])]
     """
@@ -68,6 +76,12 @@ class Activations(dict[str, Any]):
         start = f"{path}:"
         return [value for key, value in self.items() if key.startswith(start)]
 
+    def __repr__(self) -> str:
+        return as_text(type(self).__name__, self)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
     def __missing__(self, key: str) -> Any:
         meant = self._names.get(key, [])
         if len(meant) == 1:
@@ -82,6 +96,28 @@ class Activations(dict[str, Any]):
             raise NodePathError(f"this call did not reach {key!r}", key, tuple(self))
         listed = ", ".join(map(repr, self)) or "nothing"
         raise NodePathError(f"there is no {key!r} among these activations: {listed}", key)
+
+
+def as_text(title: str, values: Mapping[str, Any]) -> str:
+    """Return values by name as text, with a line for each of the first twenty."""
+    lines = [f"<{title}: {counted(len(values), 'value')}>"]
+    lines += [f"  {key}: {_shown(value)}" for key, value in islice(values.items(), _SHOWN)]
+    if len(values) > _SHOWN:
+        lines.append(f"  ... and {len(values) - _SHOWN} more")
+    return "\n".join(lines)
+
+
+def as_html(values: Mapping[str, Any]) -> str:
+    """Return values by name as an HTML table of their shapes."""
+    rows = ((escape(key), escape(_shown(value))) for key, value in values.items())
+    cells = "".join(f"<tr><th>{key}</th><td>{shown}</td></tr>" for key, shown in rows)
+    return f"<table><caption>{counted(len(values), 'value')}</caption>{cells}</table>"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return describe(value)
 
 
 class _Observer(Interjection):
@@ -188,7 +224,7 @@ def get_activations(
         >>> bended = bt.BendedModule(halved)
         >>> _ = bended(torch.tensor([4.0, -3.0]))
         >>> found = get_activations(bended, ["div", "relu"], (torch.tensor([2.0, 0.0]),))
-        >>> found
+        >>> dict(found)
         {'div': tensor([1., 0.]), 'relu': tensor([1., 0.])}
         >>> list(get_activations(bended, "div", (torch.tensor([4.0, -3.0]),)))
         ['div:1', 'div:2', 'div:3']

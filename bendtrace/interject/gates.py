@@ -571,11 +571,11 @@ def _collect(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Ent
     try:
         collect(shape, result, found)
     except Mismatch as error:
-        raise InterjectionError(
-            f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace "
-            f"the node's value: {error}",
-            at.path,
-        ) from None
+        part, hint = f"{at.path}{'' if at.module is None else '.output'}|sub_0".lstrip("."), ""
+        if isinstance(shape, Shape) and shape.kind in (tuple, list):
+            hint = f"; to change one part of it, name the part: {part!r}"
+        said = f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace"
+        raise InterjectionError(f"{said} the node's value: {error}{hint}", at.path) from None
 
 
 def _versions(value: Any) -> list[int]:

@@ -49,7 +49,16 @@ class Function(Interjection):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self._takes_pass = not isinstance(function, nn.Module) and _takes_two(function)
+        needed = [] if isinstance(function, nn.Module) else _needed_by(function)
+        keyword_only = [p.name for p in needed if p.kind is p.KEYWORD_ONLY]
+        if len(needed) > 2 or keyword_only:
+            listed = ", ".join(f"{p.name}=" if p.kind is p.KEYWORD_ONLY else p.name for p in needed)
+            raise InputError(
+                f"{self.label} cannot be inserted: a function is called with the value of a node, "
+                f"or with the value and a NodePass, but {self.label} needs {listed}. Hooks with "
+                "torch's arguments (module, inputs, output) go into bended.hooks"
+            )
+        self._takes_pass = len(needed) == 2
 
     @property
     def label(self) -> str:
@@ -68,14 +77,14 @@ class Function(Interjection):
         return effect_of_function(self.function)
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
+def _needed_by(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters that a call has to pass; none if they are unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
-    return len(needed) == 2
+        return []
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p for p in parameters if p.kind not in several and p.default is p.empty]
 
 
 def as_interjection(what: Any) -> Interjection:

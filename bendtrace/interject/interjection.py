@@ -83,6 +83,14 @@ class NodePass:
     scope: str = ""
     place: str = field(default="", compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        said = [f"path={self.path!r}", f"number={self.number}"]
+        if self.module is not None:
+            said.append(f"module={type(self.module).__name__}")
+        if self.function is not None:
+            said.append(f"function={getattr(self.function, '__name__', self.function)}")
+        return f"NodePass({', '.join(said)})"
+
 
 class Interjection:
     """User code at a node. Subclasses override one or several of the methods.

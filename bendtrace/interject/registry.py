@@ -347,7 +347,8 @@ class InsertionRegistry:
                 continue
             if nodes is None:
                 return False
-            text = target.said.pattern if isinstance(target.said, re.Pattern) else ""
+            is_pattern = isinstance(target.said, re.Pattern)
+            text = target.said.pattern if is_pattern else getattr(target.said, "__name__", "")
             raise NodePathError(
                 f"{describe_where(target.said)} selects no known node; "
                 + near_misses(text, [node.path for node in nodes if node.path])

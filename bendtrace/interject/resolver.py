@@ -322,6 +322,9 @@ class _Value(NamedTuple):
         )
 
 
+# The classes that hold torch's functions, and the methods of tensors.
+_OF_TORCH = re.compile(r"^(?:(_VariableFunctionsClass)|_?TensorBase)\.")
+
 _STATE = "{} is a parameter or buffer, not an activation: bend or patch it"
 
 
@@ -340,7 +343,8 @@ def describe_where(where: Any) -> str:
     if isinstance(where, (LayerEntry, ModuleEntry)):
         return repr(where.label)
     if callable(where) and not isinstance(where, NodeSelector):
-        return getattr(where, "__qualname__", repr(where))
+        name = getattr(where, "__qualname__", repr(where))
+        return _OF_TORCH.sub(lambda owner: "torch." if owner[1] else "Tensor.", name)
     return repr(where)
 
 

@@ -305,10 +305,22 @@ def _named(text: str, known: Known, said: Any) -> tuple[Target, ...]:
     if near and at_root and not path and not any("did you mean" in str(error) for error in errors):
         said = ", ".join(map(repr, near))
         raise NodePathError(
-            f"no node {text!r}: the root has no {text!r}; similar names: {said}", text, tuple(near)
+            f"no node {text!r} in the model; similar names: {said}", text, tuple(near)
         )
     hint = f"the mirror has a node {text!r}: pass {path!r}, or NodeRef({text!r})" if path else ""
-    raise _astray(errors, hint or known.hint(text))
+    raise _astray(errors, hint or _foreign(text) or known.hint(text))
+
+
+def _foreign(text: str) -> str:
+    """Return what to pass for a string that looks like something else than a name; or ""."""
+    if re.search(r"(^|\.)hook_\w+$", text):
+        return (
+            "the names of TransformerLens's hooks work in run_with_cache; "
+            "bendtrace.workflows.transformer_lens_aliases(model) lists the model's own names"
+        )
+    if re.search(r"[\\^$*+?]", text):
+        return f"for a regular expression, pass re.compile({text!r})"
+    return ""
 
 
 def _astray(errors: Sequence[NodePathError], hint: str) -> NodePathError:

@@ -189,7 +189,7 @@ class _Search:
         completions = tuple(map(node.child_path, names))
         if reason:
             return NodePathError(f"no node {self.path!r}: {reason}", self.path, completions)
-        where = repr(node.path) if node.path else "the root"
+        where = repr(node.path) if node.path else "the model"
         if not names:
             message = f"{where} is a {describe(node, chosen)} with nothing below it"
             return NodePathError(f"no node {self.path!r}: {message}", self.path)
@@ -203,7 +203,8 @@ def _spellings(node: TreeNode) -> dict[str, list[TreeNode]]:
     """Return what the children of a node can be called, likeliest first.
 
     A name stands for its child. It can stand for another one besides, whose own name was taken,
-    if there is nothing below the child: `output.dense`.
+    if there is nothing below the child: `output.dense`. `input` stands for the first argument of a
+    call, unless a child has this name.
     """
     if node.spellings is None:
         found = {child.name: [child] for child in node.children.values()}
@@ -215,6 +216,9 @@ def _spellings(node: TreeNode) -> dict[str, list[TreeNode]]:
             named = found.setdefault(alias, [])
             if child not in named and all(other.kind != "graph" for other in named):
                 named.append(child)
+        arguments = [child for child in node.children.values() if child.role == "input"]
+        if node.kind == "graph" and arguments and "input" not in found:
+            found["input"] = arguments[:1]
         node.spellings = found
     return node.spellings
 

@@ -166,11 +166,16 @@ class Facets(tuple[Facet, ...]):
         >>> import torch, bendtrace as bt
         >>> trace = bt.trace(torch.nn.LSTMCell(2, 3), torch.ones(1, 2))
         >>> bt.workflows.facets(trace).named("gate.f")
-        (<facet gate.f of weight_ih>, <facet gate.f of weight_hh>, <facet gate.f of bias_ih>, \
-<facet gate.f of bias_hh>)
+        <facet gate.f of weight_ih>
+        <facet gate.f of weight_hh>
+        <facet gate.f of bias_ih>
+        <facet gate.f of bias_hh>
     """
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self)) or "no facets"
 
     def named(self, name: str, scope: str | None = None) -> Facets:
         """Return the facets with a name.

@@ -15,6 +15,7 @@ from torch import Tensor
 from bendtrace._checks import required_choice, required_int
 from bendtrace._lazy import required_pandas
 from bendtrace.errors import InputError, SiteError
+from bendtrace.interject.structure import describe
 from bendtrace.view.heat_map import heat_map, text_table
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ def required_metric(metric: Any) -> Metric:
 
 def scalar_of(metric: Metric, output: Any) -> Tensor | float:
     """Return the metric of an output: a tensor without dimensions, or a number."""
-    value = metric(output)
+    try:
+        value = metric(output)
+    except Exception as error:
+        error.add_note(f"metric= was called with the output of the model, {describe(output)}")
+        raise
     if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
         return value
     hint = ""

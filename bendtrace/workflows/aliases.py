@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -34,8 +34,11 @@ class Alias:
     """
 
     where: str
-    pick: Callable[[Any], Any] | None = None
+    pick: Callable[[Any], Any] | None = field(default=None, repr=False)
     why: str = ""
+
+
+_OF_LAYER = re.compile(r"blocks\.(\d+)\.(?:(\w+)\.)?hook_(\w+)")
 
 
 class Aliases(Mapping[str, Alias]):
@@ -89,6 +92,39 @@ class Aliases(Mapping[str, Alias]):
         """Return why a name has no equal here; "" if there is no entry."""
         reasons = (why for pattern, why in self._unequal.items() if re.fullmatch(pattern, name))
         return "" if name in self._names else next(reasons, "")
+
+    def full_name(self, short: Any) -> str | None:
+        """Return the name for one of TransformerLens's short names; None if it is none of them.
+
+        Args:
+            short: `"embed"` for `hook_embed`; or the name, the layer (from the end if negative),
+                and the part of the layer, which can be left out if only one part has the name.
+
+        Example:
+            >>> import bendtrace as bt
+            >>> aliases = bt.workflows.Aliases({"blocks.3.attn.hook_q": "layers.3.q.output"})
+            >>> aliases.full_name(("q", 3)), aliases.full_name(("q", -1, "attn"))
+            ('blocks.3.attn.hook_q', 'blocks.3.attn.hook_q')
+        """
+        if isinstance(short, str):
+            name = f"hook_{short}"
+            return name if name in self._names and short not in self._names else None
+        if not isinstance(short, tuple) or not 2 <= len(short) <= 3:
+            return None
+        found: dict[int, list[str]] = {}
+        for name in self._names:
+            parts = _OF_LAYER.fullmatch(name)
+            if (
+                parts is not None
+                and parts[3] == short[0]
+                and parts[2] in (short[2:] or (parts[2],))
+            ):
+                found.setdefault(int(parts[1]), []).append(name)
+        layer = short[1]
+        if isinstance(layer, int) and layer < 0:
+            layer += 1 + max(found, default=0)
+        names = found.get(layer, [])
+        return names[0] if len(names) == 1 else None
 
     def __or__(self, other: Mapping[str, str | Alias]) -> Aliases:
         unequal = {**self._unequal, **(other._unequal if isinstance(other, Aliases) else {})}

@@ -9,7 +9,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
+from bendtrace.interject.activations import as_html, as_text
 from bendtrace.interject.group import InsertionGroup, is_root
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
@@ -31,8 +31,6 @@ from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
 
 __all__ = ["ActivationCache", "run_with_cache"]
 
-_SHOWN = 20
-
 
 class ActivationCache(dict[str, Any]):
     """The values of nodes in one call, by node path and by other names.
@@ -40,7 +38,8 @@ class ActivationCache(dict[str, Any]):
     Keys are node paths (`transformer.h_0.mlp`), with the number of the pass if there were several
     (`relu:2`), followed by `.input` for the input of a module; and the requested aliases. Qualified
     names followed by `.output` or `.input` (`transformer.h.0.output`) and all aliases find their
-    values as well.
+    values as well. So do TransformerLens's short names: `"resid_post", 0` for
+    `blocks.0.hook_resid_post`, `"normalized", -1, "ln2"` for the last layer.
 
     Attributes:
         aliases: other names.
@@ -71,7 +70,10 @@ class ActivationCache(dict[str, Any]):
         """Return the values of a node in all of its passes, in order."""
         return [self[key] for key in ([name] if name in self else self._names.get(name, []))]
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: Any) -> Any:
+        full = self.aliases.full_name(name)
+        if full is not None:
+            return self[full]
         keys = self._names.get(name, []) if isinstance(name, str) else []
         if len(keys) == 1:
             return self[keys[0]]
@@ -83,23 +85,20 @@ class ActivationCache(dict[str, Any]):
             )
         alias = self.aliases.get(name)
         if alias is not None:
+            if alias.where not in self and alias.where not in self._names:
+                why = f", which this cache does not have ({alias.why})" if alias.why else ""
+                raise NodePathError(f"{name!r} stands for {alias.where!r}{why}", name, tuple(self))
             return _picked(self[alias.where], alias)
         if isinstance(name, str):
             _require_equal(self.aliases, name)
-        hint = near_misses(str(name), [*self, *self._names])
+        hint = near_misses(str(name), [*self, *self._names, *self.aliases])
         raise NodePathError(f"{name!r} is not in this cache; {hint}", str(name), tuple(self))
 
     def __repr__(self) -> str:
-        lines = [f"<ActivationCache: {len(self)} values>"]
-        lines += [f"  {key}: {_shown(value)}" for key, value in list(self.items())[:_SHOWN]]
-        if len(self) > _SHOWN:
-            lines.append(f"  ... and {len(self) - _SHOWN} more")
-        return "\n".join(lines)
+        return as_text(type(self).__name__, self)
 
     def _repr_html_(self) -> str:
-        rows = ((escape(key), escape(_shown(value))) for key, value in self.items())
-        cells = "".join(f"<tr><th>{key}</th><td>{shown}</td></tr>" for key, shown in rows)
-        return f"<table><caption>{len(self)} values</caption>{cells}</table>"
+        return as_html(self)
 
 
 def run_with_cache(
@@ -277,12 +276,6 @@ def _fixed(model: Any, call: Call) -> set[int]:
 def _hands_out(run: Recording) -> list[str]:
     """Return where a run gives the memory of tensors to code that cannot be watched."""
     return [reason for reason in run.tape.blockers if "content of a tensor" in reason]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return type(value).__name__
 
 
 def _picked(value: Any, alias: Alias) -> Any:

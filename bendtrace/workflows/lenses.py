@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bendtrace._lazy import required_pandas
 from bendtrace.calls import Call, bended_of, seen_in
 from bendtrace.errors import InputError
+from bendtrace.history.sizes import counted
 from bendtrace.interject.structure import describe
 from bendtrace.module import BendedModule
 from bendtrace.view.heat_map import heat_map
@@ -120,7 +121,8 @@ class LensResult:
     def __repr__(self) -> str:
         kl = self.kl()
         wide = max(map(len, self.sites))
-        lines = [f"<LensResult: {len(self.sites)} sites, logits {tuple(self.final.shape)}>"]
+        sites = counted(len(self.sites), "site")
+        lines = [f"<LensResult: {sites}, logits {tuple(self.final.shape)}>"]
         for site in self.sites:
             row = self.logits[site][0].reshape(-1, self.final.shape[-1]).argmax(-1).tolist()
             shown = " ".join(str(self._shown(number)) for number in row[:8])

@@ -322,7 +322,7 @@ def difference_text(difference: Difference, limit: int | None) -> str:
         found = "the two runs do the same, in modules of other names"
     sections = ["\n".join([f"{title}: {found}", *_indented(_summary(difference))])]
     if difference.first is not None:
-        sections.append(f"First part {_first(difference)}")
+        sections.append(f"First difference {_first(difference)}")
     for name, headers, rows in _tables(difference):
         sections.append(f"{name}:\n{_table(headers, rows, limit)}")
     return "\n\n".join(sections)
@@ -377,7 +377,8 @@ def _values(difference: Difference) -> Iterator[str]:
     if coverage.unsaved:
         missing = [run for run, often in (("a", coverage.unsaved_a), ("b", coverage.unsaved_b))
                    if often]  # fmt: skip
-        left.append(f"{coverage.unsaved} not saved in {' and '.join(missing)} (save='all' does)")
+        runs = " and ".join(missing)
+        left.append(f"{coverage.unsaved} not saved in {runs} (save='all' saves them)")
     if coverage.reshaped:
         left.append(f"{coverage.reshaped} of another shape")
     if left:

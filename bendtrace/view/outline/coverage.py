@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any, overload
 
 from bendtrace._lazy import tabulate
-from bendtrace.history.sizes import counted, place_text
+from bendtrace.history.sizes import place_text
 from bendtrace.recording.iterations import running_code
 from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree
@@ -45,8 +45,8 @@ class BranchCoverage:
         turns: how often each side was taken in each module and iteration, in words; "" if there was
             only one.
         watched: whether the counts are those of the condition itself, which depended on an input.
-            Otherwise plain Python values decided it, and the counts are the calls that ran an
-            operation under that side.
+            Otherwise plain Python values decided it, and only whether a count is 0 has a meaning:
+            whether a call ran an operation under that side.
     """
 
     kind: str
@@ -75,12 +75,10 @@ class BranchCoverage:
             return ", ".join(sorted(told, key=lambda text: text.startswith("never")))
         if not self.true and not self.false:
             return "nothing recorded under it"
-        true = f"True in {counted(self.true, 'run')}" if self.true else "nothing under True"
+        true = "True seen" if self.true else "nothing under True"
         if self.false is None:
             return f"{true}, False leaves no trace"
-        return f"{true}, " + (
-            f"False in {counted(self.false, 'run')}" if self.false else "nothing under False"
-        )
+        return f"{true}, {'False seen' if self.false else 'nothing under False'}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the branch as plain values, ready for JSON."""
@@ -134,7 +132,7 @@ class Coverage(Sequence[BranchCoverage]):
 
     def __str__(self) -> str:
         both = self.total - len(self)
-        head = f"both sides seen of {both} of {self.total} branches"
+        head = f"branches seen on both sides: {both} of {self.total}"
         watched = [branch for branch in self._branches if branch.watched]
         others = [branch for branch in self._branches if not branch.watched]
         sections = [head]
@@ -144,8 +142,8 @@ class Coverage(Sequence[BranchCoverage]):
             more = len(others) - _SHOWN
             left = f"\n... and {more} more" if more > 0 else ""
             sections.append(
-                "not guarded (decided by plain Python values, or not reached), so that only "
-                f"the operations under them count:\n{_table(others[:_SHOWN])}{left}"
+                "decided by plain Python values, or not reached (judged by the operations under "
+                f"them):\n{_table(others[:_SHOWN])}{left}"
             )
         if self.uneven:
             sections.append("one side only in some iterations or modules:\n" + _table(self.uneven))
@@ -252,7 +250,7 @@ class _Survey:
         )  # fmt: skip
 
     def _under(self, choice: Choice, spans: tuple[Span, ...]) -> int:
-        """Return in how many calls something was recorded in some source spans."""
+        """Return how often a recorded segment with something in some source spans was passed."""
         places = self.by_place.get(choice.file, Counter())
         found = [hits for place, hits in places.items() if any(s.holds(place) for s in spans)]
         return max(found, default=0) + self._raised_in(choice.file, spans)

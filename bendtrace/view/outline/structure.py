@@ -268,7 +268,7 @@ def programs_as_text(programs: Sequence[ProgramOutline]) -> Iterator[str]:
         counts = f"{counted(program.traces, 'trace')}, {counted(program.runs, 'run')}"
         if read in known:
             where = f", where {' and '.join(facts)}" if facts else ""
-            yield f"{title(program)}{where}; {counts}; goes as program {known[read]}"
+            yield f"{title(program)}{where}; {counts}; same flow as program {known[read]}"
             continue
         known[read] = program.number
         lines = [title(program)]
