@@ -223,7 +223,7 @@ class ExportError(BendtraceError, ValueError):
         >>> bended.export(torch.ones(2))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         bendtrace.errors.ExportError: `torch.rand(2)` at ...:1: rand may draw random numbers: call
-        eval(), or hand random numbers in as an input
+        eval(), or pass random numbers as an input
     """
 
     def __init__(self, reason: str, place: str = "") -> None:
