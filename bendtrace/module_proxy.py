@@ -121,14 +121,14 @@ class ModuleProxy(nn.Module):
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with serving(model, self) if is_served else nullcontext(), self._serving_parts():
+            with serving(model, self) if is_served else nullcontext(), self._serving_parts(method):
                 result = method(*args, **kwargs)
             object.__setattr__(self, "training", model.training)
             return self if result is model else result  # what `eval` and the like return
 
         return call
 
-    def _serving_parts(self) -> AbstractContextManager[object]:
+    def _serving_parts(self, method: types.MethodType) -> AbstractContextManager[object]:
         """Within it, parts of the model may be answered for, too, that a method of it calls."""
         return nullcontext()
 

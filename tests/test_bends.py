@@ -1791,3 +1791,38 @@ def test_a_callback_of_ones_own_may_look_at_the_model() -> None:
     bended.bend(AddCalls(), "fc$")
     for call in (1, 2, 3):
         assert bits(bended(x)) == bits(model.fc(x) + call)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3) * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale
+
+    def weigh(self, x: Tensor) -> Tensor:
+        return x @ self.fc.weight
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self(self(x))
+
+
+def test_a_method_that_reads_a_bent_weight_itself_is_refused() -> None:
+    bended, x = bt.BendedModule(Encoder()), torch.randn(2, 3)
+    bended(x)
+    bended.bend(bt.bends.Scale(0.0), "scale")
+    with pytest.raises(InputError, match=r"encode reads scale itself.*trace\(fn='encode'"):
+        bended.encode(x)
+    assert not bended.trace(fn="encode", x=x).output.any()
+    assert not bended.twice(x).any()
+    assert bended.weigh(x).any()
+    bended.remove_all()
+    assert bended.encode(x).equal(bended.model.encode(x))
+    bended.bend(bt.bends.Scale(0.0), "fc.weight")
+    with pytest.raises(InputError, match=r"weigh reads fc\.weight itself"):
+        bended.weigh(x)
