@@ -17,10 +17,9 @@ from torch import nn
 from bendtrace._lazy import LazyModule
 from bendtrace._trace import OPTIONS, Trace, run_trace
 from bendtrace.dispatcher import Dispatcher
-from bendtrace.environment.reachability import is_torchs, names_in
 from bendtrace.errors import InputError
 from bendtrace.interject.gates import running
-from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within
+from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within, refuse_reading
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.trees import Trees
@@ -560,17 +559,7 @@ class BaseModule(ModuleProxy):
         """Within it, what is inserted is called also where a method calls a part of the model."""
         model = self._model
         plan, unknown = self._board.plan_of_parts()
-        code: Any = getattr(method.__func__, "__code__", None)
-        is_users = code is not None and not is_torchs(getattr(method, "__module__", None))
-        names = names_in(code) if is_users else frozenset()
-        for slot in plan.slots:
-            weight = slot.place.matcher.name if slot.place.role == "state" else ""
-            if weight and names.issuperset(weight.split(".")):
-                raise InputError(
-                    f"{method.__name__} reads {weight} itself, and what is inserted there is "
-                    "called in calls of the model and of its modules only: use "
-                    f"bended.trace(fn={method.__name__!r}, ...).output, or remove the insertion"
-                )
+        refuse_reading(plan, method)
         with ExitStack() as stack:
             if self._board and isinstance(model, nn.Module):
                 for name, module in model.named_modules():

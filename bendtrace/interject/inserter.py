@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.errors import InterjectionError
+from bendtrace.environment.reachability import is_torchs, names_in
+from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.gates import AfterGate, BeforeGate, CountGate, Gate, InsteadGate, noted
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
@@ -38,7 +39,7 @@ from bendtrace.torch_rules.functions import (
     name_of,
 )
 
-__all__ = ["LiveInserter", "Within", "is_meant_within"]
+__all__ = ["LiveInserter", "Within", "is_meant_within", "refuse_reading"]
 
 Run = Callable[..., Any]
 
@@ -64,6 +65,25 @@ class Within(NamedTuple):
     model: Callable[..., Any]
     name: str
     path: str
+
+
+def refuse_reading(plan: Plan, method: MethodType) -> None:
+    """Raise if a method of the model reads a weight itself at which something is inserted.
+
+    Raises:
+        InputError: it does, and what is inserted there would not be called.
+    """
+    code: Any = getattr(method.__func__, "__code__", None)
+    is_users = code is not None and not is_torchs(getattr(method, "__module__", None))
+    names = names_in(code) if is_users else frozenset()
+    for slot in plan.slots:
+        weight = slot.place.matcher.name if slot.place.role == "state" else ""
+        if weight and names.issuperset(weight.split(".")):
+            raise InputError(
+                f"{method.__name__} reads {weight} itself, and what is inserted there is called "
+                "in calls of the model and of its modules only: use "
+                f"bended.trace(fn={method.__name__!r}, ...).output, or remove the insertion"
+            )
 
 
 def is_meant_within(plan: Plan, module: nn.Module, within: Within) -> bool:
