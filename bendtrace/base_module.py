@@ -221,15 +221,6 @@ class BaseModule(ModuleProxy):
         """What is traced where this is asked to be: the model, under its own names."""
         return self._model
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        # Hooks for all modules are called for the modules of the model, and not once more for this.
-        if (
-            self._forward_hooks or self._forward_pre_hooks
-            or self._backward_hooks or self._backward_pre_hooks
-        ):  # fmt: skip
-            return super()._call_impl(*args, **kwargs)
-        return self.forward(*args, **kwargs)
-
     @_SignedMethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, along recorded paths as far as they go."""

@@ -65,6 +65,15 @@ class ModuleProxy(nn.Module):
             and isinstance(own, types.FunctionType)
         )
 
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        # Hooks for all modules are called for the modules of the model, and not once more for this.
+        if (
+            self._forward_hooks or self._forward_pre_hooks
+            or self._backward_hooks or self._backward_pre_hooks
+        ):  # fmt: skip
+            return super()._call_impl(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
     def train(self, mode: bool = True) -> Self:
         """Set the model's training mode."""
         object.__setattr__(self, "training", mode)

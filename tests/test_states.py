@@ -645,6 +645,22 @@ def test_variables_are_alive_until_they_are_read_last() -> None:
     assert at == {0: {"x", "n"}, 1: {"x", "n", "j"}, 2: {"x", "n", "j"}, 3: {"x", "n"}}
 
 
+def test_code_that_asks_for_attributes_joins() -> None:
+    def asks(x: Tensor) -> Tensor:
+        if hasattr(x, "doubled"):
+            return x
+        for position in range(6):
+            x = x + getattr(x, "none", 1) if x[position] > 0 else x * 2
+        return x
+
+    bended = bt.BendedModule(asks)
+    torch.manual_seed(0)
+    for x in torch.randn(100, 6):
+        assert torch.equal(bended(x), asks(x))
+    assert bended.stats.traces <= 12, bended.stats
+    assert bended.stats.live == 0
+
+
 def test_branches_join() -> None:
     layers = [nn.Linear(4, 4) for _ in range(10)]
 

@@ -106,25 +106,20 @@ class WatchedContent:
         """Watch what a class of installed code has, without what that holds."""
         if id(cls) not in self._seen:
             self._seen[id(cls)] = cls
-            table = table_of(cls)
-            self._tables.append(_Content(table, _members, cls.__qualname__))
-            self._dicts.append(table)
-            self._versions.append(version_of(table))
+            self._watch(table_of(cls), _members, cls.__qualname__)
 
     def add_settings(self, names: set[str]) -> None:
         """Watch settings that decide what code does that uses some names, or some packages."""
         for asking, value, read, label in SETTINGS:
             if not asking.isdisjoint(names):
                 self._add_content(value, read, label)
+        if not _ASKING.isdisjoint(names):
+            self._watch(table_of(torch.Tensor), _put_on_tensors, "the attributes of torch.Tensor")
 
     def add_builtins(self, names: Collection[str]) -> None:
         """Watch what the names of Python's builtins stand for."""
-        table = vars(builtins)
-        # Two more, since it gives a tuple for at least two. A run itself replaces `print`, `open`.
-        read = operator.itemgetter(*sorted({*names} - {"print", "open"}), "len", "len")
-        self._tables.append(_Content(table, read, "builtins"))
-        self._dicts.append(table)
-        self._versions.append(version_of(table))
+        asked = (*sorted({*names} - {"print", "open"}),)  # which a run replaces itself
+        self._watch(vars(builtins), functools.partial(_found, asked), "builtins")
 
     def add_registered(self) -> None:
         """Watch what counts as a subclass of an abstract class."""
@@ -284,15 +279,19 @@ class WatchedContent:
             self._items += content.held()
         return content
 
+    def _watch(self, table: dict[Any, Any], read: Callable[[Any], Any], label: str) -> None:
+        """Watch what a reader finds in a dict, which it is asked for if the dict was written to."""
+        self._tables.append(_Content(table, read, label))
+        self._dicts.append(table)
+        self._versions.append(version_of(table))
+
     def _note(self, value: Any) -> None:
         if not self._objects or self._objects[-1] is not value:
             self._objects.append(value)
             self._kinds.append(type(value))
 
     def _add_table(self, table: dict[Any, Any], label: str) -> list[tuple[Any, str]]:
-        self._tables.append(_Content(table, _items, label))
-        self._dicts.append(table)
-        self._versions.append(version_of(table))
+        self._watch(table, _items, label)
         keys = [(key, f"a key of {label}") for key in table if type(key) not in PLAIN_TYPES]
         return keys + [(item, f"{label}[{key!r:.40}]") for key, item in table.items()]
 
@@ -371,6 +370,24 @@ def _slots(names: tuple[str, ...], value: Any) -> tuple[Any, ...]:
 
 
 _UNSET = None
+
+
+def _found(names: tuple[str, ...], table: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(map(table.get, names))
+
+
+# Where code names these, it may ask for attributes that tensors do not have. A run puts some there
+# itself: torch's own, and things of this package.
+_ASKING = frozenset({"hasattr", "getattr", "AttributeError", "dir"})
+_OF_TENSORS = frozenset(dir(torch.Tensor))
+
+
+def _put_on_tensors(table: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name, value in table.items()
+        if name not in _OF_TENSORS and not module_of(type(value)).startswith("bendtrace.")
+    ]
 
 
 def _array_of(value: Any) -> Any:

@@ -93,8 +93,6 @@ SETTINGS: tuple[tuple[frozenset[str], Any, Callable[[Any], Any], str], ...] = (
      lambda module: [*chain.from_iterable(module.dispatch_table.items())], "copyreg"),
     (frozenset({"opt_einsum"}), torch.backends.opt_einsum,
      lambda module: [module.enabled, module.strategy], "torch.backends.opt_einsum"),
-    (frozenset({"hasattr", "getattr", "AttributeError", "dir"}), torch.Tensor,
-     lambda kind: [len(vars(kind))], "the attributes of torch.Tensor"),
     (frozenset({"get_overwrite_module_params_on_conversion",
                 "get_swap_module_params_on_conversion"}), torch.__future__,
      lambda module: [*vars(module).values()], "torch.__future__"),

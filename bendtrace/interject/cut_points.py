@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.interject.structure import Leaf, Shape, describe, take_apart
+from bendtrace.interject.structure import Leaf, describe, part_of, take_apart
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.text import children_of
 from bendtrace.paths.text import describe as describe_node
@@ -248,16 +248,8 @@ class _Spots:
 
 def _leaf_at(shape: Any, keys: tuple[Any, ...]) -> Leaf | None:
     """Return the leaf of a structure at some keys."""
-    for key in keys:
-        if type(shape) is not Shape:
-            return None
-        if key in shape.keys:
-            shape = shape.items[shape.keys.index(key)]
-        elif key in shape.names:
-            shape = shape.attributes[shape.names.index(key)]
-        else:
-            return None
-    return shape if type(shape) is Leaf else None
+    found = part_of(shape, keys)
+    return found if type(found) is Leaf else None
 
 
 def values_for(text: str, value: Any, spots: tuple[Spot, ...]) -> list[Any]:

@@ -28,6 +28,8 @@ import transformers
 from torch import Tensor
 
 import bendtrace as bt
+from bendtrace.environment.content import _Content
+from bendtrace.environment.settings import SETTINGS
 from tests.promise import bits
 
 _ARRAY = np.array([0.123456789, 1e-9])
@@ -276,6 +278,16 @@ def test_an_object_that_answers_for_all_of_its_attributes() -> None:
         assert torch.equal(bended(torch.ones(2)), torch.ones(2) * answer)
     assert bended.stats.live == 4
     assert bended.why_live == ("_Answers.__getattribute__ hides what _ANSWERS holds",)
+
+
+def test_a_run_changes_none_of_the_settings_itself() -> None:
+    contents = [_Content(value, read, label) for _, value, read, label in SETTINGS]
+
+    def function(x: Tensor) -> Tensor:
+        assert [content.label for content in contents if not content.same()] == []
+        return x + 1
+
+    assert torch.equal(bt.trace(function, torch.ones(2)).output, torch.ones(2) + 1)
 
 
 _seed_of_torch = torch.initial_seed
