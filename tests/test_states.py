@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 PROGRAMS: dict[str, Callable[[Tensor], Any]] = {}
 WEIGHT = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+OTHER = nn.Parameter(torch.tensor([4.0, 5.0, 6.0]))
 
 
 class Noted:
@@ -527,6 +528,21 @@ SEEN: list[Tensor] = []
 
 
 @program
+def a_weight_or_another(x: Tensor) -> Any:
+    one = WEIGHT.contiguous() if x[0] > 0 else OTHER.contiguous()  # which copies neither
+    y = x * 2 if asks(x[1]) else x * 3
+    return y, one is WEIGHT
+
+
+@program
+def a_weight_that_is_given_back_or_copied(x: Tensor) -> Any:
+    one = WEIGHT.contiguous() if x[0] > 0 else WEIGHT.clone()
+    del one
+    y = x * 2 if asks(x[1]) else x * 3
+    return y * WEIGHT
+
+
+@program
 def what_c_is_given(x: Tensor) -> Any:
     SEEN[:] = [x[1]]
     return x + ((1 if x[0] > 0 else 2) + Summed())
@@ -880,6 +896,7 @@ LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
     "which value a tensor is": (
         READER, "_tensor", tensor_without(1), ("an_element_that_nothing_used",),
     ),
+    "which weight a tensor is": (READER, "_tensor", tensor_without(2), ("a_weight_or_another",)),
     "dtypes": (READER, "_tensor", tensor_without(3), ("what_has_another_dtype",)),
     "ranks": (READER, "_tensor", tensor_without(4), ("what_has_another_rank",)),
     "what requires grad": (READER, "_tensor", tensor_without(7), ("a_parameter_or_not",)),

@@ -403,7 +403,7 @@ class _Reader:
             memory = 1 + self._memories.setdefault(memory, len(self._memories))
         own = vars(tensor)
         return (
-            self._by_identity(kind), what, part is None,
+            self._by_identity(kind), what, None if part is None else _named(part),
             tensor.dtype, tensor.dim(), tensor.device, tensor.layout,
             requires_grad(tensor), _is_leaf(tensor), tensor.is_inference(), memory,
             tuple((name, self.value(item)) for name, item in own.items()) if own else (),

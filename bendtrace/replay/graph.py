@@ -25,7 +25,7 @@ from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.growing import Growth, growths_of
 from bendtrace.replay.repeatable import may_draw, may_run_again
-from bendtrace.replay.schedule import Schedule, Unlinked
+from bendtrace.replay.schedule import Schedule, Unlinked, same_as_given
 from bendtrace.replay.source import Code
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
@@ -559,7 +559,11 @@ class _Names:
         self._ops = tape.ops
         holes = tape.states[after].holes if after >= 0 else ()
         start = tape.guards[after].position if after >= 0 else 0
-        self._names: dict[int, Any] = {hole: ("hole", k) for k, hole in enumerate(holes)}
+        self._names: dict[int, Any] = {
+            index: ("part", tape.ops[given].target.label)
+            for index, given in same_as_given(tape, after).items()
+        }
+        self._names.update((hole, ("hole", k)) for k, hole in enumerate(holes))
         following = (tape.ops[index] for index in range(start, len(tape.ops)))
         self.ops = list(itertools.islice(filter(_counts, following), most))
         self._names.update((op.index, ("op", k)) for k, op in enumerate(self.ops))

@@ -28,7 +28,14 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import FLEETING, VALUES, name_of
 
-__all__ = ["Schedule", "Unlinked", "is_droppable", "is_freed", "may_be_caught"]
+__all__ = [
+    "Schedule",
+    "Unlinked",
+    "is_droppable",
+    "is_freed",
+    "may_be_caught",
+    "same_as_given",
+]
 
 # Arithmetic that cannot raise on the numbers it was recorded for, so that it can be left out.
 _HARMLESS = frozenset(
@@ -184,7 +191,7 @@ class Schedule:
             available=() if is_first else tape.states[after].holes,
             held={n: tape.states[n].holes for n in guards if n in tape.states},
             growths=growths,
-            same=_same_as_given(tape, after),
+            same=same_as_given(tape, after),
         )
 
     def steps(self) -> Iterator[tuple[int, list[tuple[int, Guard]], Op | None]]:
@@ -308,7 +315,7 @@ class Schedule:
             yield from self._parts_of(operand)
 
 
-def _same_as_given(tape: Tape, last: int) -> dict[int, int]:
+def same_as_given(tape: Tape, last: int) -> dict[int, int]:
     """Return the ops that gave back an argument or state, as guards have found up to some one.
 
     A state knows such a tensor as what it was before the run, and by no op.

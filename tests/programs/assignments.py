@@ -213,6 +213,8 @@ def view(w: Writer) -> None:
              ("{v}.transpose(0, -1)", (dims[-1], *dims[1:-1], dims[0]) if len(dims) > 1 else dims),
              ("{v}.view_as({v})", dims), ("{v}[...]", dims), ("{v}.unbind(0)[-1]", dims[1:]),
              ("{v}.detach()", dims), ("{v}.unsqueeze(-1)", (*dims, 1)), ("{v}.diagonal()" , None),
-             ("{v}.expand_as({v})", dims), ("{v}.view(-1)[0]", ())]  # fmt: skip
+             ("{v}.expand_as({v})", dims), ("{v}.view(-1)[0]", ()),
+             ("{v}.contiguous()", dims), ("{v}.to({v}.dtype)", dims), ("{v}.cpu()", dims),
+             ("torch.as_tensor({v})", dims)]  # fmt: skip
     text, result = w.pick([form for form in forms if form[1] is not None])
     w.line(f"{w.define(Tensor(var.kind.dtype, result))} = {text.format(v=var.name)}")
