@@ -517,12 +517,12 @@ class Trace(ModelHistory):
         values = tuple(bound.values())
         failed = self.program.failing(values)
         if failed is not None:
-            mismatch = explain_check(failed, self.program, values, self.flow_steps)
+            mismatch = explain_check(failed, self.program, values)()
             raise DivergenceError(mismatch.reason, mismatch.step)
         result = self.program.run(values, first=True)
         if isinstance(result, Divergence):
             result.hold.release()
-            mismatch = explain_divergence(result, self.flow_steps)
+            mismatch = explain_divergence(result)()
             raise DivergenceError(mismatch.reason, mismatch.step)
         return result.output
 

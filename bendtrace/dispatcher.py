@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
-from bendtrace.flow import steps_of
 from bendtrace.interject.compiling import inserted_by
 from bendtrace.interject.gates import running
 from bendtrace.interject.knowledge import Knowledge
@@ -166,12 +166,19 @@ class Dispatcher:
             return self._record_new(call)
 
     def explained(
+        self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...]
+    ) -> Explanation:
+        """Say which programs of a tree could serve some arguments."""
+        serving, nearest = self._serving(tree, names, arguments, None)
+        return Explanation(tuple(serving), None if nearest is None else nearest())
+
+    def _serving(
         self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...],
-        most: int | None = None,
-    ) -> Explanation:  # fmt: skip
-        """Say which programs of a tree, or of the latest so many, could serve some arguments."""
+        most: int | None,
+    ) -> tuple[list[Trace], Callable[[], Mismatch] | None]:  # fmt: skip
+        """Return the traces that could serve, or what says what fails in the nearest one."""
         serving: list[Trace] = []
-        nearest: tuple[int, Mismatch] | None = None
+        nearest: tuple[int, Callable[[], Mismatch]] | None = None
         for program in itertools.islice(tree.programs(names), most):
             failed = program.failing(arguments)
             if failed is None:
@@ -179,9 +186,8 @@ class Dispatcher:
                 continue
             depth = program.checks.index(failed) if failed in program.checks else -1
             if nearest is None or depth > nearest[0]:
-                steps = steps_of(program.recording)
-                nearest = depth, explain_check(failed, program, arguments, steps)
-        return Explanation(tuple(serving), None if serving or nearest is None else nearest[1])
+                nearest = depth, explain_check(failed, program, arguments)
+        return serving, None if serving or nearest is None else nearest[1]
 
     def trace_of(self, recording: Recording, program: Program) -> Trace:
         """Return a run as people see it."""
@@ -196,7 +202,7 @@ class Dispatcher:
     def _record_new(self, call: _Call) -> Any:
         global_state = GlobalState.current()
         evolving = call.tree.outdated(call.names, call.arguments)
-        mismatch = self.explained(call.tree, call.names, call.arguments, _NEAR).nearest
+        _, mismatch = self._serving(call.tree, call.names, call.arguments, _NEAR)
         recording = self._traced(call)
         if recording.is_transient and self._passing < _PASSING:
             self._passing += 1
@@ -229,7 +235,7 @@ class Dispatcher:
         self._mismatch = None
         if leaves is not None:
             before, now = live.recording, recording.tape.guards[leaves[0]].expected
-            self._mismatch = explain_guard(before.tape, leaves[0], now, steps_of(before))
+            self._mismatch = functools.partial(explain_guard, before, leaves[0], now)
         return self._kept(recording, program)
 
     def _traced(
@@ -267,12 +273,7 @@ class Dispatcher:
         return output
 
     def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
-        known = divergence.recording
-        mismatch: Mismatch | Callable[[], Mismatch]
-        if divergence.is_anew:  # which holds no values: said when somebody asks
-            mismatch = lambda: explain_divergence(divergence, steps_of(known))  # noqa: E731
-        else:
-            mismatch = explain_divergence(divergence, steps_of(known))
+        mismatch = explain_divergence(divergence)
         known_live = divergence.known_live
         prefix = divergence.prefix()
         if known_live and prefix is None:

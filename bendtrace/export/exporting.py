@@ -22,7 +22,6 @@ from bendtrace.errors import ExportError, InputError
 from bendtrace.export import targets
 from bendtrace.export.machine import Machine, refuse, told
 from bendtrace.export.writer import Unseen, Written, write
-from bendtrace.flow import steps_of
 from bendtrace.history.sizes import counted
 from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.recorder import Recording
@@ -253,7 +252,7 @@ def _recorded(
         else:
             failing = first.failing(arguments)
             if failing is not None:
-                why = explain_check(failing, first, arguments, steps_of(first.recording))
+                why = explain_check(failing, first, arguments)()
                 raise ExportError(
                     f"input {number} is not of the same kind as the first, for which the model "
                     f"takes another path: {why}; export once for each kind"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import DivergenceError, InputError, NodePathError, NondeterminismError
-from bendtrace.flow import steps_of
 from bendtrace.interject.cut_points import path_in
 from bendtrace.interject.gates import running
 from bendtrace.interject.group import Bended
@@ -393,7 +392,7 @@ class _Run:
                 divergence = Divergence(
                     owner, owner.recording, number, result.outcome, result.values, hold
                 )
-                why = explain_divergence(result, steps_of(prepared.recording))
+                why = explain_divergence(result)()
                 del result
                 left = Left(run, prepared, divergence, position, done, slots, random)
                 return self._gone_on(left, why, tree, plan)

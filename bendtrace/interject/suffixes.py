@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from bendtrace.errors import DivergenceError, InputError, NodePathError, NotReplayableError
-from bendtrace.flow import steps_of
 from bendtrace.history.copies import copied
 from bendtrace.interject.cut_points import (
     Spot,
@@ -360,8 +359,7 @@ class KnownRuns:
             return f"{type(error).__name__}: {error}"
         if number is None:
             return None
-        steps = steps_of(program.recording)
-        return explain_check(checks[number], program, arguments, steps).reason
+        return explain_check(checks[number], program, arguments)().reason
 
 
 def _names_of(program: Program) -> tuple[str, ...]:

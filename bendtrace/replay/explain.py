@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from bendtrace._lazy import tabulate
-from bendtrace.flow import FlowStep, FlowSteps
+from bendtrace.flow import FlowStep, steps_of
 from bendtrace.recording.iterations import user_code
+from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.guard_code import Check
 from bendtrace.replay.program import Program
@@ -19,7 +21,6 @@ from bendtrace.replay.stretches import Divergence
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.tape import (
     Guard,
-    Tape,
     Test,
     meta_of,
 )
@@ -50,16 +51,21 @@ class Mismatch:
 
 
 def explain_check(
-    check: Check, program: Program, arguments: tuple[Any, ...], steps: FlowSteps
-) -> Mismatch:
-    """Say why an input guard does not hold."""
+    check: Check, program: Program, arguments: tuple[Any, ...]
+) -> Callable[[], Mismatch]:
+    """Look at what an input guard finds now; return what says why it does not hold."""
     if check.guard is not None:
         guard = program.recording.tape.guards[check.guard]
         try:
             new = program.value_now(guard, arguments)
         except Exception as error:  # what the condition is about cannot even be computed now
             new = error
-        return explain_guard(program.recording.tape, check.guard, new, steps)
+        return functools.partial(explain_guard, program.recording, check.guard, new)
+    mismatch = _explain_part(check, arguments)
+    return lambda: mismatch
+
+
+def _explain_part(check: Check, arguments: tuple[Any, ...]) -> Mismatch:
     part = check.part
     if part is None or (part.kind is CaptureKind.DICT and part.access is Access.FIXED):
         return Mismatch(check.text)
@@ -70,21 +76,22 @@ def explain_check(
     return Mismatch(reason, recorded, _short(new) if isinstance(new, Tensor) else new)
 
 
-def explain_divergence(divergence: Divergence, steps: FlowSteps) -> Mismatch:
-    """Say why a replay could not go on."""
-    tape = divergence.recording.tape
+def explain_divergence(divergence: Divergence) -> Callable[[], Mismatch]:
+    """Return what says why a replay could not go on; it holds none of the replay's values."""
+    recording, number = divergence.recording, divergence.number
     if divergence.guard is not None:
-        return explain_guard(tape, divergence.number, divergence.outcome, steps)
-    op = tape.ops[-1 - divergence.number]
+        return functools.partial(explain_guard, recording, number, divergence.outcome)
+    op = recording.tape.ops[-1 - number]
     site = f" at {op.site.place}: `{op.site.place.text}`" if op.site is not None else ""
     before, now = (what or "nothing" for what in (op.raised, divergence.outcome))
-    return Mismatch(f"an operation{site} raised {before} when traced and raises {now} now")
+    reason = f"an operation{site} raised {before} when traced and raises {now} now"
+    return lambda: Mismatch(reason)
 
 
-def explain_guard(tape: Tape, number: int, new: Any, steps: FlowSteps) -> Mismatch:
+def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
     """Say what a guard found when it was recorded, and what it finds now."""
-    guard = tape.guards[number]
-    step = next((step for step in steps if step.guard == number), None)
+    guard = recording.tape.guards[number]
+    step = next((step for step in steps_of(recording) if step.guard == number), None)
     recorded = _IDENTITY.get(guard.test, guard.expected)
     if guard.is_on_identity:
         new = _IDENTITY[Test.OTHER if guard.test is Test.SAME else Test.SAME]
