@@ -543,6 +543,24 @@ def a_weight_that_is_given_back_or_copied(x: Tensor) -> Any:
 
 
 @program
+def a_size_that_is_counted_on(x: Tensor) -> Any:
+    size = x.size(0) if x[0] > 0 else x.size(0) + 2
+    y = x * 2 if asks(x[1]) else x * 3
+    size = size + 1
+    y = y + 1 if asks(x[2]) else y
+    return y, size
+
+
+@program
+def a_number_added_to_a_size(x: Tensor) -> Any:
+    number = (3 if x[0] > 0 else 5) + x.size(0)
+    for value in x[1:]:
+        number = number + 1
+        x = x * 2 if asks(value) else x * 3
+    return x, number
+
+
+@program
 def what_c_is_given(x: Tensor) -> Any:
     SEEN[:] = [x[1]]
     return x + ((1 if x[0] > 0 else 2) + Summed())

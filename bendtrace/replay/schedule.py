@@ -307,10 +307,11 @@ class Schedule:
         return [ops[index] for index in sorted(found)]
 
     def _parts_of(self, index: int) -> Iterator[int]:
-        """Yield the arguments and the state that a value is computed from."""
+        """Yield what a value is computed from: arguments, state, and what is handed over."""
         op = self.tape.ops[index]
-        if op.is_given:
+        if op.is_given or index in self.available:
             yield index
+            return
         for operand in op.operands:
             yield from self._parts_of(operand)
 
