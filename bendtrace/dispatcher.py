@@ -18,6 +18,7 @@ from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.recorded import recorded
 from bendtrace.interject.trees import Trees
+from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.run import Signature, uninitialized_in
 from bendtrace.recording.serving import call_itself
@@ -239,23 +240,32 @@ class Dispatcher:
         return self._kept(recording, program)
 
     def _traced(
-        self, call: _Call, divergence: Divergence | None = None, prefix: Prefix | None = None
+        self,
+        call: _Call,
+        divergence: Divergence | None = None,
+        prefix: Prefix | None = None,
+        lifting: Lifting | None = None,
     ) -> Recording:
         """Record a call, from its start or after a divergence, and note it if the model raises."""
+        reads_states = divergence is not None and divergence.is_anew
         try:
-            return self._recorded(call, prefix, divergence is not None and divergence.is_anew)
+            return self._recorded(call, prefix, reads_states, lifting)
         except Exception as error:
             call.tree.failed(error, divergence)
             raise
 
     def _recorded(
-        self, call: _Call, prefix: Prefix | None = None, reads_states: bool = False
+        self,
+        call: _Call,
+        prefix: Prefix | None = None,
+        reads_states: bool = False,
+        lifting: Lifting | None = None,
     ) -> Recording:
         """Run the model under the tracer, with what is inserted in it."""
         with self._called():
             return recorded(
                 self._known, self._signature, call.args, dict(call.kwargs), call.plan, prefix,
-                reads_states,
+                reads_states, lifting,
             )  # fmt: skip
 
     @property
@@ -281,8 +291,9 @@ class Dispatcher:
             call.tree.ran_live(program, divergence)
             with self._called():
                 return call_itself(self._model, call.args, dict(call.kwargs))
+        lifting = program.lifting() if divergence.is_anew and call.plan is None else None
         try:
-            recording = self._traced(call, divergence, prefix)
+            recording = self._traced(call, divergence, prefix, lifting)
         finally:
             divergence.release(prefix)
         self.stats.retraces += 1
@@ -295,7 +306,7 @@ class Dispatcher:
             return recording.result
         self.stats.traces += 1
         self.stats.live += bool(recording.tape.blockers)
-        call.tree.grow(program, divergence, recording)
+        call.tree.grow(program, divergence, recording, lifting)
         return self._kept(recording, program)
 
 

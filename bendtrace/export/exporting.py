@@ -130,7 +130,7 @@ def export(
     with torch.no_grad():
         excluded: frozenset[Counter] = frozenset()
         while True:
-            liftings = [Lifting(excluded) for _ in calls]
+            liftings = [Lifting(excluded, as_tensors=True) for _ in calls]
             try:
                 recordings = _recorded(model, signature, calls, tell, liftings)
                 needed = frozenset().union(

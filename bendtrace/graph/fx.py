@@ -257,6 +257,8 @@ class _Writer:
         while self.waiting and self.waiting[-1][0] <= position:
             number = self.waiting.pop()[1]
             guard = self.tape.guards[number]
+            if guard.index in self.tape.counters:
+                continue  # a number here
             expected = guard.expected
             if guard.test in (Test.SAME, Test.OTHER):
                 expected = self.nodes[self.names[guard.expected]]

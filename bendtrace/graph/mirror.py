@@ -162,10 +162,10 @@ def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
     for part in recording.environment.parts:
         if part.is_argument:
             _add_argument(graph, part, recording, names, nodes, taken)
-    for op in recording.tape.ops:
-        if op.kind is not OpKind.INPUT:
+    for op in recording.plain_ops:
+        if op.kind is not OpKind.INPUT and op.index not in recording.tape.counters:
             graph.add_op(names[op.index], **_node(op, names, nodes, function))
-    output = _named(recording.root.output, names, nodes)
+    output = _named(recording.plain(recording.root.output), names, nodes)
     graph.add_op("output" if "output" not in taken else "output_", op="output", target="output",
                  args=(output,), kwargs={}, module_path="", index=len(names))  # fmt: skip
     for op in recording.tape.ops:
@@ -175,7 +175,9 @@ def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
     for writer in dict.fromkeys(recording.output_reads.values()):
         graph.add_edge(names[writer], last, kind="memory")
     for name, under in zip(names, control_of(recording).ops, strict=True):
-        if under:  # the innermost; its own condition, being an op, leads to the next one out
+        if (
+            under and name in graph
+        ):  # the innermost; its own condition, being an op, leads to the next one out
             graph.add_edge(steps[under[-1]].name, name, kind="control", step=under[-1])
     return graph
 

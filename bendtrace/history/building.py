@@ -339,7 +339,7 @@ class _Builder:
                     source.children.append(entry.label)
             entry.state.sort(key=lambda use: (not use.is_parameter, use.shape))
             if entry.index is not None:
-                entry.arguments = self._arguments(self._tape.ops[entry.index])
+                entry.arguments = self._arguments(self._recording.plain_ops[entry.index])
 
     def _settle_steps(self) -> None:
         by_node: dict[str, str] = {}

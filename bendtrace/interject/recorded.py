@@ -8,6 +8,7 @@ from bendtrace.interject.inserter import LiveInserter
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
+from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.run import Signature, record
 
@@ -22,6 +23,7 @@ def recorded(
     plan: Plan | None,
     prefix: Prefix | None = None,
     reads_states: bool = False,
+    lifting: Lifting | None = None,
 ) -> Recording:
     """Run a model under the tracer, with insertions.
 
@@ -33,6 +35,7 @@ def recorded(
         plan: the insertions; None for none.
         prefix: the ops that need not run again.
         reads_states: whether the run reads all states where it asks for values.
+        lifting: lifts counters of loops; None to lift none.
     """
     inserter = None
     if plan is not None:
@@ -40,8 +43,9 @@ def recorded(
         inserter = LiveInserter(plan, known.registry, known.model)
     reads_states = reads_states and plan is None
     recording = record(
-        known.model, args, kwargs, signature, prefix, inserter=inserter, reads_states=reads_states
-    )
+        known.model, args, kwargs, signature, prefix, inserter=inserter,
+        reads_states=reads_states, lifting=lifting,
+    )  # fmt: skip
     if plan is not None:
         plan.ran(recording)
         if looked_at := read_and_changed(plan, recording):

@@ -389,7 +389,8 @@ class Visit:
 
     def _module(self, call: ModuleCall) -> None:
         builder = self.builder
-        used = self._take_state((call.args, call.kwargs))
+        args, kwargs = self.events.recording.plain((call.args, call.kwargs))
+        used = self._take_state((args, kwargs))
         relative = builder.relative(call)
         label = relative or "forward"
         key = "call", builder.site(call.site), relative
@@ -398,10 +399,8 @@ class Visit:
         child.class_name = type(call.module).__name__
         child.places = child.places or builder.places(call.site)
         self._place(child, call.start)
-        given = [value_text(value, self.body.name) for value in call.args]
-        given += [
-            f"{name}={value_text(value, self.body.name)}" for name, value in call.kwargs.items()
-        ]
+        given = [value_text(value, self.body.name) for value in args]
+        given += [f"{name}={value_text(value, self.body.name)}" for name, value in kwargs.items()]
         Visit(builder, call, child).run()
         called = module_expression(relative, self.call.module)
         if call.path.startswith("<"):  # of no module around it
@@ -413,6 +412,7 @@ class Visit:
         value = self.call.output
         if self.call is self.events.root:
             value = self.events.recording.root.output
+        value = self.events.recording.plain(value)
         used = self._take_state(value)
         self.builder.value(self.node, self.number, "output", "output", value, "output")
         text = f"return {value_text(self.builder.plain(value), self.body.name)}"

@@ -48,7 +48,8 @@ class Events:
     def __init__(self, recording: Recording, function: Callable[..., Any]) -> None:
         self.recording = recording
         self.function = function
-        self.ops = recording.tape.ops
+        self.ops = recording.plain_ops
+        self._counters = recording.tape.counters
         self.origins: dict[int, Origin] = {}
         self.keys: dict[int, tuple[Any, ...]] = {}  # of dicts that an op gave
         self._parameters: dict[int, list[tuple[str, Any]]] = {}  # of modules, by identity
@@ -101,7 +102,7 @@ class Events:
 
     def is_shown(self, op: Op) -> bool:
         """Return whether an op returned a tensor, or a number that is used."""
-        if op.raised is not None or op.index in self.origins:
+        if op.raised is not None or op.index in self.origins or op.index in self._counters:
             return False
         if op.kind is OpKind.UNKNOWN or isinstance(op.meta, TensorMeta):
             return True

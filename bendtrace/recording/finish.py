@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import operator
 import random
@@ -30,6 +31,7 @@ from bendtrace.tape.tape import (
     OpKind,
     Tape,
     TensorMeta,
+    map_refs,
     refs_in,
 )
 from bendtrace.torch_rules.distributed_forward import JOINT
@@ -101,9 +103,29 @@ class Recording:
         """The node name of each op."""
         return self.view(_names)
 
+    @property
+    def plain_ops(self) -> list[Op]:
+        """The ops, with plain numbers where they are given those of lifted counters."""
+        return self.view(_plain_ops) if self.tape.counters else self.tape.ops
+
+    def plain(self, value: Any) -> Any:
+        """Return recorded values, with plain numbers for those of lifted counters."""
+        ops, counters = self.tape.ops, self.tape.counters
+        return map_refs(value, lambda ref: ops[ref.index].meta if ref.index in counters else ref)
+
+
+def _plain_ops(recording: Recording) -> list[Op]:
+    ops = list(recording.tape.ops)
+    for op in ops:
+        if not recording.tape.counters.isdisjoint(op.operands):
+            given = copy.copy(op)
+            given.args, given.kwargs = recording.plain((op.args, op.kwargs))
+            ops[op.index] = given
+    return ops
+
 
 def _names(recording: Recording) -> list[str]:
-    return node_names(recording.tape.ops)
+    return node_names(recording.tape)
 
 
 class Finish:

@@ -215,7 +215,7 @@ def marks_of(tape: Tape) -> Iterator[Mark]:
     records += [((g.position - 1, 1 + number), g) for number, g in enumerate(tape.guards)]
     items = {guard.index for guard in tape.guards if guard.how == "item"}
     for order, record in sorted(records, key=lambda item: item[0]):
-        if record.site is not None:
+        if record.site is not None and record.index not in tape.counters:
             place, activation, scope = user_code(record.scope, record.site)
             outer = None
             if place.function in _COMPREHENSIONS:

@@ -7,6 +7,7 @@ taken it out of a tensor. The state no longer has the number in it then (see `st
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
@@ -14,12 +15,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from bendtrace.recording.values import Values
 from bendtrace.recording.writer import Writer
 from bendtrace.source.counters import assign, counters_at, local_in
 from bendtrace.source.sites import PACKAGE
 from bendtrace.source.usage import compares_identity, needs_plain_numbers
 from bendtrace.tape.scalars import TracedInt
-from bendtrace.tape.tape import OpKind, Tape, Test
+from bendtrace.tape.tape import OpKind, Ref, Tape, Test
 
 __all__ = ["Counter", "Lifting"]
 
@@ -31,28 +33,38 @@ class Lifting:
 
     Args:
         excluded: the variables that stay as they are.
+        as_tensors: whether a number is taken out of a tensor, for programs that have no numbers.
 
     Attributes:
         lifted: the variables that were lifted, by the op that gives the number of each.
     """
 
-    def __init__(self, excluded: frozenset[Counter] = frozenset()) -> None:
+    def __init__(
+        self, excluded: frozenset[Counter] = frozenset(), as_tensors: bool = False
+    ) -> None:
         self._excluded = excluded
+        self._as_tensors = as_tensors
         self.lifted: dict[int, Counter] = {}
 
-    def begin(self, writer: Writer, call: Callable[..., Any], outermost: CodeType) -> None:
+    def begin(
+        self, writer: Writer, values: Values, call: Callable[..., Any], outermost: CodeType
+    ) -> None:
         """Take part in a run.
 
         Args:
             writer: says when something is asked.
+            values: makes traced scalars.
             call: records a call of a torch function: function, arguments, options, frame.
             outermost: the code that called the model.
         """
+        self._writer, self._values = writer, values
         self._call, self._outermost = call, outermost
         writer.before_question = self._lift
 
     def _lift(self, frame: FrameType) -> None:
         """Lift what counts the rounds of the loops around a question."""
+        if self._values.environment.tells_numbers:
+            return
         found: FrameType | None = frame
         while found is not None and found.f_code is not self._outermost:
             code = found.f_code
@@ -66,8 +78,14 @@ class Lifting:
         value, counter = local_in(frame, name), (frame.f_code, name)
         if type(value) is not int or abs(value) >= _LARGE or counter in self._excluded:
             return
-        tensor = self._call(torch.full, ((), value), {"dtype": torch.int64}, frame)
-        scalar = self._call(Tensor.item, (tensor,), {}, frame)
+        if self._as_tensors:
+            tensor = self._call(torch.full, ((), value), {"dtype": torch.int64}, frame)
+            scalar = self._call(Tensor.item, (tensor,), {}, frame)
+        else:
+            op = self._writer.emit(OpKind.SCALAR, operator.pos, (value,), {}, frame)
+            op.meta = value
+            self._writer.tape.counters.add(op.index)
+            scalar = self._values.scalar(TracedInt, value, Ref(op.index))
         if type(scalar) is TracedInt:
             self.lifted[scalar._source.index] = counter
             assign(frame, name, scalar)

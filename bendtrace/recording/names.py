@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
 
-from bendtrace.tape.tape import Op, OpKind
+from bendtrace.tape.tape import Op, OpKind, Tape
 from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["NodeRef", "base_name", "base_name_of", "mapped", "node_names", "target_name"]
@@ -65,18 +66,24 @@ def _spelled(name: str) -> str:
     return f"_{name}" if name[0].isdigit() else name
 
 
-def node_names(ops: list[Op]) -> list[str]:
-    """Return a unique name for each op, in the manner of torch.fx: `gt`, `gt_1`, `gt_2`."""
+def node_names(tape: Tape) -> list[str]:
+    """Return a unique name for each op, in the manner of torch.fx: `gt`, `gt_1`, `gt_2`.
+
+    Those of lifted counters come last, so that the others have the names that they always have.
+    """
     taken: set[str] = set()
     counts: dict[str, int] = {}
-    names = []
-    for op in ops:
-        base = name = base_name(op)
+    names = [""] * len(tape.ops)
+    counters = sorted(tape.counters)
+    for op in itertools.chain(tape.ops, map(tape.ops.__getitem__, counters)):
+        if op.index in tape.counters and len(taken) < len(tape.ops) - len(counters):
+            continue
+        base = name = "counter" if op.index in tape.counters else base_name(op)
         while name in taken:
             counts[base] = counts.get(base, 0) + 1
             name = f"{base}_{counts[base]}"
         taken.add(name)
-        names.append(name)
+        names[op.index] = name
     return names
 
 

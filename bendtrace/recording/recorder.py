@@ -140,7 +140,7 @@ class Recorder(TorchFunctionMode):
             self._states = States(self._writer, self._values, environment, outermost, reads_states)
             self._writer.read_state = self._read_state
             if lifting is not None:
-                lifting.begin(self._writer, self._lifted, outermost)
+                lifting.begin(self._writer, self._values, self._lifted, outermost)
         places = stacks.layout()
         self._compares = places is not None and places.leaves
         self._compared: frozenset[int] = frozenset()  # by identity: the values compared last

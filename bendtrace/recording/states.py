@@ -122,6 +122,7 @@ class States:
                     reader.frames(self._outermost, compared),
                     reader.changes(),
                     reader.asked(index),
+                    reader.facts(),
                     self._same_turn(turn),
                 )
             except (_Unreadable, RuntimeError) as error:  # torch refuses to tell of some views
@@ -205,9 +206,6 @@ class _Reader:
         self._seen: dict[int, int] = {}
         self._memories: dict[int, int] = {}
         self._running: dict[int, int] = {}  # frames
-        self._facts: dict[int, list[tuple[str, str]]] = {}
-        for (index, function), value in values.facts.items():
-            self._facts.setdefault(index, []).append((name_of(function), str(value)))
 
     def frames(self, outermost: CodeType, compared: frozenset[int]) -> tuple[Any, ...]:
         """Read the frames from the one that asks to the model's entry."""
@@ -434,7 +432,7 @@ class _Reader:
             return "element", self.value_of(op.args[0].index), op.args[1]
         if op.kind is OpKind.CALL or op.kind is OpKind.SCALAR:
             number = self.holes.setdefault(index, len(self.holes))
-            return "hole", number, tuple(sorted(self._facts.get(index, ())))
+            return "hole", number
         raise _Unreadable("a tensor of unknown origin")
 
     def asked(self, index: int) -> Any:
@@ -444,6 +442,21 @@ class _Reader:
         what = self._described(index, _DEEPEST)
         self.value_of(index)
         return what
+
+    def facts(self) -> tuple[Any, ...]:
+        """Return the representation of what is known of tensors since the latest question."""
+        return tuple(
+            (self.value_of(index), name_of(function), str(value))
+            for (index, function), value in self._values.facts.items()
+            if self._is_held(index)
+        )
+
+    def _is_held(self, index: int) -> bool:
+        """Return whether Python may ask for a value again."""
+        op = self._ops[index]
+        if op.kind is OpKind.SCALAR and op.target is operator.getitem:
+            return self._is_held(op.args[0].index)
+        return op.is_given or index in self.holes
 
     def _described(self, index: int, depth: int) -> Any:
         """Describe a value that only the question holds: how it was computed."""

@@ -67,7 +67,7 @@ class Values:
 
     Attributes:
         origin: as given.
-        facts: the metadata of tensors queried so far, by (op, function).
+        facts: those of the writer.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Values:
         self._observer = observer
         self.tape = writer.tape
         self.environment = environment
-        self.facts: dict[tuple[int, Any], Any] = {}
+        self.facts = writer.facts
         self.scalars: list[TracedScalar] = []
         self._outside: list[tuple[weakref.ref[Tensor], int]] = []
         self._writer = writer

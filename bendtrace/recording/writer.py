@@ -83,6 +83,9 @@ class Writer:
         scope: the module call that the run is in.
         known: the tensors on the tape, by identity.
         aliases: ops that returned a tensor which another op had returned first, with that op.
+        facts: the metadata of tensors that were asked for since the latest question, by op and
+            function. Which were asked for before does not matter from a question on, where runs
+            that came to it on different ways are in the same state.
         prefix: as given, until the run is over.
         gone_astray: the error of a resumed run that behaved differently than before.
         writes: tracks writes to tensors.
@@ -100,6 +103,7 @@ class Writer:
         self.scope = self.root
         self.known: dict[int, Known] = {}
         self.aliases: dict[int, int] = {}
+        self.facts: dict[tuple[int, Any], Any] = {}
         self.prefix = prefix
         self.gone_astray: NondeterminismError | None = None
         self.writes = Writes()
@@ -177,6 +181,10 @@ class Writer:
                 )
                 raise self.gone_astray
             self.writes.repeat(op, before)
+        counters = self.tape.counters
+        if counters and kind is OpKind.SCALAR and op.operands:
+            if counters.issuperset(op.operands):
+                counters.add(op.index)
         ops.append(op)
         return op
 
@@ -197,6 +205,8 @@ class Writer:
 
     def guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
         """Add a guard on the value of op `index`."""
+        if how != "metadata":
+            self.facts.clear()
         if self.before_question is not None:
             self.before_question(frame)
         site = self.site(frame)

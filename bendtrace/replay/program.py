@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.rank_sync import (
     ENDS,
     JointCall,
@@ -41,6 +42,8 @@ from bendtrace.tape.tape import Guard, Test, raised_by
 __all__ = ["Program"]
 
 _serials = itertools.count()
+# From so many segments on, counters of loops are lifted.
+_MANY = 8
 
 
 class Program:
@@ -83,6 +86,8 @@ class Program:
         self.serial = next(_serials)
         self.live = Path(recording, 1) if self.live_only else None
         self.graph: Graph | None = None
+        self.is_lifted = False  # whether counters of loops are lifted in its runs
+        self.excluded: frozenset[Counter] = frozenset()  # those that are not
         if self.live_only:
             return
         direct = not (global_state.modes or global_state.monkeypatches)
@@ -93,6 +98,18 @@ class Program:
             return
         schedule = Schedule.of_run(recording, self.analysis, global_state.context)
         self.root = Stretch(recording, 1, code=write_run(schedule, direct))
+
+    def lifting(self) -> Lifting | None:
+        """Return what lifts counters of loops in the next run; None while that is not needed."""
+        if self.is_lifted or (self.graph is not None and len(self.graph.pieces()) >= _MANY):
+            return Lifting(self.excluded)
+        return None
+
+    def tells_of(self, other: Program) -> None:
+        """Keep the counts of a program that this one takes the place of."""
+        assert self.graph is not None
+        assert other.graph is not None
+        self.graph.retired += [*other.graph.retired, *other.graph.pieces()]
 
     def failing(self, arguments: tuple[Any, ...]) -> Check | None:
         """Return the first input guard that does not hold, or None if all do.

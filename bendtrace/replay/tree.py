@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
+from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.global_state import GlobalState
@@ -148,9 +149,30 @@ class TraceTree:
         self._indices.setdefault(names, ProgramIndex()).add(program)
         self._programs[names] = (program, *self._programs.get(names, ()))
 
-    def grow(self, program: Program, divergence: Divergence, recording: Recording) -> None:
-        """Keep the path that a resumed run took after `divergence`."""
+    def grow(
+        self,
+        program: Program,
+        divergence: Divergence,
+        recording: Recording,
+        lifting: Lifting | None = None,
+    ) -> None:
+        """Keep the path that a resumed run took after `divergence`.
+
+        Args:
+            program: the program that diverged.
+            divergence: where it did.
+            recording: the run.
+            lifting: what lifted the counters of its loops, if something has.
+        """
         with self._lock:
+            if lifting is not None and lifting.lifted and not program.is_lifted:
+                program.excluded |= lifting.needed(recording.tape)
+                if program.excluded.isdisjoint(lifting.lifted.values()):
+                    other = Program(recording, program.global_state, ties=self._ties)
+                    other.is_lifted, other.excluded = True, program.excluded
+                    other.tells_of(program)
+                    self._exchange(program, other)
+                return  # else the next run keeps the numbers that Python needs
             first = program.recording.environment
             ties_more = recording.environment.ties_more_than(first)
             self._ties |= ties_more

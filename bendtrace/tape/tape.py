@@ -367,6 +367,8 @@ class Tape:
         is_joint: whether ranks communicate in it, and have to agree.
         joint: the places of communicating ops, in the same words on all ranks.
         states: the states at guards, by guard number, if they were read.
+        counters: the ops that compute lifted counters (`recording/lifting.py`), which are no nodes:
+            a run that lifts none has plain numbers there.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -378,6 +380,7 @@ class Tape:
     is_joint: bool = False
     joint: dict[int, str] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
+    counters: set[int] = field(default_factory=set)
 
     def block(self, reason: str) -> None:
         """Record why this run must not be replayed."""
