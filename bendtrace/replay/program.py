@@ -105,11 +105,17 @@ class Program:
             return Lifting(self.excluded)
         return None
 
-    def tells_of(self, other: Program) -> None:
-        """Keep the counts of a program that this one takes the place of."""
-        assert self.graph is not None
-        assert other.graph is not None
-        self.graph.retired += [*other.graph.retired, *other.graph.pieces()]
+    def follows(self, other: Program, begins: bool) -> None:
+        """Take the place of another program.
+
+        Args:
+            other: the program.
+            begins: whether counters of loops are lifted from now on. The calls that were counted
+                before remain so.
+        """
+        self.is_lifted, self.excluded = begins or other.is_lifted, other.excluded
+        if begins and self.graph is not None and other.graph is not None:
+            self.graph.retired += [*other.graph.retired, *other.graph.pieces()]
 
     def failing(self, arguments: tuple[Any, ...]) -> Check | None:
         """Return the first input guard that does not hold, or None if all do.

@@ -165,20 +165,21 @@ class TraceTree:
             lifting: what lifted the counters of its loops, if something has.
         """
         with self._lock:
-            if lifting is not None and lifting.lifted and not program.is_lifted:
-                program.excluded |= lifting.needed(recording.tape)
-                if program.excluded.isdisjoint(lifting.lifted.values()):
-                    other = Program(recording, program.global_state, ties=self._ties)
-                    other.is_lifted, other.excluded = True, program.excluded
-                    other.tells_of(program)
-                    self._exchange(program, other)
-                return  # else the next run keeps the numbers that Python needs
             first = program.recording.environment
             ties_more = recording.environment.ties_more_than(first)
             self._ties |= ties_more
             more = ties_more or recording.environment.sees_more_than(first)
-            if more and not recording.tape.blockers:  # those are run live, whatever they see
-                self._exchange(program, Program(recording, program.global_state, ties=self._ties))
+            blocked = bool(recording.tape.blockers)  # which is run live, whatever it sees
+            begins = lifting is not None and bool(lifting.lifted) and not program.is_lifted
+            if begins and not blocked:
+                assert lifting is not None
+                program.excluded |= lifting.needed(recording.tape)
+                if not program.excluded.isdisjoint(lifting.lifted.values()):
+                    return  # the next run keeps the numbers that Python needs
+            if (begins or more) and not blocked:
+                other = Program(recording, program.global_state, ties=self._ties)
+                other.follows(program, begins)
+                self._exchange(program, other)
             elif not program.grow(divergence, recording):
                 known = (program.root.recording, recording)
                 self._exchange(
