@@ -153,7 +153,9 @@ class Straight(Expressions):
         elif op.kind is OpKind.SCALAR and not _is_tensor(op):
             kinds = [self._kinds[index] for index in refs if index in self._kinds]
             if len(kinds) == len(refs):
-                self._kinds[op.index] = max(kinds, key=lambda kind: kind.value)
+                # A counter begins with a constant.
+                most = max(kinds, key=lambda kind: kind.value, default=_Kind.STATIC)
+                self._kinds[op.index] = most
 
     def _find_needed(self) -> set[int]:
         """Find the ops that the function runs, and the inputs and state among them."""
