@@ -52,6 +52,7 @@ class Analysis:
 
     def __init__(self, tape: Tape) -> None:
         self._ops = tape.ops
+        self._counters = tape.counters
         self.fixed_metadata = not any(
             op.kind is OpKind.CALL and name_of(op.target) in RESHAPES_IN_PLACE for op in tape.ops
         )
@@ -117,6 +118,8 @@ class Analysis:
 
     def _sort(self, guard: Guard) -> tuple[GuardKind, int, int]:
         op = self._ops[guard.index]
+        if guard.index in self._counters:
+            return GuardKind.IMPLIED, 0, 0  # by the path from the beginning of the run
         if guard.index in self.computable and not guard.is_on_identity:
             return GuardKind.INPUT, 0, 0
         if counts(guard, self._ops) and all(self._ops[index].is_given for index in op.operands):
