@@ -695,6 +695,74 @@ def test_code_that_asks_for_attributes_joins() -> None:
     assert bended.stats.live == 0
 
 
+class Reading(nn.Module):
+    """A block that asks its weight for metadata."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 1.1))
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight if self.read(self.weight) else x
+
+
+class ReadingInBranches(nn.Module):
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.one, self.other = Reading(read), Reading(read)
+
+    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
+        for gate in gates:
+            if gate > 0.5:
+                x = self.one(x)
+            elif gate < -0.5:
+                x = self.other(x)
+        return x
+
+
+READ: dict[str, Callable[[Tensor], Any]] = {
+    "dtype": lambda weight: weight.dtype is torch.float32,
+    "dim": lambda weight: weight.dim() == 1,
+    "requires_grad": lambda weight: weight.requires_grad,
+    "device": lambda weight: weight.device.type == "cpu",
+    "is_contiguous": lambda weight: weight.is_contiguous(),
+    "shape": lambda weight: weight.shape[0] > 2,
+}
+
+
+@pytest.mark.parametrize("read", READ)
+def test_metadata_of_weights_that_branches_read_keeps_no_states_apart(read: str) -> None:
+    """What one branch has asked a weight, another may ask again."""
+    model = ReadingInBranches(READ[read])
+    bended = bt.BendedModule(model)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        x = torch.randn(3, generator=generator)
+        gates = torch.randn(5, generator=generator)
+        assert torch.equal(bended(x, gates), model(x, gates))
+    assert bended.stats.traces <= 12
+
+
+def test_metadata_that_only_one_branch_has_read_is_no_other_run() -> None:
+    def model(x: Tensor, gates: Tensor) -> Any:
+        size = len(x) if gates[0] > 0 else 2 * len(x)
+        if gates[1] > 0:
+            size = x.dim()
+        if gates[2] > 0:
+            size = 2
+        if gates[3] > 0:
+            x = x + 1
+        return x * size, x.dim()
+
+    bended = bt.BendedModule(model)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(60):
+        x = torch.randn(2 + number % 2, 2, generator=generator)
+        gates = torch.randn(4, generator=generator)
+        assert same(bended(x, gates), model(x, gates))
+
+
 def test_branches_join() -> None:
     layers = [nn.Linear(4, 4) for _ in range(10)]
 

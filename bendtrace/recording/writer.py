@@ -205,7 +205,7 @@ class Writer:
 
     def guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
         """Add a guard on the value of op `index`."""
-        if how != "metadata":
+        if how != "metadata" and (test is Test.TRUTH or test is Test.VALUE):
             self.facts.clear()
         if self.before_question is not None:
             self.before_question(frame)
