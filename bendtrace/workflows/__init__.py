@@ -31,6 +31,7 @@ from bendtrace.workflows.patching import Patching, activation_patching
 from bendtrace.workflows.paths import PathPatching, path_patching
 from bendtrace.workflows.probing import ProbeData, RidgeProbe, fit_ridge, probe_data
 from bendtrace.workflows.reach import Reach, ReceptiveField, ancestry, influence, receptive_field
+from bendtrace.workflows.saved_autoencoders import SparseAutoencoder, load_autoencoder
 from bendtrace.workflows.steering import Steering, SteeringVectors, steer, steering_vector
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "Reach",
     "ReceptiveField",
     "RidgeProbe",
+    "SparseAutoencoder",
     "SplicedAutoencoder",
     "Steering",
     "SteeringVectors",
@@ -74,6 +76,7 @@ __all__ = [
     "gradient_flow",
     "hot_path",
     "influence",
+    "load_autoencoder",
     "logit_lens",
     "path_patching",
     "probe_data",
