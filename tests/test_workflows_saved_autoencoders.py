@@ -17,7 +17,7 @@ from bendtrace.interject.purity import lifted, why_not_pure
 from bendtrace.workflows import load_autoencoder, splice_autoencoder
 from tests.lens_models import Transformer, hooked, made, same, tokens
 
-safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
+safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra sae")
 
 INPUTS, LATENTS, K = 8, 20, 4
 PARTS = {

@@ -209,7 +209,7 @@ def load_autoencoder(
 
     Raises:
         LoadError: a file or tensor is missing or unexpected, or the architecture is unknown.
-        ImportError: the extra `safetensors` is needed, and not installed.
+        ImportError: the extra `sae` is needed, and not installed.
 
     Example:
         >>> import bendtrace as bt
@@ -244,7 +244,7 @@ def _of_sae_lens(config: dict[str, Any], path: str) -> SparseAutoencoder:
         from safetensors.torch import load_file
     except ImportError as error:
         raise ImportError(
-            f"reading {path!r} needs safetensors: pip install 'bendtrace[safetensors]'"
+            f"reading {path!r} needs safetensors: pip install 'bendtrace[sae]'"
         ) from error
     try:
         tensors: dict[str, Tensor] = load_file(path)
