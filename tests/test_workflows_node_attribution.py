@@ -109,8 +109,9 @@ def test_points_that_captum_repeats_or_batches_keep_their_examples() -> None:
         return captum.NoiseTunnel(captum.Saliency(function))
 
     # Without noise, the mean over samples, which repeats rows one by one, is the plain one.
-    given = attribute(model, "tanh", X, smooth, target=1, nt_samples=3, stdevs=0.0)
-    torch.testing.assert_close(given, attribute(model, "tanh", X, captum.Saliency, target=1))
+    target = torch.tensor([0, 1, 2])
+    given = attribute(model, "tanh", X, smooth, target=target, nt_samples=3, stdevs=0.0)
+    torch.testing.assert_close(given, attribute(model, "tanh", X, captum.Saliency, target=target))
     apart, delta = attribute(model, "tanh", X, target=1, return_convergence_delta=True)
     assert apart.shape == (3, 6)
     assert delta.abs().max() < 0.1
@@ -153,6 +154,12 @@ def test_the_function_is_the_model_with_another_value() -> None:
         full = torch.stack([function.value[0], function.value[1], other[1]])
         index = torch.tensor([2])
         assert torch.equal(function(other[1:2], index)[0], model.rest(full)[2])
+        index = torch.tensor([2, 0, 2])
+        both = function(other, index)
+        alone = [function(other[n : n + 1], index[n : n + 1]) for n in (1, 2)]
+        full = torch.stack([other[1], function.value[1], other[0]])
+        assert torch.equal(both[:2], model.rest(full)[[2, 0]])
+        assert torch.equal(both[2:], alone[1])
     assert bended.insertions == ()
     assert repr(function) == "<NodeFunction of tanh: a tensor of shape (3, 6)>"
 

@@ -105,6 +105,7 @@ class NodeFunction:
         order: list[Tensor] = []
         for turn in range(int(turns.max()) + 1 if len(turns) else 0):
             rows = (turns == turn).nonzero().flatten()
+            # A new tensor, which the model may write to.
             given = self.value.index_copy(0, index[rows], value[rows].to(self.value.dtype))
             found = self._run(self._open, given)
             if found.dim():
@@ -122,7 +123,7 @@ class NodeFunction:
             if why:
                 raise SiteError(f"{key[1]}: where the value is replaced, it is {why}", key[1])
             reached.append(number)
-            return given.clone()  # which the model may write to
+            return given
 
         with PreservedState(self):  # the generators, which captum draws from between the runs
             found = there.run(self._call, act)
