@@ -156,6 +156,13 @@ def save_for_sae_lens(
     Raises:
         InputError: the rows have other shapes or dtypes, or the folder holds something.
         ImportError: datasets is not installed.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> data = torch.zeros(1, 2, 3, 4)  # a batch of 2 samples of 3 positions
+        >>> with tempfile.TemporaryDirectory() as directory:  # doctest: +SKIP
+        ...     found = bt.harvest(torch.exp, data, where="exp", out=directory, progress=False)
+        ...     bt.harvesting.save_for_sae_lens(found["exp"], "cached", hook_name="blocks.0.hook")
     """
     try:
         import datasets  # type: ignore[import-not-found, unused-ignore]

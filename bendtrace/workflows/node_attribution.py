@@ -216,6 +216,13 @@ def attribute(
     Raises:
         InputError: captum has no such method, or it needs the modules of a model.
         ImportError: captum is not installed.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bt.workflows.attribute(  # doctest: +SKIP
+        ...     lambda x: x.exp().sum(-1), "exp", torch.zeros(1, 3), "InputXGradient"
+        ... )
+        tensor([[1., 1., 1.]])
     """
     try:
         import captum.attr  # type: ignore[import-not-found, import-untyped, unused-ignore]
