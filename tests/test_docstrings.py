@@ -37,7 +37,6 @@ HANDED_OUT = {
     "workflows.ActivationCache": "run_with_cache returns one",
     "workflows.BendingSession": "bending_session returns one",
     "workflows.LatentEdit": "SplicedAutoencoder.edit returns one",
-    "workflows.NodeFunction": "captum_at returns one",
     "workflows.SparseAutoencoder": "load_autoencoder returns one",
     "workflows.SplicedAutoencoder": "splice_autoencoder returns one",
     "workflows.Steering": "steer returns one",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError, NodePathError, SiteError
-from bendtrace.workflows import attribute, captum_at
+from bendtrace.workflows import NodeFunction, attribute
 
 captum = pytest.importorskip("captum.attr", reason="needs the extra captum")
 numpy = pytest.importorskip("numpy")
@@ -144,7 +144,7 @@ def test_captum_s_methods_of_layers_take_a_bended_model() -> None:
 def test_the_function_is_the_model_with_another_value() -> None:
     model = net()
     bended = bt.BendedModule(model)
-    function = captum_at(bended, "tanh", X)
+    function = NodeFunction(bended, "tanh", X)
     with torch.no_grad():
         assert torch.equal(function.value, torch.tanh(model.a(X)))
         assert torch.equal(function(function.value), model(X))
@@ -176,10 +176,10 @@ def test_nodes_are_named_as_everywhere_and_outputs_may_be_any() -> None:
     )
     assert torch.equal(given, torch.ones(3, 4))
     for where in ("mul", lambda node: node.path == "mul", bt.node_selector.matches_name("mul")):
-        found = captum_at(model, where, inputs, output=lambda out: out["score"])
+        found = NodeFunction(model, where, inputs, output=lambda out: out["score"])
         assert torch.equal(found(torch.ones(3, 4)), torch.tensor([12.0]))
     with pytest.raises(SiteError, match=r"stands for several values: sin \(2 times\)"):
-        captum_at(model, "sin", inputs)
+        NodeFunction(model, "sin", inputs)
 
 
 def test_dropout_draws_the_same_numbers_in_every_run() -> None:
@@ -187,7 +187,7 @@ def test_dropout_draws_the_same_numbers_in_every_run() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.dropout(x.exp(), 0.5, True).sum(-1)
 
-    with captum_at(Drops(), "exp", X) as function:
+    with NodeFunction(Drops(), "exp", X) as function:
         first = function(function.value)
         torch.rand(3)
         assert torch.equal(function(function.value), first)
@@ -205,13 +205,13 @@ def test_what_cannot_be_attributed_to_is_named() -> None:
     with pytest.raises(InputError, match="additional_forward_args are the inputs"):
         attribute(model, "tanh", X, additional_forward_args=(1,))
     with pytest.raises(InputError, match="but rows of floating point numbers are needed"):
-        captum_at(lambda x: x.argmax(-1) + 1, "argmax", X)
+        NodeFunction(lambda x: x.argmax(-1) + 1, "argmax", X)
     with pytest.raises(InputError, match=r"a row for each of the 3 examples is needed.*output="):
         attribute(lambda x: x.exp().sum(0), "exp", X)
     with pytest.raises(InputError, match=r"the value has shape \(3, 5\) and 3 examples"):
-        captum_at(model, "tanh", X)(torch.zeros(3, 5))
+        NodeFunction(model, "tanh", X)(torch.zeros(3, 5))
     with pytest.raises(InputError, match=r"the value has shape \(4, 6\) and 3 examples"):
-        captum_at(model, "tanh", X)(torch.zeros(4, 6))
+        NodeFunction(model, "tanh", X)(torch.zeros(4, 6))
 
 
 def test_without_captum_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

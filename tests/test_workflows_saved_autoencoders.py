@@ -208,7 +208,8 @@ def test_folders_of_before_version_6(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, None])
 def test_the_dtype_and_that_of_the_value(dtype: torch.dtype | None, tmp_path: Path) -> None:
     folder = sae_lens(tmp_path, drawn("b_enc"), dtype="torch.float64")
-    sae = load_autoencoder(folder, dtype=dtype)
+    sae = load_autoencoder(folder)
+    sae = sae if dtype is None else sae.to(dtype)
     assert sae.W_enc.dtype == sae.encode(torch.ones(INPUTS)).dtype == (dtype or torch.float64)
     bended = bt.BendedModule(nn.Sequential(nn.Identity()))
     with splice_autoencoder(bended, "0", sae):

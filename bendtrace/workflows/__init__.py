@@ -27,7 +27,7 @@ from bendtrace.workflows.debugging import (
 )
 from bendtrace.workflows.facet_finder import Facet, Facets, facets
 from bendtrace.workflows.lenses import LensResult, TunedLens, logit_lens
-from bendtrace.workflows.node_attribution import NodeFunction, attribute, captum_at
+from bendtrace.workflows.node_attribution import NodeFunction, attribute
 from bendtrace.workflows.patching import Patching, activation_patching
 from bendtrace.workflows.paths import PathPatching, path_patching
 from bendtrace.workflows.probing import ProbeData, RidgeProbe, fit_ridge, probe_data
@@ -71,7 +71,6 @@ __all__ = [
     "attribute",
     "attribution_patching",
     "bending_session",
-    "captum_at",
     "causal_tracing",
     "dead_ends",
     "facets",

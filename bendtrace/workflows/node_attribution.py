@@ -17,11 +17,11 @@ from bendtrace.interject.structure import describe
 from bendtrace.preserved_state import PreservedState
 from bendtrace.workflows._sites import At, Key, Sites, unlike
 
-__all__ = ["NodeFunction", "attribute", "captum_at"]
+__all__ = ["NodeFunction", "attribute"]
 
 
 class NodeFunction:
-    """The output of a model as a function of the value of a node; `captum_at` makes it.
+    """The output of a model as a function of the value of a node, as captum's methods take it.
 
     Each call runs the model with the inputs that it was made with, and replaces the value of the
     node. The value may have more rows than the inputs have examples, as when captum puts many
@@ -30,16 +30,29 @@ class NodeFunction:
 
     As a context manager, it keeps the insertion in the model from call to call, which is faster.
 
+    Args:
+        model: a module, a function, or a `BendedModule`, whose insertions stay active.
+        where: one node; see `BendedModule.interject`. Its first axis is that of the examples.
+        inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
+        output: a function from the output of the model to a tensor with a row for each example, or
+            one number; None for the output itself.
+        at: whether the value is the output of the node, or its first input.
+
     Attributes:
         value: the value of the node for the inputs: (examples, ...), without gradients.
         index: the example of each row of `value`: (examples,). Pass it to captum as
             `additional_forward_args`, so that each row keeps its example if captum repeats rows.
 
+    Raises:
+        NodePathError: `where` matches no node.
+        SiteError: it matches several, or a node that runs several times.
+        InputError: the value has no rows of floating point numbers.
+
     Example:
         >>> import torch, bendtrace as bt
         >>> def model(x, factor):
         ...     return x.exp() * factor
-        >>> function = bt.workflows.captum_at(model, "exp", (torch.zeros(2, 1), 3.0))
+        >>> function = bt.workflows.NodeFunction(model, "exp", (torch.zeros(2, 1), 3.0))
         >>> function.value.flatten(), function(torch.tensor([[5.0], [7.0]])).flatten()
         (tensor([1., 1.]), tensor([15., 21.]))
     """
@@ -48,7 +61,13 @@ class NodeFunction:
     index: Tensor
 
     def __init__(
-        self, model: Callable[..., Any], where: Any, inputs: Any, output: Any, at: At
+        self,
+        model: Callable[..., Any],
+        where: Any,
+        inputs: Any,
+        *,
+        output: Callable[[Any], Tensor] | None = None,
+        at: At = "output",
     ) -> None:
         self._bended = bended_of(model)
         self._where = where
@@ -139,7 +158,7 @@ class NodeFunction:
         return found
 
     def _sites(self) -> Sites:
-        return Sites(self._bended, [self._where], [self._call], at=self._at, label="captum_at")
+        return Sites(self._bended, [self._where], [self._call], at=self._at, label="NodeFunction")
 
     def __enter__(self) -> Self:
         self._open = self._stack.enter_context(self._sites())
@@ -152,40 +171,6 @@ class NodeFunction:
 
     def __repr__(self) -> str:
         return f"<NodeFunction of {self._key[1]}: {describe(self.value)}>"
-
-
-def captum_at(
-    model: Callable[..., Any],
-    where: Any,
-    inputs: Any,
-    *,
-    output: Callable[[Any], Tensor] | None = None,
-    at: At = "output",
-) -> NodeFunction:
-    """Return the output of a model as a function of the value of a node, for captum.
-
-    Args:
-        model: a module, a function, or a `BendedModule`, whose insertions stay active.
-        where: one node; see `BendedModule.interject`. Its first axis is that of the examples.
-        inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
-        output: a function from the output of the model to a tensor with a row for each example, or
-            one number; None for the output itself.
-        at: whether the value is the output of the node, or its first input.
-
-    Raises:
-        NodePathError: `where` matches no node.
-        SiteError: it matches several, or a node that runs several times.
-        InputError: the value has no rows of floating point numbers.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> function = bt.workflows.captum_at(lambda x: x.exp().sum(-1), "exp", torch.zeros(1, 3))
-        >>> function
-        <NodeFunction of exp: a tensor of shape (1, 3)>
-        >>> # captum.attr.Saliency(function).attribute(
-        >>> #     function.value, additional_forward_args=function.index)
-    """
-    return NodeFunction(model, where, inputs, output, at)
 
 
 def attribute(
@@ -201,13 +186,13 @@ def attribute(
     """Attribute an output of a model to the value of a node, with a method of captum.
 
     Args:
-        model: as for `captum_at`.
-        where: as for `captum_at`.
-        inputs: as for `captum_at`.
+        model: as for `NodeFunction`.
+        where: as for `NodeFunction`.
+        inputs: as for `NodeFunction`.
         method: the name of a class in `captum.attr` that takes a function; or what makes the object
             from the function, such as a class, or `lambda f: NoiseTunnel(Saliency(f))`.
-        output: as for `captum_at`.
-        at: as for `captum_at`.
+        output: as for `NodeFunction`.
+        at: as for `NodeFunction`.
         **options: of the method's `attribute`, such as `target=` and `baselines=`.
 
     Returns:
@@ -239,6 +224,6 @@ def attribute(
         )
     if "additional_forward_args" in options:
         raise InputError("additional_forward_args are the inputs of the model: pass these")
-    with captum_at(model, where, inputs, output=output, at=at) as function:
+    with NodeFunction(model, where, inputs, output=output, at=at) as function:
         value = function.value.clone().requires_grad_()
         return make(function).attribute(value, additional_forward_args=(function.index,), **options)

@@ -7,7 +7,7 @@ import os
 import pickle
 import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,27 +27,20 @@ _READS = {
 _LINEAR = {"encoder.weight": "W_enc", "encoder.bias": "b_enc", "decoder.weight": "W_dec"}
 
 
-class _Class(NamedTuple):
-    """A class of dictionary_learning: its encoder, and which tensors it calls differently."""
-
-    architecture: str
-    subtracts: bool
-    names: Mapping[str, str] = {}
-    ignored: tuple[str, ...] = ()
-
-
-_CLASSES = {
-    "AutoEncoder": _Class("standard", True, _LINEAR | {"bias": "b_dec"}),
-    "AutoEncoderNew": _Class("standard", False, _LINEAR | {"decoder.bias": "b_dec"}),
-    "GatedAutoEncoder": _Class(
+# The classes of dictionary_learning: which encoder they have, whether it subtracts `b_dec`, what
+# they call its tensors, and which ones are not read.
+_CLASSES: dict[str, tuple[str, bool, dict[str, str], tuple[str, ...]]] = {
+    "AutoEncoder": ("standard", True, _LINEAR | {"bias": "b_dec"}, ()),
+    "AutoEncoderNew": ("standard", False, _LINEAR | {"decoder.bias": "b_dec"}, ()),
+    "GatedAutoEncoder": (
         "gated", True,
-        _LINEAR | {"decoder_bias": "b_dec", "gate_bias": "b_gate", "mag_bias": "b_mag"},
+        _LINEAR | {"decoder_bias": "b_dec", "gate_bias": "b_gate", "mag_bias": "b_mag"}, (),
     ),
-    "AutoEncoderTopK": _Class("topk", True, _LINEAR, ("k", "threshold")),
+    "AutoEncoderTopK": ("topk", True, _LINEAR, ("k", "threshold")),
     # Outside of training, all that is above the threshold stays.
-    "BatchTopKSAE": _Class("jumprelu", True, _LINEAR, ("k",)),
-    "MatryoshkaBatchTopKSAE": _Class("jumprelu", True, {}, ("k", "group_sizes")),
-    "JumpReluAutoEncoder": _Class("jumprelu", False),
+    "BatchTopKSAE": ("jumprelu", True, _LINEAR, ("k",)),
+    "MatryoshkaBatchTopKSAE": ("jumprelu", True, {}, ("k", "group_sizes")),
+    "JumpReluAutoEncoder": ("jumprelu", False, {}, ()),
 }  # fmt: skip
 
 
@@ -78,16 +71,10 @@ class SparseAutoencoder(nn.Module):
         b_dec: (inputs,).
 
     Example:
-        >>> import json, pathlib, tempfile, torch, bendtrace as bt
-        >>> state = {
-        ...     "bias": torch.zeros(2), "encoder.weight": torch.eye(2),
-        ...     "encoder.bias": torch.zeros(2), "decoder.weight": torch.eye(2),
-        ... }
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     torch.save(state, f"{folder}/ae.pt")
-        ...     config = {"trainer": {"dict_class": "AutoEncoder"}}
-        ...     _ = pathlib.Path(folder, "config.json").write_text(json.dumps(config))
-        ...     sae = bt.workflows.load_autoencoder(folder)
+        >>> import torch, bendtrace as bt
+        >>> tensors = {"W_enc": torch.eye(2), "W_dec": torch.eye(2)}
+        >>> tensors |= {"b_enc": torch.zeros(2), "b_dec": torch.zeros(2)}
+        >>> sae = bt.workflows.SparseAutoencoder("standard", tensors, {}, subtracts=True)
         >>> sae, sae.encode(torch.tensor([[-1.0, 2.0]])).detach()
         (SparseAutoencoder(standard, 2 inputs, 2 latents), tensor([[0., 2.]]))
     """
@@ -185,12 +172,7 @@ class _Normalised(SparseAutoencoder):
         return super().decode(latents) * scale + mean
 
 
-def load_autoencoder(
-    folder: str | os.PathLike[str],
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
-) -> SparseAutoencoder:
+def load_autoencoder(folder: str | os.PathLike[str]) -> SparseAutoencoder:
     """Load a sparse autoencoder that SAE-Lens or dictionary_learning saved.
 
     SAE-Lens writes `cfg.json` and `sae_weights.safetensors`; the architectures "standard", "gated",
@@ -201,11 +183,9 @@ def load_autoencoder(
 
     Args:
         folder: the folder with both files.
-        device: where to put the tensors.
-        dtype: the dtype to convert them to; None for the dtype in the file, or in `cfg.json`.
 
     Returns:
-        A module with `encode` and `decode`, for `splice_autoencoder`.
+        A module with `encode` and `decode`, for `splice_autoencoder`, on the CPU.
 
     Raises:
         LoadError: a file or tensor is missing or unexpected, or the architecture is unknown.
@@ -213,12 +193,7 @@ def load_autoencoder(
 
     Example:
         >>> import bendtrace as bt
-        >>> try:
-        ...     bt.workflows.load_autoencoder("/nowhere")
-        ... except bt.errors.LoadError as error:
-        ...     print(error)
-        cannot load '/nowhere': it holds neither cfg.json and sae_weights.safetensors (SAE-Lens) nor
-        config.json and ae.pt (dictionary_learning)
+        >>> sae = bt.workflows.load_autoencoder("trained")  # doctest: +SKIP
     """
     folder = os.fspath(folder)
     for load, files in (
@@ -227,10 +202,7 @@ def load_autoencoder(
     ):
         config, weights = (os.path.join(folder, name) for name in files)
         if os.path.isfile(config) and os.path.isfile(weights):
-            made = load(_read(config), weights)
-            if dtype is not None:
-                made.to(dtype)
-            return made.to(device)
+            return load(_read(config), weights)
     raise LoadError(
         folder,
         "it holds neither cfg.json and sae_weights.safetensors (SAE-Lens) nor config.json and "
@@ -301,21 +273,21 @@ def _of_dictionary_learning(config: dict[str, Any], path: str) -> SparseAutoenco
         raise LoadError(path, f"it may be damaged: {str(error).splitlines()[0]}") from None
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise LoadError(path, "it holds no dict of tensors")
-    made = _CLASSES[name]
-    called = {ours: theirs for theirs, ours in made.names.items()}
-    ours = {called.get(wanted, wanted): wanted for wanted in _READS[made.architecture]}
-    found = {theirs: tensor for theirs, tensor in state.items() if theirs not in made.ignored}
+    architecture, subtracts, names, ignored = _CLASSES[name]
+    called = {ours: theirs for theirs, ours in names.items()}
+    ours = {called.get(wanted, wanted): wanted for wanted in _READS[architecture]}
+    found = {theirs: tensor for theirs, tensor in state.items() if theirs not in ignored}
     _check(found, ours, name, path)
     tensors = {
         ours[theirs]: tensor.T.contiguous() if theirs.endswith(".weight") else tensor
         for theirs, tensor in found.items()
     }
     k = None
-    if made.architecture == "topk":
+    if architecture == "topk":
         k = _number(state["k"].item() if "k" in state else config["trainer"].get("k"), path)
     if name == "AutoEncoder":
         _normalise(tensors)
-    return SparseAutoencoder(made.architecture, tensors, config, subtracts=made.subtracts, k=k)
+    return SparseAutoencoder(architecture, tensors, config, subtracts=subtracts, k=k)
 
 
 def _normalise(tensors: dict[str, Tensor]) -> None:
