@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from bendtrace import storage
     from bendtrace.storage import save
     from bendtrace.view.drawing.picture import Picture, draw
+    from bendtrace.view.folded import log as folded
     from bendtrace.view.viewer import viewer_html
 else:
     storage = LazyModule("bendtrace.storage")
     draw = LazyMethod("bendtrace.view.drawing.picture", "draw")
+    folded = LazyMethod("bendtrace.view.folded", "log")
     save = LazyMethod("bendtrace.storage", "save")
     viewer_html = LazyMethod("bendtrace.view.viewer", "viewer_html")
 
@@ -46,6 +48,7 @@ class ModelHistory(RunLog):
     draw = draw
     save = save
     to_html = viewer_html
+    __treescope_repr__ = folded
 
     if not TYPE_CHECKING:  # a checker would accept any name
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from bendtrace._lazy import LazyModule
+from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.base_module import BaseModule
 from bendtrace.errors import InputError
 from bendtrace.hooks import HookManager
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from bendtrace.export.exporting import Exported
     from bendtrace.stepping import run as stepping_run
     from bendtrace.stepping.run import SteppedRun
+    from bendtrace.view.folded import bended_model as folded
 else:
     exporting = LazyModule("bendtrace.export.exporting")
+    folded = LazyMethod("bendtrace.view.folded", "bended_model")
     stepping_run = LazyModule("bendtrace.stepping.run")
 
 __all__ = ["BendedModule"]
@@ -561,6 +563,8 @@ class BendedModule(BaseModule):
         self._known.registry.__setstate__(carried["registry"])
         self._board.restore(*carried["insertions"])
         self._bending.restore(carried["bends"])
+
+    __treescope_repr__ = folded
 
     def __repr__(self) -> str:
         return f"BendedModule({self._model!r}, {self.stats})"

@@ -37,6 +37,7 @@ HANDED_OUT = {
     "workflows.ActivationCache": "run_with_cache returns one",
     "workflows.BendingSession": "bending_session returns one",
     "workflows.LatentEdit": "SplicedAutoencoder.edit returns one",
+    "workflows.SparseAutoencoder": "load_autoencoder returns one",
     "workflows.SplicedAutoencoder": "splice_autoencoder returns one",
     "workflows.Steering": "steer returns one",
 }

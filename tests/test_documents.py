@@ -26,7 +26,7 @@ RUN = [page for page in PAGES if is_run(page) and name_of(page) not in ELSEWHERE
 
 @pytest.mark.parametrize("page", some(RUN, chosen=BRIEF), ids=name_of)
 def test_the_examples_of_the_page_print_what_it_shows(page: Path, tmp_path: Path) -> None:
-    for package in ("transformers", "peft"):
+    for package in ("captum", "transformers", "peft"):
         if re.search(rf"^\s*(import|from) {package}\b", code_of(page), re.MULTILINE):
             pytest.importorskip(package, reason=f"the page needs {package}")
     assert printed(page, tmp_path) == shown_in(page)

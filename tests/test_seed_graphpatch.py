@@ -375,6 +375,9 @@ def test_extraction_options_are_accepted_but_not_functions() -> None:
     assert "linear" in PatchableGraph(Scaled(), options, torch.ones(1, 2)).graph
     with pytest.raises(bt.errors.InputError, match="no graph is extracted"):
         ExtractionOptions(custom_extraction_functions={nn.Linear: print})
+    with pytest.raises(bt.errors.InputError, match="postprocessing_function is not supported"):
+        ExtractionOptions(postprocessing_function=print)
+    ExtractionOptions(copy_transformers_generation_config=False, allow_unused_submodules=None)
 
 
 def test_what_save_wrote_is_loaded_with_its_example() -> None:
@@ -383,6 +386,10 @@ def test_what_save_wrote_is_loaded_with_its_example() -> None:
     pg, file = PatchableGraph(Scaled(), torch.ones(1, 2)), io.BytesIO()
     pg.save(file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = PatchableGraph.load(file, map_location="cpu")
     assert torch.equal(loaded(torch.ones(1, 2)), pg(torch.ones(1, 2)))
     assert repr(loaded.graph) == repr(pg.graph)
+    torch.save([1], other := io.BytesIO())
+    other.seek(0)
+    with pytest.raises(bt.errors.InputError, match="holds a list, and no PatchableGraph"):
+        PatchableGraph.load(other)

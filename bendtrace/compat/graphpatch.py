@@ -47,9 +47,11 @@ class ExtractionOptions:
         allow_unused_submodules: no effect: submodules the example does not call stay as they are.
         classes_to_skip_compiling: no effect: nodes inside these modules can be patched as well.
         custom_extraction_functions: has to be empty; `bendtrace.opaque` makes a function one op.
+        postprocessing_function: has to be None, since there is no graph to process.
+        copy_transformers_generation_config: no effect: `generate` is the model's own.
 
     Raises:
-        InputError: there are extraction functions.
+        InputError: there are functions that would be called with a graph.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -62,11 +64,18 @@ class ExtractionOptions:
     skip_compilation: bool = False
     error_on_compilation_failure: bool = False
     warn_on_compilation_failure: bool = False
-    allow_unused_submodules: bool = False
+    allow_unused_submodules: bool | None = False
     classes_to_skip_compiling: set[type[nn.Module]] = field(default_factory=set)
     custom_extraction_functions: Mapping[type[nn.Module], Any] = field(default_factory=dict)
+    postprocessing_function: Callable[..., None] | None = None
+    copy_transformers_generation_config: bool = True
 
     def __post_init__(self) -> None:
+        if self.postprocessing_function is not None:
+            raise InputError(
+                "postprocessing_function is not supported, since no graph is extracted: insert "
+                "into the model with bendtrace's interject or rewriting"
+            )
         if self.custom_extraction_functions:
             raise InputError(
                 "custom_extraction_functions are not supported, since no graph is extracted: "
@@ -207,7 +216,7 @@ class PatchableGraph(BendedModule):
     def save(self, target: str | os.PathLike[str] | IO[bytes]) -> None:
         """Save the model and its example; the same as `torch.save(self, target)`.
 
-        `torch.load(target, weights_only=False)` loads it.
+        `PatchableGraph.load(target)` loads it.
 
         Args:
             target: a path or a binary file.
@@ -217,10 +226,26 @@ class PatchableGraph(BendedModule):
             >>> pg, file = bt.PatchableGraph(torch.nn.ReLU(), torch.ones(2)), io.BytesIO()
             >>> pg.save(file)
             >>> _ = file.seek(0)
-            >>> torch.load(file, weights_only=False).graph.relu
+            >>> bt.PatchableGraph.load(file).graph.relu
             relu: Tensor(2)
         """
         torch.save(self, target)
+
+    @staticmethod
+    def load(source: str | os.PathLike[str] | IO[bytes], **options: Any) -> PatchableGraph:
+        """Load what `save` wrote, with `torch.load`. Loading runs code from the file: trust it.
+
+        Args:
+            source: a path or a binary file.
+            **options: of `torch.load`, such as `map_location`.
+
+        Raises:
+            InputError: the file holds something else.
+        """
+        found = torch.load(source, **{"weights_only": False} | options)
+        if not isinstance(found, PatchableGraph):
+            raise InputError(f"the file holds a {type(found).__name__}, and no PatchableGraph")
+        return found
 
     def _keep(self, example: Tree) -> None:
         object.__setattr__(self, "_example", example)

@@ -9,13 +9,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from bendtrace._lazy import LazyMethod
 from bendtrace.tape.tape import Op, OpKind, TensorMeta
 from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
+
+if TYPE_CHECKING:
+    from bendtrace.view.folded import entry as folded
+else:
+    folded = LazyMethod("bendtrace.view.folded", "entry")
 
 __all__ = [
     "Layer",
@@ -254,6 +260,8 @@ class LayerEntry:
         """Its gradient in the latest backward pass; None if there was none, or it was not saved."""
         gradient: Tensor | None = _read(self.gradient)
         return gradient
+
+    __treescope_repr__ = folded
 
     def __repr__(self) -> str:
         about = "" if self.shape is None else f" {tuple(self.shape)}"

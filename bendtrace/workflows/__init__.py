@@ -27,10 +27,12 @@ from bendtrace.workflows.debugging import (
 )
 from bendtrace.workflows.facet_finder import Facet, Facets, facets
 from bendtrace.workflows.lenses import LensResult, TunedLens, logit_lens
+from bendtrace.workflows.node_attribution import NodeFunction, attribute
 from bendtrace.workflows.patching import Patching, activation_patching
 from bendtrace.workflows.paths import PathPatching, path_patching
 from bendtrace.workflows.probing import ProbeData, RidgeProbe, fit_ridge, probe_data
 from bendtrace.workflows.reach import Reach, ReceptiveField, ancestry, influence, receptive_field
+from bendtrace.workflows.saved_autoencoders import SparseAutoencoder, load_autoencoder
 from bendtrace.workflows.steering import Steering, SteeringVectors, steer, steering_vector
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "Facets",
     "LatentEdit",
     "LensResult",
+    "NodeFunction",
     "NonFinite",
     "Patching",
     "PathPatching",
@@ -54,6 +57,7 @@ __all__ = [
     "Reach",
     "ReceptiveField",
     "RidgeProbe",
+    "SparseAutoencoder",
     "SplicedAutoencoder",
     "Steering",
     "SteeringVectors",
@@ -64,6 +68,7 @@ __all__ = [
     "ablation_study",
     "activation_patching",
     "ancestry",
+    "attribute",
     "attribution_patching",
     "bending_session",
     "causal_tracing",
@@ -74,6 +79,7 @@ __all__ = [
     "gradient_flow",
     "hot_path",
     "influence",
+    "load_autoencoder",
     "logit_lens",
     "path_patching",
     "probe_data",
