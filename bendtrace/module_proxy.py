@@ -94,6 +94,15 @@ class ModuleProxy(nn.Module):
         own = super().load_state_dict if owner is None else owner.load_state_dict
         return own(*args, **kwargs)
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a submodule of the model, also one that has the name of a method of this class."""
+        owner = module_of(self._model)
+        return (
+            super().get_submodule(target)
+            if not target or owner is None
+            else (owner.get_submodule(target))
+        )
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # What .to(), .half() and the like come down to; some modules do more than the default.
         owner = module_of(self._model)

@@ -15,7 +15,7 @@ from bendtrace.source.sites import Place, Site
 from bendtrace.stepping.visit import Event
 from bendtrace.tape.tape import ModuleCall, Tape
 
-__all__ = ["Places", "places_of"]
+__all__ = ["Places", "is_of", "place_of", "places_of"]
 
 _LINE = re.compile(r"(.*\.\w+):(\d+)")
 
@@ -31,6 +31,22 @@ def places_of(event: Event, tape: Tape) -> tuple[Place, ...]:
         if scope is None:
             return tuple(places)
         site, scope = scope.site, scope.parent
+
+
+def place_of(event: Event, tape: Tape) -> Place | None:
+    """Return where an event is in the code of the model, or else in torch's; None if unknown."""
+    places = places_of(event, tape)
+    return next((each for each in places if not each.in_torch), places[0] if places else None)
+
+
+def is_of(step: FlowStep, event: Event, tape: Tape) -> bool:
+    """Return whether an event is the question of a flow step."""
+    if event.kind != "question" or event.index != step.guard:
+        return False
+    # Not by the instruction: the test of a `while` is compiled twice, and the step has the first.
+    asked = (step.place.file, step.place.function, step.place.line)
+    places = places_of(event, tape)
+    return not places or any((each.file, each.function, each.line) == asked for each in places)
 
 
 class Places:
@@ -91,11 +107,9 @@ class Places:
         return [(number, ()) for number in numbers]
 
     def _questions(self, step: FlowStep) -> list[int]:
-        guards = self._tape.guards
         for number, event in enumerate(self._events):
-            if event.kind == "question" and event.index == step.guard:
-                if step.place in places_of(event, self._tape) or guards[event.index].site is None:
-                    return [number]
+            if is_of(step, event, self._tape):
+                return [number]
         raise InputError(f"{step!r} is no question of this run that can be answered")
 
     def _calls(self, place: Any) -> list[int]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable
+from html import escape
 from typing import Any
 
 from torch import Tensor
 
 from bendtrace._trace import Trace
-from bendtrace.errors import InputError
+from bendtrace.errors import BendtraceError, InputError
 from bendtrace.history.copies import copied, materialize, tensors_in
 from bendtrace.interject.resolver import describe_where
 from bendtrace.paths.naming import Registry
@@ -17,12 +19,15 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record, uninitialized_in
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.stepping.kept import Kept
-from bendtrace.stepping.places import Places, places_of
+from bendtrace.stepping.looks import Looks
+from bendtrace.stepping.page import Version, stepped_data
+from bendtrace.stepping.places import Places, place_of
 from bendtrace.stepping.start import Start, cannot
 from bendtrace.stepping.visit import Edit, Event, Frame, Visit, require_tensor
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.tape import OpKind
+from bendtrace.view.viewer import stepped_html, viewer_frame
 
 __all__ = ["SteppedRun"]
 
@@ -78,8 +83,7 @@ class SteppedRun:
         registry: Registry,
         budget: int,
     ) -> None:
-        if type(budget) is not int or budget < 0:
-            raise InputError(f"budget has to be a number of bytes, not {budget!r}")
+        _require_budget(budget, "bytes")
         if uninitialized_in(function):
             raise cannot("the model has lazy modules: call it once first")
         self._function = function
@@ -90,6 +94,8 @@ class SteppedRun:
         self._start = Start(function, signature.bind(args, kwargs))
         self._kept = Kept(budget)
         self._edits: dict[int, Edit] = {}
+        # The changes with which a question had another answer, by its number and that answer.
+        self._others: dict[int, dict[str, dict[int, Edit]]] = {}
         self._events: list[Event] = []
         self._recording: Recording | None = None
         self._is_complete = False
@@ -97,6 +103,7 @@ class SteppedRun:
         self._is_finished = False
         self._trace: Trace | None = None
         self._looked: tuple[int, tuple[Frame, ...]] | None = None
+        self._shown: dict[str, Any] | None = None  # what the latest page had
         self.position = 0
         self._complete()
 
@@ -301,17 +308,24 @@ class SteppedRun:
                 f"the answer to {describe_where(question)} is {now!r}, so another one has to be a "
                 f"{type(now).__name__}, not {value!r}"
             )
-        return self._edit(number, Edit(value), event.position)
+        before = dict(self._edits) if self._is_complete else None
+        self._edit(number, Edit(value), event.position)
+        others = self._others.setdefault(number, {})
+        if before is not None:
+            others[repr(now)] = before
+        others.pop(repr(value), None)
+        return self
 
     def _edit(self, number: int, edit: Edit, first: int) -> SteppedRun:
         if self._is_finished:
             raise InputError("this run is finished: begin a new one")
         self._edits = {n: each for n, each in self._edits.items() if n < number}
         self._edits[number] = edit
+        self._others = {n: each for n, each in self._others.items() if n <= number}
         self._kept.forget(first)
         del self._events[number + 1 :]
         self._is_complete = False
-        self._output = self._trace = self._looked = None
+        self._output = self._trace = self._looked = self._shown = None
         self.position = min(self.position, number + 1)
         return self
 
@@ -332,6 +346,81 @@ class SteppedRun:
             raise self._recording.error
         return self._output
 
+    # Showing
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+        return getattr(self._function, "__name__", type(self._function).__name__)
+
+    def to_html(self, *, budget: int = 2_000_000, flops: bool = True) -> str:
+        """Return the run as one HTML file for a browser, to be gone through there.
+
+        It is the page of `trace.to_html()`, in which each event can be gone to, forward and back.
+        It shows the variables of the model's Python there, the answers to questions, the changes,
+        and the other side of each question for which both sides have been run. The page has no
+        Python: for changes, it has the lines to be run here.
+
+        Args:
+            budget: how many characters the variables and results may take. If they take more, the
+                positions farthest from the present one have none, and the page says so.
+            flops: whether to count floating point operations first.
+
+        Returns:
+            The text of the file, to be written as UTF-8.
+
+        Raises:
+            InputError: the run is finished, or its model has changed.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> run = bt.BendedModule(lambda x: torch.relu(x) * 2).step(torch.ones(2))
+            >>> "tensor (2,) float32: [1, 1]" in run.to_html()
+            True
+        """
+        _require_budget(budget, "characters")
+        shown = self._shown
+        if shown is None or shown["budget"] != budget or not shown["has_all"]:
+            shown = self._shown = self._to_show(budget)
+        return stepped_html(self.trace, {**shown, "position": self.position}, flops=flops)
+
+    def _to_show(self, budget: int) -> dict[str, Any]:
+        trace = self.trace
+        now = self._gone_through(copy.copy(self), budget, self.position)
+        left = budget - now.looks.size
+        sides: dict[int, list[Version]] = {}
+        for number, found in self._others.items():
+            sides[number] = []
+            for edits in found.values():
+                other = copy.copy(self)
+                other._edits, other._kept, other._events = edits, Kept(0), []
+                other._recording = None
+                sides[number].append(self._gone_through(other, left, number))
+                left -= sides[number][-1].looks.size
+        data = stepped_data(now, trace.flow_steps, sides, budget)
+        every = [now, *(side for found in sides.values() for side in found)]
+        data["has_all"] = all(len(each.looks.frames) == len(each.events) for each in every)
+        return data
+
+    @staticmethod
+    def _gone_through(run: SteppedRun, budget: int, centre: int) -> Version:
+        """Look at each position of a copy of the run, which goes through it on its own."""
+        looks = Looks(budget, centre)
+        visit = run._visit(None, looks=looks)
+        looks.end(len(run._events))
+        return Version(
+            run._require_recording(), run._events, run._edits, visit.own_answers, looks, run._output
+        )
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        try:
+            frame = viewer_frame(self)
+            why = "its page would be too large for a notebook: write run.to_html() to a file"
+        except BendtraceError as error:
+            frame, why = None, str(error)
+        shown = f"<pre>{escape(f'{self}')}</pre><p>{escape(why)}</p>" if frame is None else frame
+        return {"text/plain": str(self), "text/html": shown}
+
     # Visits
 
     def _complete(self) -> Recording:
@@ -343,14 +432,17 @@ class SteppedRun:
         assert self._recording is not None
         return self._recording
 
-    def _visit(self, stop: int | None, wanted: Iterable[int] = (), leaves: bool = False) -> Visit:
+    def _visit(
+        self, stop: int | None, wanted: Iterable[int] = (), leaves: bool = False,
+        looks: Looks | None = None,
+    ) -> Visit:  # fmt: skip
         """Run the model's Python up to some event, with what is known handed over."""
         if self._is_finished:
             raise InputError("this run is finished: begin a new one to look at it again")
         before = self._recording
         tape = None if before is None else before.tape
         known: Any = (self._events, tape.ops, tape.guards) if tape is not None else ((), (), ())
-        visit = Visit(self._start, self._kept, known, self._edits, stop, frozenset(wanted))
+        visit = Visit(self._start, self._kept, known, self._edits, stop, frozenset(wanted), looks)
         around, context = self._start.random_now(), ContextSwitch()
         self._start.begin()
         try:
@@ -468,8 +560,7 @@ class SteppedRun:
 
     def _text(self, number: int) -> str:
         event = self._events[number]
-        places = places_of(event, self._require_recording().tape)
-        place = next((each for each in places if not each.in_torch), places[0] if places else None)
+        place = place_of(event, self._require_recording().tape)
         where = "" if place is None else f"  {os.path.basename(place.file)}:{place.line}"
         if event.kind == "op":
             return f"{self._require_recording().names[event.index]}{where}"
@@ -477,9 +568,8 @@ class SteppedRun:
         return f"{text}? {self._answer(number)}{where}"
 
     def __repr__(self) -> str:
-        what = getattr(self._function, "__name__", type(self._function).__name__)
         count = f"{len(self._events)}{'' if self._is_complete else ' or more'}"
-        return f"<SteppedRun of {what}: at {self.position} of {count} events>"
+        return f"<SteppedRun of {self.name}: at {self.position} of {count} events>"
 
     def __str__(self) -> str:
         lines = [repr(self)]
@@ -491,3 +581,8 @@ class SteppedRun:
         if self.position == len(self._events) and self._is_complete:
             lines.append("> the end")
         return "\n".join(lines)
+
+
+def _require_budget(budget: int, of: str) -> None:
+    if type(budget) is not int or budget < 0:
+        raise InputError(f"budget has to be a number of {of}, not {budget!r}")

@@ -19,6 +19,7 @@ from bendtrace.history.copies import copied, lazily_copied, materialize, tensors
 from bendtrace.recording.texts import shows
 from bendtrace.source.sites import BEHIND, PACKAGE, TORCH
 from bendtrace.stepping.kept import Handed, Kept
+from bendtrace.stepping.looks import Looks
 from bendtrace.stepping.start import Start
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.scalars import TRACED, plain
@@ -108,9 +109,11 @@ class Visit:
         edits: what is changed, by the number of the event.
         stop: the event to stop before; None to run to the end.
         wanted: the ops whose values are asked for.
+        looks: receives what is seen at each event; None if nobody looks.
 
     Attributes:
         events: what the run did.
+        own_answers: the answers that the values gave to questions that are answered by hand.
         frames: the frames that it had when it stopped, innermost first; None if it did not.
         found: the values asked for.
         refusal: why the run cannot be stepped through.
@@ -125,6 +128,7 @@ class Visit:
         edits: Mapping[int, Edit],
         stop: int | None,
         wanted: Container[int],
+        looks: Looks | None = None,
     ) -> None:
         self._start = start
         self._kept = kept
@@ -132,8 +136,10 @@ class Visit:
         self._edits = edits
         self._stop = stop
         self._wanted = wanted
+        self._looks = looks
         self._ended = False
         self.events: list[Event] = []
+        self.own_answers: dict[int, Any] = {}
         self.frames: tuple[Frame, ...] | None = None
         self.found: dict[int, Any] = {}
         self.refusal = ""
@@ -191,6 +197,8 @@ class Visit:
         with torch._C.DisableTorchFunction():
             if op.index in self._wanted:
                 self.found[op.index] = self._copies(out, {})
+            if self._looks is not None:
+                unwatched(self._looks.gave, (number, out), {})
             if op.index not in self._kept and _can_be_kept(op, args, kwargs, out, memory):
                 if random == _random():
                     self._kept.add(op.index, out, taken)
@@ -221,12 +229,13 @@ class Visit:
         self.events.append(Event("question", len(tape.guards) - 1, len(tape.ops)))
         edit = self._edits.get(number)
         if edit is not None:
+            self.own_answers[number] = plain(answer) if type(answer) in TRACED else answer
             guard.expected = answer = edit.value
         self._compare(number, guard)
         return answer
 
     def _arrive(self, frame: FrameType | None) -> None:
-        """Stop, if this is the place."""
+        """Look, and stop if this is the place."""
         if self._ended:  # the model's own code runs on its way out
             raise StopRun
         if len(self.events) == self._stop:
@@ -234,6 +243,9 @@ class Visit:
             with torch._C.DisableTorchFunction():
                 self.frames = self._frames(frame)
             raise StopRun
+        if self._looks is not None:
+            with torch._C.DisableTorchFunction():
+                unwatched(self._looks.take, (len(self.events), _frames_of_model(frame)), {})
 
     def _refuse(self, why: str) -> None:
         if why:
@@ -282,23 +294,14 @@ class Visit:
     # Looking
 
     def _frames(self, frame: FrameType | None) -> tuple[Frame, ...]:
-        """Return the frames of the model, innermost first; torch's own only if there are none."""
-        own, torchs = [], []
-        while frame is not None and frame.f_code not in BEHIND:
-            code = frame.f_code
-            if code.co_filename.startswith(TORCH):
-                if code.co_name == "forward":
-                    torchs.append(frame)
-            elif not code.co_filename.startswith(PACKAGE):
-                own.append(frame)
-            frame = frame.f_back
+        """Return the frames of the model with copies of their variables."""
         memo: dict[int, Any] = {}
         return tuple(
             Frame(
                 each.f_code.co_qualname, each.f_code.co_filename, each.f_lineno,
                 {name: self._copies(value, memo) for name, value in each.f_locals.items()},
             )
-            for each in own or torchs
+            for each in _frames_of_model(frame)
         )  # fmt: skip
 
     def _copies(self, value: Any, memo: dict[int, Any]) -> Any:
@@ -331,6 +334,20 @@ class Visit:
         for op in self._ops:
             if op.target is shows:
                 self._kept.add(op.index, None, sys.maxsize)
+
+
+def _frames_of_model(frame: FrameType | None) -> list[FrameType]:
+    """Return the frames of the model, innermost first; torch's own only if there are none."""
+    own, torchs = [], []
+    while frame is not None and frame.f_code not in BEHIND:
+        code = frame.f_code
+        if code.co_filename.startswith(TORCH):
+            if code.co_name == "forward":
+                torchs.append(frame)
+        elif not code.co_filename.startswith(PACKAGE):
+            own.append(frame)
+        frame = frame.f_back
+    return own or torchs
 
 
 def _can_be_kept(op: Op, args: Any, kwargs: dict[str, Any], out: Any, memory: set[int]) -> bool:

@@ -89,7 +89,7 @@ _LONGEST = 1000  # letters of a text
 _Row = TypeVar("_Row", bound=Hashable)
 
 
-def viewer_data(history: RunLog) -> dict[str, Any]:
+def viewer_data(history: RunLog, stepped: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return all data that the viewer shows of a run.
 
     Entries, modules, states, sources and files refer to each other by their positions in the lists;
@@ -97,6 +97,7 @@ def viewer_data(history: RunLog) -> dict[str, Any]:
 
     Args:
         history: a run, traced or loaded.
+        stepped: what was seen when the run was stepped through; its sources are `Source`.
     """
     shared = _Shared(history)
     entries = [shared.entry(entry) for entry in history.entries]
@@ -105,6 +106,7 @@ def viewer_data(history: RunLog) -> dict[str, Any]:
         shared.step(step, label)
         for step, label in zip(history.flow_steps, history.step_labels, strict=True)
     ]
+    seen = {} if stepped is None else {"stepped": shared.stepped(stepped)}
     files = _Table[str]()
     sources = [_source(source, files) for source in shared.sources.rows]
     wanted = [(source["file"], source["line"], _told(source)) for source in sources]
@@ -119,6 +121,7 @@ def viewer_data(history: RunLog) -> dict[str, Any]:
         "states": [_state(use) for use in shared.states.rows],
         "sources": sources,
         "files": _files(files.rows, wanted),
+        **seen,
     }
 
 
@@ -217,6 +220,20 @@ class _Shared:
             iterations=None if loop is None else loop.iterations,
             source=self._source(Source(file, line, function, text, "")),
         )
+
+    def stepped(self, stepped: dict[str, Any]) -> dict[str, Any]:
+        """Return what was seen of a run, with positions of sources in their place."""
+
+        def numbered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [_filled(**{**row, "source": self._source(row.get("source"))}) for row in rows]
+
+        sides = [{**side, "events": numbered(side["events"])} for side in stepped["sides"]]
+        return {
+            **stepped,
+            "events": numbered(stepped["events"]),
+            "frames": numbered(stepped["frames"]),
+            "sides": sides,
+        }
 
     def _source(self, source: Source | None) -> int | None:
         return None if source is None else self.sources.number(source)

@@ -104,7 +104,7 @@ function mark() {
   }
 }
 
-const isLater = (item) => firstPlace(item) > stepping.at;
+const isLater = (item) => firstPlace(item) > stepping.reached;
 
 function firstPlace(item) {
   const places = () =>
@@ -113,8 +113,18 @@ function firstPlace(item) {
   return item.firstPlace;
 }
 
+// A link of the panel: to an event, or to something else.
+function goOn(thing) {
+  if (thing.what !== "event") {
+    select(thing);
+    return;
+  }
+  stepping.moveTo(thing);
+  stepping.goTo(thing.index);
+}
+
 function fillPanel() {
-  panel.replaceChildren(...panelFor(state.thing, itemOf(state.thing), (thing) => select(thing)));
+  panel.replaceChildren(...panelFor(state.thing, itemOf(state.thing), goOn));
   panel.scrollTop = 0;
 }
 
@@ -149,8 +159,9 @@ function select(thing, { passing = false, anchored = false, focus = false } = {}
 // The address names what is selected, so that it can be passed on.
 function remember() {
   const key = state.thing ? (state.thing.label ?? "") : "";
+  const position = events?.isMain() ? events.eventOf(state.thing)?.index : null;
   const parts = [
-    key && `path=${encodeURIComponent(key)}`,
+    position != null ? `position=${position}` : key && `path=${encodeURIComponent(key)}`,
     state.rolled ? "" : "view=unrolled",
   ].filter(Boolean);
   try {
@@ -164,6 +175,11 @@ function followAddress() {
   const parts = new URLSearchParams(location.hash.slice(1).replaceAll("+", "%2B"));
   const rolled = parts.get("view") !== "unrolled";
   if (rolled !== state.rolled) setRolled(rolled);
+  const position = parts.get("position");
+  if (events && /^\d+$/.test(position ?? "")) {
+    stepping.goTo(Number(position));
+    return;
+  }
   const key = parts.get("path");
   if (key == null) return;
   const thing = find(key);
@@ -329,12 +345,12 @@ document
   );
 
 search.connect(
-  (thing) => select(thing, { focus: true }),
+  (thing) => (thing.what === "event" ? goOn(thing) : select(thing, { focus: true })),
   (thing) => (state.rolled ? (itemOf(thing)?.id ?? null) : null),
 );
 stepping.connect((thing) => {
   state.stepped = true;
-  select(thing, { passing: true });
+  select(events ? events.shownAs(thing) : thing, { passing: true });
 });
 for (const key of ["time", "bytes", "flops"]) {
   if (!run.entries.some((entry) => entry[key]))
@@ -348,6 +364,7 @@ if (!run.entries.some((entry) => entry.passes) && !run.modules.some((call) => ca
 
 restart();
 fillPanel();
+if (events && !location.hash) stepping.goTo(run.stepped.position);
 followAddress();
 told.readyMs = performance.now().toFixed(1);
 requestAnimationFrame(() => setTimeout(() => (told.paintedMs = performance.now().toFixed(1))));

@@ -8,12 +8,13 @@ import json
 from functools import cache
 from html import escape
 from importlib.resources import files
+from typing import Any, Protocol
 
 from bendtrace.history.run_log import RunLog
 from bendtrace.view.drawing.paint import FILLS, STROKES
 from bendtrace.view.viewer.data import viewer_data
 
-__all__ = ["viewer_frame", "viewer_html"]
+__all__ = ["stepped_html", "viewer_frame", "viewer_html"]
 
 # In the order in which they build on each other.
 _SCRIPTS = (
@@ -23,6 +24,7 @@ _SCRIPTS = (
     "canvas.js",
     "view.js",
     "panel.js",
+    "events.js",
     "search.js",
     "stepping.js",
     "controls.js",
@@ -53,6 +55,17 @@ def viewer_html(history: RunLog, *, flops: bool = True) -> str:
         >>> page.startswith("<!DOCTYPE html>")
         True
     """
+    return stepped_html(history, None, flops=flops)
+
+
+def stepped_html(history: RunLog, stepped: dict[str, Any] | None, *, flops: bool = True) -> str:
+    """Return a run as one HTML file; if it was stepped through, with what was seen at its events.
+
+    Args:
+        history: the run.
+        stepped: the events, as `SteppedRun.to_html` describes them; None if there are none.
+        flops: whether to count floating point operations first.
+    """
     if flops and any(entry.flop_count is None for entry in history.entries):
         history.count_flops()
     style, script = _palette() + _part("style.css"), _script()
@@ -62,7 +75,7 @@ def viewer_html(history: RunLog, *, flops: bool = True) -> str:
         "policy": f"{policy}; base-uri 'none'; form-action 'none'",
         "style": style,
         "script": script,
-        "data": _json(viewer_data(history)),
+        "data": _json(viewer_data(history, stepped)),
     }
     page = _part("page.html")
     pieces = []
@@ -72,13 +85,27 @@ def viewer_html(history: RunLog, *, flops: bool = True) -> str:
     return "".join(pieces)
 
 
-def viewer_frame(history: RunLog, *, height: int = 600, most: int = 3_000_000) -> str | None:
+class Stepped(Protocol):
+    """A run that was stepped through (`SteppedRun`)."""
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+
+    def to_html(self, *, budget: int, flops: bool) -> str:
+        """Return its page."""
+
+
+def viewer_frame(
+    history: RunLog | Stepped, *, height: int = 600, most: int = 3_000_000
+) -> str | None:
     """Return the viewer as a frame for a notebook's output.
 
     Floating point operations are shown if they have been counted already.
 
     Args:
-        history: a run, traced or loaded.
+        history: a run, traced, loaded or stepped through. The variables of a stepped run take at
+            most a tenth of the characters.
         height: height of the frame, in pixels.
         most: the maximum number of characters; notebooks store them in their file.
 
@@ -86,7 +113,10 @@ def viewer_frame(history: RunLog, *, height: int = 600, most: int = 3_000_000) -
         An `<iframe>` that contains the whole viewer and may only run its script; None for a run
         that needs more than `most` characters.
     """
-    page = escape(viewer_html(history, flops=False))
+    if isinstance(history, RunLog):
+        page = escape(viewer_html(history, flops=False))
+    else:
+        page = escape(history.to_html(budget=most // 10, flops=False))
     if len(page) > most:
         return None
     look = f"width:100%;height:{height}px;border:1px solid #8884;border-radius:6px"

@@ -14,15 +14,18 @@ const MOST_LINKS = 40;
 
 // `go` selects a thing, `item` is the box that stands for it, null if there is none.
 function panelFor(thing, item, go) {
-  const parts = { entry: entryParts, module: moduleParts, step: stepParts };
+  const parts = { entry: entryParts, module: moduleParts, step: stepParts, event: eventParts };
   const body = thing ? parts[thing.what](thing, go) : overviewParts(go);
-  return [passChooser(thing, item, go), ...body].flat().filter(Boolean);
+  const event = events?.eventOf(thing);
+  const position = event ? events.parts(event, go) : [];
+  return [passChooser(thing, item, go), ...position, ...body].flat().filter(Boolean);
 }
 
 const link = (thing, go, label = nameOf(thing)) =>
   html("button", { type: "button", class: "link", onclick: () => go(thing) }, label);
 
 function nameOf(thing) {
+  if (thing.what === "event") return events.nameOf(thing);
   return thing.what === "step" ? `${thing.kind} ${thing.text}` : thing.label;
 }
 
@@ -128,7 +131,7 @@ function entryParts(entry, go) {
       ["time", text.seconds(entry.time)],
       ["FLOPs", entry.flops ? text.count(entry.flops) : ""],
     ]),
-    sourceSection(entry),
+    sourceSection(entry, go),
     section("Computed from", links(byIndex(entry.parents), go, shapeOf)),
     section(
       "Used by",
@@ -203,7 +206,7 @@ function moduleParts(call, go) {
       ["time", sum("time") ? text.seconds(sum("time")) : ""],
       ["FLOPs", sum("flops") ? text.count(sum("flops")) : ""],
     ]),
-    sourceSection(call),
+    sourceSection(call, go),
     section("Inputs", links(byIndex(call.inputs ?? []), go, shapeOf)),
     section("Outputs", links(byIndex(call.outputs ?? []), go, shapeOf)),
     section(
@@ -238,13 +241,19 @@ function stepParts(step, go) {
       ["iterations", step.iterations != null ? text.taken(step) : ""],
       ["in iteration", (step.iteration ?? []).join(", ")],
     ]),
-    sourceSection(step),
+    sourceSection(step, go),
     section("Decided by", step.entry != null && links([run.entries[step.entry]], go, shapeOf)),
     section("Ran because of it", links(byIndex(step.under), go, shapeOf)),
   ];
 }
 
-function sourceSection(thing) {
+// An event of which the log knows nothing more.
+function eventParts(event, go) {
+  const name = events.nameOf(event);
+  return [heading(name, event.kind === "end" ? "" : event.kind), sourceSection(event, go)];
+}
+
+function sourceSection(thing, go) {
   if (thing.source == null) return null;
   const source = run.sources[thing.source];
   const file = run.files[source.file];
@@ -269,7 +278,8 @@ function sourceSection(thing) {
       return html(
         "span",
         { class: isHere ? "line here" : "line" },
-        html("span", { class: "count" }, String(line)),
+        events?.lineLink(source.file, line, thing, go) ??
+          html("span", { class: "count" }, String(line)),
         ...pieces,
         "\n",
       );
@@ -354,6 +364,7 @@ function overviewParts(go) {
   const decisions = run.steps.filter((step) => step.step !== "shape");
   return [
     heading(run.name, "run", "Click a node to see what is known of it."),
+    ...(events?.overview(go) ?? []),
     facts([
       ["ops", ops.length],
       ["calls of modules", run.modules.length],

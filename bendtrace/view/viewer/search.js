@@ -31,6 +31,7 @@ const search = (() => {
       step.text ?? step.kind,
       `${step.kind} ${step.module ?? ""} ${sourceText(step)}`,
     ]),
+    ...(events?.known ?? []),
   ].map(([thing, name, more]) => ({
     thing,
     name,
@@ -76,7 +77,7 @@ const search = (() => {
     list.replaceChildren(
       ...found.map(({ thing, name }, number) => {
         const kind =
-          thing.what === "entry" ? thing.kind : thing.what === "step" ? thing.kind : thing.type;
+          thing.what === "module" ? thing.type : thing.what === "event" ? "" : thing.kind;
         const below =
           thing.what === "entry" ? `${text.shape(thing.shape)} ${thing.module ?? ""}` : "";
         return html(

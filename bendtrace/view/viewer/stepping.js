@@ -12,6 +12,10 @@ const stepping = (() => {
   const places = new Map();
 
   function gather(tree) {
+    if (events) {
+      follow();
+      return;
+    }
     const current = stops[at];
     stops = [];
     let next = 0;
@@ -35,9 +39,18 @@ const stepping = (() => {
     tell();
   }
 
+  // The positions of a run that was stepped through, or of another side of a question.
+  function follow() {
+    stops = events.stops();
+    at = Math.max(0, Math.min(stops.length - 1, at));
+    slider.max = stops.length - 1;
+    tell();
+  }
+
   function tell() {
     slider.value = Math.max(0, at);
     where.textContent = at < 0 ? `${stops.length} steps` : `${at + 1} of ${stops.length}`;
+    if (events) where.textContent = `at ${at} of ${stops.length - 1}`;
     slider.setAttribute(
       "aria-valuetext",
       at < 0 ? "before the run" : `${where.textContent}: ${nameOf(stops[at])}`,
@@ -92,22 +105,24 @@ const stepping = (() => {
     gather,
     toggle,
     move,
+    goTo: to,
     connect: (goTo) => (go = goTo),
     // Selecting something by other means goes on from there.
     moveTo(thing) {
-      const place = places.get(thing);
-      if (place !== undefined) at = place;
-      tell();
+      const place = events ? events.find(thing) : places.get(thing);
+      if (place != null) at = place;
+      if (events) follow();
+      else tell();
     },
     reset() {
       stop();
-      at = -1;
+      if (!events) at = -1;
       tell();
     },
     // Position in the run of each entry and step, for telling what is still to come.
-    placeOf: (thing) => places.get(thing) ?? -1,
-    get at() {
-      return at;
+    placeOf: (thing) => (events ? events.placeOf(thing) : (places.get(thing) ?? -1)),
+    get reached() {
+      return events ? events.reached(at) : at;
     },
   };
 })();
