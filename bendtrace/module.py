@@ -458,7 +458,8 @@ class BendedModule(BaseModule):
         model's Python, replace values and answers, and go on from there. Under `torch.no_grad`,
         nothing that came before is computed again, as far as the budget reaches; where autograd
         records, values in its graph are. The model, the inputs and the random generators stay as
-        they are (see `SteppedRun.finish`).
+        they are (see `SteppedRun.finish`). `SteppedRun.to_html` shows it as a page, and so does a
+        notebook. A submodule called `step` is hidden by this method: it is `bended.model.step`.
 
         Args:
             *args: positional arguments of the model.

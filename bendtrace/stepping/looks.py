@@ -179,6 +179,8 @@ def _text(value: Any, depth: int) -> str:
         issubclass(kind, tuple) and hasattr(kind, "_fields")
     ):
         return _items(value, kind, depth)
+    if kind.__module__ == "torch.return_types":  # what topk returns, say; copies are tuples
+        return _items(tuple(value), tuple, depth)
     if kind is slice:
         parts = (_text(part, depth + 1) for part in (value.start, value.stop, value.step))
         return f"slice({', '.join(parts)})"
