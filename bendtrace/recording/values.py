@@ -108,8 +108,7 @@ class Values:
             self._writer.guard(Test.KIND, op.index, kind_of(out), "", frame)
         if isinstance(out, Tensor):
             known = self._writer.known.get(id(out))
-            is_known = known is not None and known() is out
-            if known is not None and is_known:
+            if known is not None and known() is out:
                 before = known.ref or self.element(known.parent, known.key, out)
                 self._writer.aliases[op.index] = self._writer.aliases.get(
                     before.index, before.index
@@ -125,7 +124,7 @@ class Values:
             self.bind_tensor(out, op)
             if op.target in OPTIONAL:
                 self.guard_presence(op, True, frame)
-                if self.environment.compares_identity and not is_known:
+                if self.environment.compares_identity:
                     self.tape.block(
                         f"{said_of(op.target)} at {user_place(frame)} may return a tensor that the "
                         "model holds, and its code tests whether two objects are one (`is`)"
