@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -53,6 +54,49 @@ def test_a_model_that_asks_whether_it_got_a_copy() -> None:
         return x * 2 if x.contiguous() is x else x * 3
 
     assert_promise(lambda: model, calls(turned(1), flat(1), turned(2), flat(2)))
+
+
+@pytest.mark.parametrize(
+    "is_one",
+    [lambda x, y: x is y, lambda x, y: id(x) == id(y)],
+    ids=["is", "id"],
+)
+def test_a_model_whose_helper_asks_whether_it_got_a_copy(
+    is_one: Callable[[Any, Any], bool],
+) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x.contiguous()
+        return x * 2 if is_one(x, y) else x * 3
+
+    assert_promise(lambda: model, calls(turned(1), flat(1), turned(2), flat(2)))
+
+
+class Held(nn.Module):
+    """Asks whether what a tensor tells of another tensor is one that the model holds."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.other = torch.ones(3)
+        self.view = self.other[:]
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.weight.grad if self.name == "grad" else self.view._base
+        return x * 2 if found is self.other else x * 3
+
+
+@pytest.mark.parametrize("name", ["grad", "base"])
+@pytest.mark.parametrize("order", list(itertools.permutations(("none", "own", "other"))))
+def test_a_gradient_or_base_that_the_model_holds_or_not(name: str, order: tuple[str, ...]) -> None:
+    model = Held(name)
+    bended = bt.BendedModule(model)
+    for held in order * 2:
+        found = model.other if held == "own" else torch.ones(3)
+        model.weight.grad = None if held == "none" else found
+        model.view = torch.ones(3) if held == "none" else found[:]
+        x = torch.ones(3)
+        assert torch.equal(bended(x), model(x))
 
 
 def test_a_dtype_depends_on_which_operand_is_a_scalar_tensor() -> None:

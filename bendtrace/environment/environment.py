@@ -19,8 +19,10 @@ from torch import nn
 
 from bendtrace.environment.findings import Found, Places
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
+from bendtrace.environment.reachability import is_installed_file
 from bendtrace.environment.scan import Scan
 from bendtrace.environment.scan_cache import CachedScan, latest_walk, remember
+from bendtrace.source.usage import compares_identity
 from bendtrace.source.versions import Depends
 from bendtrace.tape.captured import (
     Access,
@@ -100,6 +102,15 @@ class Environment(Found):
         """Keep a scan, which lives as long as somebody has it."""
         # In a function: it is nothing to be copied, or looked through, with a run.
         self._kept = lambda: scanned
+
+    @functools.cached_property
+    def compares_identity(self) -> bool:
+        """Whether code of the user's tests whether two objects are one."""
+        return any(
+            compares_identity(one.__code__)
+            for one in self.functions
+            if not is_installed_file(one.__code__.co_filename)
+        )
 
     def find_cached(self, tensor: torch.Tensor) -> Captured | None:
         """Return a new part for a tensor that comes from a `functools.lru_cache`, if it does."""

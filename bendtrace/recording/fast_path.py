@@ -35,7 +35,14 @@ from bendtrace.tape.tape import (
     ref_to,
 )
 from bendtrace.tape.watchers import Observer, unwatched
-from bendtrace.torch_rules.functions import OPTIONAL, SPECIAL, is_pure, is_simple, may_vary
+from bendtrace.torch_rules.functions import (
+    GIVES_BACK,
+    OPTIONAL,
+    SPECIAL,
+    is_pure,
+    is_simple,
+    may_vary,
+)
 from bendtrace.torch_rules.monkeypatches import may_be_patched
 
 __all__ = ["NOT_TAKEN", "FastPath", "fast_path_for", "hooks_around"]
@@ -219,7 +226,7 @@ def fast_path_for(
             op.raised = raised_by(op, error)
             raise
         # The result.
-        if type(out) is Tensor and not compares:
+        if type(out) is Tensor and not compares and func not in GIVES_BACK:
             known = known_at(id(out))
             if known is None or known() is not out:
                 try:

@@ -40,6 +40,7 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.tape.watchers import Observer
 from bendtrace.torch_rules.functions import (
+    GIVES_BACK,
     OPTIONAL,
     SETTERS,
     SHAPES,
@@ -116,13 +117,18 @@ class Values:
                     # It returned a tensor that already has another name. A replay in which it does
                     # not (because a copy was needed) must not confuse the two.
                     self._writer.guard(Test.SAME, op.index, before.index, "", frame)
-            elif compares_identity(users_code(frame)) and not works_in_place(op):
+            elif self._may_be_compared(op, frame) and not works_in_place(op):
                 for ref in refs_in((op.args, op.kwargs)):
                     if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
                         self._writer.guard(Test.OTHER, op.index, ref.index, "", frame)
             self.bind_tensor(out, op)
             if op.target in OPTIONAL:
                 self.guard_presence(op, True, frame)
+                if self.environment.compares_identity:
+                    self.tape.block(
+                        f"{said_of(op.target)} at {user_place(frame)} may return a tensor that the "
+                        "model holds, and its code tests whether two objects are one (`is`)"
+                    )
             return out
         if out is None:
             if op.target in SETTERS:
@@ -168,6 +174,12 @@ class Values:
                 "which cannot be followed"
             )
         return out
+
+    def _may_be_compared(self, op: Op, frame: FrameType) -> bool:
+        """Return whether code may test whether the result of an op is what the op was given."""
+        if op.target in GIVES_BACK and self.environment.compares_identity:
+            return True
+        return compares_identity(users_code(frame))
 
     def _guard_structure(self, out: Any, op: Op, frame: FrameType) -> None:
         """Guard everything but tensors and numbers in the result of a function not of torch."""

@@ -6,15 +6,12 @@ written to one of them shows in all. So those that were several have to be as ma
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bendtrace.environment.reachability import is_installed_file
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.source import Source
-from bendtrace.source.usage import compares_identity
 from bendtrace.tape.captured import (
     Access,
     Array,
@@ -257,9 +254,7 @@ class AliasGuards:
     def _ask_for_strangers(self, source: Source) -> None:
         """Ask whether an argument is something that the model holds now, if it might be asked."""
         given, held = self._given, self._held
-        functions = self._recording.environment.functions
-        own_code = [f for f in functions if not is_installed_file(_file_of(f))]
-        if not (self._ties or any(compares_identity(one.__code__) for one in own_code)):
+        if not (self._ties or self._recording.environment.compares_identity):
             # What is written to a container shows in whatever else is the same one.
             changes = bool(self._recording.changes)
             held = [part for part in held if changes and part.kind is not CaptureKind.TENSOR]
@@ -274,4 +269,3 @@ class AliasGuards:
 
 
 _DISTINCT = (CaptureKind.TENSOR, CaptureKind.LIST, CaptureKind.DICT, CaptureKind.OBJECT)
-_file_of = operator.attrgetter("__code__.co_filename")

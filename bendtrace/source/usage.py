@@ -36,14 +36,20 @@ _identity: dict[int, tuple[CodeType, bool]] = {}
 
 
 def compares_identity(code: CodeType) -> bool:
-    """Return whether code, or nested code, tests `x is y` with neither being a constant."""
+    """Return whether code, or nested code, tests `x is y` with neither being a constant.
+
+    Asking for the `id` of objects counts as well.
+    """
     known = _identity.get(id(code))
     if is_off("identity"):
         return True
     if known is None:
-        asks = has(code, "IS_OP") and any(
-            there == "IS_OP" and before not in CONSTANTS
-            for (before, _), (there, _) in itertools.pairwise(steps_of(code))
+        asks = "id" in code.co_names or (
+            has(code, "IS_OP")
+            and any(
+                there == "IS_OP" and before not in CONSTANTS
+                for (before, _), (there, _) in itertools.pairwise(steps_of(code))
+            )
         )
         asks = asks or any(map(compares_identity, _within(code)))
         known = _identity[id(code)] = (code, asks)

@@ -18,6 +18,7 @@ __all__ = [
     "CONTEXT",
     "DESCEND",
     "ESCAPES",
+    "GIVES_BACK",
     "GRAD_FN",
     "IN_PLACE_OPERATORS",
     "METADATA",
@@ -191,6 +192,22 @@ OPTIONAL: frozenset[Any] = frozenset(
     for name in ("grad", "_grad", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
     if name in vars(torch._C.TensorBase)
 )
+
+# What gives back the tensor that it is given where nothing has to be done.
+GIVES_BACK: frozenset[Any] = frozenset(
+    getattr(owner, name)
+    for owner in (Tensor, torch, functional)
+    for name in (
+        "contiguous", "to", "type", "type_as", "cpu", "cuda", "xpu", "float", "double", "half",
+        "bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat", "cdouble", "chalf",
+        "as_tensor", "asarray", "atleast_1d", "atleast_2d", "atleast_3d", "flatten", "conj",
+        "conj_physical", "resolve_conj", "resolve_neg", "positive", "sum_to_size",
+        "cartesian_prod", "pin_memory", "to_dense", "coalesce", "dropout",
+        "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+        "feature_alpha_dropout",
+    )
+    if callable(getattr(owner, name, None))
+)  # fmt: skip
 
 # All that is not simply recorded as a call.
 SPECIAL: frozenset[Any] = frozenset(
