@@ -609,6 +609,40 @@ def test_an_attribute_keeps_states_apart(order: int) -> None:
     assert is_right(Notes(), ORDERS[order])
 
 
+class Twice(nn.Module):
+    """Is given its own buffer, or something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.arange(3.0) + 5)
+        self.shift = nn.Parameter(torch.ones(3) * 0.5)
+        self.last = torch.zeros(3)
+        self.kept = {"last": torch.ones(3)}
+
+    def forward(self, x: Tensor, y: Tensor, signs: Tensor) -> Any:
+        h = x * 1.0
+        self.last = y.view(3) if signs[0] > 0 else self.kept["last"]
+        z = torch.where(self.scale > 0, self.shift, self.scale)
+        if signs[1] > 0:
+            h = z[:]
+        self.kept["last"] = x * 2 if signs[2] > 0 else z.contiguous()
+        return h, z
+
+
+def test_runs_that_were_given_a_buffer_are_not_compared_with_others() -> None:
+    model, other = Twice(), Twice()
+    bended = bt.BendedModule(model)
+    for is_given, *signs in (
+        (False, -1.0, 1.0, -1.0), (False, -1.0, 1.0, 1.0), (True, 1.0, 1.0, -1.0),
+        (True, 1.0, -1.0, 1.0), (True, -1.0, -1.0, -1.0),
+    ):  # fmt: skip
+        given = [called.scale if is_given else torch.zeros(3) for called in (model, other)]
+        y, asked = torch.ones(3), torch.tensor(signs)
+        assert same(bended(given[0], y, asked), other(given[1], y, asked))
+        assert torch.equal(model.last, other.last)
+        assert torch.equal(model.kept["last"], other.kept["last"])
+
+
 def test_a_state_that_cannot_be_read_after_an_op_that_gives_nothing() -> None:
     def model(x: Tensor) -> Tensor:
         x = x + 0.5

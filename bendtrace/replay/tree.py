@@ -382,6 +382,8 @@ class TraceTree:
             for recording in other.recordings():
                 seen, first = recording.environment, program.recording.environment
                 more = seen.sees_more_than(first) or seen.ties_more_than(first)
+                if divergence.is_anew:  # where runs are compared by the names of what they had
+                    more = more or first.ties_more_than(seen)
                 if not (more or recording.tape.blockers) and goes(recording, divergence):
                     return recording
         return None
