@@ -99,6 +99,31 @@ def test_a_gradient_or_base_that_the_model_holds_or_not(name: str, order: tuple[
         assert torch.equal(bended(x), model(x))
 
 
+def test_a_resumed_run_is_not_given_a_weight_of_another_path_as_a_size() -> None:
+    class Model(nn.Module):
+        """Reads a size where, along another path, it reads a weight: ops of one number."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2))
+            self.one = nn.Parameter(torch.ones(2) * 7)
+            self.other = nn.Parameter(torch.ones(2) * 9)
+
+        def forward(self, x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            if signs[0] > 0:
+                return x + self.one * self.other
+            y = x * 5
+            size = y.size(0)
+            return y if signs[1] > 0 else y * size
+
+    def signs(one: float, other: float) -> Callable[[], Any]:
+        return lambda: (torch.ones(2), torch.tensor([one, other]))
+
+    order = [signs(1, 1), signs(-1, 1), signs(-1, -1), signs(-1, -1)]
+    assert_promise(Model, calls(*order))
+
+
 def test_a_dtype_depends_on_which_operand_is_a_scalar_tensor() -> None:
     def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         z = x + y.squeeze()

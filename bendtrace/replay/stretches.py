@@ -235,11 +235,11 @@ class Divergence:
         if self.is_anew:
             self.rewind()
             return None
-        ops = self.stretch.ops_until(self.position)
+        ops, stale = self.stretch.ops_until(self.position), self._stale()
         computed: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
         for op in ops:
-            value = self.values.get(f"v{op.index}", _MISSING)
+            value = _MISSING if op.index in stale else self.values.get(f"v{op.index}", _MISSING)
             if isinstance(value, Exception):
                 errors[op.index] = value
             elif gives_nothing(op):
@@ -247,6 +247,22 @@ class Divergence:
             elif value is not _MISSING:
                 computed[op.index] = value
         return Prefix(ops, computed, errors, self.hold)
+
+    def _stale(self) -> set[int]:
+        """Return the ops by whose numbers the values of other ops are known.
+
+        Code takes state out of the model at its beginning, also what it uses after the guard at
+        which another path branches off. There, the number belongs to an op of that path, which may
+        have been left out.
+        """
+        stale: set[int] = set()
+        own: set[int] = set()
+        stretch = self.stretch
+        while (parent := stretch.parent) is not None:
+            own |= stretch.code.emitted
+            stale.update(i for i in parent.code.emitted if i >= stretch.start and i not in own)
+            stretch = parent
+        return stale
 
     def rewind(self) -> None:
         """Have random numbers drawn again."""
