@@ -165,7 +165,7 @@ def save_for_sae_lens(
         ...     bt.harvesting.save_for_sae_lens(found["exp"], "cached", hook_name="blocks.0.hook")
     """
     try:
-        import datasets  # type: ignore[import-not-found, unused-ignore]
+        import datasets  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError as error:
         raise ImportError(
             "the data sets of SAE-Lens need datasets: pip install 'bendtrace[sae]'"
