@@ -108,7 +108,8 @@ class Values:
             self._writer.guard(Test.KIND, op.index, kind_of(out), "", frame)
         if isinstance(out, Tensor):
             known = self._writer.known.get(id(out))
-            if known is not None and known() is out:
+            is_known = known is not None and known() is out
+            if known is not None and is_known:
                 before = known.ref or self.element(known.parent, known.key, out)
                 self._writer.aliases[op.index] = self._writer.aliases.get(
                     before.index, before.index
@@ -124,7 +125,7 @@ class Values:
             self.bind_tensor(out, op)
             if op.target in OPTIONAL:
                 self.guard_presence(op, True, frame)
-                if self.environment.compares_identity:
+                if self.environment.compares_identity and not is_known:
                     self.tape.block(
                         f"{said_of(op.target)} at {user_place(frame)} may return a tensor that the "
                         "model holds, and its code tests whether two objects are one (`is`)"
