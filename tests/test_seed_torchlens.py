@@ -569,6 +569,62 @@ def test_a_log_is_read_with_the_names_of_torchlens_2() -> None:
     assert tl.compat.torchlens.get_model_metadata(model, x).num_tensors == len(log)
 
 
+class Counted(torch.nn.Module):
+    """Has ways of several lengths, one of them through a number of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * 2
+        for _ in range(2):
+            x = self.linear(x)
+        return x + y, y * x.sum().item(), torch.ones(3)
+
+
+def test_depths_and_transforms_are_those_asked_for() -> None:
+    x = torch.ones(2, 3)
+    log = tl.compat.torchlens.trace(
+        Counted(), x, mark_layer_depths=True, activation_transform=torch.mean, save_arg_values=True
+    )
+    found = {
+        entry.label: (
+            entry.min_distance_from_input, entry.max_distance_from_input,
+            entry.min_distance_to_output, entry.max_distance_to_output,
+        )
+        for entry in log.layers
+    }  # fmt: skip
+    assert found["input_1_0"] == (0, 0, 3, 6)
+    assert found["linear_1_2:1"] == (1, 1, 3, 5)
+    assert found["sum_1_4"] == (3, 3, 3, 3)
+    assert found["mul_2_5"] == (2, 5, 1, 1)
+    assert found["ones_1_6"] == (None, None, 1, 1)
+    assert found["output_2_8"] == (3, 6, 0, 0)
+    assert not log["ones_1"].has_input_ancestor
+    assert log["ones_1"].has_output_descendant
+    assert torch.equal(log["mul_1_1"].transformed_out, (x * 2).mean())
+    plain = tl.compat.torchlens.trace(Counted(), x)["mul_1_1"]
+    assert (plain.transformed_out, plain.has_input_ancestor) == (None, False)
+
+
+def test_pictures_and_checks_have_the_names_of_torchlens_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Counted(), torch.ones(2, 3)
+    names = tl.compat.torchlens
+    picture = names.show_model_graph(
+        model, x, vis_mode="rolled", vis_call_depth=1, vis_save_only=True, vis_buffers=True,
+        recurrence_detection=True, vis_outpath=str(tmp_path / "run.svg"),
+    )  # fmt: skip
+    assert picture.svg == tl.trace(model, x).draw(rolled=True, depth=1).svg
+    with pytest.raises(tl.errors.InputError, match="vis_mode has to be"):
+        names.show_model_graph(model, x, vis_mode="none")
+    assert names.validate_forward_pass(model, x, random_seed=1)
+    monkeypatch.setattr(tl.Trace, "validate", lambda self: ())
+    assert not names.validate_forward_pass(model, x)
+
+
 def test_a_tuple_is_one_argument_of_a_model_that_takes_one() -> None:
     def added(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return pair[0] + pair[1]

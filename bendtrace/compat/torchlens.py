@@ -1,4 +1,4 @@
-"""TorchLens: `log_forward_pass` and `show_model_graph`.
+"""TorchLens: `log_forward_pass` and `show_model_graph`, and the names of its second version.
 
 >>> import torch, bendtrace as bt
 >>> tl = bt.compat.torchlens
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -36,6 +36,7 @@ __all__ = [
     "log_forward_pass",
     "show_model_graph",
     "trace",
+    "validate_forward_pass",
 ]
 
 
@@ -47,7 +48,21 @@ class Op(LayerEntry):
         >>> entry = bt.compat.torchlens.trace(torch.nn.ReLU(), torch.ones(2))["relu_1"]
         >>> entry.layer_label, entry.func_name, entry.out
         ('relu_1_1', 'relu', tensor([1., 1.]))
+
+    Attributes:
+        min_distance_from_input: the length of the shortest way from an input to it. This, and
+            the three that follow, is None unless the log was made with `mark_layer_depths=True`,
+            and where there is no such way. Numbers that Python computes count as layers.
+        max_distance_from_input: that of the longest way.
+        min_distance_to_output: the length of the shortest way from it to an output.
+        max_distance_to_output: that of the longest way.
     """
+
+    _transform: Callable[[Tensor], Any] | None = None
+    min_distance_from_input: int | None = None
+    max_distance_from_input: int | None = None
+    min_distance_to_output: int | None = None
+    max_distance_to_output: int | None = None
 
     @property
     def layer_label(self) -> str:
@@ -58,6 +73,23 @@ class Op(LayerEntry):
     def out(self) -> Any:
         """The output; None if it was not saved."""
         return self.tensor_contents if self.has_contents else None
+
+    @property
+    def transformed_out(self) -> Any:
+        """What `activation_transform` makes of the output; None without it."""
+        out = self.out
+        is_there = self._transform is not None and isinstance(out, Tensor)
+        return self._transform(out) if is_there else None  # type: ignore[misc]
+
+    @property
+    def has_input_ancestor(self) -> bool:
+        """Whether a way from an input leads to it; False unless layer depths were marked."""
+        return self.min_distance_from_input is not None
+
+    @property
+    def has_output_descendant(self) -> bool:
+        """Whether a way leads from it to an output; False unless layer depths were marked."""
+        return self.min_distance_to_output is not None
 
     @property
     def grad(self) -> Any:
@@ -228,6 +260,11 @@ def show_model_graph(
     *,
     vis_outpath: str | os.PathLike[str] | None = None,
     random_seed: int | None = None,
+    vis_mode: Literal["rolled", "unrolled"] | None = None,
+    vis_call_depth: int | None = None,
+    vis_save_only: bool = True,
+    vis_buffers: Any = None,
+    recurrence_detection: bool = True,
 ) -> Picture:
     """Run a model once and draw the run, without keeping activations.
 
@@ -236,8 +273,15 @@ def show_model_graph(
         input_args: its positional argument, or a list or tuple of them.
         input_kwargs: its keyword arguments.
         vis_opt: whether the passes of a layer are merged ("rolled") or separate ("unrolled").
-        vis_outpath: a file to draw into (.svg, .png, .pdf, .html, .dot); None for no file.
+        vis_outpath: a file to draw into (.svg, .png, .pdf, .html, .dot); None for no file. A name
+            without an ending gets ".pdf", as in TorchLens.
         random_seed: seed of the run; see `log_forward_pass`.
+        vis_mode: the name of `vis_opt` in TorchLens 2.
+        vis_call_depth: how many nested modules to open; None for all.
+        vis_save_only: no effect: a picture is shown where it is displayed, never by this function.
+        vis_buffers: no effect: pictures have no nodes for buffers.
+        recurrence_detection: no effect: passes of a layer are identified by the place in the
+            source.
 
     Returns:
         The picture, which notebooks show.
@@ -252,20 +296,23 @@ def show_model_graph(
         >>> picture.svg.startswith("<svg")
         True
     """
-    if vis_opt not in ("rolled", "unrolled"):
-        raise InputError(f"vis_opt has to be 'rolled' or 'unrolled', not {vis_opt!r}")
-    trace = log_forward_pass(
-        model, input_args, input_kwargs, "none", vis_opt,
-        vis_outpath=vis_outpath, random_seed=random_seed,
-    )  # fmt: skip
-    assert trace.picture is not None
-    return trace.picture
+    mode, name = (vis_opt, "vis_opt") if vis_mode is None else (vis_mode, "vis_mode")
+    if mode not in ("rolled", "unrolled"):
+        raise InputError(f"{name} has to be 'rolled' or 'unrolled', not {mode!r}")
+    if vis_outpath is not None and not os.path.splitext(vis_outpath)[1]:
+        vis_outpath = f"{os.fspath(vis_outpath)}.pdf"
+    trace = log_forward_pass(model, input_args, input_kwargs, "none", random_seed=random_seed)
+    return trace.draw(vis_outpath, rolled=mode == "rolled", depth=vis_call_depth)
 
 
 def trace(
     model: Callable[..., Any],
     input_args: Any,
     input_kwargs: Mapping[str, Any] | None = None,
+    *,
+    activation_transform: Callable[[Tensor], Any] | None = None,
+    mark_layer_depths: bool = False,
+    save_arg_values: bool = False,
     **options: Any,
 ) -> Trace:
     """Run a model and log everything that it computes: `log_forward_pass`, as TorchLens 2 names it.
@@ -274,6 +321,12 @@ def trace(
         model: what to run. It is not changed.
         input_args: its positional argument, or a list or tuple of them.
         input_kwargs: its keyword arguments.
+        activation_transform: a function of a saved output, for `entry.transformed_out`. It is
+            called when that is read.
+        mark_layer_depths: whether to count how far each layer is from inputs and outputs, for
+            `entry.min_distance_from_input` and the like.
+        save_arg_values: no effect: `entry.arguments` is how a function was called, and
+            `entry.parents` name the values.
         **options: those of `log_forward_pass`. In `layers_to_save`, a word without a number selects
             every layer and module whose name contains it: `"relu"`. Outputs are always saved.
 
@@ -290,7 +343,13 @@ def trace(
         ['input_1_0', 'relu_1_1', 'output_1_2']
     """
     options["layers_to_save"] = _selected(options.get("layers_to_save", "all"))
-    return log_forward_pass(model, input_args, input_kwargs, **options)
+    log = log_forward_pass(model, input_args, input_kwargs, **options)
+    if mark_layer_depths:
+        _mark_depths(log)
+    for entry in log.entries:
+        if isinstance(entry, Op):
+            entry._transform = activation_transform
+    return log
 
 
 def get_model_metadata(
@@ -313,6 +372,66 @@ def get_model_metadata(
         3
     """
     return log_forward_pass(model, input_args, input_kwargs, "none")
+
+
+def validate_forward_pass(
+    model: Callable[..., Any],
+    input_args: Any,
+    input_kwargs: Mapping[str, Any] | None = None,
+    random_seed: int | None = None,
+    verbose: bool = False,
+    validate_metadata: bool = True,
+) -> bool:
+    """Run a model, compute each op again from the saved values, and compare the results.
+
+    `bendtrace.Trace.validate` does the same for a log, and says what differs.
+
+    Args:
+        model: what to run. It is not changed.
+        input_args: its positional argument, or a list or tuple of them.
+        input_kwargs: its keyword arguments.
+        random_seed: seed of the run; see `log_forward_pass`.
+        verbose: no effect: `print(log.validate())` says what was checked.
+        validate_metadata: no effect.
+
+    Returns:
+        Whether all results are the same bits.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bt.compat.torchlens.validate_forward_pass(torch.nn.Linear(2, 3), torch.ones(4, 2))
+        True
+    """
+    log = log_forward_pass(model, input_args, input_kwargs, random_seed=random_seed)
+    return bool(log.validate())
+
+
+def _mark_depths(log: Trace) -> None:
+    """Count the entries on the ways between each one and the inputs and outputs."""
+    entries = [each for each in log.entries_without_state() if isinstance(each, Op)]
+    above = _distances(entries, "input", lambda entry: entry.parents)
+    below = _distances(entries[::-1], "output", lambda entry: entry.children)
+    for entry in entries:
+        low, high = above.get(entry.label, (None, None))
+        entry.min_distance_from_input, entry.max_distance_from_input = low, high
+        low, high = below.get(entry.label, (None, None))
+        entry.min_distance_to_output, entry.max_distance_to_output = low, high
+
+
+def _distances(
+    entries: Iterable[Op], ends: str, before: Callable[[Op], list[str]]
+) -> dict[str, tuple[int, int]]:
+    """Return how far entries are from the ends, at least and at most, in the order of the ways."""
+    found: dict[str, tuple[int, int]] = {}
+    for entry in entries:
+        near = [found[label] for label in before(entry) if label in found]
+        if entry.kind == ends:
+            found[entry.label] = 0, 0
+        elif near:
+            found[entry.label] = (
+                1 + min(low for low, _ in near), 1 + max(high for _, high in near)
+            )  # fmt: skip
+    return found
 
 
 def _arguments(model: Callable[..., Any], given: Any) -> tuple[Any, ...]:
