@@ -96,7 +96,7 @@ class Decoder(nn.Module):
 def torchbend() -> dict[str, Any]:
     return {
         "module": Decoder().eval(), "other": Decoder().eval(), "x": torch.randn(4, 1, 32),
-        "nn": nn, "coder": Coder(),
+        "nn": nn, "coder": Coder(), "torch": torch,
     }  # fmt: skip
 
 
@@ -232,6 +232,8 @@ EXPECTED: dict[str, dict[str, str]] = {
         "from dataclasses import dataclass": "clamped.max() <= 0",
         "with lm.patch(": "7 not in said[0, 4:].tolist() and said.shape[1] > 4",
         "pg.save(": "pg(x)[0].equal(model.linear(x))",
+        "with torch.no_grad(): run = pg.step(x)": "stepped[0].equal(model.linear(x))",
+        "trace = bt.trace(": "len(record.nodes) > 2",
     },
     "nnsight": {
         "hidden = bended.get_activations(": "hidden.shape == (1, 6, 32)",
@@ -246,6 +248,8 @@ EXPECTED: dict[str, dict[str, str]] = {
         "short = ": "len(short) < len(log)",
         "ids = bended.generate(": "ids.shape == (1, 9)",
         "count = ": "next(count) == 3",
+        'run = bt.trace(net, x, save="none")': "any(node.is_edited for node in record)",
+        "with torch.no_grad(): run = ": "changed.equal(net[1].bias.expand(2, 2))",
     },
     "tacklebox": {
         'hookmngr.register_forward_hook(after, hook_fn_name="after")': (
@@ -263,6 +267,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "hookmngr.remove_hook_by_name(": "'after[last]' not in hookmngr.name_to_hookhandle",
         "hookmngr.remove_module_by_name(": "'first' not in hookmngr.name_to_module",
         "hookmngr.remove_all_hooks()": "not first._forward_hooks and not first._forward_pre_hooks",
+        "with torch.no_grad(): run = ": "run.variables['input'].shape == (2, 3)",
     },
     "torchbend": {
         "encoder = ": "encoder(x).equal(module.encode(x))",
@@ -302,6 +307,8 @@ EXPECTED: dict[str, dict[str, str]] = {
             "not mixed.equal(module.encode(x)) and bended(x).equal(module(x))"
         ),
         "tb.BendingParameter(": "_ == 1",
+        "with torch.no_grad(): run = ": "quiet.eq(0.5).all()",
+        "bt.workflows.find_nan(": "_ is None",
     },
     "torchlens": {
         "bt.log_forward_pass(model, x, vis_opt": "Path('run.svg').read_text()[:4] == '<svg'",
@@ -324,6 +331,10 @@ EXPECTED: dict[str, dict[str, str]] = {
         "log.validate()": "'bitwise equal' in str(_)",
         "log.save(": "str(loaded) == str(log)",
         "bt.workflows.receptive_field(": "_[2:] == (slice(2, 7), slice(2, 7))",
+        "with torch.no_grad(): run = bended.step(x)": "not changed.equal(model(x))",
+        "second = ": "sum(node.is_edited for node in halved) == 1",
+        'log.table("parameters")': "len(_.to_list()) == 8",
+        'log.write_as("chrome"': "'traceEvents' in Path('run.json').read_text()",
     },
     "torchwatcher": {
         "watched = interject_by_match(": "show.names == ['features.sub_1', 'relu']",
@@ -340,6 +351,8 @@ EXPECTED: dict[str, dict[str, str]] = {
             "'features.sub_0' in [node.path for node in node_selector.find(_, traced)]"
         ),
         "probe = ": "list(probe.probes) == ['features']",
+        "bt.workflows.gradient_flow(": "len(_) == 6",
+        "with torch.no_grad(): stepped = ": "'x' in stepped.variables",
     },
     "transformer_lens": {
         "_, cache = ": "len(cache) > 100",
@@ -354,6 +367,8 @@ EXPECTED: dict[str, dict[str, str]] = {
         "log = ": "log['transformer.h.0'].grad_contents.shape == (1, 6, 32)",
         "resid = ": "resid.effect.shape == (2, 6)",
         "said = ": "said.equal(model.generate(tokens, max_new_tokens=3, pad_token_id=0))",
+        "found = ": "found.shape[:2] == tokens.shape",
+        "trace = bt.trace(": "any(node.is_edited for node in record)",
     },
 }
 
