@@ -272,7 +272,7 @@ class CompiledPath(CompiledFunction):
             return self._missed()
         given = gathered[: self._count] if len(gathered) > self._count else gathered
         if spliced is not None:
-            if not {id(value) for value in given}.isdisjoint(map(id, spliced.tensors)):
+            if not spliced.identities.isdisjoint(map(id, given)):
                 self.reason = "a tensor of what is inserted is one of the model's own, or an input"
                 if raises:
                     raise Refusal(self.reason)

@@ -117,6 +117,7 @@ class Speculation:
                 along = inserted.along(path.recording)
                 if isinstance(along, str) or along.key != path.key:
                     continue
+                path.key = along.key  # which is equal, and compared faster the next time
                 spliced = along
             if path.admits(arguments):
                 break

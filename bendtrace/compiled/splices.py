@@ -83,6 +83,10 @@ class Spliced(Protocol):
     def tensors(self) -> tuple[Tensor, ...]:
         """The other tensors that their functions need, in order."""
 
+    @property
+    def identities(self) -> frozenset[int]:
+        """The identities of these tensors."""
+
     def served(
         self, kept: Sequence[Any], changed: Tensor | None, unchanged: frozenset[int]
     ) -> None:

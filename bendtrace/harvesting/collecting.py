@@ -65,7 +65,7 @@ class _Watched(Insertion):
                 kept[self] = True
                 self.told(recording)
 
-    def fired(self, at: NodePass, changed: bool) -> None:
+    def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
         if not self.has_met:
             self.has_met = True
             super().fired(at, changed)

@@ -8,6 +8,7 @@ are called after the run. If there is an insertion of neither kind, the call is 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from bendtrace.compiled.splices import Splice, Step
-from bendtrace.interject.effects import Effect
+from bendtrace.interject.effects import Effect, Steady
 from bendtrace.interject.gates import (
     AfterGate,
     BeforeGate,
@@ -28,6 +29,7 @@ from bendtrace.interject.gates import (
 from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
 from bendtrace.interject.plan import Entry, Plan
 from bendtrace.interject.purity import effect_of_pure
+from bendtrace.interject.report import Tally
 from bendtrace.interject.structure import Leaf, Shape, assemble, leaves_of_shape, part_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
@@ -91,9 +93,18 @@ class PlannedInsertions:
         self.places: Hashable = plan.key
         self._plan = plan
         self._turns: dict[int, tuple[Recording, list[_GateTurns] | str]] = {}
+        # The splices of a path that stay the same while attributes of insertions do.
+        self._steady: dict[int, tuple[SplicedTurns, list[Steady]]] = {}
 
     def along(self, recording: Recording) -> SplicedTurns | str:
         """Return the splices of a path, or why one of its gates cannot be compiled."""
+        steady = self._steady.get(id(recording))
+        if steady is not None:
+            for one in steady[1]:
+                if not one.holds():
+                    break
+            else:
+                return steady[0]
         known = self._turns.get(id(recording))
         if known is None:
             try:
@@ -119,7 +130,16 @@ class PlannedInsertions:
                     effect = found_now
                 row.append(effect)
             effects.append(row)
-        return SplicedTurns(known[1], effects)
+        spliced = SplicedTurns(known[1], effects)
+        watched = [
+            Steady(turn.entry.what)
+            for _, _, turns in known[1]
+            for turn in turns
+            if turn.look is None
+        ]
+        if all(one.is_possible for one in watched):
+            self._steady[id(recording)] = spliced, watched
+        return spliced
 
     def ran(self, recording: Recording) -> None:
         """Note that a call took a path."""
@@ -136,6 +156,7 @@ class SplicedTurns:
     Attributes:
         key: equal for calls that the same graph can serve.
         tensors: the tensors that the effects need, in order.
+        identities: their identities.
     """
 
     def __init__(self, gates: list[_GateTurns], effects: list[list[Effect | None]]) -> None:
@@ -151,7 +172,19 @@ class SplicedTurns:
         firsts: dict[int, int] = {}
         same = tuple(firsts.setdefault(id(t), slot) for slot, t in enumerate(self.tensors))
         self.key: Hashable = keys, same
+        self.identities = frozenset(firsts)
         self._splices: dict[int, Splice] | None = None
+        self._all = [
+            pair
+            for (_, _, turns), row in zip(gates, effects, strict=True)
+            for pair in zip(turns, row, strict=True)
+        ]
+        self._is_shown = any(effect is None or effect.keep is not None for _, effect in self._all)
+        # Whether each changes its value, once that is known, and the resets of counts before that.
+        self._known: tuple[bool, ...] | None = None
+        self._clears = 0
+        self._lock = threading.Lock()
+        self._calls = 0  # that the insertions have not recorded yet
 
     @property
     def splices(self) -> dict[int, Splice]:
@@ -167,34 +200,76 @@ class SplicedTurns:
         self, kept: Sequence[Any], changed: Tensor | None, unchanged: frozenset[int]
     ) -> None:
         """Let the insertions record what a graph did in their place."""
-        left, flags, number = list(reversed(kept)), None, -1
-        for (_, _, turns), row in zip(self._gates, self._effects, strict=True):
-            for turn, effect in zip(turns, row, strict=True):
-                insertion, at = turn.entry.insertion, turn.at
-                try:
-                    if effect is None:
-                        assert turn.look is not None
-                        values = list(turn.values)
-                        for slot in turn.slots:
-                            values[slot] = left.pop()
-                        turn.look(assemble(turn.shape, values))
-                        insertion.fired(at, False)
-                        continue
-                    number += 1
-                    has_changed = number not in unchanged
-                    if has_changed and not insertion.is_known_to_change(at.path):
-                        if flags is None:
-                            assert changed is not None
-                            flags = changed.tolist()
-                        has_changed = flags[number]
-                    if effect.keep is not None:
-                        effect.keep(tuple(left.pop() for _ in range(effect.kept)))
-                    insertion.fired(at, has_changed)
-                except Exception as error:
-                    noted(error)
+        changes = self._changes(changed, unchanged)
+        left = list(reversed(kept))
+        done = 0
+        try:
+            if self._is_shown:
+                for done, (turn, effect) in enumerate(self._all):  # noqa: B007
+                    self._show(turn, effect, left)
+        except Exception as error:
+            noted(error)
+            failed = self._all[done][0]
+            for (turn, _), has_changed in zip(self._all[:done], changes, strict=False):
+                turn.entry.insertion.fired(turn.at, has_changed)
+            for _, _, turns in self._gates:
+                if any(turn is failed for turn in turns):
                     for other in turns:
                         other.entry.insertion.failed()
-                    raise
+            raise
+        self._count(changes)
+
+    @staticmethod
+    def _show(turn: _Turn, effect: Effect | None, left: list[Any]) -> None:
+        """Show an insertion the values that it looks at or keeps."""
+        if effect is None:
+            assert turn.look is not None
+            values = list(turn.values)
+            for slot in turn.slots:
+                values[slot] = left.pop()
+            turn.look(assemble(turn.shape, values))
+        elif effect.keep is not None:
+            effect.keep(tuple(left.pop() for _ in range(effect.kept)))
+
+    def _changes(self, changed: Tensor | None, unchanged: frozenset[int]) -> tuple[bool, ...]:
+        """Return whether each insertion has changed its value, for all that is known."""
+        if self._known is not None and self._clears == Tally.clears:
+            return self._known
+        clears, flags, number, is_known = Tally.clears, None, -1, True
+        found: list[bool] = []
+        for turn, effect in self._all:
+            number += effect is not None
+            has_changed = effect is not None and number not in unchanged
+            if has_changed and not turn.entry.insertion.is_known_to_change(turn.at.path):
+                if flags is None:
+                    assert changed is not None
+                    flags = changed.tolist()
+                has_changed, is_known = flags[number], False
+            found.append(has_changed)
+        changes = tuple(found)
+        if is_known:
+            self._known, self._clears = changes, clears
+        return changes
+
+    def _count(self, changes: tuple[bool, ...]) -> None:
+        """Record a call on all insertions: at once, or before somebody looks."""
+        if changes is not self._known:
+            for (turn, _), has_changed in zip(self._all, changes, strict=True):
+                turn.entry.insertion.fired(turn.at, has_changed)
+            return
+        with self._lock:
+            self._calls += 1
+            if self._calls == 1:
+                for turn, _ in self._all:
+                    turn.entry.insertion.fires_later(self._settle)
+
+    def _settle(self) -> None:
+        """Record on all insertions what was not recorded so far."""
+        with self._lock:
+            times, self._calls, changes = self._calls, 0, self._known
+            if times and changes is not None:
+                for (turn, _), has_changed in zip(self._all, changes, strict=True):
+                    turn.entry.insertion.fired(turn.at, has_changed, times)
 
 
 def _splice(gate: Gate, turns: list[_Turn], effects: list[Effect | None]) -> Splice:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["Effect", "as_given", "as_number", "can_cast", "chained", "effect_of_value"]
+__all__ = [
+    "Effect", "Steady", "as_given", "as_number", "can_cast", "chained", "depends_on",
+    "effect_of_value",
+]  # fmt: skip
 
 
 class Effect(NamedTuple):
@@ -33,6 +38,60 @@ class Effect(NamedTuple):
     keep: Callable[[tuple[Tensor, ...]], None] | None = None
     kept: int = 0
     check: Callable[..., str | None] | None = None
+
+
+def depends_on(*names: str) -> Callable[[_Method], _Method]:
+    """Mark a method `effect` whose result depends on these attributes only.
+
+    As long as they are the same objects, and cannot change, it is not called again.
+    """
+    getters = [attrgetter(name) for name in names]
+
+    def mark(method: _Method) -> _Method:
+        method.reads = getters  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+class Steady:
+    """Tells whether the attributes that an effect depends on are still the same objects.
+
+    Args:
+        what: the interjection.
+
+    Attributes:
+        is_possible: whether that says that the effect is the same.
+    """
+
+    def __init__(self, what: Any) -> None:
+        self._what = what
+        getters = getattr(type(what).effect, "reads", None)
+        self._read = [(read, read(what)) for read in getters or ()]
+        self.is_possible = getters is not None and all(
+            _is_constant(value) for _, value in self._read
+        )
+
+    def holds(self) -> bool:
+        """Return whether they are."""
+        what = self._what
+        for read, value in self._read:
+            if read(what) is not value:
+                return False
+        return True
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether an object cannot change, except for the content of a tensor."""
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    if type(value) is slice:
+        return all(map(_is_constant, (value.start, value.stop, value.step)))
+    return type(value) in _CONSTANT
+
+
+_CONSTANT = PLAIN_TYPES | {Tensor, nn.Parameter}
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:

@@ -206,9 +206,13 @@ class Insertion:
 
     # What the gates note
 
-    def fired(self, at: NodePass, changed: bool) -> None:
+    def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
         """Record that it was called."""
-        self._tally.called(at, changed)
+        self._tally.called(at, changed, times)
+
+    def fires_later(self, settle: Callable[[], None]) -> None:
+        """Note what records calls that are not recorded so far (see `Tally.wait_for`)."""
+        self._tally.wait_for(settle)
 
     def fired_backward(self, at: NodePass) -> None:
         """Record that it received gradients."""
@@ -216,6 +220,8 @@ class Insertion:
 
     def ran(self, recording: Recording) -> None:
         """Record that a call took a path while it was active."""
+        if self.runs and self.runs[-1] is recording:
+            return
         if len(self.runs) < _MOST_RUNS and all(run is not recording for run in self.runs):
             self.runs.append(recording)
 

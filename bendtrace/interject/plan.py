@@ -33,8 +33,11 @@ class Placed(Protocol):
     def passes(self) -> Passes:
         """The passes of a node in which it is called."""
 
-    def fired(self, at: NodePass, changed: bool) -> None:
+    def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
         """Record that it was called."""
+
+    def fires_later(self, settle: Callable[[], None]) -> None:
+        """Note what records calls that are not recorded so far."""
 
     def fired_backward(self, at: NodePass) -> None:
         """Record that it received gradients."""

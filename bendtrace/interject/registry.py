@@ -58,7 +58,7 @@ class InsertionRegistry:
         self._calls = _Calls()
         self._lock = threading.RLock()
         self._insertions: tuple[Insertion, ...] = ()
-        self._plan: Plan | None = None
+        self._plan: tuple[tuple[Insertion, ...], Plan] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._insertions)
@@ -190,6 +190,9 @@ class InsertionRegistry:
         insertions = self._insertions
         if not insertions:
             return None
+        known = self._plan
+        if known is not None and known[0] is insertions:
+            return known[1]
         ahead = [
             insertion
             for insertion in insertions
@@ -199,9 +202,8 @@ class InsertionRegistry:
             i for i in insertions if not i.is_checked or any(target.is_open for target in i.targets)
         ]
         if not ahead and not opened:
-            plan = self._plan
-            if plan is None:
-                plan = self._plan = self._made(insertions, None)
+            plan = self._made(insertions, None)
+            self._plan = insertions, plan
             return plan
         rehearsal = self._model.rehearsal(args, kwargs)
         for insertion in opened:

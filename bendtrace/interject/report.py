@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from bendtrace.interject.interjection import NodePass
 from bendtrace.paths.nodes import NodePath
@@ -116,26 +117,47 @@ class Report:
 
 
 class Tally:
-    """Counts calls; thread-safe, since backward passes may run in several threads."""
+    """Counts calls; thread-safe, since backward passes may run in several threads.
+
+    Attributes:
+        clears: how often counts were reset, of all insertions.
+    """
+
+    clears: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self._rows: dict[str, Row] = {}
         self._lock = threading.Lock()
+        self._settling = threading.Lock()
+        self._waiting: set[Callable[[], None]] = set()
+
+    def wait_for(self, settle: Callable[[], None]) -> None:
+        """Note a function that counts calls which were not counted so far.
+
+        It is called, perhaps in vain, before anybody reads the counts.
+        """
+        self._waiting.add(settle)
+
+    def _settle(self) -> None:
+        with self._settling:
+            while self._waiting:
+                self._waiting.pop()()
 
     def rows(self) -> tuple[Row, ...]:
         """Return the counts so far."""
+        self._settle()
         with self._lock:
             return tuple(
                 Row(row.path, dict(row.passes), row.changed, row.backward)
                 for row in self._rows.values()
             )
 
-    def called(self, at: NodePass, changed: bool) -> None:
-        """Count a call."""
+    def called(self, at: NodePass, changed: bool, times: int = 1) -> None:
+        """Count a call, or several."""
         with self._lock:
             row = self._row(at.path)
-            row.passes[at.number] = row.passes.get(at.number, 0) + 1
-            row.changed += changed
+            row.passes[at.number] = row.passes.get(at.number, 0) + times
+            row.changed += changed * times
 
     def told(self, at: NodePass) -> None:
         """Count gradients that were received."""
@@ -150,7 +172,9 @@ class Tally:
 
     def clear(self) -> None:
         """Reset the counts."""
+        self._settle()
         with self._lock:
+            Tally.clears += 1
             self._rows.clear()
 
     def _row(self, path: str) -> Row:

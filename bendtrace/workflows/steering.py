@@ -21,7 +21,7 @@ from bendtrace.calls import (
 )
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.parameter import Expression, value_of
-from bendtrace.interject.effects import Effect
+from bendtrace.interject.effects import Effect, depends_on
 from bendtrace.interject.group import InsertionGroup, InsertionHandle, is_root
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.patches.regions import is_constant_index
@@ -310,6 +310,7 @@ class _Adds(Interjection):
         made[index] = self._plus(output[index], added, at)
         return made
 
+    @depends_on("vector", "scale", "positions", "normalise")
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
         if self.steps is not _always:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from bendtrace.errors import InputError, PatchError
-from bendtrace.interject.effects import Effect, as_number, effect_of_value
+from bendtrace.interject.effects import Effect, as_number, depends_on, effect_of_value
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.patches.base import Patch, copied_in, described
 from bendtrace.interject.patches.regions import (
@@ -67,6 +67,7 @@ class ZeroPatch(Patch[Patchable]):
         made: Patchable = replaced(original_output, self.slice, 0)
         return made
 
+    @depends_on("slice")
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
         return _effect(replaced, self.slice, 0, like)
@@ -104,6 +105,7 @@ class AddPatch(Patch[Patchable]):
         made: Patchable = added(original_output, self.slice, self.value)
         return made
 
+    @depends_on("value", "slice")
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
         return _effect(added, self.slice, self.value, like)
@@ -143,6 +145,7 @@ class ReplacePatch(Patch[Patchable]):
         made: Patchable = replaced(original_output, self.slice, self.value)
         return made
 
+    @depends_on("value", "slice")
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
         return _effect(replaced, self.slice, self.value, like)
