@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import BendError, NeverFiredWarning
+from bendtrace.interject.effects import depends_on
 from tests.compiled.common import ALWAYS
 from tests.promise import bits
 from tests.shares import some
@@ -361,6 +362,69 @@ def test_each_call_is_counted_and_what_never_fires_is_warned_of() -> None:
         handle.warn_if_never_fired()
     handle.remove()
     assert bended.compiled.hits == 4 + 2
+
+
+def test_what_stays_inserted_is_asked_again_when_an_attribute_changes() -> None:
+    asked = []
+
+    class Counting(bt.patches.AddPatch):
+        @depends_on("value", "slice")
+        def effect(self, at: Any, like: Any) -> Any:
+            asked.append(at.path)
+            return super().effect(at, like)
+
+    both = Both()
+    patches = [Counting(VECTOR.clone()) for _ in range(2)]
+    for bended, patch in zip((both.compiled, both.replayed), patches, strict=True):
+        bended.interject("b", patch)
+
+    def check(hits: int) -> None:
+        before = both.compiled.compiled.hits
+        for _ in range(4):
+            x = torch.randn(2, 4)
+            assert bits(both.compiled(x)) == bits(both.replayed(x))
+        assert both.compiled.compiled.hits - before == hits
+
+    check(hits=2)
+    known = len(asked)
+    check(hits=4)
+    assert len(asked) == known  # nothing has changed
+    for patch in patches:
+        patch.value = VECTOR * 2
+    check(hits=4)
+    assert len(asked) == known + 1
+    for patch in patches:
+        patch.value.mul_(3)  # the tensor is an input of the graph
+    check(hits=4)
+    for patch in patches:
+        patch.value = 0.5
+        patch.slice = (slice(None), [0, 2])  # a list can change without anybody noticing
+    check(hits=2)
+    known = len(asked)
+    for patch in patches:
+        patch.slice[1][0] = 3
+    check(hits=2)
+    assert len(asked) > known
+
+
+def test_calls_that_are_counted_later_are_counted_once() -> None:
+    both = Both()
+    handles = [
+        [bended.interject(name, bt.patches.AddPatch(VECTOR)) for name in ("a", "b")]
+        for bended in (both.compiled, both.replayed)
+    ]
+    for number in range(12):
+        x = torch.randn(2, 4)
+        assert bits(both.compiled(x)) == bits(both.replayed(x))
+        if number in (5, 9, 10):  # of one of two, whose calls are counted together
+            assert str(handles[0][0].report()) == str(handles[1][0].report())
+        if number in (7, 10):
+            for first, _ in handles:
+                first.clear_report()
+    assert both.one_graph()["hits"] >= 9
+    for ours, theirs in zip(*handles, strict=True):
+        assert str(ours.report()) == str(theirs.report())
+        assert str(ours.report()) == str(theirs.report())
 
 
 def test_taking_away_and_inserting_again_compiles_nothing_again() -> None:
