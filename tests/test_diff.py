@@ -809,3 +809,56 @@ def test_weaker_keys_pair_only_what_stands_between_the_same_neighbours() -> None
     a = [["p", "x", "q"], ["P", "X", "Q"]]
     assert match(a, [["p", "y", "q"], ["P", "X", "Q"]]) == {0: 0, 1: 1, 2: 2}
     assert match(a, [["y", "p", "q"], ["X", "P", "Q"]]) == {0: 1, 2: 2}
+
+
+# More than two runs
+
+
+def test_more_runs_are_compared_with_the_first() -> None:
+    def shrink(x: Any) -> Any:
+        while x.norm() > 1:
+            x = x / 2
+        return x
+
+    runs = [run(shrink, torch.ones(n)) for n in (4, 4, 9, 1)]
+    differences = bt.diff(*runs)
+    alone = [bt.diff(runs[0], other) for other in runs[1:]]
+    assert isinstance(differences, bt.Differences)
+    assert [one.to_dict() for one in differences] == [one.to_dict() for one in alone]
+    assert [bool(one) for one in differences] == [False, True, True]
+    assert differences
+    rows = {row.layer: row for row in differences.layers()}
+    assert rows["norm_1_1"].passes == 2
+    assert rows["norm_1_1"].runs == (
+        "", "value (max abs 1)", "value (max abs 1), without pass 2",
+    )  # fmt: skip
+    assert rows["gt_1_2"].runs == ("", "value", "value, without pass 2")
+    assert rows["div_1_3"].runs == ("", "shape", "missing")
+    text = str(differences)
+    assert "run 2: the same" in text
+    assert "1 iteration in run 1, 2 iterations in run 3; 4 entries only there" in text
+    assert "1 iteration in run 1, 0 iterations in run 4" in text
+    assert differences.table().to_list()[0] == {
+        "layer": "input_1_0", "passes": 1, "module": "", "run_2": "", "run_3": "shape",
+        "run_4": "shape",
+    }  # fmt: skip
+    assert json.loads(json.dumps(differences.to_dict()))["same"] is False
+    assert "... 5 more layers: text(limit=None) shows all" in differences.text(limit=1)
+
+
+def test_runs_that_are_the_same_have_no_layers_that_differ() -> None:
+    runs = [run(nn.Linear(2, 2).eval(), torch.ones(1, 2))] * 3
+    differences = bt.diff(*runs)
+    assert not differences
+    assert differences.layers() == []
+    assert [row.runs for row in differences.layers(every=True)] == [("", "")] * len(
+        {(entry.name, entry.element) for entry in runs[0].entries}
+    )
+    assert "none" not in str(differences)
+
+
+def test_values_of_more_runs_are_compared_within_tolerances() -> None:
+    runs = [run(torch.exp, torch.tensor([value])) for value in (1.0, 1.001, 2.0)]
+    assert [bool(one) for one in bt.diff(*runs, atol=0.1)] == [False, True]
+    with pytest.raises(InputError, match="the 3th argument is a int"):
+        bt.diff(*runs[:2], 3)  # type: ignore[call-overload]

@@ -92,7 +92,7 @@ def int_arithmetic(w: Writer, _: Any) -> str:
             "({a} and {b})", "int('123'[{a} % 3])", "{{0: 1, 1: 2}}.get({a}, 3)",
             "(({a} ^ {b}) % 5)",
             "({a} % 5 << 1)", "({a} >> 1)", "pow({a}, 2)", "({a} % 4).bit_length()", "hash({a})",
-            "int(f'{{{a}:d}}')", "sum(range({a} % 4))", "len(range(0, {a} % 9, 2))",
+            "int(f'{{({a}):d}}')", "sum(range({a} % 4))", "len(range(0, {a} % 9, 2))",
         )
     )  # fmt: skip
     if "f'" in form and "'" in a:  # until Python 3.12 a quote ends it

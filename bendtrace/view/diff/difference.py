@@ -6,7 +6,7 @@ import json
 import os
 from functools import cached_property
 from html import escape
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry
@@ -16,6 +16,7 @@ from bendtrace.view.diff.comparison import Comparison, GuardChange, guard_change
 from bendtrace.view.diff.first import Timeline, without_tests
 from bendtrace.view.diff.matching import Matching, RunIndex
 from bendtrace.view.diff.picture import difference_picture
+from bendtrace.view.diff.several import Differences
 from bendtrace.view.diff.text import difference_text
 from bendtrace.view.drawing.picture import Format, Picture
 
@@ -29,10 +30,23 @@ class _Logged(Protocol):
     def log(self) -> RunLog: ...
 
 
+_Run = RunLog | _Logged
+
+
+@overload
+def diff(a: _Run, b: _Run, *, rtol: float = 0.0, atol: float = 0.0) -> Difference: ...
+
+
+@overload
 def diff(
-    a: RunLog | _Logged, b: RunLog | _Logged, *, rtol: float = 0.0, atol: float = 0.0
-) -> Difference:
-    """Compare two runs: of two inputs, or of two versions of a model.
+    a: _Run, b: _Run, c: _Run, /, *more: _Run, rtol: float = 0.0, atol: float = 0.0
+) -> Differences: ...
+
+
+def diff(
+    a: _Run, b: _Run, *more: _Run, rtol: float = 0.0, atol: float = 0.0
+) -> Difference | Differences:
+    """Compare two runs, or more: of several inputs, or of versions of a model.
 
     Items at the same place match: in the same module, at the same expression of the same function,
     in the same iteration. Code that moved, and modules that were renamed or wrapped, are matched by
@@ -42,12 +56,14 @@ def diff(
         a: one run, as returned by `bendtrace.trace`, or a `BackwardPass`. Values are compared if
             both saved them (`save="all"`).
         b: the other.
+        *more: more runs to compare with the first.
         rtol: relative tolerance for values, as in `torch.isclose`. With both tolerances at 0,
             values are equal only if all their bits are.
         atol: absolute tolerance.
 
     Returns:
-        The `Difference`, which is true if the runs differ.
+        The `Difference`, which is true if the runs differ. For more than two runs, `Differences`:
+        one for each run after the first, and a table of all.
 
     Raises:
         InputError: one of them is not a trace, or a tolerance is negative.
@@ -64,9 +80,11 @@ def diff(
         >>> [entry.pass_number for entry in difference.added if entry.layer_type == "div"]
         [2]
     """
-    logs = _log_of(a), _log_of(b)
-    for name, history in zip(("first", "second"), logs, strict=True):
+    logs = [_log_of(run) for run in (a, b, *more)]
+    names = "first", "second"
+    for number, history in enumerate(logs):
         if not isinstance(history, RunLog):
+            name = names[number] if number < 2 else f"{number + 1}th"
             raise InputError(
                 f"the {name} argument is a {type(history).__name__}, not a trace: "
                 "diff(trace(model, x), trace(model, y)) compares two runs"
@@ -74,7 +92,8 @@ def diff(
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not tolerance >= 0:
             raise InputError(f"{name} must be at least 0, not {tolerance!r}")
-    return Difference(*logs, rtol, atol)
+    found = [Difference(logs[0], other, rtol, atol) for other in logs[1:]]
+    return Differences(found) if more else found[0]
 
 
 def _log_of(given: Any) -> Any:
