@@ -52,15 +52,17 @@ class Differences(Sequence["Difference"]):
         >>> differences = bt.diff(*runs)
         >>> bool(differences[0]), bool(differences[1])
         (False, True)
-        >>> print(differences)
-        shrink: run 1, and how 2 others differ
-            run 2: the same
-            run 3: first at `while x.norm() > 1` (<stdin>:2): 1 iteration in a, 2 iterations in b
-        <BLANKLINE>
-        layer         passes  module    run 2    run 3
-        ----------  --------  --------  -------  ------------------
-        input_1_0          1                     shape
-        norm_1_1           2                     value (max abs 1)
+        >>> [row.runs for row in differences.layers() if row.layer == "norm_1_1"]
+        [('', 'value (max abs 1)')]
+        >>> print(differences.table())
+        layer       passes    module    run_2    run_3
+        ----------  --------  --------  -------  -----------------
+        input_1_0   1                            shape
+        norm_1_1    2                            value (max abs 1)
+        gt_1_2      2                            value
+        bool_1      2                            value
+        div_1_3     1                            shape
+        output_1_4  1                            shape
     """
 
     def __init__(self, differences: Sequence[Difference]) -> None:
