@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from bendtrace.stats import Explanation, Stats
     from bendtrace.torch_rules.intercepts import opaque
     from bendtrace.view.diff.difference import Difference, diff
-    from bendtrace.view.diff.several import Differences
 
 __all__ = [
     "Activations",
@@ -53,7 +52,6 @@ __all__ = [
     "BendtraceError",
     "Bisection",
     "Difference",
-    "Differences",
     "Domain",
     "Explanation",
     "HookManager",

@@ -34,7 +34,6 @@ PLACES = {
     "BendtraceError": "bendtrace.errors",
     "Bisection": "bendtrace.bisecting.bisect",
     "Difference": "bendtrace.view.diff.difference",
-    "Differences": "bendtrace.view.diff.several",
     "Domain": "bendtrace.exploring.domain",
     "Explanation": "bendtrace.stats",
     "HookManager": "bendtrace.hooks",

@@ -19,6 +19,7 @@ import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.view.diff.changes import compare_numbers, compare_tensors
 from bendtrace.view.diff.matching import align, match
+from bendtrace.view.diff.several import Differences
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.shares import some
@@ -823,7 +824,7 @@ def test_more_runs_are_compared_with_the_first() -> None:
     runs = [run(shrink, torch.ones(n)) for n in (4, 4, 9, 1)]
     differences = bt.diff(*runs)
     alone = [bt.diff(runs[0], other) for other in runs[1:]]
-    assert isinstance(differences, bt.Differences)
+    assert isinstance(differences, Differences)
     assert [one.to_dict() for one in differences] == [one.to_dict() for one in alone]
     assert [bool(one) for one in differences] == [False, True, True]
     assert differences
