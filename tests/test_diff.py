@@ -858,8 +858,17 @@ def test_runs_that_are_the_same_have_no_layers_that_differ() -> None:
     assert "none" not in str(differences)
 
 
+def test_names_of_modules_are_shown_as_they_are() -> None:
+    model = nn.Sequential()
+    model.add_module("run_1", nn.Linear(2, 2))
+    runs = [run(model, torch.full((1, 2), size)) for size in (1.0, 2.0, 3.0)]
+    text = str(bt.diff(*runs))
+    assert " run_1 " in text
+    assert text.count("run 2") == 2  # in the summary, and over the column
+
+
 def test_values_of_more_runs_are_compared_within_tolerances() -> None:
     runs = [run(torch.exp, torch.tensor([value])) for value in (1.0, 1.001, 2.0)]
     assert [bool(one) for one in bt.diff(*runs, atol=0.1)] == [False, True]
-    with pytest.raises(InputError, match="the 3th argument is a int"):
+    with pytest.raises(InputError, match="the third argument is a int"):
         bt.diff(*runs[:2], 3)  # type: ignore[call-overload]

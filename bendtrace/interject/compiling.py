@@ -180,9 +180,9 @@ class SplicedTurns:
             for pair in zip(turns, row, strict=True)
         ]
         self._is_shown = any(effect is None or effect.keep is not None for _, effect in self._all)
-        # Whether each changes its value, once that is known, and the resets of counts before that.
+        # Whether each changes its value, once that is known, and the latest reset before that.
         self._known: tuple[bool, ...] | None = None
-        self._clears = 0
+        self._reset: object = None
         self._lock = threading.Lock()
         self._calls = 0  # that the insertions have not recorded yet
 
@@ -233,9 +233,9 @@ class SplicedTurns:
 
     def _changes(self, changed: Tensor | None, unchanged: frozenset[int]) -> tuple[bool, ...]:
         """Return whether each insertion has changed its value, for all that is known."""
-        if self._known is not None and self._clears == Tally.clears:
+        if self._known is not None and self._reset is Tally.latest_reset:
             return self._known
-        clears, flags, number, is_known = Tally.clears, None, -1, True
+        reset, flags, number, is_known = Tally.latest_reset, None, -1, True
         found: list[bool] = []
         for turn, effect in self._all:
             number += effect is not None
@@ -248,7 +248,7 @@ class SplicedTurns:
             found.append(has_changed)
         changes = tuple(found)
         if is_known:
-            self._known, self._clears = changes, clears
+            self._known, self._reset = changes, reset
         return changes
 
     def _count(self, changes: tuple[bool, ...]) -> None:

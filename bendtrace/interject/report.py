@@ -120,10 +120,10 @@ class Tally:
     """Counts calls; thread-safe, since backward passes may run in several threads.
 
     Attributes:
-        clears: how often counts were reset, of all insertions.
+        latest_reset: another object after each reset of counts, of any insertion.
     """
 
-    clears: ClassVar[int] = 0
+    latest_reset: ClassVar[object] = object()
 
     def __init__(self) -> None:
         self._rows: dict[str, Row] = {}
@@ -174,7 +174,7 @@ class Tally:
         """Reset the counts."""
         self._settle()
         with self._lock:
-            Tally.clears += 1
+            Tally.latest_reset = object()
             self._rows.clear()
 
     def _row(self, path: str) -> Row:

@@ -81,10 +81,10 @@ def diff(
         [2]
     """
     logs = [_log_of(run) for run in (a, b, *more)]
-    names = "first", "second"
+    names = "first", "second", "third"
     for number, history in enumerate(logs):
         if not isinstance(history, RunLog):
-            name = names[number] if number < 2 else f"{number + 1}th"
+            name = names[number] if number < 3 else f"{number + 1}th"
             raise InputError(
                 f"the {name} argument is a {type(history).__name__}, not a trace: "
                 "diff(trace(model, x), trace(model, y)) compares two runs"

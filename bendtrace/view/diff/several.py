@@ -143,7 +143,8 @@ class Differences(Sequence["Difference"]):
             lines.append(f"    run {number}: {said}")
         table = self.table()
         if table:
-            rows = str(table).replace("run_", "run ").split("\n")
+            rows = str(table).split("\n")
+            rows[0] = rows[0].replace("run_", "run ")
             shown = rows if limit is None else rows[: limit + 2]
             lines += ["", *(row.rstrip() for row in shown)]
             if len(shown) < len(rows):
