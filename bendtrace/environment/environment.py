@@ -25,14 +25,14 @@ from bendtrace.environment.scan_cache import CachedScan, latest_walk, remember
 from bendtrace.source.usage import compares_identity
 from bendtrace.source.versions import Depends
 from bendtrace.tape.captured import (
+    COPIED,
     Access,
     Captured,
     CaptureKind,
     Change,
     content_of,
-    exact_items,
-    exact_members,
     identical,
+    is_as_copied,
 )
 from bendtrace.tape.structure import kept_in
 from bendtrace.tape.watchers import current_watcher
@@ -183,7 +183,7 @@ class Environment(Found):
             if part.index in held and part.index not in taken:
                 is_bare = part.type in _TENSORS and not held[part.index]
                 (self.bare if is_bare else self.alone).append(part)
-            elif part.kind in _COPIED:
+            elif part.kind in COPIED:
                 self.alone.append(part)
 
     def changes(self) -> Iterator[Change]:
@@ -222,12 +222,8 @@ class Environment(Found):
             self.blockers[:], self.leaves_watched_objects = kept, left
 
     def _changes_of(self, part: Captured, before: dict[Any, Any] | None) -> Iterator[Change]:
-        if part.kind is CaptureKind.SET and exact_members(part.value) != part.size:
-            self.block(f"the run changes the set {part.label}", part.label)
-        if part.kind is CaptureKind.LARGE and exact_items(part.value) != part.size:
-            self.block(f"the run changes {part.label}, which is too large to watch", part.label)
-        if part.kind is CaptureKind.ARRAY and part.size != part.value:
-            self.block(f"the run changes the array {part.label}", part.label)
+        if part.kind in COPIED and not is_as_copied(part, part.value):
+            self.block(f"the run changes {_WORDS[part.kind].format(part.label)}", part.label)
         if before is None:
             return
         now = content_of(part, before)
@@ -271,7 +267,11 @@ def _in_one_order(before: Iterable[Any], now: Iterable[Any]) -> bool:
         return [*map(id, before)] == [*map(id, now)]
 
 
-_COPIED = (CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY)  # compared with a copy
+_WORDS = {
+    CaptureKind.SET: "the set {}",
+    CaptureKind.LARGE: "{}, which is too large to watch",
+    CaptureKind.ARRAY: "the array {}",
+}
 _TENSORS = (torch.Tensor, nn.Parameter)
 _LET_GO = (
     CaptureKind.TENSOR,

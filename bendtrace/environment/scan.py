@@ -14,6 +14,7 @@ import inspect
 import sys
 import types
 from abc import ABCMeta
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from itertools import chain, filterfalse
@@ -65,6 +66,7 @@ from bendtrace.environment.reachability import (
 )
 from bendtrace.environment.scan_cache import Notes, facts_of
 from bendtrace.tape.captured import (
+    COPIED,
     PLAIN_TYPES,
     UNSET,
     Access,
@@ -75,8 +77,6 @@ from bendtrace.tape.captured import (
     attributes_of,
     child_label,
     content_of,
-    exact_items,
-    exact_members,
     has_attributes,
     is_array,
     module_of,
@@ -101,6 +101,7 @@ _MODULE_INTERNALS = frozenset(
     }
 )  # fmt: skip
 _LARGE = 512  # a container with more plain entries than this is compared as one
+_FACTORIES = frozenset({bool, int, float, complex, str, list, dict, set, tuple})  # of defaultdicts
 
 
 class Scan:
@@ -275,7 +276,7 @@ class Scan:
             self._add(value, route, CaptureKind.MODULE)
             self._scan_module(value, route.label)
         elif issubclass(kind, (set, frozenset)) and self._is_of_values(value, kind):
-            self._add(value, route, CaptureKind.SET).size = exact_members(value)
+            self._add(value, route, CaptureKind.SET).size = COPIED[CaptureKind.SET](value)
         elif is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
             self._add(value, route, CaptureKind.ARRAY).size = Array(value)
         elif isinstance(value, contextvars.ContextVar):
@@ -366,8 +367,8 @@ class Scan:
     def _scan_container(self, value: Any, route: Route) -> None:
         part = self._add(value, route, container_kind(type(value)))
         content = content_of(part)
-        if len(content) > _LARGE and all(type(item) in PLAIN_TYPES for item in content.values()):
-            part.kind, part.size = CaptureKind.LARGE, exact_items(value)
+        if len(content) > _LARGE and _is_of_plain_values(part, content):
+            part.kind, part.size = CaptureKind.LARGE, COPIED[CaptureKind.LARGE](value)
             return
         by_key = part.kind is CaptureKind.OBJECT or (
             part.access is not Access.FIXED
@@ -690,7 +691,9 @@ class Scan:
         for value in values:
             if type(value) not in PLAIN_TYPES and not self.found.find(value):
                 route = Route(None, Access.FIXED, None, f"a default of {owner}", False)
-                if isinstance(value, (list, tuple, dict)) and has_attributes(type(value)):
+                if isinstance(value, defaultdict) or (
+                    isinstance(value, (list, tuple, dict)) and has_attributes(type(value))
+                ):
                     self._scan_by_identity(value, route)
                 else:
                     self._scan(value, route)
@@ -773,6 +776,16 @@ class Route(NamedTuple):
         while parent is not None and parent.type is tuple:
             parent = parent.parent
         return parent is None
+
+
+def _is_of_plain_values(part: Captured, content: dict[Any, Any]) -> bool:
+    """Whether a container holds nothing but plain values, so that it can be compared as one."""
+    if part.kind is CaptureKind.OBJECT or part.hidden:
+        return False
+    return all(type(key) is AttributeKey or is_value(key) for key in content) and all(
+        type(item) in PLAIN_TYPES or (type(item) is type and item in _FACTORIES)
+        for item in content.values()
+    )
 
 
 def _is_torchs(subject: type | types.FunctionType) -> bool:

@@ -28,6 +28,7 @@ from bendtrace.environment.findings import Contents, Found
 from bendtrace.environment.reachability import is_users_class, namespace_of
 from bendtrace.source.versions import CodeVersion, all_same
 from bendtrace.tape.captured import (
+    COPIED,
     Access,
     AttributeKey,
     Captured,
@@ -35,8 +36,7 @@ from bendtrace.tape.captured import (
     TensorFacts,
     attributes_of,
     content_of,
-    exact_items,
-    exact_members,
+    is_as_copied,
     requires_grad,
 )
 from bendtrace.torch_rules.monkeypatches import monkeypatches
@@ -204,7 +204,7 @@ class CachedScan:
             elif part.kind is CaptureKind.TUPLE:
                 content = content_of(part)
                 self._content[part.index] = [*content], [*map(id, content.values())]
-            if part.index in anew or part.index in self._content or part.kind in _COPIED:
+            if part.index in anew or part.index in self._content or part.kind in COPIED:
                 looked.append(part)
         self._anew, self._looked = frozenset(anew), looked
         self._bare_facts = [part.size[:5] for part in self._bare]
@@ -281,7 +281,7 @@ class CachedScan:
                 part = made[known.index] = self._anew_of(known, made, held)
             if part.kind is not CaptureKind.ALIAS and type(part.value) is not known.type:
                 return None
-            if part.kind in _COPIED and not _is_as_copied(part):
+            if part.kind in COPIED and not is_as_copied(part, part.value):
                 return None
             noted = self._content.get(known.index)
             if noted is None:
@@ -341,16 +341,7 @@ class CachedScan:
         now.bare += [made.get(part.index, part) for part in self._bare]
 
 
-_COPIED = (CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY)
 _GONE = (LookupError, AttributeError, TypeError, ValueError, RuntimeError)
-
-
-def _is_as_copied(part: Captured) -> bool:
-    if part.kind is CaptureKind.SET:
-        return bool(exact_members(part.value) == part.size)
-    if part.kind is CaptureKind.LARGE:
-        return bool(exact_items(part.value) == part.size)
-    return bool(part.size == part.value)
 
 
 def _at(parent: Captured, part: Captured, held: dict[int, dict[Any, Any]]) -> Any:

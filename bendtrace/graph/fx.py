@@ -23,11 +23,13 @@ from bendtrace.recording.iterations import user_code
 from bendtrace.recording.names import NodeRef, mapped
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import (
+    COPIED,
     Access,
     AttributeKey,
     Captured,
     CaptureKind,
     identical,
+    is_as_copied,
 )
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.structure import (
@@ -335,7 +337,7 @@ def _check_part(part: Captured, arguments: tuple[Any, ...]) -> None:
         raise DivergenceError(
             f"argument {part.label} was a {was} when traced and is a {is_now} now"
         )
-    elif _content(part, now) != part.size:
+    elif not (is_as_copied(part, now) if part.kind in COPIED else _content(part, now) == part.size):
         raise DivergenceError(f"argument {part.label} has different content than when traced")
 
 
@@ -348,8 +350,6 @@ def _content(part: Captured, now: Any) -> Any:
         return (*keys, *(key for key in part.size if isinstance(key, AttributeKey)))
     if part.kind in (CaptureKind.LIST, CaptureKind.TUPLE):
         return len(now)
-    if part.kind is CaptureKind.LARGE:
-        return now if isinstance(now, dict) else dict(enumerate(now))
     return part.size if part.kind is CaptureKind.OBJECT else now
 
 

@@ -13,13 +13,11 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.source import Source
 from bendtrace.tape.captured import (
+    COPIED,
     Access,
-    Array,
     AttributeKey,
     Captured,
     CaptureKind,
-    exact_items,
-    exact_members,
     has_attributes,
     slots_of,
 )
@@ -130,11 +128,10 @@ class GuardCode:
                 fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
             for slot in set(slots_of(part.type)) - {str(key) for key in part.size}:
                 fail_if(f"hasattr({name}, {slot!r})", f"{label} has an attribute {slot}")
-        elif kind in _WHOLE:
+        elif kind in COPIED:
             fail_if(_other_content(source, part), f"{label} has other content")
 
 
-_WHOLE = {CaptureKind.SET: exact_members, CaptureKind.LARGE: exact_items, CaptureKind.ARRAY: Array}
 _CONTAINERS = (CaptureKind.LIST, CaptureKind.TUPLE, CaptureKind.DICT)
 _SAME_FOR_EVER = frozenset(
     {CaptureKind.MODULE, CaptureKind.IDENTITY, CaptureKind.ALIAS, CaptureKind.TUPLE}
@@ -154,7 +151,7 @@ def _other_content(source: Source, part: Captured) -> str:
             return (
                 f"tuple({name}) != {members} or tuple(map(type, {name})) != {source.bound(types)}"
             )
-    return f"{source.constant(part.size)} != {source.constant(_WHOLE[part.kind])}({name})"
+    return f"{source.constant(part.size)} != {source.constant(COPIED[part.kind])}({name})"
 
 
 def _check_tensor(

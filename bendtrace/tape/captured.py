@@ -6,7 +6,7 @@ import collections
 import contextvars
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
+    "COPIED",
     "PLAIN_TYPES",
     "UNSET",
     "Access",
@@ -26,11 +27,10 @@ __all__ = [
     "attributes_of",
     "child_label",
     "content_of",
-    "exact_items",
-    "exact_members",
     "has_attributes",
     "identical",
     "is_array",
+    "is_as_copied",
     "module_of",
     "put",
     "requires_grad",
@@ -332,20 +332,65 @@ def child_label(part: Captured, key: Any) -> str:
     return f"{part.label}[{key!r}]"
 
 
+# What a container holds: its keys, their types, the types of its values, and these.
+Exact = tuple[tuple[Any, ...], tuple[type, ...], tuple[type, ...], tuple[Any, ...]]
+# Plain types of which two values are the same if they are equal.
+_COMPARED_BY_VALUE = frozenset({type(None), bool, int, str, bytes})
+
+
+def _bitwise(value: Any) -> Any:
+    """Return a plain value in a form that is equal for the same bits only."""
+    if type(value) is float:
+        return value.hex()
+    return (value.real.hex(), value.imag.hex()) if type(value) is complex else value
+
+
 def _exact(value: Any) -> tuple[type, Any]:
     """A value with its type, since 1 == 1.0 == True, and floats by their bits."""
-    return type(value), value.hex() if type(value) is float else value
+    return type(value), _bitwise(value)
 
 
-def exact_members(values: Any) -> tuple[Any, ...]:
+def _members_of(values: Any) -> tuple[Any, ...]:
     """Return a set's members, in iteration order."""
     return tuple(map(_exact, values))
 
 
-def exact_items(container: Any) -> dict[Any, Any]:
-    """Return the items of a container of plain values with their types."""
-    pairs = dict.items(container) if isinstance(container, dict) else enumerate(container)
-    return {key: _exact(value) for key, value in pairs}
+def _items_of(container: Any) -> Exact:
+    """Return what a container of plain values holds: items and attributes, in their order."""
+    kind = type(container)
+    keys: tuple[Any, ...] = ()
+    if isinstance(container, dict):
+        base: Any = collections.OrderedDict if _is_ordered(container) else dict
+        keys, values = tuple(base.keys(container)), tuple(base.values(container))
+    else:
+        values = tuple((tuple if isinstance(container, tuple) else list).__iter__(container))
+    if kind not in _BARE:
+        own = attributes_of(container)
+        if isinstance(container, collections.defaultdict):
+            own[_FACTORY] = container.default_factory
+        keys, values = (*keys, *own), (*values, *own.values())
+    types = tuple(map(type, values))
+    if not _COMPARED_BY_VALUE.issuperset(types):
+        values = tuple(map(_bitwise, values))
+    return keys, tuple(map(type, keys)), types, values
+
+
+# How what is compared as one is copied: equal copies mean that nothing in it has changed.
+COPIED: dict[CaptureKind, Callable[[Any], Any]] = {
+    CaptureKind.SET: _members_of,
+    CaptureKind.LARGE: _items_of,
+    CaptureKind.ARRAY: Array,
+}
+
+
+def is_as_copied(part: Captured, value: Any) -> bool:
+    """Whether a value holds what one that is compared as one held when it was copied."""
+    now = value if part.kind is CaptureKind.ARRAY else COPIED[part.kind](value)
+    return bool(part.size == now)
+
+
+def _is_ordered(value: dict[Any, Any]) -> bool:
+    return isinstance(value, collections.OrderedDict)
 
 
 def identical(a: Any, b: Any) -> bool:
@@ -382,10 +427,12 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
         content.update(enumerate(value))
     elif isinstance(value, dict):
         # Bypassing its own methods, but in iteration order.
-        base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        base: Any = collections.OrderedDict if _is_ordered(value) else dict
         content.update(base.items(value))
         for key in part.hidden:
             content.pop(key, None)
+        if isinstance(value, collections.defaultdict) and part.access is not Access.FIXED:
+            content[_FACTORY.beside(content)] = value.default_factory
     if type(value) not in _BARE and (
         part.access is not Access.FIXED or part.kind in (CaptureKind.OBJECT, CaptureKind.TENSOR)
     ):
@@ -395,3 +442,4 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
 
 
 _BARE = (dict, list, tuple)  # these have no attributes
+_FACTORY = AttributeKey("default_factory", Access.ATTRIBUTE)

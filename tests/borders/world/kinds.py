@@ -42,6 +42,9 @@ class Slots:
 """
 
 
+_LARGE = "{i: i for i in range(600)}"
+
+
 def _subclass(base: str, make: str) -> Kind:
     define = f"class Own({base}):\n    tag = 1\n"
     return Kind(f"Own({make})", "S.tag", "S.tag += 1", define)
@@ -136,6 +139,18 @@ KINDS = {
     "scaler": Kind(
         "torch.amp.GradScaler('cpu')", "S.get_growth_interval()", "S.set_growth_interval(S.get_growth_interval() + 1)"
     ),
+    "factory": Kind("defaultdict(int)", "S.copy()['b']", "S.default_factory = lambda n=S.copy()['b'] + 1: n"),
+    "large_order": Kind(_LARGE, "next(iter(S.values()))", "first = next(iter(S))\nS[first] = S.pop(first)"),
+    "large_ordered": Kind(f"OrderedDict({_LARGE})", "next(iter(S.values()))", "S.move_to_end(next(iter(S)))"),
+    "large_key": Kind(_LARGE, "type(next(reversed(S))) is not int", "last = next(reversed(S))\nS[float(last)] = S.pop(last)"),
+    "large_keys": Kind(
+        "{Point(i): i for i in range(600)}", "next(iter(S)).value", "next(iter(S)).value += 1", _POINT
+    ),
+    "large_zero": Kind("[0j] * 600", "str(S[0]).count('-')", "S[0] = complex(0, -0.0)"),
+    "large_dict": _subclass("dict", _LARGE),
+    "large_list": _subclass("list", "[1.5] * 600"),
+    "large_counter": _subclass("Counter", _LARGE),
+    "large_factory": Kind(f"defaultdict(int, {_LARGE})", "S.copy()[-1]", "S.default_factory = lambda n=S.copy()[-1] + 1: n"),
     "user_dict": Kind("collections.UserDict(a=1)", "S['a']", "S['a'] += 1"),
     "chain_map": Kind("collections.ChainMap({}, {'a': 1})", "S['a']", "S['a'] += 1"),
     "proxy": Kind("types.MappingProxyType(BEHIND)", "S['a']", "BEHIND['a'] += 1", "BEHIND = {'a': 1}\n"),
