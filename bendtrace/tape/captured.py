@@ -81,10 +81,11 @@ class CaptureKind(Enum):
 class Array:
     """The content of a numpy array at one point in time."""
 
-    __slots__ = ("value", "writeable")
+    __slots__ = ("strides", "value", "writeable")
 
     def __init__(self, array: Any) -> None:
-        self.value = array.copy()
+        self.value = array.copy("K")
+        self.strides = array.strides
         self.writeable = array.flags.writeable
 
     def __eq__(self, other: object) -> bool:
@@ -96,6 +97,7 @@ class Array:
             and getattr(kept, "writeable", None) == self.writeable
             and array.dtype == self.value.dtype
             and array.shape == self.value.shape
+            and getattr(kept, "strides", array.strides) == self.strides
             and array.tobytes() == self.value.tobytes()
         )
 
@@ -169,6 +171,21 @@ class Captured:
 
     def __str__(self) -> str:
         return self.label
+
+    @property
+    def named(self) -> tuple[Any, ...]:
+        """What is the same for this part in all runs of a program, and for no other part.
+
+        Labels do not tell apart what classes, modules or closures have under the same name, nor
+        what is in a dict under keys that look alike.
+        """
+        root: Captured = self
+        places: list[int] = []
+        while root.access is not Access.FIXED and root.parent is not None:
+            key, keys, root = root.key, root.parent.size, root.parent
+            if type(key) not in PLAIN_TYPES and type(keys) is tuple:
+                places += [place for place, one in enumerate(keys) if one is key]
+        return "part", self.label, id(root.value) if root.access is Access.FIXED else 0, *places
 
     def read(self, arguments: tuple[Any, ...]) -> Any:
         """Read its current value.
@@ -334,7 +351,16 @@ def child_label(part: Captured, key: Any) -> str:
 
 def _exact(value: Any) -> tuple[type, Any]:
     """A value with its type, since 1 == 1.0 == True, and floats by their bits."""
-    return type(value), value.hex() if type(value) is float else value
+    kind = type(value)
+    if kind is float:
+        return kind, value.hex()
+    if kind is complex:
+        return kind, (value.real.hex(), value.imag.hex())
+    if kind is tuple or kind is frozenset:
+        return kind, tuple(map(_exact, value))
+    if kind is range:
+        return kind, (value.start, value.stop, value.step)
+    return kind, value
 
 
 def exact_members(values: Any) -> tuple[Any, ...]:
@@ -360,6 +386,8 @@ def identical(a: Any, b: Any) -> bool:
         return identical(a.real, b.real) and identical(a.imag, b.imag)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(identical, a, b))
+    if type(a) is range:
+        return (a.start, a.stop, a.step) == (b.start, b.stop, b.step)
     return bool(a == b)
 
 
