@@ -129,7 +129,9 @@ class Encoder:
         if kind is dict:
             recorded, use = self.arguments(tuple(value.values()))
             keys = [self.key(key, "an argument") for key in value]
-            return dict(zip(keys, recorded, strict=True)), dict(zip(value, use, strict=True))
+            if any(map(operator.is_not, use, value.values())):
+                return dict(zip(keys, recorded, strict=True)), dict(zip(value, use, strict=True))
+            return dict(zip(keys, recorded, strict=True)), value
         if kind is slice:
             given = (value.start, value.stop, value.step)
             parts = given if PLAIN_TYPES.issuperset(map(type, given)) else _indices(given)
@@ -215,7 +217,7 @@ class Encoder:
             return Made(types.MethodType, inside(value.__func__), inside(value.__self__))
         if kind is functools.partial and not vars(value):
             return Made(make_partial, *map(inside, (value.func, value.args, value.keywords)))
-        if is_array(value):
+        if is_array(value) and not value.dtype.hasobject:
             # The run's numpy computations on guarded values are as constant as the values; content
             # of tensors and random numbers do not get here (see ESCAPES and `_finish`).
             return Array(value)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.nn.utils import parametrize
 
 from bendtrace.environment.environment import Environment
@@ -21,7 +22,7 @@ from bendtrace.environment.reachability import is_finished, names_in, reachable_
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.recording.names import node_names
 from bendtrace.recording.writer import Writer
-from bendtrace.tape.captured import CaptureKind, Change
+from bendtrace.tape.captured import Access, AttributeKey, CaptureKind, Change
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.structure import Existing, Made, entries_of, kept_in
@@ -288,16 +289,18 @@ class Finish:
         A replay changes objects only at its end. Other ops read no objects.
         """
         changed = {
-            str(change.key): change.label
+            name: change.label
             for change in changes
             if change.part.kind is not CaptureKind.TENSOR
+            for name in _named_by(change)
         }
         if not changed:
             return
         for op in self.tape.ops:
             if getattr(op.target, "role", "") == "hook":
                 self.tape.block(f"{op.target!r} may read {', '.join(sorted(changed.values()))}")
-            if op.kind is OpKind.CALL and not (is_torchs_function(op.target) or op.target in JOINT):
+            of_torch = is_torchs_function(op.target) and _implementation(op.target) is None
+            if op.kind is OpKind.CALL and not (of_torch or op.target in JOINT):
                 read = changed.keys() & self._names_read(op)
                 if read:
                     where = f" at {op.site.place}" if op.site is not None else ""
@@ -311,6 +314,7 @@ class Finish:
         """The names that the code of an opaque op uses, as far as known."""
         names: set[str] = set()
         waiting: list[Any] = [op.target, *op.args, *op.kwargs.values()]
+        waiting.append(_implementation(op.target))
         while waiting:
             thing = waiting.pop()
             if isinstance(thing, types.CodeType):
@@ -321,7 +325,7 @@ class Finish:
                 waiting += thing
             elif isinstance(thing, Existing):
                 if thing.part.kind in (CaptureKind.MODULE, CaptureKind.OBJECT):
-                    return self.environment.names
+                    names |= self.environment.names
                 waiting.append(thing.part.value)
             elif isinstance(thing, types.MethodType):
                 waiting.append(thing.__func__)
@@ -330,6 +334,22 @@ class Finish:
             if isinstance(thing, types.MethodType) and isinstance(thing.__self__, type):
                 names |= reachable_from(thing.__self__, _FUNCTION_METHODS).names
         return frozenset(names)
+
+
+def _implementation(target: Any) -> Any:
+    """Return the Python function behind a custom operator; None if there is none."""
+    if not isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return None
+    definition = OPDEFS.get(getattr(target, "_name", None) or target._qualified_op_name)
+    return None if definition is None else definition._init_fn
+
+
+def _named_by(change: Change) -> tuple[str, ...]:
+    """Return what code names to come to what was changed."""
+    if isinstance(change.key, AttributeKey) or change.part.access is Access.FIXED:
+        return (str(change.key),)
+    # An item is written to by way of what holds it, whose key is mostly computed.
+    return str(change.key), change.part.label.rpartition(".")[2].partition("[")[0]
 
 
 def _python_random_states() -> tuple[Any, ...]:

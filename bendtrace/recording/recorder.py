@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Callable
 from time import perf_counter_ns
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ from bendtrace.source.sites import (
     users_frame,
 )
 from bendtrace.source.usage import only_tests
-from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
+from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind, is_array
 from bendtrace.tape.contexts import AutocastHold
 from bendtrace.tape.scalars import TRACED, TracedScalar, plain
 from bendtrace.tape.tape import (
@@ -659,10 +659,17 @@ class Recorder(TorchFunctionMode):
             if self._observer is not None:
                 self._observer.escaped((args, kwargs))
         outer = set_around(self if self._inserter is not None else None)
+        given = [one for one in (*args, *kwargs.values()) if _may_be_filled(one)]
+        before = [*map(_content, given)]
         try:
             return self._as_one(op, function, args, kwargs, frame)
         finally:
             set_around(outer)
+            if before != [*map(_content, given)]:
+                self.tape.block(
+                    f"{name_of(function)} at {user_place(frame)} is called as one op, and changes "
+                    "an object that it is given"
+                )
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """Query something of a tensor other than its values (see `watcher.Watcher`)."""
@@ -752,6 +759,23 @@ class Recorder(TorchFunctionMode):
         self._fast_path = self._aside = None  # from now on, ops may call other code
         self._ran.leave()  # it is live in any case, and unwatched code may compile itself
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
+
+
+def _may_be_filled(value: Any) -> bool:
+    """Whether a function that is one op may put something into a value that is no tensor."""
+    if isinstance(value, (Tensor, nn.Module, type, FunctionType)):
+        return False
+    return type(value) in (list, dict) or is_array(value) or hasattr(value, "__dict__")
+
+
+def _content(value: Any) -> Any:
+    """Return what is in a list, dict, array or object, mostly by identity."""
+    if is_array(value):
+        return value.tobytes()
+    if type(value) is list:
+        return [*map(id, value)]
+    items = value if type(value) is dict else vars(value)
+    return [*map(id, items), *map(id, items.values())]
 
 
 def _plain(value: Any) -> Any:

@@ -37,7 +37,6 @@ from bendtrace.source.bytecode import read_later
 from bendtrace.source.sites import PACKAGE
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
-    Access,
     AttributeKey,
     Captured,
     CaptureKind,
@@ -475,7 +474,7 @@ class _Reader:
             raise _Unreadable("the run has changed something that cannot be followed")
         return tuple(
             (
-                change.part.label, self._key(change.key), change.deleted,
+                change.part.named, self._key(change.key), change.deleted,
                 self.value(change.value),
             )
             for change in changes
@@ -554,8 +553,7 @@ def _named(part: Captured) -> Any:
     """Return the representation of something that existed before the run."""
     if part.kind is CaptureKind.ALIAS:
         part = part.value
-    is_fixed = part.access is Access.FIXED and not part.is_argument
-    return "part", part.label, id(part.value) if is_fixed else 0
+    return part.named
 
 
 def _plain(value: Any, kind: type) -> Any:

@@ -14,11 +14,13 @@ from bendtrace.tape.tape import (
     Op,
     OpKind,
     Tape,
+    TensorMeta,
     Test,
 )
 from bendtrace.torch_rules.functions import (
     INHERITED,
     METADATA,
+    RANK_DEPENDS_ON_NUMBERS,
     RANK_DEPENDS_ON_SIZES,
     RANKS,
     RESHAPES_IN_PLACE,
@@ -99,6 +101,9 @@ class Analysis:
             steady_rank = (
                 steady_type and steady_rank and name_of(op.target) not in RANK_DEPENDS_ON_SIZES
             )
+            if steady_rank and name_of(op.target) in RANK_DEPENDS_ON_NUMBERS:
+                given = (self._ops[index].meta for index in op.operands)
+                steady_rank = all(isinstance(meta, TensorMeta) for meta in given)
         self._sources.append(sources)
         self._steady_type.append(steady_type)
         self._steady_rank.append(steady_rank)
@@ -113,6 +118,8 @@ class Analysis:
         return (
             is_read(op)
             and op.raised is None
+            and self.fixed_metadata  # else it may be asked after a change
+            and name_of(op.target) != "_version"
             and all(self._ops[index].is_given for index in op.operands)
         )
 

@@ -24,7 +24,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.growing import Growth, growths_of
-from bendtrace.replay.repeatable import may_draw, may_run_again
+from bendtrace.replay.repeatable import may_draw, may_run_again, outside_in
 from bendtrace.replay.schedule import Schedule, Unlinked, same_as_given
 from bendtrace.replay.source import Code
 from bendtrace.tape.captured import identical
@@ -39,7 +39,7 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import name_of
 
-__all__ = ["Exit", "Graph", "Node", "Piece", "Trip"]
+__all__ = ["Exit", "Graph", "Node", "Piece", "StateKey", "Trip", "key_of"]
 
 
 class Piece:
@@ -179,6 +179,17 @@ class Node:
 Trip: TypeAlias = tuple[Piece, int, int | None]
 
 
+# The key of a state, and which holes may have memory from outside: what follows a state in which
+# they have none may write to them, and a call that did so outside could not begin anew.
+StateKey: TypeAlias = tuple[bytes, tuple[bool, ...]]
+
+
+def key_of(recording: Recording, number: int) -> StateKey:
+    """Return what the state at a guard of a run is known by."""
+    state, outside = recording.tape.states[number], recording.view(outside_in)
+    return state.key, tuple(map(outside.__contains__, state.holes))
+
+
 class Graph:
     """The states that runs of one program have been in.
 
@@ -203,7 +214,7 @@ class Graph:
     ) -> None:
         self._entry = entry
         self._direct = direct
-        self._nodes: dict[bytes, Node] = {}
+        self._nodes: dict[StateKey, Node] = {}
         self.draws = may_draw(recording)
         self.is_broken = self.has_begun_anew = False
         self.may_grow = direct  # a mode would see that
@@ -255,8 +266,7 @@ class Graph:
         analysis, has_learnt = Analysis(tape), False
         trips: list[Trip] = []
         for number in sorted(tape.states):
-            state = tape.states[number]
-            node = self._nodes.get(state.key)
+            node = self._nodes.get(key_of(recording, number))
             if piece is not None and (node is None or _is_repeated(tape, number)):
                 self._pass(piece, number)
                 continue
@@ -275,7 +285,7 @@ class Graph:
                 if known[0].piece is self.first and ahead not in self.first.recording.tape.states:
                     if not self._learn(recording, known[1], number, known[0]):
                         return self._begin_anew(recording)
-                    has_learnt, node = True, self._nodes[state.key]
+                    has_learnt, node = True, self._nodes.get(key_of(recording, number))
             if node is None:
                 if analysis.kinds[number] is GuardKind.DATA:
                     return None  # what is known leads elsewhere
@@ -334,7 +344,7 @@ class Graph:
         last = max(tape.states)
         if GuardKind.DATA in first.analysis.kinds[last + 1 :]:
             first.stop = last
-            self._nodes[tape.states[last].key].drop(first)
+            self._nodes[key_of(self.first.recording, last)].drop(first)
             has_learnt = True
         if has_learnt:
             self._rewrite_first()
@@ -354,7 +364,7 @@ class Graph:
         return len(tape.guards) > stop and all(
             number in tape.states
             and number in first.states
-            and tape.states[number].key == first.states[number].key
+            and key_of(recording, number) == key_of(self.first.recording, number)
             and identical(tape.guards[number].answer, first.guards[number].answer)
             for number in range(stop + 1)
         )
@@ -406,7 +416,7 @@ class Graph:
     def _pass(self, piece: Piece, number: int) -> None:
         """Note a state that a piece goes through, and what follows in line."""
         tape = piece.recording.tape
-        key, answer = tape.states[number].key, tape.guards[number].answer
+        key, answer = key_of(piece.recording, number), tape.guards[number].answer
         node = self._nodes.get(key)
         if node is None:
             node = self._nodes[key] = Node(piece, number)
@@ -560,7 +570,7 @@ class _Names:
         holes = tape.states[after].holes if after >= 0 else ()
         start = tape.guards[after].position if after >= 0 else 0
         self._names: dict[int, Any] = {
-            index: ("part", tape.ops[given].target.label)
+            index: tape.ops[given].target.named
             for index, given in same_as_given(tape, after).items()
         }
         self._names.update((hole, ("hole", k)) for k, hole in enumerate(holes))
@@ -580,7 +590,7 @@ class _Names:
         """Return the name of a value where it is a short one; None for others."""
         name = self._names.get(index)
         if name is None and (op := self._ops[index]).is_given:
-            return "part", op.target.label
+            return op.target.named
         return name
 
     def name(self, index: int) -> Any:
@@ -591,5 +601,5 @@ class _Names:
         if op.kind is OpKind.SCALAR and op.target is getitem:
             return "element", self.name(op.args[0].index), op.args[1]
         if op.is_given:
-            return "part", op.target.label
+            return op.target.named
         return "late", name_of(op.target), self.of(op)

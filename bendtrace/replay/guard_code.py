@@ -6,8 +6,10 @@ written to one of them shows in all. So those that were several have to be as ma
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
@@ -19,6 +21,7 @@ from bendtrace.tape.captured import (
     Captured,
     CaptureKind,
     has_attributes,
+    identical,
     slots_of,
 )
 
@@ -114,7 +117,8 @@ class GuardCode:
             fail_if(f"len({name}) != {size}", f"{label} does not have {size} items")
         elif kind is CaptureKind.DICT:
             keys = tuple(key for key in part.size if not isinstance(key, AttributeKey))
-            other = f"tuple({name}) != {source.constant(keys)}"
+            source.names["same_keys"] = _same_keys
+            other = f"not same_keys({name}, {source.constant(keys)})"
             if not keys and part.type is dict:
                 other = name
             fail_if(other, f"{label} has other keys")
@@ -138,6 +142,13 @@ _SAME_FOR_EVER = frozenset(
 )
 # Types of which two values are the same if they are equal.
 _BY_VALUE = frozenset({type(None), bool, int, str, bytes})
+
+
+def _same_keys(mapping: Any, keys: tuple[Any, ...]) -> bool:
+    """Whether a dict has the very keys that it had: 1, 1.0 and True are equal."""
+    if len(mapping) == len(keys) and all(map(operator.is_, mapping, keys)):
+        return True
+    return identical(tuple(mapping), keys)
 
 
 def _other_content(source: Source, part: Captured) -> str:
@@ -207,10 +218,11 @@ class AliasGuards:
         self._ties = ties
         self._recording = recording
         self._questions = questions
+        kinds = _DISTINCT + (_COMPARED if recording.environment.compares_identity else ())
         several = [
             part
             for part in recording.environment.parts
-            if part.kind in _DISTINCT and part not in ignored
+            if part.kind in kinds and part not in ignored
         ]
         self._given = [part for part in several if part.is_argument]
         self._held = [
@@ -243,7 +255,12 @@ class AliasGuards:
                 same = f"len({{{', '.join(f'id({name})' for name in names)}}}) != {len(names)}"
             number = self._questions.note("two arguments are now one and the same object")
             source.line(f"if {same}: return {number}")
-        if any(part.parent is not None and part.parent in held for part in held):
+        matters = bool(self._recording.changes) or self._recording.environment.compares_identity
+        if any(
+            part.parent is not None
+            and (part.parent in held or (matters and not _is_versioned(part.parent)))
+            for part in held
+        ):
             source.line("number = distinct(A)")
             source.line("if number is not None: return number")
         self._ask_for_strangers(source)
@@ -265,4 +282,12 @@ class AliasGuards:
         source.line(f"if not {{{names}}}.isdisjoint(({own},)): return {number}")
 
 
+def _is_versioned(holder: Captured) -> bool:
+    """Whether it is noticed when something is written to what holds a part."""
+    is_dict = holder.kind is CaptureKind.DICT and type(holder.value) is dict
+    return is_dict and holder.access is Access.FIXED
+
+
 _DISTINCT = (CaptureKind.TENSOR, CaptureKind.LIST, CaptureKind.DICT, CaptureKind.OBJECT)
+# What nothing is written to, so that only `is` tells whether two of them are one.
+_COMPARED = (CaptureKind.TUPLE, CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY)

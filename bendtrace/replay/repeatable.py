@@ -28,7 +28,7 @@ from bendtrace.torch_rules.functions import (
 from bendtrace.torch_rules.host_io import environ
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["makes_anew", "may_draw", "may_run_again", "may_write_to"]
+__all__ = ["makes_anew", "may_draw", "may_run_again", "may_write_to", "outside_in"]
 
 
 def may_run_again(recording: Recording) -> bool:
@@ -86,6 +86,17 @@ def _acts(function: Any) -> bool:
 def _may_write_outside(tape: Tape) -> bool:
     """Whether a replay may write to an argument, or to state, under whatever name."""
     return may_write_to(tape, {op.index for op in tape.ops if not op.is_work})
+
+
+def outside_in(recording: Recording) -> frozenset[int]:
+    """Return the ops whose values may have the memory of an argument, or of state."""
+    names = {op.index for op in recording.tape.ops if not op.is_work}
+    for op in recording.tape.ops:
+        if not op.is_work or names.isdisjoint(op.operands):
+            continue
+        if op.kind is not OpKind.CALL or _sets_nothing(op) or not makes_anew(op.target):
+            names.add(op.index)
+    return frozenset(names)
 
 
 def may_write_to(tape: Tape, values: set[int]) -> bool:

@@ -44,7 +44,6 @@ from bendtrace.tape.tape import (
     Ref,
     Test,
     kind_of,
-    refs_in,
 )
 from bendtrace.torch_rules.direct_calls import Asked, Call
 from bendtrace.torch_rules.monkeypatches import monkeypatches
@@ -219,9 +218,10 @@ class Source:
             return self.name(value.index)
         if kind is tuple or kind is list or kind is dict:
             return self._container(value)
-        if kind is slice and any(refs_in(value)):
-            parts = ", ".join(map(self.value, (value.start, value.stop, value.step)))
-            return f"slice({parts})"
+        if kind is slice:
+            bounds = (value.start, value.stop, value.step)
+            if not _LITERALS.issuperset(map(type, bounds)):
+                return f"slice({', '.join(map(self.value, bounds))})"
         if kind is Existing:
             return self.part(value.part)
         if kind is Instance:
@@ -231,7 +231,7 @@ class Source:
         if kind is Fixed:
             return self.bound(value.value)
         if kind is Array:
-            return f"{self.bound(value.value)}.copy()"
+            return self._array(value)
         if kind is Asked:
             return f"{self.bound(value.function)}()"
         return self.constant(value)
@@ -251,6 +251,13 @@ class Source:
             return text
         name = self._built[id(value)] = f"o{len(self._built)}"
         self.line(f"{name} = {text}")
+        return name
+
+    def _array(self, array: Array) -> str:
+        name = self._built.get(id(array))
+        if name is None:
+            name = self._built[id(array)] = f"o{len(self._built)}"
+            self.line(f"{name} = {self.bound(array.value)}.copy('K')")
         return name
 
     def _made(self, made: Made) -> str:

@@ -19,6 +19,7 @@ from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.global_state import GlobalState
+from bendtrace.replay.graph import key_of
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stretch
 from bendtrace.source.sites import users_level
@@ -298,7 +299,7 @@ class TraceTree:
                     if not (isinstance(path, Stretch) and _branches(path)):
                         ends.append((path.uses, names, program, path))
         _, names, program, least = min(ends, key=lambda end: end[0])
-        if least.recording is program.recording:
+        if least is (program.root if program.live is None else program.live):
             self._drop(names, program)
         else:
             program.forget(least)
@@ -423,8 +424,8 @@ def _seen(part: Captured, arguments: tuple[Any, ...]) -> Any:
     return value if part.kind is CaptureKind.PLAIN else id(value)
 
 
-def _described(part: Captured) -> tuple[str, Any]:
-    return part.label, part.size if part.kind is CaptureKind.TENSOR else None
+def _described(part: Captured) -> tuple[Any, Any]:
+    return part.named, part.size if part.kind is CaptureKind.TENSOR else None
 
 
 def _parting(recording: Recording, other: Recording) -> Departing | None:
@@ -440,11 +441,13 @@ def _parting(recording: Recording, other: Recording) -> Departing | None:
 
 def _goes_on_from(recording: Recording, divergence: Divergence) -> bool:
     """Whether a run was in the state of a divergence, and found the same answer there."""
-    state = divergence.recording.tape.states.get(divergence.number)
-    tape = recording.tape
-    return state is not None and any(
-        own.key == state.key and identical(tape.guards[number].answer, divergence.outcome)
-        for number, own in tape.states.items()
+    if divergence.number not in divergence.recording.tape.states:
+        return False
+    key, tape = key_of(divergence.recording, divergence.number), recording.tape
+    return any(
+        key_of(recording, number) == key
+        and identical(tape.guards[number].answer, divergence.outcome)
+        for number in tape.states
     )
 
 

@@ -81,10 +81,11 @@ class CaptureKind(Enum):
 class Array:
     """The content of a numpy array at one point in time."""
 
-    __slots__ = ("value", "writeable")
+    __slots__ = ("strides", "value", "writeable")
 
     def __init__(self, array: Any) -> None:
-        self.value = array.copy()
+        self.value = array.copy("K")
+        self.strides = array.strides
         self.writeable = array.flags.writeable
 
     def __eq__(self, other: object) -> bool:
@@ -96,6 +97,7 @@ class Array:
             and getattr(kept, "writeable", None) == self.writeable
             and array.dtype == self.value.dtype
             and array.shape == self.value.shape
+            and getattr(kept, "strides", array.strides) == self.strides
             and array.tobytes() == self.value.tobytes()
         )
 
@@ -169,6 +171,22 @@ class Captured:
 
     def __str__(self) -> str:
         return self.label
+
+    @property
+    def named(self) -> tuple[Any, ...]:
+        """What is the same for this part in all runs of a program, and for no other part.
+
+        Labels do not tell apart what classes, modules or closures have under the same name, nor
+        what is in a dict under keys that look alike.
+        """
+        root: Captured = self.value if self.kind is CaptureKind.ALIAS else self
+        places: list[int] = []
+        label = root.label
+        while root.access is not Access.FIXED and root.parent is not None:
+            key, keys, root = root.key, root.parent.size, root.parent
+            if type(key) not in PLAIN_TYPES and type(keys) is tuple:
+                places += [place for place, one in enumerate(keys) if one is key]
+        return "part", label, id(root.value) if root.access is Access.FIXED else 0, *places
 
     def read(self, arguments: tuple[Any, ...]) -> Any:
         """Read its current value.
@@ -340,9 +358,14 @@ _COMPARED_BY_VALUE = frozenset({type(None), bool, int, str, bytes})
 
 def _bitwise(value: Any) -> Any:
     """Return a plain value in a form that is equal for the same bits only."""
-    if type(value) is float:
+    kind = type(value)
+    if kind is float:
         return value.hex()
-    return (value.real.hex(), value.imag.hex()) if type(value) is complex else value
+    if kind is complex:
+        return value.real.hex(), value.imag.hex()
+    if kind is tuple or kind is frozenset:
+        return tuple(map(_exact, value))
+    return (value.start, value.stop, value.step) if kind is range else value
 
 
 def _exact(value: Any) -> tuple[type, Any]:
@@ -405,6 +428,8 @@ def identical(a: Any, b: Any) -> bool:
         return identical(a.real, b.real) and identical(a.imag, b.imag)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(identical, a, b))
+    if type(a) is range:
+        return (a.start, a.stop, a.step) == (b.start, b.stop, b.step)
     return bool(a == b)
 
 

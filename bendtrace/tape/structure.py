@@ -189,7 +189,7 @@ class Existing:
         self.part = part
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Existing) and other.part.label == self.part.label
+        return isinstance(other, Existing) and other.part.named == self.part.named
 
     def __hash__(self) -> int:
         return hash(self.part.label)

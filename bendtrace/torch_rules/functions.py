@@ -23,6 +23,7 @@ __all__ = [
     "IN_PLACE_OPERATORS",
     "METADATA",
     "OPTIONAL",
+    "RANK_DEPENDS_ON_NUMBERS",
     "RESHAPES_IN_PLACE",
     "SETTERS",
     "SHAPES",
@@ -154,7 +155,15 @@ CONTEXT = frozenset(
 )  # fmt: skip
 
 # Ops after which the number of dimensions can depend on sizes.
-RANK_DEPENDS_ON_SIZES = frozenset({"squeeze", "squeeze_", "squeeze_copy", "apply", "solve"})
+RANK_DEPENDS_ON_SIZES = frozenset(
+    {
+        "squeeze", "squeeze_", "squeeze_copy", "apply", "solve", "solve_ex", "lstsq", "cov",
+        "corrcoef", "histogramdd",
+    }
+)  # fmt: skip
+
+# And those of which it also depends on numbers that they are given.
+RANK_DEPENDS_ON_NUMBERS = frozenset({"flatten", "tensordot"})
 
 # Ops that change the shape, or the memory, of the tensor that they are called on.
 RESHAPES_IN_PLACE = frozenset(

@@ -15,6 +15,7 @@ from bendtrace.flow import _plain_json
 from bendtrace.history.sizes import counted, place_text
 from bendtrace.recording.names import NodeRef
 from bendtrace.recording.recorder import Recording
+from bendtrace.replay.graph import StateKey, key_of
 from bendtrace.replay.program import Program
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.tape import OpKind, Tape
@@ -211,7 +212,7 @@ class _Place:
 
     event: Event | None = None
     end: End | None = None
-    key: bytes | None = None
+    key: StateKey | None = None
     out: dict[Hashable, _Segment] = field(default_factory=dict)
 
     def sorted(self) -> list[_Segment]:
@@ -234,7 +235,7 @@ class _Known:
         self._states = {}
         if program.graph is not None:
             for node in program.graph.nodes():
-                key = node.piece.recording.tape.states[node.number].key
+                key = key_of(node.piece.recording, node.number)
                 self._states[key] = node
         self._places: dict[Hashable, _Place] = {}
         self._current = {id(path.recording) for path in program.paths()}
@@ -310,13 +311,13 @@ class _Known:
 
     def _key_of(
         self, recording: Recording, event: Event, place: _Place, before: Event | None
-    ) -> bytes | None:
+    ) -> StateKey | None:
         """Return the key of the state of a run, even if the run has not read it."""
         tape, number, graph = recording.tape, event.number, self._program.graph
         if graph is None or number is None or number < 0:
             return None
         if number in tape.states:
-            return tape.states[number].key
+            return key_of(recording, number)
         if before is None:
             piece, ahead = graph.first, number
         else:
@@ -331,7 +332,7 @@ class _Known:
         if ahead not in other.states:
             return None
         is_same = key_of_guard(other.guards[ahead]) == key_of_guard(tape.guards[number])
-        return other.states[ahead].key if is_same else None
+        return key_of(piece.recording, ahead) if is_same else None
 
     def add_to(
         self, graph: StateGraph, number: int, facts: list[str], traces: dict[Recording, int]
