@@ -37,10 +37,8 @@ from bendtrace.source.bytecode import read_later
 from bendtrace.source.sites import PACKAGE
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
-    Access,
     AttributeKey,
     Captured,
-    CaptureKind,
     attributes_of,
     is_array,
     requires_grad,
@@ -268,7 +266,10 @@ class _Reader:
         """Raise if C, called by an instruction, may hold something that cannot be read."""
         operands = [value for value in stack.operands or () if value is not stacks.EMPTY]
         name = stack.name
-        if name in _CALLS:
+        asks_here = is_asking or name not in _CALLS or _is_single_call(operands)
+        if asks_here and _are_repeated(operands):
+            hides = True  # which of them is asked for is not known
+        elif name in _CALLS:
             hides = not operands or self._call_hides(operands[0], callee)
             hides = hides or (is_asking and _numbers_in(operands) > 1)
         elif name in _TRANSPARENT or name.startswith("POP_JUMP"):
@@ -324,7 +325,7 @@ class _Reader:
         if kind in PLAIN_TYPES:
             return _plain(value, kind)
         if value is stacks.EMPTY:
-            return "empty"
+            return ("empty",)  # which the text "empty" is not
         if kind is stacks.Number:
             return value
         if isinstance(value, Tensor):
@@ -475,7 +476,7 @@ class _Reader:
             raise _Unreadable("the run has changed something that cannot be followed")
         return tuple(
             (
-                change.part.label, self._key(change.key), change.deleted,
+                change.part.place, self._key(change.key), change.deleted,
                 self.value(change.value),
             )
             for change in changes
@@ -552,10 +553,7 @@ class _Reader:
 
 def _named(part: Captured) -> Any:
     """Return the representation of something that existed before the run."""
-    if part.kind is CaptureKind.ALIAS:
-        part = part.value
-    is_fixed = part.access is Access.FIXED and not part.is_argument
-    return "part", part.label, id(part.value) if is_fixed else 0
+    return "part", part.place
 
 
 def _plain(value: Any, kind: type) -> Any:
@@ -582,6 +580,26 @@ def _numbers_in(values: Iterable[Any]) -> int:
         elif isinstance(value, (tuple, list)):
             count += _numbers_in(value)
     return count
+
+
+def _is_single_call(operands: list[Any]) -> bool:
+    called = operands[0] if operands else None
+    return isinstance(called, (type, types.BuiltinFunctionType)) and called in _SINGLE
+
+
+def _are_repeated(values: Iterable[Any]) -> bool:
+    """Return whether something that can ask is several times among the arguments of a call."""
+    found: list[int] = []
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor) or _is_of_python(value):
+            found.append(id(value))
+        elif isinstance(value, slice):
+            waiting += value.start, value.stop, value.step
+        elif type(value) in (tuple, list):
+            waiting += value
+    return len(set(found)) < len(found)
 
 
 def _is_leaf(tensor: Tensor) -> bool:

@@ -560,7 +560,7 @@ class _Names:
         holes = tape.states[after].holes if after >= 0 else ()
         start = tape.guards[after].position if after >= 0 else 0
         self._names: dict[int, Any] = {
-            index: ("part", tape.ops[given].target.label)
+            index: ("part", tape.ops[given].target.place)
             for index, given in same_as_given(tape, after).items()
         }
         self._names.update((hole, ("hole", k)) for k, hole in enumerate(holes))
@@ -580,7 +580,7 @@ class _Names:
         """Return the name of a value where it is a short one; None for others."""
         name = self._names.get(index)
         if name is None and (op := self._ops[index]).is_given:
-            return "part", op.target.label
+            return "part", op.target.place
         return name
 
     def name(self, index: int) -> Any:
@@ -591,5 +591,5 @@ class _Names:
         if op.kind is OpKind.SCALAR and op.target is getitem:
             return "element", self.name(op.args[0].index), op.args[1]
         if op.is_given:
-            return "part", op.target.label
+            return "part", op.target.place
         return "late", name_of(op.target), self.of(op)

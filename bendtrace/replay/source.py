@@ -231,7 +231,7 @@ class Source:
         if kind is Fixed:
             return self.bound(value.value)
         if kind is Array:
-            return f"{self.bound(value.value)}.copy()"
+            return f"{self.bound(value.value)}.copy(order='K')"
         if kind is Asked:
             return f"{self.bound(value.function)}()"
         return self.constant(value)

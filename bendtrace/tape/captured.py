@@ -84,7 +84,7 @@ class Array:
     __slots__ = ("value", "writeable")
 
     def __init__(self, array: Any) -> None:
-        self.value = array.copy()
+        self.value = array.copy(order="K")
         self.writeable = array.flags.writeable
 
     def __eq__(self, other: object) -> bool:
@@ -121,6 +121,12 @@ def is_array(value: Any) -> bool:
     """Whether a value is a numpy array, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_array_number(value: Any) -> bool:
+    """Whether a value is a number of numpy's, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
 
 
 class TensorFacts(NamedTuple):
@@ -169,6 +175,18 @@ class Captured:
 
     def __str__(self) -> str:
         return self.label
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """What it is in all runs of a program: its label, and where that begins.
+
+        Variables of several functions, or globals of several modules, have the same label.
+        """
+        part = self.value if self.kind is CaptureKind.ALIAS else self
+        root = part
+        while root.parent is not None:
+            root = root.parent
+        return part.label, 0 if root.is_argument else id(root.value)
 
     def read(self, arguments: tuple[Any, ...]) -> Any:
         """Read its current value.
@@ -342,6 +360,8 @@ def _bitwise(value: Any) -> Any:
     """Return a plain value in a form that is equal for the same bits only."""
     if type(value) is float:
         return value.hex()
+    if type(value) is range:
+        return _ends(value)
     return (value.real.hex(), value.imag.hex()) if type(value) is complex else value
 
 
@@ -405,7 +425,15 @@ def identical(a: Any, b: Any) -> bool:
         return identical(a.real, b.real) and identical(a.imag, b.imag)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(identical, a, b))
+    if type(a) in (range, slice):  # two ranges are equal if they give the same numbers
+        return all(map(identical, _ends(a), _ends(b)))
+    if is_array_number(a):
+        return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
     return bool(a == b)
+
+
+def _ends(value: Any) -> tuple[Any, Any, Any]:
+    return value.start, value.stop, value.step
 
 
 def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:

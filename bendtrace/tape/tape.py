@@ -266,7 +266,7 @@ class Op:
         if not identical((*self.kwargs.items(),), (*other.kwargs.items(),)):
             return False
         if self.is_given:
-            return str(self.target) == str(other.target)
+            return bool(self.target.place == other.target.place)
         return bool(self.target == other.target)
 
 
