@@ -255,6 +255,8 @@ class Scan:
             self._add(value, route, CaptureKind.NUMBER if traced else CaptureKind.PLAIN)
         elif (known := found.by_id.get(id(value))) is not None:
             self._add(known, route, CaptureKind.ALIAS)
+            if known.is_argument and known.kind is CaptureKind.TUPLE:
+                self._guard_numbers(known)
         elif kind not in _USUAL and (issubclass(kind, Enum) or is_constant(value, kind)):
             self._add(value, route, CaptureKind.PLAIN)
             if issubclass(kind, Enum) and is_users_class(kind):  # it may have attributes
@@ -310,6 +312,15 @@ class Scan:
             found.held[part.index], part.size = {}, ()
         else:
             self._scan_by_identity(value, route)
+
+    def _guard_numbers(self, part: Captured) -> None:
+        """Guard the numbers in a tuple by value: the model also gets at it, as it is, elsewhere."""
+        inside = {part.index}
+        for later in self.found.parts[part.index + 1 :]:
+            if later.parent is not None and later.parent.index in inside:
+                inside.add(later.index)
+                if later.kind is CaptureKind.NUMBER:
+                    later.kind = CaptureKind.PLAIN
 
     def _scan_by_identity(self, value: Any, route: Route) -> None:
         """Scan what is guarded by identity alone, and what may be read by way of it."""

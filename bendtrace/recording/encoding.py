@@ -34,6 +34,7 @@ from bendtrace.tape.scalars import (
     TracedScalar,
 )
 from bendtrace.tape.structure import (
+    SAID_OF_FUNCTIONS,
     Existing,
     Fixed,
     Instance,
@@ -41,6 +42,7 @@ from bendtrace.tape.structure import (
     Opaque,
     build,
     can_build,
+    items_in,
     make_function,
     make_partial,
     refill,
@@ -76,6 +78,9 @@ class Values(Protocol):
 
     def writes_outside(self) -> bool:
         """Whether the run has written to tensors that existed before it."""
+
+    def holds_values(self, thing: Any, seen: set[int]) -> bool:
+        """Return whether code holds values that the run computed."""
 
 
 class Encoder:
@@ -171,6 +176,7 @@ class Encoder:
             return known
         memo[id(value)] = None
         encoded = memo[id(value)] = encode()
+        memo.setdefault(0, []).append(value)  # so that no other object gets its id
         return encoded
 
     def _tagged(self, tensor: Tensor, what: str, memo: dict[int, Any]) -> Made:
@@ -191,7 +197,8 @@ class Encoder:
                 f"rebuild ({self._values.here()})"
             )
             return Opaque(function)
-        parts = (function.__defaults__, function.__kwdefaults__, held, vars(function))
+        said = {name: getattr(function, name) for name in SAID_OF_FUNCTIONS}
+        parts = (function.__defaults__, function.__kwdefaults__, held, vars(function), said)
         return Made(
             make_function, function.__code__, Fixed(function.__globals__),
             *(self.output(part, what, memo) for part in parts),
@@ -217,11 +224,11 @@ class Encoder:
             return Made(types.MethodType, inside(value.__func__), inside(value.__self__))
         if kind is functools.partial and not vars(value):
             return Made(make_partial, *map(inside, (value.func, value.args, value.keywords)))
-        if is_array(value) and not value.dtype.hasobject:
+        if is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
             # The run's numpy computations on guarded values are as constant as the values; content
             # of tensors and random numbers do not get here (see ESCAPES and `_finish`).
             return Array(value)
-        if isinstance(value, nn.Module) or not can_build(kind):
+        if isinstance(value, nn.Module) or not can_build(kind) or self._holds_values(kind):
             self._values.tape.block(
                 f"{what} contains a {kind.__qualname__}, which a replay could not rebuild "
                 f"({self._values.here()})"
@@ -229,11 +236,21 @@ class Encoder:
             return Opaque(value)
         instance = Instance(kind)
         if isinstance(value, dict):
-            instance.items = {self.key(key, what): inside(v) for key, v in dict.items(value)}
+            instance.items = {self.key(key, what): inside(v) for key, v in items_in(value)}
         elif isinstance(value, (tuple, list, set, frozenset)):
             instance.items = [inside(item) for item in value]
         instance.attributes = {name: inside(item) for name, item in attributes_of(value).items()}
         return instance
+
+    def _holds_values(self, kind: type) -> bool:
+        """Whether a class that the run has made holds values of the run."""
+        seen: set[int] = set()
+        return any(
+            self._values.holds_values(member, seen)
+            for cls in kind.__mro__
+            if is_made_anew(cls)
+            for member in vars(cls).values()
+        )
 
     def key(self, key: Any, what: str) -> Any:
         """Return a key of a dict as each run gives it.
@@ -313,7 +330,7 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
         for position, item in enumerate(value):
             value[position] = without_traced(item, memo)
     elif isinstance(value, dict):
-        before = [part for pair in dict.items(value) for part in pair]
+        before = [part for pair in items_in(value) for part in pair]
         after = [without_traced(part, memo) for part in before]
         if any(new is not old for new, old in zip(after, before, strict=True)):
             refill(value, dict(zip(after[::2], after[1::2], strict=True)))
@@ -328,7 +345,7 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
 def make_keys_plain(container: dict[Any, Any]) -> None:
     """Replace the traced scalars among the keys of a dict, in place."""
     if any(without_traced(key) is not key for key in container):
-        refill(container, {without_traced(key): v for key, v in dict.items(container)})
+        refill(container, {without_traced(key): v for key, v in items_in(container)})
 
 
 def _indices(parts: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -52,7 +52,7 @@ from bendtrace.source.sites import (
 from bendtrace.source.usage import only_tests
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind, is_array
 from bendtrace.tape.contexts import AutocastHold
-from bendtrace.tape.scalars import TRACED, TracedScalar, plain
+from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
 from bendtrace.tape.tape import (
     Guard,
     ModuleCall,
@@ -77,6 +77,7 @@ from bendtrace.torch_rules.functions import (
     CONTEXT,
     DESCEND,
     ESCAPES,
+    FLEETING,
     GRAD_FN,
     METADATA,
     SHARING,
@@ -428,7 +429,8 @@ class Recorder(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         fact = None
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        is_lasting = name_of(func) not in FLEETING
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and is_lasting:
             fact = (self._values.ref(args[0]).index, func)
             if fact in self._values.facts:  # of a resumed run, the tensor has changed since
                 return self._values.facts[fact]
@@ -500,6 +502,9 @@ class Recorder(TorchFunctionMode):
             for operand in operands:
                 if type(operand) in TRACED:
                     bool(operand >= 0)
+            base, exponent = operands[:2]
+            if type(exponent) is TracedFloat and plain(base) < 0:  # complex, unless it is whole
+                bool(exponent % 1 == 0)
         encoded, _ = self._encoder.arguments(operands)
         if self._inserter is not None:
             self._inserter.scalar(function, frame)

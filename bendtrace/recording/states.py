@@ -39,7 +39,6 @@ from bendtrace.tape.captured import (
     PLAIN_TYPES,
     AttributeKey,
     Captured,
-    CaptureKind,
     attributes_of,
     is_array,
     requires_grad,
@@ -267,7 +266,10 @@ class _Reader:
         """Raise if C, called by an instruction, may hold something that cannot be read."""
         operands = [value for value in stack.operands or () if value is not stacks.EMPTY]
         name = stack.name
-        if name in _CALLS:
+        asks_here = is_asking or name not in _CALLS or _is_single_call(operands)
+        if asks_here and _are_repeated(operands):
+            hides = True  # which of them is asked for is not known
+        elif name in _CALLS:
             hides = not operands or self._call_hides(operands[0], callee)
             hides = hides or (is_asking and _numbers_in(operands) > 1)
         elif name in _TRANSPARENT or name.startswith("POP_JUMP"):
@@ -323,7 +325,7 @@ class _Reader:
         if kind in PLAIN_TYPES:
             return _plain(value, kind)
         if value is stacks.EMPTY:
-            return "empty"
+            return ("empty",)  # which the text "empty" is not
         if kind is stacks.Number:
             return value
         if isinstance(value, Tensor):
@@ -580,6 +582,26 @@ def _numbers_in(values: Iterable[Any]) -> int:
         elif isinstance(value, (tuple, list)):
             count += _numbers_in(value)
     return count
+
+
+def _is_single_call(operands: list[Any]) -> bool:
+    called = operands[0] if operands else None
+    return isinstance(called, (type, types.BuiltinFunctionType)) and called in _SINGLE
+
+
+def _are_repeated(values: Iterable[Any]) -> bool:
+    """Return whether something that can ask is several times among the arguments of a call."""
+    found: list[int] = []
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor) or _is_of_python(value):
+            found.append(id(value))
+        elif isinstance(value, slice):
+            waiting += value.start, value.stop, value.step
+        elif type(value) in (tuple, list):
+            waiting += value
+    return len(set(found)) < len(found)
 
 
 def _is_leaf(tensor: Tensor) -> bool:

@@ -143,7 +143,9 @@ def _followed(file: SourceFile, node: ast.AST, seen: tuple[str, ...]) -> frozens
     """Follow a text outwards, to the function that receives it."""
     for child, parent in file.ancestors(node):
         if isinstance(parent, ast.FormattedValue) and not parent.format_spec:
-            continue
+            if parent.conversion in _AS_IT_IS:
+                continue
+            return None
         if isinstance(parent, (ast.JoinedStr, ast.BinOp)) and _puts_together(parent):
             continue
         if isinstance(parent, ast.Call) and isinstance(file.parents.get(parent), ast.Expr):
@@ -241,6 +243,7 @@ def _is_text(node: ast.AST) -> bool:
     )
 
 
+_AS_IT_IS = (-1, ord("s"))  # conversions that leave a text as it is
 _PERCENTS = re.compile("%[^a-zA-Z%]*.")
 
 

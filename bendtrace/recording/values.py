@@ -15,7 +15,7 @@ from bendtrace.environment.environment import Environment
 from bendtrace.recording.writer import Known, Writer
 from bendtrace.source.sites import user_place, users_code
 from bendtrace.source.usage import compares_identity, needs_plain_numbers, only_tests
-from bendtrace.tape.captured import PLAIN_TYPES, requires_grad
+from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, requires_grad
 from bendtrace.tape.scalars import (
     TRACED,
     Origin,
@@ -26,7 +26,7 @@ from bendtrace.tape.scalars import (
     plain,
     retire,
 )
-from bendtrace.tape.structure import held_by
+from bendtrace.tape.structure import build, held_by
 from bendtrace.tape.tape import (
     Op,
     OpKind,
@@ -45,6 +45,7 @@ from bendtrace.torch_rules.functions import (
     SETTERS,
     SHAPES,
     is_gate,
+    is_loose,
     is_torchs_function,
     may_vary,
     said_of,
@@ -154,14 +155,17 @@ class Values:
             if kind is tuple or kind is list:
                 how = "iter" if frame.f_code is _ITER_CODE else "length"
                 self._writer.guard(Test.LENGTH, op.index, len(out), how, frame)
-            if not is_torchs_function(op.target) and not is_gate(op):
+            if self._varies_inside(op):
                 self._guard_structure(out, op, frame)
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
             return bound
         if kind is dict and not any(isinstance(item, dict) for item in out.values()):
-            keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
-            keys.meta = tuple(out)
-            self._writer.guard(Test.VALUE, keys.index, keys.meta, "metadata", frame)
+            if self._varies_inside(op):
+                self._guard_structure(out, op, frame)
+            else:
+                keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
+                keys.meta = tuple(out)
+                self._writer.guard(Test.VALUE, keys.index, keys.meta, "metadata", frame)
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
             return bound
         op.meta = out
@@ -181,6 +185,13 @@ class Values:
         if op.target in GIVES_BACK and self.environment.compares_identity:
             return True
         return compares_identity(users_code(frame))
+
+    @staticmethod
+    def _varies_inside(op: Op) -> bool:
+        """Return whether the containers that an op returns may hold something else each time."""
+        if is_gate(op):
+            return False
+        return not is_torchs_function(op.target) or is_loose(op.target)
 
     def _guard_structure(self, out: Any, op: Op, frame: FrameType) -> None:
         """Guard everything but tensors and numbers in the result of a function not of torch."""
@@ -341,6 +352,8 @@ class Values:
                         first.index, first.index
                     )
                     self._writer.guard(Test.SAME, element.index, first.index, "", frame)
+                    if before.version != version_of(item):  # given as `out`
+                        self.bind_tensor(item, self.tape.ops[element.index])
                 else:
                     known = self._writer.known[id(item)] = Known(item)
                     known.ref, known.parent, known.key = None, ref, (*path, i)
@@ -360,7 +373,9 @@ class Values:
             return out, tuple(metas)
         if kind is dict:
             return dict(zip(out, bound, strict=True)), tuple(metas)
-        return (kind(bound) if kind in (tuple, list) else tuple(bound)), tuple(metas)
+        if kind not in (tuple, list):
+            return build(kind, bound, attributes_of(out)), tuple(metas)
+        return kind(bound), tuple(metas)
 
     def _was_taken(self, ref: Ref, path: tuple[Any, ...]) -> bool:
         """Return whether a resumed run takes out an element next, as it did before.
@@ -415,6 +430,8 @@ def structure_of(value: Any) -> tuple[Any, ...]:
         return (kind if kind in TRACED_AS else type(plain(value)),)
     if isinstance(value, (tuple, list)):
         return (kind, *map(structure_of, value))
+    if kind is dict:
+        return (kind, tuple(value), *map(structure_of, value.values()))
     if kind in PLAIN_TYPES:
         return kind, value
     raise TypeError(f"a {kind.__qualname__} inside a container, which cannot be followed")

@@ -240,7 +240,7 @@ class Writer:
             before = self.prefix.ops[len(ops)]
             if before.kind is not OpKind.STATE:
                 return
-            if kind is OpKind.STATE and str(before.target) == str(target):
+            if kind is OpKind.STATE and before.target.named == target.named:
                 return
             try:
                 tensor = before.target.read(self._arguments)

@@ -121,6 +121,8 @@ class GuardCode:
             other = f"not same_keys({name}, {source.constant(keys)})"
             if not keys and part.type is dict:
                 other = name
+            elif not _EQUAL_TO_OTHERS.isdisjoint(map(type, keys)):
+                other += f" or not identical(tuple({name}), {source.constant(keys)})"
             fail_if(other, f"{label} has other keys")
         if kind in _CONTAINERS and has_attributes(part.type) and isinstance(part.size, tuple):
             named = [key for key in part.size if isinstance(key, AttributeKey)]
@@ -140,6 +142,8 @@ _CONTAINERS = (CaptureKind.LIST, CaptureKind.TUPLE, CaptureKind.DICT)
 _SAME_FOR_EVER = frozenset(
     {CaptureKind.MODULE, CaptureKind.IDENTITY, CaptureKind.ALIAS, CaptureKind.TUPLE}
 )
+# Plain values that equal some of another type, and what may hold such.
+_EQUAL_TO_OTHERS = frozenset({bool, int, float, complex, tuple, frozenset})
 # Types of which two values are the same if they are equal.
 _BY_VALUE = frozenset({type(None), bool, int, str, bytes})
 

@@ -76,6 +76,8 @@ _TELLING_NAMES = frozenset(
         # These run code out of the tracer's sight, where torch takes traced sizes for symbols.
         "Thread", "ThreadPoolExecutor", "DisableTorchFunction", "DisableTorchFunctionSubclass",
         "cond", "while_loop", "associative_scan",
+        # What they are instances of.
+        "SymInt", "SymFloat", "SymBool",
     }
 )  # fmt: skip
 _plain: dict[int, tuple[CodeType, bool]] = {}

@@ -125,6 +125,12 @@ def is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
+def is_array_number(value: Any) -> bool:
+    """Whether a value is a number of numpy's, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
 class TensorFacts(NamedTuple):
     """The guarded properties of a tensor among the arguments."""
 
@@ -428,9 +434,15 @@ def identical(a: Any, b: Any) -> bool:
         return identical(a.real, b.real) and identical(a.imag, b.imag)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(identical, a, b))
-    if type(a) is range:
-        return (a.start, a.stop, a.step) == (b.start, b.stop, b.step)
+    if type(a) in (range, slice):  # two ranges are equal if they give the same numbers
+        return all(map(identical, _ends(a), _ends(b)))
+    if is_array_number(a):
+        return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
     return bool(a == b)
+
+
+def _ends(value: Any) -> tuple[Any, Any, Any]:
+    return value.start, value.stop, value.step
 
 
 def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:

@@ -6,7 +6,7 @@ import functools
 import gc
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from bendtrace.tape.captured import AttributeKey, Captured
 from bendtrace.tape.tape import Container, leaves_in
 
 __all__ = [
+    "SAID_OF_FUNCTIONS",
     "Existing",
     "Fixed",
     "Instance",
@@ -25,6 +26,7 @@ __all__ = [
     "entries_of",
     "existing_in",
     "held_by",
+    "items_in",
     "kept_in",
     "make_function",
     "make_partial",
@@ -52,6 +54,13 @@ def can_build(cls: type) -> bool:
         if not base.__flags__ & _HEAP_TYPE or any(type(m) in _OF_C for m in vars(base).values()):
             return False
     return False
+
+
+def items_in(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a dict in its order, bypassing its own methods."""
+    base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+    found: Iterable[tuple[Any, Any]] = base.items(container)
+    return found
 
 
 def refill(container: dict[Any, Any], items: dict[Any, Any]) -> None:
@@ -89,13 +98,20 @@ def make_function(
     keyword_defaults: dict[str, Any] | None,
     held: tuple[Any, ...],
     attributes: dict[str, Any],
+    said: dict[str, Any],
 ) -> types.FunctionType:
     """Create a function from its code, its globals and its closure."""
     cells = tuple(map(types.CellType, held))
     made = types.FunctionType(code, namespace, code.co_name, defaults, cells)
     made.__kwdefaults__ = keyword_defaults
     vars(made).update(attributes)
+    for name, value in said.items():
+        setattr(made, name, value)
     return made
+
+
+# What `functools.wraps` takes over.
+SAID_OF_FUNCTIONS = ("__name__", "__qualname__", "__doc__", "__module__")
 
 
 def held_by(function: Any) -> Iterator[Any]:
@@ -114,8 +130,14 @@ def held_by(function: Any) -> Iterator[Any]:
                 yield cell.cell_contents
             except ValueError:  # a name that is assigned only later
                 continue
-    elif isinstance(function, (tuple, list)):
+    elif isinstance(function, (staticmethod, classmethod)):
+        yield function.__func__
+    elif isinstance(function, property):
+        yield from (function.fget, function.fset, function.fdel)
+    elif isinstance(function, (tuple, list, set, frozenset)):
         yield from function
+    elif isinstance(function, dict):
+        yield from function.values()
 
 
 def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = [
     "CONTEXT",
     "DESCEND",
     "ESCAPES",
+    "FLEETING",
     "GIVES_BACK",
     "GRAD_FN",
     "IN_PLACE_OPERATORS",
@@ -33,6 +35,7 @@ __all__ = [
     "VALUES",
     "entered",
     "is_gate",
+    "is_loose",
     "is_named_in_place",
     "is_pure",
     "is_simple",
@@ -275,10 +278,34 @@ def may_vary(function: Any) -> bool:
     if getattr(function, "is_gate", False):
         return getattr(function, "role", "") == "instead"  # others give what they are given
     if isinstance(function, _DECLARED):
-        return False
+        return is_loose(function)
     return not is_torchs_function(function) and name_of(function) not in _TRANSFORMS
 
 
+@functools.lru_cache(maxsize=1024)
+def is_loose(function: Any) -> bool:
+    """Return whether what a script or an operator returns is more than its schema tells.
+
+    That is so for what may be None, and for texts.
+    """
+    if isinstance(function, torch.jit.ScriptModule):
+        function = getattr(function, "forward", None)
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        schemas = [getattr(function, name)._schema for name in function.overloads()]
+    else:
+        found = getattr(function, "schema", None) or getattr(function, "_schema", None)
+        schemas = [found] if isinstance(found, torch._C.FunctionSchema) else []
+    return any(not _is_told(returned.type) for schema in schemas for returned in schema.returns)
+
+
+def _is_told(type_: Any) -> bool:
+    kind = type_.kind()
+    if kind == "TupleType":
+        return all(map(_is_told, type_.elements()))
+    return kind in _TOLD or (kind == "ListType" and type_.getElementType().kind() in _TOLD)
+
+
+_TOLD = frozenset({"TensorType", "IntType", "FloatType", "BoolType", "ComplexType", "NoneType"})
 _DECLARED = (
     types.MethodWrapperType, types.MethodDescriptorType, types.WrapperDescriptorType,
     torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.jit.ScriptFunction,

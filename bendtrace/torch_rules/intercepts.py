@@ -324,6 +324,7 @@ _UNFOLLOWED: tuple[tuple[Any, str, str], ...] = (
     (threading.Thread, "start", "a thread that is started"),
     (ThreadPoolExecutor, "submit", "work that is given to a thread"),
     (random, "seed", "random.seed"),
+    (torch, "set_default_device", "torch.set_default_device"),
 )
 
 
