@@ -14,11 +14,14 @@ from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.source import Source
 from bendtrace.tape.captured import (
     COPIED,
+    UNSET,
     Access,
     AttributeKey,
     Captured,
     CaptureKind,
     has_attributes,
+    same_keys,
+    slot_of,
     slots_of,
 )
 
@@ -117,21 +120,34 @@ class GuardCode:
             other = f"tuple({name}) != {source.constant(keys)}"
             if not keys and part.type is dict:
                 other = name
+            elif keys and all(type(key) is str for key in keys):
+                other += f" or {{*map(type, {name})}} != {source.bound(_TEXTS)}"
+            else:
+                source.names["same_keys"] = same_keys
+                other = f"not same_keys({name}, {source.constant(keys)})"
             fail_if(other, f"{label} has other keys")
         if kind in _CONTAINERS and has_attributes(part.type) and isinstance(part.size, tuple):
             named = [key for key in part.size if isinstance(key, AttributeKey)]
             held = sum(key.access is Access.DICT for key in named)
             fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
         if kind is CaptureKind.OBJECT:
-            held = sum(1 for key in part.size if key.access is Access.DICT)
-            if held or part.type.__dictoffset__:
-                fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
+            held = tuple(key.name for key in part.size if key.access is Access.DICT)
+            other = "attributes than it had, or in another order"
+            if held:
+                fail_if(
+                    f"tuple({name}.__dict__) != {source.constant(held)}", f"{label} has {other}"
+                )
+            elif part.type.__dictoffset__:
+                fail_if(f"{name}.__dict__", f"{label} has gained attributes")
             for slot in set(slots_of(part.type)) - {str(key) for key in part.size}:
-                fail_if(f"hasattr({name}, {slot!r})", f"{label} has an attribute {slot}")
+                source.names.update(slot_of=slot_of, UNSET=UNSET)
+                has = f"slot_of({name}, {slot!r}) is not UNSET"
+                fail_if(has, f"{label} has an attribute {slot}")
         elif kind in COPIED:
             fail_if(_other_content(source, part), f"{label} has other content")
 
 
+_TEXTS = {str}
 _CONTAINERS = (CaptureKind.LIST, CaptureKind.TUPLE, CaptureKind.DICT)
 _SAME_FOR_EVER = frozenset(
     {CaptureKind.MODULE, CaptureKind.IDENTITY, CaptureKind.ALIAS, CaptureKind.TUPLE}

@@ -31,9 +31,12 @@ __all__ = [
     "identical",
     "is_array",
     "is_as_copied",
+    "is_scalar",
     "module_of",
     "put",
     "requires_grad",
+    "same_keys",
+    "slot_of",
     "slots_of",
 ]
 
@@ -45,7 +48,7 @@ PLAIN_TYPES: frozenset[type] = frozenset(
 )  # fmt: skip
 
 
-UNSET = object()  # a context variable without a value
+UNSET = object()  # a context variable or a slot without a value
 
 
 class Access(Enum):
@@ -103,6 +106,12 @@ class Array:
 
     def __repr__(self) -> str:
         return f"<array{self.value.shape}>"
+
+
+def is_scalar(kind: type) -> bool:
+    """Whether a type is of numpy's numbers and texts, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.generic)
 
 
 def requires_grad(tensor: torch.Tensor) -> bool:
@@ -293,12 +302,21 @@ def attributes_of(value: Any) -> dict[AttributeKey, Any]:
         own = vars(value)
         found = {AttributeKey(name, Access.ATTRIBUTE): item for name, item in layout.items()}
         return found | {AttributeKey(name, Access.DICT): item for name, item in own.items()}
-    own = getattr(value, "__dict__", {})
+    # Whether there are any is not asked of the object, whose `__getattr__` may answer anything.
+    own = value.__dict__ if type(value).__dictoffset__ else {}
     found = {AttributeKey(name, Access.DICT): item for name, item in own.items()}
     for name in slots_of(type(value)):
-        if hasattr(value, name):
-            found[AttributeKey(name, Access.ATTRIBUTE)] = getattr(value, name)
+        if (item := slot_of(value, name)) is not UNSET:
+            found[AttributeKey(name, Access.ATTRIBUTE)] = item
     return found
+
+
+def slot_of(value: Any, name: str) -> Any:
+    """Return what is in a slot of an object, bypassing `__getattr__`; UNSET for nothing."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return UNSET
 
 
 def has_attributes(kind: type) -> bool:
@@ -340,9 +358,20 @@ _COMPARED_BY_VALUE = frozenset({type(None), bool, int, str, bytes})
 
 def _bitwise(value: Any) -> Any:
     """Return a plain value in a form that is equal for the same bits only."""
-    if type(value) is float:
+    kind = type(value)
+    if kind is float:
         return value.hex()
-    return (value.real.hex(), value.imag.hex()) if type(value) is complex else value
+    if kind is complex:
+        return value.real.hex(), value.imag.hex()
+    if kind is range or kind is slice:  # range(0, 3, 2) == range(0, 4, 2)
+        return value.start, value.stop, value.step
+    if kind is tuple:
+        return tuple(map(_exact, value))
+    if kind is frozenset:
+        return frozenset(map(_exact, value))
+    if is_scalar(kind):
+        return str(value.dtype), value.tobytes()
+    return value
 
 
 def _exact(value: Any) -> tuple[type, Any]:
@@ -369,10 +398,12 @@ def _items_of(container: Any) -> Exact:
         if isinstance(container, collections.defaultdict):
             own[_FACTORY] = container.default_factory
         keys, values = (*keys, *own), (*values, *own.values())
-    types = tuple(map(type, values))
+    types, kinds = tuple(map(type, values)), tuple(map(type, keys))
     if not _COMPARED_BY_VALUE.issuperset(types):
         values = tuple(map(_bitwise, values))
-    return keys, tuple(map(type, keys)), types, values
+    if not _COMPARED_BY_VALUE.issuperset(kinds):
+        keys = tuple(map(_bitwise, keys))
+    return keys, kinds, types, values
 
 
 # How what is compared as one is copied: equal copies mean that nothing in it has changed.
@@ -405,7 +436,26 @@ def identical(a: Any, b: Any) -> bool:
         return identical(a.real, b.real) and identical(a.imag, b.imag)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(identical, a, b))
+    if type(a) in (range, slice, frozenset) or is_scalar(type(a)):
+        return bool(_bitwise(a) == _bitwise(b))
     return bool(a == b)
+
+
+def same_keys(now: Iterable[Any], before: tuple[Any, ...]) -> bool:
+    """Whether the keys of a dict, or the attributes of an object, are those that they were.
+
+    In the same order, and each the same: 1 == 1.0 == True, and objects may be equal that differ.
+    """
+    keys = tuple(now)
+    return len(keys) == len(before) and all(map(_is_same_key, keys, before))
+
+
+def _is_same_key(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    kind = type(a)
+    known = kind in PLAIN_TYPES or kind in (tuple, frozenset, AttributeKey) or is_scalar(kind)
+    return known and kind is type(b) and identical(a, b)
 
 
 def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
