@@ -37,7 +37,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bendtrace.environment.reachability import is_torchs, is_users_class
+from bendtrace.environment.reachability import is_users_class
 from bendtrace.environment.settings import SETTINGS
 from bendtrace.source.memory_words import Words
 from bendtrace.source.versions import version_of
@@ -45,7 +45,9 @@ from bendtrace.tape.captured import (
     PLAIN_TYPES,
     identical,
     is_array,
+    is_scalar,
     module_of,
+    slot_of,
     slots_of,
 )
 from bendtrace.tape.structure import entries_of
@@ -92,7 +94,10 @@ class WatchedContent:
         self._bases: list[Any] = []
 
     def __bool__(self) -> bool:
-        return bool(self._dicts or self._objects or self._others or self._whole or self._classes)
+        return bool(
+            self._dicts or self._objects or self._others or self._whole or self._classes
+            or self._owners
+        )  # fmt: skip
 
     def add(self, value: Any, label: str) -> None:
         """Watch a thing, and all that it holds."""
@@ -141,6 +146,18 @@ class WatchedContent:
         content = self._add_content(thing, functools.partial(_slots, (name,)), label)
         for held in content.held():
             self.add(held, label)
+
+    def add_slots(self, thing: Any, label: str) -> None:
+        """Watch what a thing keeps in slots, and all that this holds."""
+        if names := tuple(slots_of(type(thing))):
+            content = self._add_content(thing, functools.partial(_slots, names), label)
+            for name, held in zip(names, content.held(), strict=True):
+                self.add(held, f"{label}.{name}")
+
+    def add_owner(self, thing: Any) -> None:
+        """Watch that a thing keeps its attributes in the same dict, whose content is no matter."""
+        self._owners.append(thing)
+        self._own.append(vars(thing))
 
     def add_cache(self, cache: functools._lru_cache_wrapper[Any], label: str) -> None:
         """Watch that a cache still gives what it gave."""
@@ -231,10 +248,16 @@ class WatchedContent:
             return []
         assert self._finder is not None
         self._seen[id(value)] = value
+        if kind in weakref.ProxyTypes:  # which passes for what it stands for
+            self._finder.met_opaque(value, label)
+            return []
         if self._finder.met(value, label):
             return []
-        if is_torchs(module_of(kind)) and callable(value) and not is_users_class(kind):
+        if module_of(kind).startswith(_OF_TORCH) and callable(value) and not is_users_class(kind):
             return []  # an operator, or a function that was compiled
+        if module_of(kind) in _SWITCHES and not is_users_class(kind):
+            self._add_content(value, _switched, label)
+            return []
         if kind is tuple or kind is frozenset:  # which hold the same for ever
             return [(item, f"{label}[...]") for item in value]
         self._finder.met_object(kind)
@@ -254,7 +277,7 @@ class WatchedContent:
             self._finder.met_opaque(value, label)
         # What code of the user's does not name, it does not look at; other code may.
         form = "{}.{}" if is_users_class(kind) else "{}[{}]"
-        own = getattr(value, "__dict__", None)
+        own = value.__dict__ if kind.__dictoffset__ else None
         if type(own) is dict:
             self._note(value)
             self._owners.append(value)
@@ -366,10 +389,19 @@ def _factory(value: Any) -> tuple[Any, ...]:
 
 
 def _slots(names: tuple[str, ...], value: Any) -> tuple[Any, ...]:
-    return tuple(getattr(value, name, _UNSET) for name in names)
+    return tuple(slot_of(value, name) for name in names)
 
 
-_UNSET = None
+# Modes that are switched by objects, which keep what to switch back to.
+_SWITCHES = ("torch.amp.autocast_mode", "torch.autograd.grad_mode")
+
+
+def _switched(value: Any) -> Any:
+    return [(n, item) for n, item in vars(value).items() if not n.startswith(("prev", "_infer"))]
+
+
+# Objects of torch's that can be called, and have nothing that a forward would ask for.
+_OF_TORCH = ("torch._", "torch.jit", "torch.fx", "torch.export", "torch.ops")
 
 
 def _found(names: tuple[str, ...], table: dict[str, Any]) -> tuple[Any, ...]:
@@ -457,6 +489,7 @@ _BUILTIN_READERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (staticmethod, lambda value: (value.__func__,)),
     (classmethod, lambda value: (value.__func__,)),
     (property, attrgetter("fget", "fset", "fdel")),
+    (functools.singledispatchmethod, lambda value: _items({**value.dispatcher.registry})),
     (functools.cached_property, lambda value: (value.func,)),
     (type({}.keys()), lambda value: tuple(value)),
     (type({}.values()), lambda value: tuple(value)),
@@ -478,6 +511,8 @@ def content_reader(value: Any) -> Callable[[Any], Any] | None:
             return reader
     if is_array(value):
         return _array_of
+    if is_scalar(type(value)) and type(value).__name__ == "void":
+        return lambda value: [value.dtype, value.tobytes()]
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         if isinstance(value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
@@ -195,6 +195,12 @@ class Environment(Found):
                 self.block(
                     f"the run puts {kind} on {holder}, or removes some", f"register_{name[:-1]}"
                 )
+        for space, names in self.missing.values():
+            if not space.keys().isdisjoint(names):
+                self._blocks_made(space, names)
+        for owner, known in self.namespaces.values():
+            if len(owner) != len(known):
+                self._blocks_made(owner, set(owner) - set(known))
         before = self.held
         now = self.places.read()
         if now is not None and self.contents is not None and now.same_as(self.contents):
@@ -211,6 +217,12 @@ class Environment(Found):
             self.leaves_watched_objects = True
             for label in dict.fromkeys(self.watched_objects.changed()):
                 self.block(f"the run changes {label}, which a replay could not", label)
+
+    def _blocks_made(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Note that the run made a global, or an attribute of a class, which the next one finds."""
+        self.leaves_watched_objects = True
+        for name in sorted(name for name in names if name in space):
+            self.block(f"the run makes {name}, which was not there", name)
 
     def changes_so_far(self) -> list[Change] | None:
         """Return what a run in progress has changed; None if that cannot be followed."""

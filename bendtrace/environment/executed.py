@@ -331,13 +331,16 @@ _FILES = frozenset(
     }
 )  # fmt: skip
 _READS_WORLD: dict[str, frozenset[str]] = {
-    "builtins": frozenset({"globals", "eval", "exec", "input", "open", "breakpoint"}),
+    "builtins": frozenset(
+        {"__import__", "globals", "eval", "exec", "input", "open", "breakpoint"}
+    ),
     "type": frozenset({"now", "today", "utcnow", "__subclasses__"}),
     "logging": frozenset({"getLogger", "getLoggerClass", "getLogRecordFactory"}),
     "decimal": frozenset({"getcontext", "localcontext"}),
     "inspect": frozenset({"stack", "currentframe", "trace", "getmembers", "getouterframes"}),
     "pathlib": _FILES,
     "posixpath": _FILES,
+    "_contextvars": frozenset({"copy_context"}),
     "uuid": frozenset({"uuid1", "uuid6", "uuid7", "getnode"}),
     "threading": frozenset({"active_count", "enumerate", "current_thread", "main_thread"}),
     "_thread": frozenset({"get_ident", "get_native_id", "_count"}),

@@ -166,7 +166,8 @@ class Found:
         tells_numbers: whether some of that code asks for the exact type of a number.
         computes: whether some of that code looks attributes up by names that it computes.
         asks_tags: whether some of the user's asks for attributes that may not be there.
-        missing: globals that some of it names and that are not there.
+        missing: globals that some of it names and that are not there, by their namespace.
+        sized: Python modules that code looks up computed names in, with the names in them.
         namespaces: those of the classes of the model, with the names in them.
         helpers: classes of other objects, with the members that are used.
         caches: each `functools.lru_cache`, with its label and how often it had no answer.
@@ -199,7 +200,8 @@ class Found:
         self.tells_numbers = False
         self.computes = False
         self.asks_tags = False
-        self.missing: list[tuple[Mapping[str, Any], str]] = []
+        self.missing: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
+        self.sized: dict[int, tuple[Mapping[str, Any], frozenset[str]]] = {}
         self.namespaces: dict[int, tuple[Mapping[str, Any], tuple[str, ...]]] = {}
         self.helpers: dict[type, frozenset[str]] = {}
         self.caches: list[tuple[str, functools._lru_cache_wrapper[Any], int]] = []

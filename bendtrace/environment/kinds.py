@@ -18,7 +18,7 @@ from torch import nn
 
 from bendtrace.environment.reachability import reachable_from
 from bendtrace.source.usage import needs_plain_numbers
-from bendtrace.tape.captured import PLAIN_TYPES, CaptureKind, module_of
+from bendtrace.tape.captured import PLAIN_TYPES, CaptureKind, is_scalar, module_of, slots_of
 from bendtrace.tape.structure import can_build
 from bendtrace.torch_rules.collectives import is_wiring
 
@@ -70,8 +70,8 @@ def container_kind(kind: type) -> CaptureKind:
 
 def is_plain_object(kind: type, depth: int) -> bool:
     """Whether the attributes of an instance are worth guarding one by one."""
-    if depth > _DEEP or issubclass(kind, (type, types.ModuleType)):
-        return False
+    if depth > _DEEP or issubclass(kind, (type, types.ModuleType, set, frozenset)):
+        return False  # (what a set has besides attributes is no part)
     if kind in (types.SimpleNamespace, argparse.Namespace):
         return True
     if kind in (collections.UserDict, collections.UserList, collections.ChainMap):
@@ -105,7 +105,11 @@ def hides_attributes(value: Any, kind: type) -> bool:
 
 def is_settings(value: Any) -> bool:
     """Whether an object holds plain values and containers of plain values only."""
-    if not getattr(value, "__dict__", None) or isinstance(value, (list, tuple, dict)):
+    if isinstance(value, (list, tuple, dict)):
+        return False
+    if not type(value).__dictoffset__ or not value.__dict__:
+        return False
+    if any(slots_of(type(value))):
         return False
     items = [
         nested
@@ -128,8 +132,7 @@ def is_constant(value: Any, kind: type) -> bool:
         return _is_plain(value)
     if is_wiring(value):
         return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(kind, numpy.generic)
+    return is_scalar(kind) and kind.__name__ != "void"  # which can be written to
 
 
 def _is_plain(value: slice) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bendtrace.source.bytecode import computes_names, named_in, passed_on
+from bendtrace.source.bytecode import catches_all, computes_names, named_in, passed_on
 from bendtrace.source.features import names_off
 from bendtrace.source.sites import TORCH
 from bendtrace.source.usage import needs_plain_numbers
@@ -26,6 +26,7 @@ from bendtrace.source.versions import TELLS_CHANGES, CodeVersion, Depends, Named
 from bendtrace.tape.captured import module_of
 
 __all__ = [
+    "ASKING",
     "DESCRIBED",
     "Reachable",
     "codes_in",
@@ -72,6 +73,8 @@ class Reachable(NamedTuple):
         globals: (namespace, name) of the globals that these name, also in other modules.
         owners: the namespaces of the classes that it looks for members in.
         members: (class namespace, name) of the class attributes and methods that they name.
+        lacking: namespaces of Python modules, with the names that it uses and that are not in
+            them; None for all, where it looks names up that it computes.
         modules: modules that it hands on, so that other code may name what is in them.
         names: all names of globals and attributes in it.
         stores: names of attributes that it assigns.
@@ -85,6 +88,7 @@ class Reachable(NamedTuple):
     globals: tuple[Named, ...]
     owners: tuple[Mapping[str, Any], ...]
     members: tuple[Named, ...]
+    lacking: tuple[tuple[Mapping[str, Any], frozenset[str] | None], ...]
     modules: tuple[types.ModuleType, ...]
     names: frozenset[str]
     stores: frozenset[str]
@@ -132,6 +136,7 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
         tuple(search.globals.values()),
         tuple(search.owners.values()),
         tuple(search.members.values()),
+        tuple(search.lacking),
         tuple(search.modules.values()),
         frozenset(search.names),
         frozenset(name for code in codes for name in _facts_of(code).stores),
@@ -166,6 +171,7 @@ class _Search:
         self.globals: dict[tuple[int, str], Named] = {}
         self.members: dict[tuple[int, str], Named] = {}
         self.modules: dict[int, types.ModuleType] = {}
+        self.lacking: list[tuple[Mapping[str, Any], frozenset[str] | None]] = []
         self.names: set[str] = set()
         self.owners: dict[int, Mapping[str, Any]] = {}
         self.depends = Depends(functions=self.functions)
@@ -199,9 +205,8 @@ class _Search:
                 put = self._look(_BUILTINS, name)
                 if isinstance(put, types.FunctionType) and not is_finished(put):
                     self.waiting.append(put)
-        package = function.__globals__.get("__package__")
         for name in _facts_of(function.__code__).imports:
-            for full in (name, f"{package}.{name}"):
+            for full in _full_names(name, function.__globals__.get("__package__")):
                 module = self._look(sys.modules, full)
                 if isinstance(module, types.ModuleType):
                     modules.append(module)
@@ -224,12 +229,22 @@ class _Search:
         self.depends.sized |= {id(space): space for space in others.values()}
         spaces += others.values()
         if others and not is_finished(function):
-            for name in passed_on(function.__code__):
-                value = function.__globals__.get(name)
+            for path in passed_on(function.__code__):
+                value: Any = None
+                space: Mapping[str, Any] = function.__globals__
+                for name in path.split("."):
+                    value = space.get(name)
+                    space = vars(value) if isinstance(value, types.ModuleType) else {}
                 if isinstance(value, types.ModuleType) and id(value) in others:
                     self.modules[id(value)] = value
         computes = not is_finished(function) and _facts_of(function.__code__).computes
         finished = [] if is_finished(function) else _finished_spaces(modules, names)
+        if not is_finished(function):
+            for space in others.values():
+                if not is_installed_space(space):
+                    self.lacking.append(
+                        (space, None if computes else frozenset(names - space.keys()))
+                    )
         for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())
         self.names |= names
@@ -415,6 +430,24 @@ class _Facts(NamedTuple):
     computes: bool
 
 
+# Names in code that may ask for attributes which are not there.
+ASKING = frozenset(
+    {
+        "getattr", "hasattr", "vars", "dir", "__dict__", "AttributeError", "Exception",
+        "BaseException", "suppress",
+    }
+)  # fmt: skip
+
+
+def _full_names(name: str, package: Any) -> Iterator[str]:
+    """Yield what a module may be called that an import names, relative to a package or not."""
+    if name:
+        yield name
+    parts = package.split(".") if isinstance(package, str) and package else []
+    for count in range(len(parts), 0, -1):
+        yield ".".join((*parts[:count], name)) if name else ".".join(parts[:count])
+
+
 _WHAT = {
     "IMPORT_NAME": "IMPORT",
     "STORE_ATTR": "ATTR",
@@ -433,10 +466,13 @@ def _facts_of(code: types.CodeType) -> _Facts:
     computes = False
     for inner in codes_in(code):
         names.update(inner.co_names, inner.co_freevars)
+        if catches_all(inner):
+            names.add("BaseException")
         if _MATCH_CLASS in inner.co_code[::2]:
             names.add("__match_args__")
         if not _LOOKING_UP.isdisjoint(inner.co_names):
-            names.update(constant for constant in inner.co_consts if isinstance(constant, str))
+            texts = (constant for constant in inner.co_consts if isinstance(constant, str))
+            names.update(name for text in texts for name in text.split("."))
             computes = computes or computes_names(inner)
         for how, name in named_in(inner):
             found[_WHAT[how]].add(name)

@@ -11,8 +11,10 @@ import contextvars
 import functools
 import gc
 import inspect
+import operator
 import sys
 import types
+import weakref
 from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -47,6 +49,7 @@ from bendtrace.environment.kinds import (
     packages_of,
 )
 from bendtrace.environment.reachability import (
+    ASKING,
     DESCRIBED,
     Reachable,
     is_constant_namespace,
@@ -100,6 +103,7 @@ _MODULE_INTERNALS = frozenset(
         *_HOOKS,
     }
 )  # fmt: skip
+_OF_STATE = ("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")
 _LARGE = 512  # a container with more plain entries than this is compared as one
 _FACTORIES = frozenset({bool, int, float, complex, str, list, dict, set, tuple})  # of defaultdicts
 
@@ -125,6 +129,7 @@ class Scan:
         self._unguarded: list[Captured] = []
         self._tagged: list[tuple[Captured, Route]] = []
         self._modules: list[types.ModuleType] = []
+        self._named: list[type] = []
         self._names: dict[int, str] = {}
         self._kinds: set[type] = set()
         self._met: set[type] = set()
@@ -159,7 +164,9 @@ class Scan:
             found.names |= {function.__name__}
             self._scan_code(function)
         known: tuple[int, ...] = ()
-        while known != (known := (len(found.parts), len(found.names), len(found.helpers))):
+        while known != (
+            known := (len(found.parts), len(found.names), len(found.helpers), found.computes)
+        ):
             self._scan_helpers()
             self._scan_modules()
         self._scan_settings()
@@ -235,6 +242,8 @@ class Scan:
             self._scan(function.keywords, fixed)
         elif not isinstance(function, types.BuiltinFunctionType):
             self._scan(function, fixed)
+        elif function in _LOOKING_UP:
+            self.found.computes = True
 
     def _add(self, value: Any, route: Route, kind: CaptureKind) -> Captured:
         found = self.found
@@ -261,6 +270,9 @@ class Scan:
             self._add(value, route, CaptureKind.PLAIN)
             if issubclass(kind, Enum) and is_users_class(kind):  # it may have attributes
                 found.watched_objects.add(value, route.label)
+        elif kind in weakref.ProxyTypes:  # which passes for what it stands for
+            self._add(value, route, CaptureKind.IDENTITY)
+            self._unwatched.append((route.label, kind))
         elif is_lazy(value):  # of a module whose hooks, for now, make it run live
             self.notes.is_steady = False
             self._add(value, route, CaptureKind.IDENTITY)
@@ -279,6 +291,7 @@ class Scan:
             self._scan_module(value, route.label)
         elif issubclass(kind, (set, frozenset)) and self._is_of_values(value, kind):
             self._add(value, route, CaptureKind.SET).size = COPIED[CaptureKind.SET](value)
+            self._scan_enumerated(value, route.label)
         elif is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
             self._add(value, route, CaptureKind.ARRAY).size = Array(value)
         elif isinstance(value, contextvars.ContextVar):
@@ -300,6 +313,8 @@ class Scan:
             # object, and its attributes are those of a fixed mapping, like a module's.
             self._add(value, route, CaptureKind.IDENTITY)
             self.notes.owned.append((value, vars(value)))
+            if not isinstance(value, types.SimpleNamespace):  # of which that cannot be exchanged
+                found.watched_objects.add_owner(value)
             self._scan_mapping(vars(value), route.label)
         elif issubclass(kind, (list, tuple, dict)) or is_plain_object(kind, route.depth):
             if route.is_argument:
@@ -332,6 +347,13 @@ class Scan:
             self._scan_code(value)
         elif isinstance(value, type) and is_users_class(value):
             self._meet_helper(value)
+        elif isinstance(value, type):
+            self._meet_installed(value)
+        elif isinstance(value, types.BuiltinFunctionType) and value in _LOOKING_UP:
+            found.computes = True
+        elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
+            texts = [text for text in value.__reduce__()[1] if isinstance(text, str)]
+            found.names |= {name for text in texts for name in text.split(".")}
         elif isinstance(value, functools._lru_cache_wrapper):
             inner = value.__wrapped__
             if isinstance(inner, types.FunctionType):
@@ -389,6 +411,7 @@ class Scan:
         if part.kind is not CaptureKind.TUPLE:
             self.found.held[part.index] = content
         if part.kind is CaptureKind.DICT:
+            self._scan_enumerated(value, route.label)
             for key in filterfalse(is_value, value):
                 if not route.is_argument:
                     self.found.watched_objects.add(key, f"a key of {route.label}")
@@ -396,6 +419,12 @@ class Scan:
                     self._unguarded.append(part)
         for key, item in content.items():
             self._scan(item, route.into(part, key))
+
+    def _scan_enumerated(self, members: Iterable[Any], label: str) -> None:
+        """Watch members of enumerations, as far as what they stand for can change."""
+        for member in members:
+            if isinstance(member, Enum) and not is_value(member.value):
+                self.found.watched_objects.add(member, label)
 
     @staticmethod
     def _is_of_values(members: Any, kind: type) -> bool:
@@ -439,6 +468,7 @@ class Scan:
         if others or type(attributes) is not dict:
             self.notes.is_steady = False
         self.notes.owned.append((module, attributes))
+        found.watched_objects.add_slots(module, label)
         self._scan_mapping(attributes, label, hidden, kind)
         # What FSDP gathers in the run is no part of what is there before; a module that does so
         # is scanned before those whose parameters it gathers.
@@ -513,15 +543,29 @@ class Scan:
             self.found.helpers[cls] = frozenset()
             self._meet_helper(type(cls))
 
+    def _meet_installed(self, cls: type) -> None:
+        """Watch a class of an installed package, which code may ask for attributes."""
+        if not is_torchs(module_of(cls)) and package_of(cls) not in sys.stdlib_module_names:
+            self.met_object(cls)
+            self._named.append(cls)
+
     def _meet_module(self, module: types.ModuleType) -> None:
         if is_users_module(module) and all(module is not known for known in self._modules):
             self._modules.append(module)
 
     def _scan_modules(self) -> None:
-        """Scan the names that are used of Python modules held as values."""
+        """Scan the names that are used of modules held as values, and of installed classes."""
+        self._is_finished = True
+        for base in chain.from_iterable(cls.__mro__ for cls in self._named):
+            for name in self.found.names & vars(base).keys():
+                if _is_content(vars(base)[name]):
+                    self.found.watched_objects.add(vars(base)[name], name)
+        self._is_finished = False
         for module in self._modules:
             space = vars(module)
             installed = is_installed_space(space)
+            if not installed:
+                self._lacks(space, self.found.names, self.found.computes)
             for name in [*space] if self.found.computes else self.found.names & space.keys():
                 value = space[name]
                 if isinstance(value, types.ModuleType):
@@ -539,9 +583,8 @@ class Scan:
         progress = True
         while progress:
             progress = False
-            if found.computes:  # also those that code only names
-                for cls in [*found.depends.classes.values()]:
-                    self._meet_helper(cls)
+            for cls in [*found.depends.classes.values()]:  # also those that code only names
+                self._meet_helper(cls)
             for cls, known in tuple(found.helpers.items()):
                 members = members_of(cls)
                 named = members & found.names | {m for m in members if m[:2] == "__"} - _MAKING
@@ -595,6 +638,8 @@ class Scan:
                     self._scan_installed(namespace, name)
                 elif watched:
                     self._scan_name(namespace, name, watched)
+                    if isinstance(value, type) and not is_users_class(value):
+                        self._scan_installed(namespace, name)
                     if isinstance(value, (types.FunctionType, type)):
                         continue
                 judge = None if namespace is own else judge_of(value)
@@ -607,7 +652,9 @@ class Scan:
             if namespace is not sys.modules and not (
                 hasattr(builtins, name) and is_installed_space(namespace)
             ):
-                found.missing.append((namespace, name))
+                self._lacks(namespace, (name,))
+        for namespace, names in reach.lacking:
+            self._lacks(namespace, names or (), names is None)
         for namespace, name in reach.members:
             if name in namespace:
                 if isinstance(namespace[name], type):
@@ -619,7 +666,7 @@ class Scan:
             self._scan_one_op(function)
         # Functions that code may set attributes of, or ask for one that is not there yet.
         told: set[int] = set()
-        if reach.stores or not reach.names.isdisjoint(("getattr", "hasattr")):
+        if reach.stores or not reach.names.isdisjoint(ASKING):
             values = (namespace.get(name) for namespace, name in reach.globals)
             told = {id(value) for value in values if isinstance(value, types.FunctionType)}
         for function in reach.functions:
@@ -631,6 +678,15 @@ class Scan:
             defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
             self._scan_defaults(chain(*defaults), function.__name__)
             self._is_finished = outer
+
+    def _lacks(
+        self, space: Mapping[str, Any], names: Iterable[str], everything: bool = False
+    ) -> None:
+        """Note which names a Python module does not have; perhaps that it has no others at all."""
+        _, known = self.found.missing.setdefault(id(space), (space, set()))
+        known.update(name for name in names if name not in space)
+        if everything:
+            self.found.sized[id(space)] = space, frozenset(space)
 
     def _scan_one_op(self, function: Any) -> None:
         """Scan the plain values that a function reads which is called as one op."""
@@ -654,7 +710,9 @@ class Scan:
             namespace.get("__name__") in sys.stdlib_module_names
         ):
             self._scan_name(namespace, name, isinstance(value, (list, dict)) and name != "modules")
-        elif isinstance(value, Mapping) and not is_torchs(module_of(type(value))):
+        elif isinstance(value, type):
+            self._meet_installed(value)
+        elif _is_content(value):
             self._scan_name(namespace, name, False)
             self._is_finished = True
             self.found.watched_objects.add(value, name)
@@ -682,7 +740,7 @@ class Scan:
         found.watched_objects.add_builtins(named & vars(builtins).keys())
         if found.caches and "cache_info" in named:
             found.block("the model asks a cache how often it was asked", "cache_info")
-        found.asks_tags = not named.isdisjoint(("getattr", "hasattr", "AttributeError", "vars"))
+        found.asks_tags = not named.isdisjoint(ASKING)
         classes = [cls for cls in found.depends.classes.values() if is_users_class(cls)]
         if names_abstract or any(type(cls) is ABCMeta for cls in classes):
             found.watched_objects.add_registered()
@@ -693,6 +751,10 @@ class Scan:
             if not named.isdisjoint(asked):
                 for one in (*filterfalse(is_finished, found.functions), *classes):
                     found.watched_objects.add_attribute(one, name)
+        if "state_dict" in named:
+            for part in [part for part in found.parts if part.kind is CaptureKind.MODULE]:
+                for name in _OF_STATE:
+                    found.watched_objects.add(vars(part.value).get(name), f"{part.label}.{name}")
         found.watched_objects.add_bases(found.depends.classes.values())
         for cls in {base for kind in self._kinds | self._met for base in kind.__mro__}:
             if is_installed_file(_file_of(cls)):
@@ -719,6 +781,7 @@ class Scan:
                 value = cell.cell_contents
             except ValueError:  # an empty cell: the name is assigned later
                 self.notes.empty.append(cell)
+                self.found.watched_objects.add(cell, name)
                 continue
             if only is not None and type(value) not in only:
                 continue
@@ -737,7 +800,13 @@ class Scan:
         if (id(namespace), name) in self._names_scanned:
             return
         # Of a file these are Python's; of a class all that are named so, as libraries do it too.
-        is_pythons = name in _OF_FILES if type(namespace) is dict else name[:2] == "__" == name[-2:]
+        if type(namespace) is dict:
+            is_pythons = name in _OF_FILES
+        else:
+            is_pythons = name[:2] == "__" == name[-2:] and (
+                name in _OF_CLASSES or name not in found.names
+            )
+            is_pythons = is_pythons and not isinstance(namespace[name], _OPERATORS)
         if is_pythons and not isinstance(namespace[name], types.FunctionType):
             return
         self._names_scanned.add((id(namespace), name))
@@ -751,13 +820,27 @@ class Scan:
             found.held[holder.index][name] = value
         route = Route(holder, Access.ITEM, name, name, False)
         by_identity = isinstance(value, (types.FunctionType, *DESCRIBED))
-        inner = getattr(value, "__func__", None) if by_identity else None
-        if isinstance(inner, functools._lru_cache_wrapper):
-            self._scan(inner, Route(None, Access.FIXED, None, name, False))
+        for inner in _inside(value) if by_identity else ():
+            if inner is not None and not isinstance(inner, types.FunctionType):
+                self._scan(inner, Route(None, Access.FIXED, None, name, False))
         if by_identity or not watched or type(value) is types.MethodDescriptorType:
             self._add(value, route, CaptureKind.IDENTITY)
         else:
             self._scan(value, route)
+
+
+def _is_content(value: Any) -> bool:
+    """Whether a thing of installed code's is there for what it holds."""
+    return not is_torchs(module_of(type(value))) and (
+        isinstance(value, (Mapping, list, tuple, set, frozenset)) or is_plain_object(type(value), 0)
+    )
+
+
+def _inside(member: Any) -> tuple[Any, ...]:
+    """Return what a member of a class calls."""
+    if isinstance(member, (staticmethod, classmethod)):
+        return (member.__func__,)
+    return (member.fget, member.fset, member.fdel) if isinstance(member, property) else ()
 
 
 class Route(NamedTuple):
@@ -838,6 +921,23 @@ _MAKING = frozenset(
     {
         "__init_subclass__", "__class_getitem__", "__del__",
         "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
+    }
+)  # fmt: skip
+# What is found out of by name, if it is called under another name itself.
+_LOOKING_UP = (getattr, hasattr, setattr, delattr, vars, dir)
+# What a class has for an operator, other than a function.
+_OPERATORS = (
+    functools.partial, functools.partialmethod, staticmethod, classmethod, property,
+    types.BuiltinFunctionType,
+)  # fmt: skip
+# Tables that Python and libraries put into classes.
+_OF_CLASSES = frozenset(
+    {
+        *PYTHONS, "__abstractmethods__", "__annotate__", "__annotate_func__", "__annotations__",
+        "__annotations_cache__", "__attrs_attrs__", "__base__", "__bases__", "__class__",
+        "__dataclass_fields__", "__dataclass_params__", "__dict__", "__firstlineno__", "__hash__",
+        "__match_args__", "__orig_bases__", "__parameters__", "__slots__", "__static_attributes__",
+        "__subclasshook__", "__type_params__", "__weakref__",
     }
 )  # fmt: skip
 # Tuples, not sets: hashing an Enum member takes longer than comparing a few.

@@ -144,6 +144,7 @@ class CachedScan:
                 "asks_tags",
                 "namespaces",
                 "missing",
+                "sized",
                 "hook_tables",
                 "watched_objects",
                 "cached",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from itertools import chain
 from typing import Any
@@ -14,7 +15,7 @@ from bendtrace.replay.guard_code import AliasGuards, Check, GuardCode
 from bendtrace.replay.source import Source, define, fails, needed_for, test_of
 from bendtrace.source.memory_words import Reader, Unreadable, Words, offsets
 from bendtrace.source.versions import version_of
-from bendtrace.tape.captured import Access, Captured, CaptureKind, identical
+from bendtrace.tape.captured import Access, Captured, CaptureKind, identical, same_keys
 from bendtrace.tape.structure import entries_of, kept_in
 
 __all__ = ["CheckWriter"]
@@ -193,11 +194,7 @@ class CheckWriter:
             self._ask_in_doubt(source, "list(map(len, mappings)) != lengths", "measure()")
         for part in full:
             self._ask_for_order(source, part)
-        if missing := self._recording.environment.missing:
-            source.names["contains"] = operator.contains
-            source.names["worlds"], source.names["missing"] = map(list, zip(*missing, strict=True))
-            made = self._questions.note("a global is there that was not")
-            source.line(f"if any(map(contains, worlds, missing)): return {made}")
+        self._ask_for_missing(source)
         self._ask_for_simple(source, "in_spaces", settled.simple)
         tables = settled.tables
         if tables:
@@ -207,6 +204,22 @@ class CheckWriter:
             )  # fmt: skip
             types_now = "list(map(type, chain(tables)))"
             self._ask_in_doubt(source, f"{types_now} != kinds", "look()")
+
+    def _ask_for_missing(self, source: Source) -> None:
+        """Ask whether names that were in no namespace are there now."""
+        environment = self._recording.environment
+        if not environment.missing:
+            return
+        source.names.update(
+            lacking=[space for space, _ in environment.missing.values()],
+            lacking_seen=[None],
+            has_more=functools.partial(_has_more, environment.missing, environment.sized),
+        )
+        made = self._questions.note("a global is there that was not")
+        source.line("now = list(map(version, lacking))")
+        source.line("if now != lacking_seen[0]:")
+        source.line(f"    if has_more(): return {made}")
+        source.line("    lacking_seen[0] = now")
 
     def _ask_for_simple(self, source: Source, name: str, parts: list[Captured]) -> None:
         """Ask whether names stand for the very objects that they stood for."""
@@ -278,17 +291,18 @@ class CheckWriter:
             source.line(f"if list(map(tuple, classes_own)) != names_own: return {grown}")
 
     def _ask_for_order(self, source: Source, part: Captured) -> None:
-        """Ask for the order of submodules, and of parameters: forward walks these."""
+        """Ask for the order of what a dict has, which forward may walk."""
         children = self._settled.children.get(part.index, ())
-        tensors = sum(child.kind is CaptureKind.TENSOR for child in children)
-        modules = sum(
-            (child.value if child.kind is CaptureKind.ALIAS else child).kind is CaptureKind.MODULE
-            for child in children
-        )
-        if modules > 1 or (tensors > 1 and len(children) == part.size):
-            moved = self._questions.note("submodules or parameters are in another order")
-            keys = source.bound(tuple(child.key for child in children))
-            source.line(f"if tuple({source.part(part)}) != {keys}: return {moved}")
+        if len(children) < 2 and not any(type(child.key) is not str for child in children):
+            return
+        moved = self._questions.note(f"what {part.label} has is in another order")
+        source.names["same_keys"] = same_keys
+        now = source.part(part)
+        if part.hidden:
+            now = f"filter(shown_{part.index}, {now})"
+            source.names[f"shown_{part.index}"] = functools.partial(_is_shown, part.hidden)
+        keys = source.bound(tuple(child.key for child in children))
+        source.line(f"if not same_keys({now}, {keys}): return {moved}")
 
     def _ask_for_each(self, source: Source) -> None:
         """Ask of what is left, one by one."""
@@ -434,6 +448,19 @@ class CheckWriter:
 # What is exchanged in a function that is edited in place, as notebooks do when they reload.
 _WRITTEN = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _OTHER_HOOKS = "the modules have other hooks"
+
+
+def _is_shown(hidden: frozenset[str], key: Any) -> bool:
+    return key not in hidden
+
+
+def _has_more(
+    missing: dict[int, tuple[Any, set[str]]], sized: dict[int, tuple[Any, frozenset[str]]]
+) -> bool:
+    """Whether namespaces have names that they did not have."""
+    return not all(space.keys().isdisjoint(names) for space, names in missing.values()) or not all(
+        names.issuperset(space) for space, names in sized.values()
+    )
 
 
 def _written_in(functions: list[Any], keywords: list[dict[str, Any]]) -> list[Any]:

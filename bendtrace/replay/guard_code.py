@@ -6,7 +6,6 @@ written to one of them shows in all. So those that were several have to be as ma
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,14 @@ from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.source import Source
 from bendtrace.tape.captured import (
     COPIED,
+    UNSET,
     Access,
     AttributeKey,
     Captured,
     CaptureKind,
     has_attributes,
-    identical,
+    same_keys,
+    slot_of,
     slots_of,
 )
 
@@ -117,42 +118,43 @@ class GuardCode:
             fail_if(f"len({name}) != {size}", f"{label} does not have {size} items")
         elif kind is CaptureKind.DICT:
             keys = tuple(key for key in part.size if not isinstance(key, AttributeKey))
-            source.names["same_keys"] = _same_keys
-            other = f"not same_keys({name}, {source.constant(keys)})"
+            other = f"tuple({name}) != {source.constant(keys)}"
             if not keys and part.type is dict:
                 other = name
-            elif not _EQUAL_TO_OTHERS.isdisjoint(map(type, keys)):
-                other += f" or not identical(tuple({name}), {source.constant(keys)})"
+            elif keys and all(type(key) is str for key in keys):
+                other += f" or {{*map(type, {name})}} != {source.bound(_TEXTS)}"
+            else:
+                source.names["same_keys"] = same_keys
+                other = f"not same_keys({name}, {source.constant(keys)})"
             fail_if(other, f"{label} has other keys")
         if kind in _CONTAINERS and has_attributes(part.type) and isinstance(part.size, tuple):
             named = [key for key in part.size if isinstance(key, AttributeKey)]
             held = sum(key.access is Access.DICT for key in named)
             fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
         if kind is CaptureKind.OBJECT:
-            held = sum(1 for key in part.size if key.access is Access.DICT)
-            if held or part.type.__dictoffset__:
-                fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
+            held = tuple(key.name for key in part.size if key.access is Access.DICT)
+            other = "attributes than it had, or in another order"
+            if held:
+                fail_if(
+                    f"tuple({name}.__dict__) != {source.constant(held)}", f"{label} has {other}"
+                )
+            elif part.type.__dictoffset__:
+                fail_if(f"{name}.__dict__", f"{label} has gained attributes")
             for slot in set(slots_of(part.type)) - {str(key) for key in part.size}:
-                fail_if(f"hasattr({name}, {slot!r})", f"{label} has an attribute {slot}")
+                source.names.update(slot_of=slot_of, UNSET=UNSET)
+                has = f"slot_of({name}, {slot!r}) is not UNSET"
+                fail_if(has, f"{label} has an attribute {slot}")
         elif kind in COPIED:
             fail_if(_other_content(source, part), f"{label} has other content")
 
 
+_TEXTS = {str}
 _CONTAINERS = (CaptureKind.LIST, CaptureKind.TUPLE, CaptureKind.DICT)
 _SAME_FOR_EVER = frozenset(
     {CaptureKind.MODULE, CaptureKind.IDENTITY, CaptureKind.ALIAS, CaptureKind.TUPLE}
 )
-# Plain values that equal some of another type, and what may hold such.
-_EQUAL_TO_OTHERS = frozenset({bool, int, float, complex, tuple, frozenset})
 # Types of which two values are the same if they are equal.
 _BY_VALUE = frozenset({type(None), bool, int, str, bytes})
-
-
-def _same_keys(mapping: Any, keys: tuple[Any, ...]) -> bool:
-    """Whether a dict has the very keys that it had: 1, 1.0 and True are equal."""
-    if len(mapping) == len(keys) and all(map(operator.is_, mapping, keys)):
-        return True
-    return identical(tuple(mapping), keys)
 
 
 def _other_content(source: Source, part: Captured) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
 from collections.abc import Iterator
 from types import CodeType
@@ -14,6 +15,7 @@ __all__ = [
     "LOOKS_AT_VARIABLES",
     "Step",
     "branches",
+    "catches_all",
     "computes_names",
     "constant_of",
     "has",
@@ -82,11 +84,17 @@ def named_in(code: CodeType) -> Iterator[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=8192)
 def passed_on(code: CodeType) -> frozenset[str]:
-    """Return the globals that code uses in other ways than reading attributes of them."""
+    """Return the globals, and attributes of these, that code uses not only for their attributes.
+
+    Attributes are named after what they are of, with dots in between.
+    """
     found: set[str] = set()
     name = ""
     for step in single_steps(code):
-        if name and step.name not in ("LOAD_ATTR", "LOAD_METHOD"):
+        if name and step.name in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = f"{name}.{step.value}"
+            continue
+        if name:
             found.add(name)
         name = step.value if step.name == "LOAD_GLOBAL" else ""
     for constant in code.co_consts:
@@ -121,16 +129,26 @@ def computes_names(code: CodeType) -> bool:
             return True
         if step.argval not in _BY_NAME or not step.opname.startswith("LOAD"):
             continue
-        given = []
+        if step.opname == "LOAD_GLOBAL" and "NULL" not in step.argrepr:
+            return True  # it is handed on: map(getattr, ...)
+        given: list[dis.Instruction] = []
         for after in steps[number + 1 :]:
             if after.opname.startswith("CALL"):
                 break
-            given.append(after)
-        constants = [one for one in given if one.opname == "LOAD_CONST"]
-        names = [one for one in constants if isinstance(one.argval, str)]
-        plain = all(one.opname.startswith(_SIMPLE) for one in given)
-        last = [one for one in given[-2:] if one in names]
-        if not (plain and last):
+            if after.opname == "PUSH_NULL" and not given:
+                continue
+            calls = after.opname in ("LOAD_METHOD", "PUSH_NULL") or "NULL" in after.argrepr
+            if calls or not after.opname.startswith(_SIMPLE):
+                return True  # there is another call inside, or a condition
+            if after.opname == "LOAD_ATTR":
+                given[-1:] = [after]
+            else:
+                given.append(after)
+        first = 0 if step.argval in ("attrgetter", "methodcaller") else 1
+        names = given[first:] if step.argval == "attrgetter" else given[first : first + 1]
+        if not names or not all(
+            one.opname == "LOAD_CONST" and isinstance(one.argval, str) for one in names
+        ):
             return True
     return False
 
@@ -138,6 +156,14 @@ def computes_names(code: CodeType) -> bool:
 _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
 _OF_ALL = frozenset({"vars", "dir", "__dict__", "__getattribute__", "getattr_static", "getmembers"})
 _SIMPLE = ("LOAD_", "PUSH_NULL", "CACHE", "COPY_FREE", "NOP")
+
+
+def catches_all(code: CodeType) -> bool:
+    """Return whether code has a handler that names no class of errors; not code inside it."""
+    return any(
+        there == "POP_TOP" and before == "PUSH_EXC_INFO"
+        for (before, _), (there, _) in itertools.pairwise(steps_of(code))
+    )
 
 
 def branches(code: CodeType) -> bool:

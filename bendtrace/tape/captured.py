@@ -31,9 +31,12 @@ __all__ = [
     "identical",
     "is_array",
     "is_as_copied",
+    "is_scalar",
     "module_of",
     "put",
     "requires_grad",
+    "same_keys",
+    "slot_of",
     "slots_of",
 ]
 
@@ -45,7 +48,7 @@ PLAIN_TYPES: frozenset[type] = frozenset(
 )  # fmt: skip
 
 
-UNSET = object()  # a context variable without a value
+UNSET = object()  # a context variable or a slot without a value
 
 
 class Access(Enum):
@@ -107,6 +110,12 @@ class Array:
         return f"<array{self.value.shape}>"
 
 
+def is_scalar(kind: type) -> bool:
+    """Whether a type is of numpy's numbers and texts, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.generic)
+
+
 def requires_grad(tensor: torch.Tensor) -> bool:
     """Return whether a tensor requires grad; False if torch refuses to say.
 
@@ -123,12 +132,6 @@ def is_array(value: Any) -> bool:
     """Whether a value is a numpy array, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def is_array_number(value: Any) -> bool:
-    """Whether a value is a number of numpy's, without importing numpy."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic)
 
 
 class TensorFacts(NamedTuple):
@@ -317,12 +320,21 @@ def attributes_of(value: Any) -> dict[AttributeKey, Any]:
         own = vars(value)
         found = {AttributeKey(name, Access.ATTRIBUTE): item for name, item in layout.items()}
         return found | {AttributeKey(name, Access.DICT): item for name, item in own.items()}
-    own = getattr(value, "__dict__", {})
+    # Whether there are any is not asked of the object, whose `__getattr__` may answer anything.
+    own = value.__dict__ if type(value).__dictoffset__ else {}
     found = {AttributeKey(name, Access.DICT): item for name, item in own.items()}
     for name in slots_of(type(value)):
-        if hasattr(value, name):
-            found[AttributeKey(name, Access.ATTRIBUTE)] = getattr(value, name)
+        if (item := slot_of(value, name)) is not UNSET:
+            found[AttributeKey(name, Access.ATTRIBUTE)] = item
     return found
+
+
+def slot_of(value: Any, name: str) -> Any:
+    """Return what is in a slot of an object, bypassing `__getattr__`; UNSET for nothing."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return UNSET
 
 
 def has_attributes(kind: type) -> bool:
@@ -369,9 +381,15 @@ def _bitwise(value: Any) -> Any:
         return value.hex()
     if kind is complex:
         return value.real.hex(), value.imag.hex()
-    if kind is tuple or kind is frozenset:
+    if kind is range or kind is slice:  # range(0, 3, 2) == range(0, 4, 2)
+        return value.start, value.stop, value.step
+    if kind is tuple:
         return tuple(map(_exact, value))
-    return (value.start, value.stop, value.step) if kind is range else value
+    if kind is frozenset:
+        return frozenset(map(_exact, value))
+    if is_scalar(kind):
+        return str(value.dtype), value.tobytes()
+    return value
 
 
 def _exact(value: Any) -> tuple[type, Any]:
@@ -398,10 +416,12 @@ def _items_of(container: Any) -> Exact:
         if isinstance(container, collections.defaultdict):
             own[_FACTORY] = container.default_factory
         keys, values = (*keys, *own), (*values, *own.values())
-    types = tuple(map(type, values))
+    types, kinds = tuple(map(type, values)), tuple(map(type, keys))
     if not _COMPARED_BY_VALUE.issuperset(types):
         values = tuple(map(_bitwise, values))
-    return keys, tuple(map(type, keys)), types, values
+    if not _COMPARED_BY_VALUE.issuperset(kinds):
+        keys = tuple(map(_bitwise, keys))
+    return keys, kinds, types, values
 
 
 # How what is compared as one is copied: equal copies mean that nothing in it has changed.
@@ -434,15 +454,26 @@ def identical(a: Any, b: Any) -> bool:
         return identical(a.real, b.real) and identical(a.imag, b.imag)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(identical, a, b))
-    if type(a) in (range, slice):  # two ranges are equal if they give the same numbers
-        return all(map(identical, _ends(a), _ends(b)))
-    if is_array_number(a):
-        return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
+    if type(a) in (range, slice, frozenset) or is_scalar(type(a)):
+        return bool(_bitwise(a) == _bitwise(b))
     return bool(a == b)
 
 
-def _ends(value: Any) -> tuple[Any, Any, Any]:
-    return value.start, value.stop, value.step
+def same_keys(now: Iterable[Any], before: tuple[Any, ...]) -> bool:
+    """Whether the keys of a dict, or the attributes of an object, are those that they were.
+
+    In the same order, and each the same: 1 == 1.0 == True, and objects may be equal that differ.
+    """
+    keys = tuple(now)
+    return len(keys) == len(before) and all(map(_is_same_key, keys, before))
+
+
+def _is_same_key(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    kind = type(a)
+    known = kind in PLAIN_TYPES or kind in (tuple, frozenset, AttributeKey) or is_scalar(kind)
+    return known and kind is type(b) and identical(a, b)
 
 
 def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
