@@ -230,7 +230,7 @@ class _Search:
         spaces += others.values()
         if others and not is_finished(function):
             for path in passed_on(function.__code__):
-                value: Any = None
+                value = None
                 space: Mapping[str, Any] = function.__globals__
                 for name in path.split("."):
                     value = space.get(name)

@@ -340,7 +340,8 @@ def _implementation(target: Any) -> Any:
     """Return the Python function behind a custom operator; None if there is none."""
     if not isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return None
-    definition = OPDEFS.get(getattr(target, "_name", None) or target._qualified_op_name)
+    name = target._name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
+    definition = OPDEFS.get(name.partition(".")[0])
     return None if definition is None else definition._init_fn
 
 

@@ -38,7 +38,6 @@ from bendtrace.source.sites import PACKAGE
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     AttributeKey,
-    Captured,
     attributes_of,
     is_array,
     requires_grad,
@@ -335,7 +334,7 @@ class _Reader:
         if kind in RETIRED:
             return _plain(value._value, type(value._value))
         if (part := self._environment.find(value)) is not None:
-            return _named(part)
+            return part.named
         known = self._seen.get(id(value))
         if known is not None:
             return "again", known
@@ -394,7 +393,7 @@ class _Reader:
         if known is not None:
             what = self.value_of(known) if isinstance(known, int) else self._element(*known)
         elif part is not None:
-            what = _named(part)
+            what = part.named
         else:
             raise _Unreadable("a tensor has no known op")
         memory = storage_of(tensor)
@@ -402,7 +401,7 @@ class _Reader:
             memory = 1 + self._memories.setdefault(memory, len(self._memories))
         own = vars(tensor)
         return (
-            self._by_identity(kind), what, None if part is None else _named(part),
+            self._by_identity(kind), what, None if part is None else part.named,
             tensor.dtype, tensor.dim(), tensor.device, tensor.layout,
             requires_grad(tensor), _is_leaf(tensor), tensor.is_inference(), memory,
             tuple((name, self.value(item)) for name, item in own.items()) if own else (),
@@ -428,7 +427,7 @@ class _Reader:
         """Return the representation of the value of an op."""
         op = self._ops[index]
         if op.kind is OpKind.INPUT or op.kind is OpKind.STATE:
-            return _named(op.target)
+            return op.target.named
         if op.kind is OpKind.SCALAR and op.target is operator.getitem and len(op.args) == 2:
             return "element", self.value_of(op.args[0].index), op.args[1]
         if op.kind is OpKind.CALL or op.kind is OpKind.SCALAR:
@@ -549,13 +548,6 @@ class _Reader:
         if owner is None or isinstance(owner, (types.ModuleType, type)):
             return self._by_identity(function)
         return function.__name__, self.value(owner)
-
-
-def _named(part: Captured) -> Any:
-    """Return the representation of something that existed before the run."""
-    if part.kind is CaptureKind.ALIAS:
-        part = part.value
-    return part.named
 
 
 def _plain(value: Any, kind: type) -> Any:

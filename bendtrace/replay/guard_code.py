@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
@@ -132,12 +131,10 @@ class GuardCode:
             held = sum(key.access is Access.DICT for key in named)
             fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
         if kind is CaptureKind.OBJECT:
-            held = tuple(key.name for key in part.size if key.access is Access.DICT)
+            own = tuple(key.name for key in part.size if key.access is Access.DICT)
             other = "attributes than it had, or in another order"
-            if held:
-                fail_if(
-                    f"tuple({name}.__dict__) != {source.constant(held)}", f"{label} has {other}"
-                )
+            if own:
+                fail_if(f"tuple({name}.__dict__) != {source.constant(own)}", f"{label} has {other}")
             elif part.type.__dictoffset__:
                 fail_if(f"{name}.__dict__", f"{label} has gained attributes")
             for slot in set(slots_of(part.type)) - {str(key) for key in part.size}:
