@@ -169,6 +169,10 @@ class Scan:
         ):
             self._scan_helpers()
             self._scan_modules()
+        if found.stores or not found.names.isdisjoint(ASKING):
+            # Code may give attributes to functions, or ask for one that is not there yet.
+            for function in filterfalse(is_finished, found.functions):
+                self._scan_attributes(function)
         self._scan_settings()
         for part, route in self._tagged:
             for key, item in found.held[part.index].items():
@@ -375,6 +379,8 @@ class Scan:
                     found.watched_objects.add(kept, f"{route.label}(...)")
         elif isinstance(value, (types.MethodType, functools.partial)):
             self._scan_callable(value)
+            if isinstance(value, functools.partial) and id(vars(value)) not in found.by_id:
+                self._scan_mapping(vars(value), route.label)
         elif isinstance(value, types.ModuleType):
             self._meet_module(value)
         elif type(value) is inspect.Signature:  # nothing changes in it but what defaults hold
@@ -664,20 +670,18 @@ class Scan:
                 notes.absent.append((namespace, name))
         for function in reach.opaque:
             self._scan_one_op(function)
-        # Functions that code may set attributes of, or ask for one that is not there yet.
-        told: set[int] = set()
-        if reach.stores or not reach.names.isdisjoint(ASKING):
-            values = (namespace.get(name) for namespace, name in reach.globals)
-            told = {id(value) for value in values if isinstance(value, types.FunctionType)}
         for function in reach.functions:
             outer, self._is_finished = self._is_finished, is_finished(function)
             self._scan_closure(function)
-            tags = vars(function).keys() - {"__wrapped__"}
-            if (tags or id(function) in told) and id(vars(function)) not in found.by_id:
-                self._scan_mapping(vars(function), function.__name__, frozenset({"__wrapped__"}))
+            if vars(function).keys() - {"__wrapped__"}:
+                self._scan_attributes(function)
             defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
             self._scan_defaults(chain(*defaults), function.__name__)
             self._is_finished = outer
+
+    def _scan_attributes(self, function: types.FunctionType) -> None:
+        if id(vars(function)) not in self.found.by_id:
+            self._scan_mapping(vars(function), function.__name__, frozenset({"__wrapped__"}))
 
     def _lacks(
         self, space: Mapping[str, Any], names: Iterable[str], everything: bool = False

@@ -183,7 +183,7 @@ def _exchanged(part: Captured, children: dict[int, list[Captured]], traced: dict
         return traced[part.index]
     if part.kind is CaptureKind.ALIAS:
         return part.value.value
-    if part.type is not tuple:
+    if part.type is not tuple or part.index not in children:  # a large tuple is compared as a whole
         return part.value
     items = tuple(_exchanged(child, children, traced) for child in children.get(part.index, ()))
     same = all(new is old for new, old in zip(items, part.value, strict=True))

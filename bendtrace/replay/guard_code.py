@@ -291,6 +291,9 @@ def _is_versioned(holder: Captured) -> bool:
     return is_dict and holder.access is Access.FIXED
 
 
-_DISTINCT = (CaptureKind.TENSOR, CaptureKind.LIST, CaptureKind.DICT, CaptureKind.OBJECT)
+_DISTINCT = (
+    CaptureKind.TENSOR, CaptureKind.LIST, CaptureKind.DICT, CaptureKind.OBJECT, CaptureKind.SET,
+    CaptureKind.LARGE, CaptureKind.ARRAY,
+)  # fmt: skip
 # What nothing is written to, so that only `is` tells whether two of them are one.
-_COMPARED = (CaptureKind.TUPLE, CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY)
+_COMPARED = (CaptureKind.TUPLE,)

@@ -84,23 +84,20 @@ class CaptureKind(Enum):
 class Array:
     """The content of a numpy array at one point in time."""
 
-    __slots__ = ("strides", "value", "writeable")
+    __slots__ = ("layout", "value")
 
     def __init__(self, array: Any) -> None:
         self.value = array.copy("K")
-        self.strides = array.strides
-        self.writeable = array.flags.writeable
+        self.layout = _layout(array)
 
     def __eq__(self, other: object) -> bool:
         """Return whether an array, or another such content, is equal bit by bit."""
         array: Any = other.value if isinstance(other, Array) else other
-        kept = other if isinstance(other, Array) else getattr(other, "flags", None)
         return bool(
             is_array(array)
-            and getattr(kept, "writeable", None) == self.writeable
+            and (other.layout if isinstance(other, Array) else _layout(array)) == self.layout
             and array.dtype == self.value.dtype
             and array.shape == self.value.shape
-            and getattr(kept, "strides", array.strides) == self.strides
             and array.tobytes() == self.value.tobytes()
         )
 
@@ -108,6 +105,10 @@ class Array:
 
     def __repr__(self) -> str:
         return f"<array{self.value.shape}>"
+
+
+def _layout(array: Any) -> tuple[Any, ...]:
+    return array.strides, array.flags.writeable, array.base is None
 
 
 def is_scalar(kind: type) -> bool:
@@ -382,7 +383,7 @@ def _bitwise(value: Any) -> Any:
     if kind is complex:
         return value.real.hex(), value.imag.hex()
     if kind is range or kind is slice:  # range(0, 3, 2) == range(0, 4, 2)
-        return value.start, value.stop, value.step
+        return tuple(map(_exact, (value.start, value.stop, value.step)))
     if kind is tuple:
         return tuple(map(_exact, value))
     if kind is frozenset:
