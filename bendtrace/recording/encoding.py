@@ -129,7 +129,9 @@ class Encoder:
         if kind is dict:
             recorded, use = self.arguments(tuple(value.values()))
             keys = [self.key(key, "an argument") for key in value]
-            return dict(zip(keys, recorded, strict=True)), dict(zip(value, use, strict=True))
+            if any(used is not item for used, item in zip(use, value.values(), strict=True)):
+                value = dict(zip(value, use, strict=True))
+            return dict(zip(keys, recorded, strict=True)), value
         if kind is slice:
             given = (value.start, value.stop, value.step)
             parts = given if PLAIN_TYPES.issuperset(map(type, given)) else _indices(given)

@@ -42,9 +42,9 @@ from bendtrace.tape.watchers import Observer
 from bendtrace.torch_rules.functions import (
     GIVES_BACK,
     OPTIONAL,
-    SETTERS,
     SHAPES,
     is_gate,
+    is_script,
     is_torchs_function,
     may_vary,
     said_of,
@@ -96,6 +96,7 @@ class Values:
         for scalar in self.scalars:
             retire(scalar)
         self.scalars.clear()
+        self._outside.clear()
 
     def here(self) -> str:
         """Return the current place of the model, as text."""
@@ -104,6 +105,8 @@ class Values:
 
     def bind(self, out: Any, op: Op, frame: FrameType) -> Any:
         """Record the result of an op; return the value that the model receives for it."""
+        if op.kind is OpKind.CALL and not is_torchs_function(op.target):
+            self.facts.clear()
         if op.kind is OpKind.CALL and may_vary(op.target):
             self._writer.guard(Test.KIND, op.index, kind_of(out), "", frame)
         if isinstance(out, Tensor):
@@ -132,9 +135,8 @@ class Values:
                     )
             return out
         if out is None:
-            if op.target in SETTERS:
-                self.facts.clear()
-            elif op.target in OPTIONAL:
+            self.facts.clear()
+            if op.target in OPTIONAL:
                 self.guard_presence(op, False, frame)
             return None
         kind = type(out)
@@ -154,7 +156,8 @@ class Values:
             if kind is tuple or kind is list:
                 how = "iter" if frame.f_code is _ITER_CODE else "length"
                 self._writer.guard(Test.LENGTH, op.index, len(out), how, frame)
-            if not is_torchs_function(op.target) and not is_gate(op):
+            varies = not is_torchs_function(op.target) or is_script(op.target)
+            if varies and not is_gate(op):
                 self._guard_structure(out, op, frame)
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
             return bound
@@ -162,6 +165,9 @@ class Values:
             keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
             keys.meta = tuple(out)
             self._writer.guard(Test.VALUE, keys.index, keys.meta, "metadata", frame)
+            varies = not is_torchs_function(op.target) or is_script(op.target)
+            if varies and not is_gate(op):
+                self._guard_structure(out, op, frame)
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
             return bound
         op.meta = out
@@ -402,7 +408,7 @@ class Values:
         )
 
 
-def structure_of(value: Any) -> tuple[Any, ...]:
+def structure_of(value: Any, outermost: bool = True) -> tuple[Any, ...]:
     """Return a result without its tensors and numbers, which are separate values.
 
     Raises:
@@ -414,7 +420,9 @@ def structure_of(value: Any) -> tuple[Any, ...]:
     if kind in TRACED_AS or kind in TRACED:
         return (kind if kind in TRACED_AS else type(plain(value)),)
     if isinstance(value, (tuple, list)):
-        return (kind, *map(structure_of, value))
+        return (kind, *(structure_of(item, False) for item in value))
+    if kind is dict and outermost:
+        return (kind, *(structure_of(item, False) for item in value.values()))
     if kind in PLAIN_TYPES:
         return kind, value
     raise TypeError(f"a {kind.__qualname__} inside a container, which cannot be followed")

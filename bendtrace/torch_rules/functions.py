@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bendtrace.source.bytecode import branches
 from bendtrace.tape.tape import Op
 from bendtrace.torch_rules.transforms import REGISTERS
 
 __all__ = [
+    "CALLS_PYTHON",
     "CONTEXT",
     "DESCEND",
     "ESCAPES",
@@ -34,6 +34,7 @@ __all__ = [
     "is_gate",
     "is_named_in_place",
     "is_pure",
+    "is_script",
     "is_simple",
     "is_torchs_function",
     "may_vary",
@@ -154,7 +155,12 @@ CONTEXT = frozenset(
 )  # fmt: skip
 
 # Ops after which the number of dimensions can depend on sizes.
-RANK_DEPENDS_ON_SIZES = frozenset({"squeeze", "squeeze_", "squeeze_copy", "apply", "solve"})
+RANK_DEPENDS_ON_SIZES = frozenset(
+    {
+        "squeeze", "squeeze_", "squeeze_copy", "apply", "solve", "cov", "corrcoef", "linalg_lstsq",
+        "_chunk_cat",
+    }
+)  # fmt: skip
 
 # Ops that change the shape, or the memory, of the tensor that they are called on.
 RESHAPES_IN_PLACE = frozenset(
@@ -209,9 +215,12 @@ GIVES_BACK: frozenset[Any] = frozenset(
     if callable(getattr(owner, name, None))
 )  # fmt: skip
 
+# What calls a function of Python for each number.
+CALLS_PYTHON: frozenset[Any] = frozenset(_methods("apply_", "map_", "map2_"))
+
 # All that is not simply recorded as a call.
 SPECIAL: frozenset[Any] = frozenset(
-    {*CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, *SHARING, *REGISTERS, Tensor.tolist}
+    {*CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, *SHARING, *REGISTERS, *CALLS_PYTHON, Tensor.tolist}
 )
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -259,15 +268,39 @@ def may_vary(function: Any) -> bool:
     """
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        forward = getattr(owner.forward, "__code__", None)
-        return not owner.__module__.startswith("torch.") and (forward is None or branches(forward))
+        return not owner.__module__.startswith("torch.")
     if getattr(function, "gives_nothing", False):
         return False
     if getattr(function, "is_gate", False):
         return getattr(function, "role", "") == "instead"  # others give what they are given
     if isinstance(function, _DECLARED):
-        return False
+        return _may_be_none(function)
     return not is_torchs_function(function) and name_of(function) not in _TRANSFORMS
+
+
+def is_script(function: Any) -> bool:
+    """Return whether a function was compiled by `torch.jit`, or is an operator of a library."""
+    return isinstance(function, _DECLARED[3:])
+
+
+def _may_be_none(function: Any) -> bool:
+    """Whether a schema says that what is returned may be None, or of several types."""
+    return any(
+        isinstance(part, (torch._C.OptionalType, torch._C.UnionType, torch._C.AnyType))
+        for schema in _schemas_of(function)
+        for part in (returned.type for returned in schema.returns)
+    )
+
+
+def _schemas_of(function: Any) -> list[Any]:
+    if isinstance(function, torch._ops.OpOverload):
+        return [function._schema]
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return [getattr(function, name)._schema for name in function.overloads()]
+    if isinstance(function, torch.jit.ScriptModule):
+        return [function.forward.schema] if hasattr(function, "forward") else []
+    schema = getattr(function, "schema", None)
+    return [] if schema is None else [schema]
 
 
 _DECLARED = (
