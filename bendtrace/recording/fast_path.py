@@ -89,7 +89,7 @@ def fast_path_for(
     """
     ops, known_as, writes = writer.tape.ops, writer.known, writer.writes
     known_at = known_as.get
-    boundaries, find = writer.boundaries, writer.site
+    boundaries, find, facts = writer.boundaries, writer.site, writer.facts
     sites: dict[tuple[int, ...], tuple[Site | None, bool]] = {}
     settings, precision, mkldnn = current_settings(), _precision(), _mkldnn()
     on_cpu = not torch.cuda.is_available()  # where cuDNN and cuBLAS have no influence
@@ -216,6 +216,8 @@ def fast_path_for(
                 out = unwatched(func, args, kwargs)
                 if begun:
                     writes.written_by(op)
+                    if len(op.writes) > 0:
+                        facts.clear()
             elif kwargs:
                 out = func(*args, **kwargs)
             else:

@@ -18,11 +18,12 @@ from torch.nn.utils import parametrize
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.executed import Ran, forbidden_in, learn
 from bendtrace.environment.kinds import is_value
-from bendtrace.environment.reachability import is_finished, names_in, reachable_from
+from bendtrace.environment.reachability import codes_in, is_finished, names_in, reachable_from
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
+from bendtrace.recording.given import assigned_in
 from bendtrace.recording.names import node_names
 from bendtrace.recording.writer import Writer
-from bendtrace.tape.captured import Access, AttributeKey, CaptureKind, Change
+from bendtrace.tape.captured import Access, CaptureKind, Change
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.structure import Existing, Made, entries_of, kept_in
@@ -36,7 +37,8 @@ from bendtrace.tape.tape import (
     refs_in,
 )
 from bendtrace.torch_rules.distributed_forward import JOINT
-from bendtrace.torch_rules.functions import is_torchs_function, said_of
+from bendtrace.torch_rules.functions import is_gate as may_be_gate
+from bendtrace.torch_rules.functions import is_torchs_function, name_of, said_of
 
 __all__ = ["Finish", "Recording", "raised_in"]
 
@@ -219,6 +221,8 @@ class Finish:
             recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
         self._writer.writes.begin()
         root.output = self._encoder.output(output, "the output", memo)
+        if any(id(given) in memo for given in self._writer.given):
+            self.block("what the run returns, or keeps, is given to code that is called as one op")
         recording.output_reads = self._writer.writes.writers()
         self._check_opaque_ops(recording.changes)
         drew = list(map(operator.ne, self._generators, self._torchs_random_states()))
@@ -288,12 +292,16 @@ class Finish:
 
         A replay changes objects only at its end. Other ops read no objects.
         """
-        changed = {
-            name: change.label
-            for change in changes
-            if change.part.kind is not CaptureKind.TENSOR
-            for name in _named_by(change)
-        }
+        changed: dict[str, str] = {}
+        for change in changes:
+            if change.part.kind is not CaptureKind.TENSOR:
+                changed[str(change.key)] = change.label
+                part: Any = change.part
+                # An item of what has a name: `self.log`, a global.
+                while part is not None and part.kind in _CONTAINERS:
+                    changed[str(part.key)] = change.label
+                    part = part.parent
+        self._check_stores()
         if not changed:
             return
         for op in self.tape.ops:
@@ -309,6 +317,87 @@ class Finish:
                         f"{what}{where} is called as one op, and might read what the run changes: "
                         f"{', '.join(sorted(changed[name] for name in read))}"
                     )
+
+    def _check_stores(self) -> None:
+        """Block if code that is called as one op assigns to what the run read before.
+
+        Whether it does so in this run can show nowhere: the same number may have been there.
+        """
+        calls = [op for op in self.tape.ops if op.kind is OpKind.CALL]
+        opaque = {
+            id(op.target): op
+            for op in calls
+            if not (is_torchs_function(op.target) or op.target in JOINT or may_be_gate(op))
+        }
+        backward = [op for op in calls if name_of(op.target) in _BACKWARD]
+        if backward and (
+            any(name_of(op.target) in _HOOKING for op in calls)
+            or any(
+                part.kind is CaptureKind.TENSOR and _has_hooks(part.value)
+                for part in self.environment.parts
+            )
+        ):
+            self.tape.block("hooks on tensors are called by a backward pass of the run")
+        if not opaque:
+            return
+        attributes: dict[str, str] = {}
+        containers: dict[str, str] = {}
+        for part in self.environment.parts:
+            if part.parent is None or part.kind is CaptureKind.TENSOR:
+                continue
+            if part.kind in _ITEMIZED:
+                containers[str(part.key)] = part.label
+            if part.access is not Access.ROOT:
+                attributes[str(part.key)] = part.label
+        for op in opaque.values():
+            names, mutates, read = self._stored_by(op)
+            found = {attributes[name] for name in names & attributes.keys()}
+            if mutates:
+                found |= {containers[name] for name in read & containers.keys()}
+            if found:
+                where = f" at {op.site.place}" if op.site is not None else ""
+                self.tape.block(
+                    f"{said_of(op.target)}{where} is called as one op, and may assign to "
+                    f"{', '.join(sorted(found))}"
+                )
+
+    def _stored_by(self, op: Op) -> tuple[set[str], bool, set[str]]:
+        """The attributes and globals that an op assigns to, whether to items, and what it names."""
+        stored: set[str] = set()
+        read: set[str] = set()
+        mutates = False
+        for function in self._functions_of(op):
+            for code in codes_in(function.__code__):
+                named, items = assigned_in(code)
+                stored |= named
+                mutates = mutates or items
+                read.update(code.co_names, code.co_freevars)
+        return stored, mutates, read
+
+    def _functions_of(self, op: Op) -> list[types.FunctionType]:
+        found: list[types.FunctionType] = []
+        waiting: list[Any] = [op.target, *op.args, *op.kwargs.values()]
+        while waiting:
+            thing = waiting.pop()
+            if isinstance(thing, types.CodeType):
+                found.append(types.FunctionType(thing, {}, closure=_cells_for(thing)))
+            elif isinstance(thing, Made):
+                waiting += thing.args
+            elif isinstance(thing, (tuple, list)):
+                waiting += thing
+            elif isinstance(thing, Existing):
+                if thing.part.kind is CaptureKind.MODULE:
+                    found += reachable_from(type(thing.part.value)).functions
+                else:
+                    waiting.append(thing.part.value)
+            elif isinstance(thing, types.MethodType):
+                waiting.append(thing.__func__)
+                if isinstance(thing.__self__, type):
+                    if not thing.__self__.__module__.startswith("torch."):
+                        found += reachable_from(thing.__self__, _FUNCTION_METHODS).functions
+            elif isinstance(thing, types.FunctionType):
+                found += reachable_from(thing).functions
+        return found
 
     def _names_read(self, op: Op) -> frozenset[str]:
         """The names that the code of an opaque op uses, as far as known."""
@@ -345,14 +434,6 @@ def _implementation(target: Any) -> Any:
     return None if definition is None else definition._init_fn
 
 
-def _named_by(change: Change) -> tuple[str, ...]:
-    """Return what code names to come to what was changed."""
-    if isinstance(change.key, AttributeKey) or change.part.access is Access.FIXED:
-        return (str(change.key),)
-    # An item is written to by way of what holds it, whose key is mostly computed.
-    return str(change.key), change.part.label.rpartition(".")[2].partition("[")[0]
-
-
 def _python_random_states() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -364,6 +445,24 @@ def _python_random_states() -> tuple[Any, ...]:
 
 
 _RANDOM = ("random", "rand", "randn", "randint", "choice", "shuffle", "uniform", "normal", "sample")
+_CONTAINERS = frozenset({CaptureKind.LIST, CaptureKind.DICT, CaptureKind.TUPLE})
+_ITEMIZED = frozenset(
+    {CaptureKind.LIST, CaptureKind.DICT, CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY}
+)
+_BACKWARD = frozenset({"backward", "grad"})
+_HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+
+
+def _has_hooks(tensor: Any) -> bool:
+    return tensor is not None and bool(
+        tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def _cells_for(code: types.CodeType) -> tuple[types.CellType, ...]:
+    return tuple(types.CellType() for _ in code.co_freevars)
+
+
 _FUNCTION_METHODS = frozenset({"forward", "setup_context"})  # of an autograd.Function
 
 

@@ -26,6 +26,7 @@ from bendtrace.recording.fast_path import (
     hooks_around,
 )
 from bendtrace.recording.finish import Finish, Recording, raised_in
+from bendtrace.recording.given import Given
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.states import States
@@ -74,6 +75,7 @@ from bendtrace.tape.watchers import (
 from bendtrace.torch_rules.arrays import SharedArrays, may_share
 from bendtrace.torch_rules.distributed_forward import has_joint_hooks, with_joint_hooks
 from bendtrace.torch_rules.functions import (
+    CALLS_PYTHON,
     CONTEXT,
     DESCEND,
     ESCAPES,
@@ -331,6 +333,8 @@ class Recorder(TorchFunctionMode):
                 "code that cannot be watched"
             )
             return func(*args, **kwargs)
+        if func in CALLS_PYTHON:
+            return self._opaque(func, args, kwargs, frame)
         if func in REGISTERS:
             return HandleOfRun(self._opaque(registers(func), args, kwargs, frame))
         assert func is Tensor.tolist
@@ -398,6 +402,8 @@ class Recorder(TorchFunctionMode):
         """Run an op (or, resumed, take its earlier result)."""
         prefix = self._writer.prefix
         if prefix is not None and op.index in prefix.values:
+            if op.writes:
+                self._values.facts.clear()
             return prefix.values[op.index]
         self._ran.leave()  # what is one op is no code of the run's
         try:
@@ -408,6 +414,8 @@ class Recorder(TorchFunctionMode):
             else:
                 out = self._observed(op, func, args, kwargs)
             self._writer.writes.written_by(op)
+            if op.writes:
+                self._values.facts.clear()
             if self._arrays:
                 self._arrays.ended(op, self._writer.writes.tensors())
             return out
@@ -667,7 +675,7 @@ class Recorder(TorchFunctionMode):
         given = [one for one in (*args, *kwargs.values()) if _may_be_filled(one)]
         before = [*map(_content, given)]
         try:
-            return self._as_one(op, function, args, kwargs, frame)
+            return self._as_one(op, function, args, kwargs, frame, watched=True)
         finally:
             set_around(outer)
             if before != [*map(_content, given)]:
@@ -682,13 +690,22 @@ class Recorder(TorchFunctionMode):
             return self._metadata(function, (tensor,), {}, sys._getframe(2))
 
     def _as_one(
-        self, op: Op, function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType
-    ) -> Any:
+        self, op: Op, function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType,
+        watched: bool = False,
+    ) -> Any:  # fmt: skip
         outer, self._within = self._within, True
+        given = Given(function, args, kwargs) if watched else None
+        if given is not None:
+            self._writer.given += given.containers
         try:
             out = self._carry_out(op, function, args, kwargs)
         finally:
             self._within = outer
+            if given is not None and given.may_have_changed():
+                self.tape.block(
+                    f"{name_of(function)} at {user_place(frame)} is called as one op, and may "
+                    "change a container that it is given"
+                )
         with torch._C.DisableTorchFunction():
             if may_share(function):
                 self._shares(op, function, args, kwargs, out, frame)

@@ -42,7 +42,6 @@ from bendtrace.tape.watchers import Observer
 from bendtrace.torch_rules.functions import (
     GIVES_BACK,
     OPTIONAL,
-    SETTERS,
     SHAPES,
     is_gate,
     is_loose,
@@ -97,6 +96,7 @@ class Values:
         for scalar in self.scalars:
             retire(scalar)
         self.scalars.clear()
+        self._outside.clear()
 
     def here(self) -> str:
         """Return the current place of the model, as text."""
@@ -105,6 +105,8 @@ class Values:
 
     def bind(self, out: Any, op: Op, frame: FrameType) -> Any:
         """Record the result of an op; return the value that the model receives for it."""
+        if op.kind is OpKind.CALL and not is_torchs_function(op.target):
+            self.facts.clear()
         if op.kind is OpKind.CALL and may_vary(op.target):
             self._writer.guard(Test.KIND, op.index, kind_of(out), "", frame)
         if isinstance(out, Tensor):
@@ -133,9 +135,8 @@ class Values:
                     )
             return out
         if out is None:
-            if op.target in SETTERS:
-                self.facts.clear()
-            elif op.target in OPTIONAL:
+            self.facts.clear()
+            if op.target in OPTIONAL:
                 self.guard_presence(op, False, frame)
             return None
         kind = type(out)

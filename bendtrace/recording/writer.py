@@ -91,6 +91,7 @@ class Writer:
         writes: tracks writes to tensors.
         is_behind: whether the run is repeating what the resumed run did.
         boundaries: identities of the code given as such.
+        given: the containers that code called as one op has received.
         read_state: reads the state at a guard (see `states.py`); None to read no states.
         before_question: is called before a guard is added, with the code that asks.
     """
@@ -107,6 +108,7 @@ class Writer:
         self.prefix = prefix
         self.gone_astray: NondeterminismError | None = None
         self.writes = Writes()
+        self.given: list[Any] = []
         self._environment = environment
         given = () if prefix is None else environment.arguments
         self._arguments = tuple(part.value for part in given if part.access is Access.ROOT)
@@ -123,7 +125,8 @@ class Writer:
         """Release the objects of the caller, and the values computed before."""
         if self.prefix is not None:
             self.prefix.hold.release()
-        self._arguments, self.prefix = (), None
+        self._arguments, self.prefix, self.given = (), None, []
+        self.known.clear()  # torch refuses to swap tensors that have weak references
         self.writes.begin()
 
     def require_end(self) -> None:

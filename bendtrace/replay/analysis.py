@@ -18,6 +18,7 @@ from bendtrace.tape.tape import (
     Test,
 )
 from bendtrace.torch_rules.functions import (
+    FLEETING,
     INHERITED,
     METADATA,
     RANK_DEPENDS_ON_NUMBERS,
@@ -25,6 +26,7 @@ from bendtrace.torch_rules.functions import (
     RANKS,
     RESHAPES_IN_PLACE,
     SHAPES,
+    is_script,
     is_torchs_function,
     name_of,
 )
@@ -56,8 +58,11 @@ class Analysis:
         self._ops = tape.ops
         self._counters = tape.counters
         self.fixed_metadata = not any(
-            op.kind is OpKind.CALL and name_of(op.target) in RESHAPES_IN_PLACE for op in tape.ops
+            op.kind is OpKind.CALL and (name_of(op.target) in RESHAPES_IN_PLACE or _may_reshape(op))
+            for op in tape.ops
         )
+        self._reshaped: set[int] = set()  # by then: what may have another shape than before the run
+        self._written: set[int] = set()  # by then: what may have another version, or graph
         self._state: list[Captured] = []
         # Per op, as bits: the state tensors that its value came from.
         self._sources: list[int] = []
@@ -66,6 +71,9 @@ class Analysis:
         self.computable: set[int] = set()
         for op in tape.ops:
             self._follow(op)
+            self._written.update(op.writes)
+            if op.kind is OpKind.CALL and _may_reshape(op):
+                self._reshaped.update(op.operands)
         typed = ranked = 0
         self.kinds: list[GuardKind] = []
         for guard in tape.guards:
@@ -121,6 +129,8 @@ class Analysis:
             and self.fixed_metadata  # else it may be asked after a change
             and name_of(op.target) != "_version"
             and all(self._ops[index].is_given for index in op.operands)
+            and self._reshaped.isdisjoint(op.operands)
+            and (name_of(op.target) not in FLEETING or self._written.isdisjoint(op.operands))
         )
 
     def _sort(self, guard: Guard) -> tuple[GuardKind, int, int]:
@@ -129,7 +139,11 @@ class Analysis:
             return GuardKind.IMPLIED, 0, 0  # by the path from the beginning of the run
         if guard.index in self.computable and not guard.is_on_identity:
             return GuardKind.INPUT, 0, 0
-        if counts(guard, self._ops) and all(self._ops[index].is_given for index in op.operands):
+        if (
+            counts(guard, self._ops)
+            and all(self._ops[index].is_given for index in op.operands)
+            and self._reshaped.isdisjoint(op.operands)
+        ):
             return GuardKind.INPUT, 0, 0
         if is_read(op) and op.raised is None:
             refs = op.operands
@@ -145,6 +159,13 @@ class Analysis:
             if is_rank and all(self._steady_rank[index] for index in refs):
                 return GuardKind.IMPLIED, 0, sources
         return GuardKind.DATA, 0, 0
+
+
+def _may_reshape(op: Op) -> bool:
+    """Whether an op may change the shape of what it is given, though its name does not say so."""
+    return "out" in op.kwargs or bool(
+        op.writes and not is_torchs_function(op.target) and not is_script(op.target)
+    )
 
 
 def is_read(op: Op) -> bool:

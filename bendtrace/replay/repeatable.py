@@ -153,6 +153,8 @@ def makes_anew(function: Any) -> bool:
     name = name_of(function)
     if name in _ANEW:
         return True
+    if name in _UNSAFE:
+        return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     found = overloads(name)
     return (
@@ -163,6 +165,8 @@ def makes_anew(function: Any) -> bool:
 
 
 _SET_DATA = getattr(torch.Tensor.data, "__set__")  # noqa: B009 - a slot of the descriptor
+# Whose results are views although their schemas do not say so.
+_UNSAFE = frozenset({"unsafe_split", "unsafe_split_with_sizes", "_unsafe_view", "lift"})
 # Where what draws is told not to: the position of the argument, its name, and its default.
 _SWITCHES: dict[str, tuple[int, str, Any]] = {
     "dropout": (2, "training", True),

@@ -16,6 +16,7 @@ from bendtrace.tape.tape import Op
 from bendtrace.torch_rules.transforms import REGISTERS
 
 __all__ = [
+    "CALLS_PYTHON",
     "CONTEXT",
     "DESCEND",
     "ESCAPES",
@@ -38,6 +39,7 @@ __all__ = [
     "is_loose",
     "is_named_in_place",
     "is_pure",
+    "is_script",
     "is_simple",
     "is_torchs_function",
     "may_vary",
@@ -160,8 +162,8 @@ CONTEXT = frozenset(
 # Ops after which the number of dimensions can depend on sizes.
 RANK_DEPENDS_ON_SIZES = frozenset(
     {
-        "squeeze", "squeeze_", "squeeze_copy", "apply", "solve", "solve_ex", "lstsq", "cov",
-        "corrcoef", "histogramdd",
+        "squeeze", "squeeze_", "squeeze_copy", "apply", "solve", "solve_ex", "lstsq",
+        "linalg_lstsq", "cov", "corrcoef", "histogramdd", "_chunk_cat",
     }
 )  # fmt: skip
 
@@ -221,10 +223,16 @@ GIVES_BACK: frozenset[Any] = frozenset(
     if callable(getattr(owner, name, None))
 )  # fmt: skip
 
+# What calls a function of Python for each number.
+CALLS_PYTHON: frozenset[Any] = frozenset(_methods("apply_", "map_", "map2_"))
+
 # All that is not simply recorded as a call.
 SPECIAL: frozenset[Any] = frozenset(
-    {*CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, *SHARING, *REGISTERS, Tensor.tolist}
-)
+    {
+        *CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, *SHARING, *REGISTERS, *CALLS_PYTHON,
+        Tensor.tolist,
+    }
+)  # fmt: skip
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _entered: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -271,8 +279,7 @@ def may_vary(function: Any) -> bool:
     """
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        forward = getattr(owner.forward, "__code__", None)
-        return not owner.__module__.startswith("torch.") and (forward is None or branches(forward))
+        return not owner.__module__.startswith("torch.") and _branches(owner.forward, set())
     if getattr(function, "gives_nothing", False):
         return False
     if getattr(function, "is_gate", False):
@@ -280,6 +287,26 @@ def may_vary(function: Any) -> bool:
     if isinstance(function, _DECLARED):
         return is_loose(function)
     return not is_torchs_function(function) and name_of(function) not in _TRANSFORMS
+
+
+def _branches(function: Any, seen: set[Any]) -> bool:
+    """Return whether a function branches, or another one that it calls by a global name."""
+    if not isinstance(function, types.FunctionType):
+        return True
+    seen.add(function)
+    named = map(function.__globals__.get, function.__code__.co_names)
+    return branches(function.__code__) or any(
+        _branches(other, seen)
+        for other in named
+        if isinstance(other, types.FunctionType)
+        and other not in seen
+        and not other.__module__.startswith("torch.")
+    )
+
+
+def is_script(function: Any) -> bool:
+    """Return whether a function was compiled by `torch.jit`, or is an operator of a library."""
+    return isinstance(function, _DECLARED[3:])
 
 
 @functools.lru_cache(maxsize=1024)

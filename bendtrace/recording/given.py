@@ -1,0 +1,150 @@
+"""What a function that is called as one op is given, and may change."""
+
+from __future__ import annotations
+
+import dis
+import os
+import types
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bendtrace.environment.reachability import codes_in, reachable_from
+from bendtrace.source.bytecode import single_steps
+from bendtrace.source.sites import TORCH
+from bendtrace.tape.captured import PLAIN_TYPES, is_array
+from bendtrace.tape.structure import can_build, held_by
+
+__all__ = ["Given", "assigned_in"]
+
+
+class Given:
+    """The containers that a function can reach through its arguments and its closure.
+
+    Args:
+        function: the function, which is called as one op.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+
+    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._functions: list[Any] = []
+        found: dict[int, Any] = {}
+        waiting: list[Any] = [function, *args, *kwargs.values()]
+        while waiting and len(found) < _MOST:
+            thing = waiting.pop()
+            kind = type(thing)
+            if kind in PLAIN_TYPES or id(thing) in found:
+                continue
+            if isinstance(thing, (torch.Tensor, nn.Module, types.ModuleType)):
+                continue
+            found[id(thing)] = thing
+            if isinstance(thing, (types.FunctionType, types.MethodType, partial, type)):
+                self._functions.append(thing)
+                waiting += held_by(thing)
+            else:
+                waiting += _content(thing)
+        self._before = [
+            (thing, [*_content(thing)]) for thing in found.values() if _is_mutable(thing)
+        ]
+
+    @property
+    def containers(self) -> list[Any]:
+        """Those that may change."""
+        return [thing for thing, _ in self._before]
+
+    def may_have_changed(self) -> bool:
+        """Whether a container has changed, or may change another time."""
+        if not self._before:
+            return False
+        if any(_differ(before, [*_content(thing)]) for thing, before in self._before):
+            return True
+        return any(map(_mutates, self._functions))
+
+
+def _is_mutable(thing: Any) -> bool:
+    return not isinstance(
+        thing, (tuple, frozenset, types.FunctionType, types.MethodType, partial, type)
+    ) and (isinstance(thing, _MUTABLE) or is_array(thing) or can_build(type(thing)))
+
+
+def _content(thing: Any) -> Iterator[Any]:
+    if is_array(thing):
+        yield thing.tobytes()
+    elif isinstance(thing, dict):
+        for key, value in dict.items(thing):
+            yield from (key, value)
+    elif isinstance(thing, (list, tuple, set, frozenset, deque)):
+        yield from thing
+    elif isinstance(thing, bytearray):
+        yield bytes(thing)
+    if can_build(type(thing)):
+        for name, value in getattr(thing, "__dict__", {}).items():
+            yield from (name, value)
+
+
+def _differ(before: list[Any], now: list[Any]) -> bool:
+    if len(before) != len(now):
+        return True
+    return any(
+        a is not b and not (type(a) is bytes and a == b) for a, b in zip(before, now, strict=True)
+    )
+
+
+def _mutates(function: Any) -> bool:
+    """Whether code may change a container: it assigns to items, or calls what changes lists."""
+    if isinstance(function, (types.MethodType, partial)):
+        return False  # the function in it is among the others
+    if isinstance(function, type) and not issubclass(function, torch.autograd.Function):
+        return False
+    if str(function.__module__).startswith("torch."):
+        return False  # as torch has it, nothing that it is given is changed
+    entries = frozenset({"forward", "setup_context", "backward", "vjp", "jvp"})
+    reach = (
+        reachable_from(function, entries)
+        if isinstance(function, type)
+        else reachable_from(function)
+    )
+    return any(
+        assigned_in(code)[1]
+        for one in reach.functions
+        if not one.__code__.co_filename.startswith((TORCH, _HERE))
+        for code in codes_in(one.__code__)
+    )
+
+
+def assigned_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
+    """Return the attributes and globals that code assigns to, and whether it changes containers.
+
+    What it keeps in the context of an `autograd.Function` is no attribute of anything else.
+    """
+    stored: set[str] = set()
+    before: Any = None
+    for step in single_steps(code):
+        if step.name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            stored.add(step.value)
+        elif step.name in ("STORE_ATTR", "DELETE_ATTR"):
+            if (before.name, before.value) != ("LOAD_FAST", "ctx"):
+                stored.add(step.value)
+        before = step
+    changes = not _CHANGING.isdisjoint(code.co_names) or not _ASSIGNING.isdisjoint(
+        code.co_code[::2]
+    )
+    return frozenset(stored), changes
+
+
+_HERE = str(Path(__file__).parents[1]) + os.sep
+_MOST = 1000
+_ASSIGNING = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_SUBSCR"))
+_CHANGING = frozenset(
+    {
+        "append", "appendleft", "extend", "insert", "pop", "popitem", "clear", "update",
+        "setdefault", "discard", "remove",
+    }
+)  # fmt: skip
+_MUTABLE = (list, dict, set, bytearray, deque)
