@@ -230,21 +230,20 @@ class _Search:
         spaces += others.values()
         if others and not is_finished(function):
             for path in passed_on(function.__code__):
-                value = None
-                space: Mapping[str, Any] = function.__globals__
+                found: Any = None
+                inside: Mapping[str, Any] = function.__globals__
                 for name in path.split("."):
-                    value = space.get(name)
-                    space = vars(value) if isinstance(value, types.ModuleType) else {}
-                if isinstance(value, types.ModuleType) and id(value) in others:
-                    self.modules[id(value)] = value
+                    found = inside.get(name)
+                    inside = vars(found) if isinstance(found, types.ModuleType) else {}
+                if isinstance(found, types.ModuleType) and id(found) in others:
+                    self.modules[id(found)] = found
         computes = not is_finished(function) and _facts_of(function.__code__).computes
         finished = [] if is_finished(function) else _finished_spaces(modules, names)
         if not is_finished(function):
-            for space in others.values():
-                if not is_installed_space(space):
-                    self.lacking.append(
-                        (space, None if computes else frozenset(names - space.keys()))
-                    )
+            for held in others.values():
+                if not is_installed_space(held):
+                    lacking = None if computes else frozenset(names - held.keys())
+                    self.lacking.append((held, lacking))
         for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())
         self.names |= names

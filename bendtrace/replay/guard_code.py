@@ -128,15 +128,18 @@ class GuardCode:
             fail_if(other, f"{label} has other keys")
         if kind in _CONTAINERS and has_attributes(part.type) and isinstance(part.size, tuple):
             named = [key for key in part.size if isinstance(key, AttributeKey)]
-            held = sum(key.access is Access.DICT for key in named)
-            fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
+            own = tuple(key.name for key in named if key.access is Access.DICT)
+            other = f"tuple({name}.__dict__) != {source.constant(own)}"
+            fail_if(other, f"{label} has other attributes than it had, or in another order")
         if kind is CaptureKind.OBJECT:
             own = tuple(key.name for key in part.size if key.access is Access.DICT)
-            other = "attributes than it had, or in another order"
-            if own:
-                fail_if(f"tuple({name}.__dict__) != {source.constant(own)}", f"{label} has {other}")
-            elif part.type.__dictoffset__:
-                fail_if(f"{name}.__dict__", f"{label} has gained attributes")
+            if own or part.type.__dictoffset__:
+                other = (
+                    f"tuple({name}.__dict__) != {source.constant(own)}"
+                    if own
+                    else f"{name}.__dict__"
+                )
+                fail_if(other, f"{label} has other attributes than it had, or in another order")
             for slot in set(slots_of(part.type)) - {str(key) for key in part.size}:
                 source.names.update(slot_of=slot_of, UNSET=UNSET)
                 has = f"slot_of({name}, {slot!r}) is not UNSET"
