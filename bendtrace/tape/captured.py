@@ -194,7 +194,7 @@ class Captured:
         label = root.label
         while root.access is not Access.FIXED and root.parent is not None:
             key, keys, root = root.key, root.parent.size, root.parent
-            if type(key) not in PLAIN_TYPES and type(keys) is tuple:
+            if type(key) not in _SPELLED and type(keys) is tuple:
                 places += [place for place, one in enumerate(keys) if one is key]
         return "part", label, id(root.value) if root.access is Access.FIXED else 0, *places
 
@@ -510,5 +510,6 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
     return content
 
 
+_SPELLED = PLAIN_TYPES | {AttributeKey}  # keys that labels tell apart
 _BARE = (dict, list, tuple)  # these have no attributes
 _FACTORY = AttributeKey("default_factory", Access.ATTRIBUTE)
