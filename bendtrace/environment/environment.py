@@ -19,7 +19,7 @@ from torch import nn
 
 from bendtrace.environment.findings import Found, Places
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
-from bendtrace.environment.reachability import is_installed_file
+from bendtrace.environment.reachability import codes_in, is_installed_file
 from bendtrace.environment.scan import Scan
 from bendtrace.environment.scan_cache import CachedScan, latest_walk, remember
 from bendtrace.source.usage import compares_identity
@@ -111,6 +111,17 @@ class Environment(Found):
             for one in self.functions
             if not is_installed_file(one.__code__.co_filename)
         )
+
+    @functools.cached_property
+    def nested_codes(self) -> frozenset[types.CodeType]:
+        """The code of functions that code of the model may make."""
+        made = (
+            inner
+            for one in self.functions
+            for inner in codes_in(one.__code__)
+            if inner is not one.__code__
+        )
+        return frozenset(made)
 
     def find_cached(self, tensor: torch.Tensor) -> Captured | None:
         """Return a new part for a tensor that comes from a `functools.lru_cache`, if it does."""

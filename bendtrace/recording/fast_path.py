@@ -216,8 +216,7 @@ def fast_path_for(
                 out = unwatched(func, args, kwargs)
                 if begun:
                     writes.written_by(op)
-                    if len(op.writes) > 0:
-                        facts.clear()
+                    facts.clear() if op.writes else None
             elif kwargs:
                 out = func(*args, **kwargs)
             else:

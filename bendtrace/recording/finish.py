@@ -8,7 +8,7 @@ import operator
 import random
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -329,15 +329,8 @@ class Finish:
             for op in calls
             if not (is_torchs_function(op.target) or op.target in JOINT or may_be_gate(op))
         }
-        backward = [op for op in calls if name_of(op.target) in _BACKWARD]
-        if backward and (
-            any(name_of(op.target) in _HOOKING for op in calls)
-            or any(
-                part.kind is CaptureKind.TENSOR and _has_hooks(part.value)
-                for part in self.environment.parts
-            )
-        ):
-            self.tape.block("hooks on tensors are called by a backward pass of the run")
+        if any(name_of(op.target) in _BACKWARD for op in calls) and any(map(_keeps, self._hooks())):
+            self.tape.block("a backward pass of the run calls hooks that may keep something")
         if not opaque:
             return
         attributes: dict[str, str] = {}
@@ -360,6 +353,19 @@ class Finish:
                     f"{said_of(op.target)}{where} is called as one op, and may assign to "
                     f"{', '.join(sorted(found))}"
                 )
+
+    def _hooks(self) -> Iterator[types.FunctionType]:
+        """Yield the code of the hooks on tensors that a backward pass of the run may call."""
+        for op in self.tape.ops:
+            if op.kind is OpKind.CALL and name_of(op.target) in _HOOKING:
+                yield from self._functions_of(op)
+        for part in self.environment.parts:
+            if part.kind is CaptureKind.TENSOR and part.value is not None:
+                for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                    for hook in (getattr(part.value, table, None) or {}).values():
+                        function = getattr(hook, "__func__", hook)
+                        if isinstance(function, types.FunctionType):
+                            yield from reachable_from(function).functions
 
     def _stored_by(self, op: Op) -> tuple[set[str], bool, set[str]]:
         """The attributes and globals that an op assigns to, whether to items, and what it names."""
@@ -453,10 +459,11 @@ _BACKWARD = frozenset({"backward", "grad"})
 _HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 
 
-def _has_hooks(tensor: Any) -> bool:
-    return tensor is not None and bool(
-        tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
-    )
+def _keeps(function: types.FunctionType) -> bool:
+    """Whether code may put something where other code finds it."""
+    if is_finished(function):
+        return False
+    return any(any(assigned_in(code)) for code in codes_in(function.__code__))
 
 
 def _cells_for(code: types.CodeType) -> tuple[types.CellType, ...]:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from bendtrace.environment.environment import Environment
 from bendtrace.environment.reachability import codes_in, reachable_from
 from bendtrace.source.bytecode import single_steps
 from bendtrace.source.sites import TORCH
 from bendtrace.tape.captured import PLAIN_TYPES, is_array
 from bendtrace.tape.structure import can_build, held_by
+from bendtrace.torch_rules.functions import is_torchs_function
 
 __all__ = ["Given", "assigned_in"]
 
@@ -30,10 +32,20 @@ class Given:
         function: the function, which is called as one op.
         args: its arguments.
         kwargs: its keyword arguments.
+        environment: what the run could read at its start.
     """
 
-    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        environment: Environment,
+    ) -> None:
         self._functions: list[Any] = []
+        self._before: list[tuple[Any, list[Any]]] = []
+        if is_torchs_function(function) and not any(map(callable, (*args, *kwargs.values()))):
+            return
         found: dict[int, Any] = {}
         waiting: list[Any] = [function, *args, *kwargs.values()]
         while waiting and len(found) < _MOST:
@@ -46,7 +58,7 @@ class Given:
             found[id(thing)] = thing
             if isinstance(thing, (types.FunctionType, types.MethodType, partial, type)):
                 self._functions.append(thing)
-                waiting += held_by(thing)
+                waiting += _held_by(thing, environment)
             else:
                 waiting += _content(thing)
         self._before = [
@@ -65,6 +77,16 @@ class Given:
         if any(_differ(before, [*_content(thing)]) for thing, before in self._before):
             return True
         return any(map(_mutates, self._functions))
+
+
+def _held_by(thing: Any, environment: Environment) -> Iterator[Any]:
+    """Yield what code holds, but for what a function from before the run keeps to itself."""
+    is_older = (
+        isinstance(thing, types.FunctionType) and thing.__code__ not in environment.nested_codes
+    )
+    for held in held_by(thing):
+        if not (is_older and _is_mutable(held) and environment.find(held) is None):
+            yield held
 
 
 def _is_mutable(thing: Any) -> bool:
@@ -126,7 +148,9 @@ def assigned_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
     stored: set[str] = set()
     before: Any = None
     for step in single_steps(code):
-        if step.name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+        if step.name in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
+            step.name == "STORE_DEREF" and step.value in code.co_freevars
+        ):
             stored.add(step.value)
         elif step.name in ("STORE_ATTR", "DELETE_ATTR"):
             if (before.name, before.value) != ("LOAD_FAST", "ctx"):

@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Callable
 from time import perf_counter_ns
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ from bendtrace.source.sites import (
     users_frame,
 )
 from bendtrace.source.usage import only_tests
-from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind, is_array
+from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.contexts import AutocastHold
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
 from bendtrace.tape.tape import (
@@ -672,16 +672,16 @@ class Recorder(TorchFunctionMode):
             if self._observer is not None:
                 self._observer.escaped((args, kwargs))
         outer = set_around(self if self._inserter is not None else None)
-        given = [one for one in (*args, *kwargs.values()) if _may_be_filled(one)]
-        before = [*map(_content, given)]
+        given = Given(function, args, kwargs, self.environment)
+        self._writer.given += given.containers
         try:
-            return self._as_one(op, function, args, kwargs, frame, watched=True)
+            return self._as_one(op, function, args, kwargs, frame)
         finally:
             set_around(outer)
-            if before != [*map(_content, given)]:
+            if given.may_have_changed():
                 self.tape.block(
-                    f"{name_of(function)} at {user_place(frame)} is called as one op, and changes "
-                    "an object that it is given"
+                    f"{name_of(function)} at {user_place(frame)} is called as one op, and may "
+                    "change a container that it is given"
                 )
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
@@ -690,22 +690,13 @@ class Recorder(TorchFunctionMode):
             return self._metadata(function, (tensor,), {}, sys._getframe(2))
 
     def _as_one(
-        self, op: Op, function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType,
-        watched: bool = False,
-    ) -> Any:  # fmt: skip
+        self, op: Op, function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
         outer, self._within = self._within, True
-        given = Given(function, args, kwargs) if watched else None
-        if given is not None:
-            self._writer.given += given.containers
         try:
             out = self._carry_out(op, function, args, kwargs)
         finally:
             self._within = outer
-            if given is not None and given.may_have_changed():
-                self.tape.block(
-                    f"{name_of(function)} at {user_place(frame)} is called as one op, and may "
-                    "change a container that it is given"
-                )
         with torch._C.DisableTorchFunction():
             if may_share(function):
                 self._shares(op, function, args, kwargs, out, frame)
@@ -781,23 +772,6 @@ class Recorder(TorchFunctionMode):
         self._fast_path = self._aside = None  # from now on, ops may call other code
         self._ran.leave()  # it is live in any case, and unwatched code may compile itself
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
-
-
-def _may_be_filled(value: Any) -> bool:
-    """Whether a function that is one op may put something into a value that is no tensor."""
-    if isinstance(value, (Tensor, nn.Module, type, FunctionType)):
-        return False
-    return type(value) in (list, dict) or is_array(value) or hasattr(value, "__dict__")
-
-
-def _content(value: Any) -> Any:
-    """Return what is in a list, dict, array or object, mostly by identity."""
-    if is_array(value):
-        return value.tobytes()
-    if type(value) is list:
-        return [*map(id, value)]
-    items = value if type(value) is dict else vars(value)
-    return [*map(id, items), *map(id, items.values())]
 
 
 def _plain(value: Any) -> Any:

@@ -163,7 +163,7 @@ def meta_device_inside(x: Tensor) -> Any:
     return x * y.shape[0], y.device.type, y.is_meta
 
 
-@border.replays
+@border.live("torch.set_default_device")
 def default_device_set_and_reset(x: Tensor) -> Tensor:
     torch.set_default_device("cpu")
     y = torch.ones(4)
