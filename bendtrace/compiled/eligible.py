@@ -31,7 +31,7 @@ from bendtrace.torch_rules.functions import (
     said_of,
 )
 
-__all__ = ["why_not", "why_not_op", "why_not_under"]
+__all__ = ["UNTOLD", "why_not", "why_not_op", "why_not_under"]
 
 # Longer paths would be compiled for minutes.
 _LONGEST = 4096
@@ -47,7 +47,7 @@ _RANDOM = re.compile(
 )
 _RECURRENT = re.compile("^(lstm|gru|rnn_)")
 # Kernels of batch norm whose schemas do not say that they write to the statistics.
-_UNTOLD = frozenset(
+UNTOLD = frozenset(
     {
         "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index",
         "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
@@ -131,7 +131,7 @@ def why_not_op(op: Op, entry: Context) -> str | None:
             return f"{name} may draw random numbers"
         if isinstance(op.target, type):
             return f"{name} is a constructor, which compilers know no schema of"
-        if name in _UNTOLD:
+        if name in UNTOLD:
             return f"{name} may write to statistics"
         if name in _UNANSWERED and (op.target in METADATA or _is_getter(op.target)):
             return f"{name} of a tensor is asked for"

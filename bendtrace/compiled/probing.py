@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bendtrace.compiled.eligible import UNTOLD
 from bendtrace.compiled.splices import Splice, applied
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
@@ -180,7 +181,8 @@ class _Probe:
                 continue
             (slot,) = step.slots
             if step.check is not None:
-                reason = step.check(values[slot], step.tensors)
+                with mode:  # it runs what is checked, which may turn out to write
+                    reason = step.check(values[slot], step.tensors)
                 if reason is not None:
                     raise Refusal(reason)
             storage = storage_of(values[slot])
@@ -287,6 +289,13 @@ def _written(
         for value in given if isinstance(given, (list, tuple)) else (given,):
             if isinstance(value, Tensor):
                 yield argument.name, value
+    if func.overloadpacket.__name__ in UNTOLD:
+        names = [argument.name for argument in func._schema.arguments]
+        held = dict(zip(names, args, strict=False)) | kwargs
+        if held.get("training", held.get("train", True)):
+            for name in names:
+                if name.startswith("running_") and isinstance(held.get(name), Tensor):
+                    yield name, held[name]
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

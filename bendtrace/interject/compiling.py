@@ -95,9 +95,13 @@ class PlannedInsertions:
         self._turns: dict[int, tuple[Recording, list[_GateTurns] | str]] = {}
         # The splices of a path that stay the same while attributes of insertions do.
         self._steady: dict[int, tuple[SplicedTurns, list[Steady]]] = {}
+        self._observers: dict[int, list[Interjection]] = {}
 
     def along(self, recording: Recording) -> SplicedTurns | str:
         """Return the splices of a path, or why one of its gates cannot be compiled."""
+        for what in self._observers.get(id(recording), ()):
+            if not what.deferrable:  # any more: an attribute may say so
+                return _undeferrable(what.label)
         steady = self._steady.get(id(recording))
         if steady is not None:
             for one in steady[1]:
@@ -116,6 +120,9 @@ class PlannedInsertions:
             except _Refused as refused:
                 found = str(refused)
             known = self._turns[id(recording)] = recording, found
+            if not isinstance(found, str):
+                turns = [turn for _, _, row in found for turn in row if turn.look is not None]
+                self._observers[id(recording)] = [turn.entry.what for turn in turns]
         if isinstance(known[1], str):
             return known[1]
         effects: list[list[Effect | None]] = []
@@ -351,7 +358,7 @@ def _turn(gate: AfterGate | BeforeGate, entry: Entry, args: Any, recording: Reco
 def _looking(turn: _Turn, args: Any, said: str, recording: Recording) -> _Turn:
     """Return the turn of an observer, with the tensors that it observes."""
     if not (turn.entry.what.observes and turn.entry.what.deferrable):
-        raise _Refused(f"{said} is not known to do without being called while the model runs")
+        raise _Refused(_undeferrable(said))
     slots: list[int] = []
     for leaf in leaves_of_shape(turn.shape):
         if leaf.number < 0:
@@ -366,11 +373,13 @@ def _looking(turn: _Turn, args: Any, said: str, recording: Recording) -> _Turn:
     return turn._replace(slots=tuple(slots), values=tuple(args))
 
 
+def _undeferrable(said: str) -> str:
+    return f"{said} is not known to do without being called while the model runs"
+
+
 def _counted(gate: CountGate, entry: Entry) -> _Turn:
     if not (entry.what.observes and entry.what.deferrable):
-        raise _Refused(
-            f"{entry.what.label} is not known to do without being called while the model runs"
-        )
+        raise _Refused(_undeferrable(entry.what.label))
     look = functools.partial(_told, entry.what, gate.at)
     return _Turn(entry, gate.at, shape=Leaf(Tensor, -1), look=look)
 

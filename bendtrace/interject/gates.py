@@ -32,6 +32,7 @@ from bendtrace.interject.structure import (
     describe,
     exchangeable,
     has_mutable,
+    holds_same,
     part_of,
     take_apart,
 )
@@ -55,6 +56,20 @@ __all__ = [
 _Watching = tuple[CallGradients | None, CallGradients | None]
 
 
+class _Containers:
+    """What the insertions of a gate have done to lists, dicts and objects.
+
+    Attributes:
+        are_kept: whether an insertion has returned those that it was given.
+        are_changed: whether one of these has changed them.
+        others: the structures of which others were returned.
+    """
+
+    def __init__(self) -> None:
+        self.are_kept = self.are_changed = False
+        self.others: list[Any] = []
+
+
 class _Local(threading.local):
     plan: Plan | None = None
 
@@ -64,6 +79,7 @@ class _Local(threading.local):
         self.models_own: Exception | None = None  # raised by the node itself, inside of a gate
         self.kept: dict[Any, Any] = {}
         self.reshaped: dict[str, None] = {}  # the insertions, by slot, in this call of the model
+        self.containers = _Containers()  # those of the running gate
 
 
 _local = _Local()
@@ -183,18 +199,21 @@ class Gate:
             The tensors and numbers to continue with; if there are lists or dicts, followed by a
             flag that says whether to update these in place.
         """
-        self._in_place = False
+        outer, _local.containers = _local.containers, _Containers()
         try:
             given = self._through(values)
+            in_place = _local.containers.are_kept and not _local.containers.others
         except Exception as error:
             if error is not _local.models_own:
                 noted(error)
             for entry in self._entries():
                 entry.insertion.failed()
             raise
+        finally:
+            _local.containers = outer
         if not self.tells_in_place:
             return given
-        return (*(given if isinstance(given, tuple) else (given,)), self._in_place)
+        return (*(given if isinstance(given, tuple) else (given,)), in_place)
 
     def _through(self, values: tuple[Any, ...]) -> Any:
         raise NotImplementedError
@@ -316,8 +335,8 @@ class AfterGate(Gate):
         versions = [version_of(value) for value in found]
         value = assemble(shape, found)
         result = entry.what.after(at, inputs, value)
-        if type(shape) is Shape and (result is None or result is value):
-            result, self._in_place = value, True  # lists and dicts in it may have been changed
+        if type(shape) is Shape:
+            result = _settled((shape,), (value,), (result,), found, at, entry)[0]
         if result is not None:
             _collect(shape, result, found, at, entry)
         entry.insertion.fired(at, _changed(entry, at, before, found, versions))
@@ -432,7 +451,6 @@ class BeforeGate(Gate):
         else:
             at = self.at
             result = entry.what.before(at, as_inputs(value))
-            self._in_place = self._in_place or result is None
             if isinstance(result, tuple):
                 kwargs = result.kwargs if isinstance(result, Inputs) else value[1]
                 result = (tuple(result), kwargs)
@@ -442,8 +460,16 @@ class BeforeGate(Gate):
                     f"inputs as a tuple, or None; it returned {describe(result)}",
                     at.path,
                 )
-        if result is None and type(shape) is Shape:
-            result, self._in_place = value, True
+        if entry.slot in self.places:
+            if type(shape) is Shape:
+                result = _settled((shape,), (value,), (result,), found, at, entry)[0]
+        elif result is None:
+            result, _local.containers.are_kept = value, True
+        else:  # the tuple of arguments and the dict of keywords are new in each call
+            _settled(
+                (*shape.items[0].items, *shape.items[1].items), (*value[0], *value[1].values()),
+                (*result[0], *result[1].values()), found, at, entry,
+            )  # fmt: skip
         if result is not None:
             _collect(shape, result, found, at, entry)
         entry.insertion.fired(at, _changed(entry, at, before, found, versions))
@@ -576,6 +602,48 @@ def _collect(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Ent
             hint = f"; to change one part of it, name the part: {part!r}"
         said = f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace"
         raise InterjectionError(f"{said} the node's value: {error}{hint}", at.path) from None
+
+
+def _settled(
+    shapes: tuple[Any, ...], given: tuple[Any, ...], results: tuple[Any, ...], found: list[Any],
+    at: NodePass, entry: Entry,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Note whether lists and dicts that an insertion was given have to be updated in place.
+
+    Returns:
+        The results, and what was given for those that are None.
+
+    Raises:
+        InterjectionError: it has changed some in place, and returned others.
+    """
+    results = tuple(
+        value if result is None and type(shape) is Shape else result
+        for shape, value, result in zip(shapes, given, results, strict=False)
+    )
+    containers = _local.containers
+    are_kept = all(map(holds_same, shapes, given, results))
+    now = list(found)
+    try:
+        for shape, value in zip(shapes, given, strict=True):
+            collect(shape, value, now)
+        is_changed = any(new is not old for new, old in zip(now, found, strict=True))
+    except Mismatch:
+        is_changed = True
+    if not are_kept:
+        containers.others.append(shapes)
+    elif containers.others and all(other != shapes for other in containers.others):
+        are_kept = False
+    containers.are_kept = containers.are_kept or are_kept
+    if is_changed and are_kept and not containers.others:
+        containers.are_changed = True
+    if (is_changed or containers.are_changed) and not are_kept:
+        raise InterjectionError(
+            f"{entry.what.label} at {at.path or '<root>'} changed a list, dict or object that it "
+            "was given in place, and returned another one: return the one that it changed, or "
+            "change none",
+            at.path,
+        )
+    return results
 
 
 def _versions(value: Any) -> list[int]:

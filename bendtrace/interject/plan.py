@@ -170,6 +170,7 @@ class Plan:
         key: what makes the traces of two plans interchangeable.
         called_at: which entries the gates of traces call, as far as they were asked.
         compiled: what compiled paths know of it (see `compiling.py`).
+        stores: what the insertions might change (see `reading.py`).
     """
 
     def __init__(self, entries: Sequence[Entry], totals: dict[str, int] | None = None) -> None:
@@ -180,25 +181,25 @@ class Plan:
         # By the id of gates, with the gate itself so that its id is not reused.
         self.called_at: dict[int, tuple[Any, tuple[Entry, ...]]] = {}
         self.compiled: object = None
+        self.stores: object = None
         self._looked: dict[int, tuple[Recording, bool]] = {}
         self._entries_of: dict[tuple[Slot, ...], tuple[Entry, ...]] = {}
 
     def looks_at_changes(
         self, recordings: list[Recording], looks: Callable[[Plan, Recording], object]
     ) -> bool:
-        """Return whether an insertion of the plan might read what one of some runs changes.
+        """Return whether an insertion might read what one of some runs changes, or the reverse.
 
         Args:
             recordings: the runs.
             looks: decides this for one run.
         """
         for recording in recordings:
-            if recording.changes:
-                known = self._looked.get(id(recording))
-                if known is None:
-                    known = self._looked[id(recording)] = recording, bool(looks(self, recording))
-                if known[1]:
-                    return True
+            known = self._looked.get(id(recording))
+            if known is None:
+                known = self._looked[id(recording)] = recording, bool(looks(self, recording))
+            if known[1]:
+                return True
         return False
 
     def ran(self, recording: Recording) -> None:

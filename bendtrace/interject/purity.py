@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import enum
 import functools
 import math
 import types
@@ -21,10 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.compiled.eligible import why_not_op
+from bendtrace.compiled.probing import Refusal
 from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
 from bendtrace.recording.run import Signature, record
 from bendtrace.tape.contexts import current_context
+from bendtrace.tape.tape import Test
 from bendtrace.torch_rules.functions import is_torchs_function
 
 __all__ = ["Lifted", "built", "effect_of_function", "effect_of_pure", "lifted", "why_not_pure"]
@@ -75,7 +78,8 @@ def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
     except _Impure as reason:
         return str(reason)
     own = tuple((name, spec) for name, spec, _ in specs)
-    key = cls, at.path, at.number, tuple((name, key) for name, _, key in specs)
+    held = tuple((name, key) for name, _, key in specs)
+    key = cls, lifting.of_trusted_class(cls), at.path, at.number, held
 
     def after(value: Tensor, *tensors: Tensor) -> Any:
         self = object.__new__(cls)
@@ -108,6 +112,10 @@ def built(spec: Any, tensors: Sequence[Tensor]) -> Any:
         return tensors[spec[1]]
     if kind == "tuple":
         return tuple([built(item, tensors) for item in spec[1]])
+    if kind == "list":
+        return [built(item, tensors) for item in spec[1]]
+    if kind == "dict":
+        return {name: built(item, tensors) for name, item in spec[1]}
     if kind == "function":
         return spec[1](*[built(item, tensors) for item in spec[2]])
     if kind == "partial":
@@ -138,6 +146,7 @@ class _Lifting:
         self.tensors: list[Tensor] = []
         self._trusted = trusted
         self._inside: list[Any] = []
+        self._objects = 0  # that were looked into
 
     def of(self, thing: Any) -> tuple[Any, Hashable]:
         """Return the spec of a thing, and its key.
@@ -171,21 +180,29 @@ class _Lifting:
             return self._of_function(thing)
         if isinstance(thing, nn.Module):
             return ("constant", thing), self._of_module(thing)
-        if kind is types.MethodType and isinstance(thing.__self__, nn.Module):
-            own = self._of_module(thing.__self__)
-            return ("constant", thing), (own, self._of_code(thing.__func__))
+        if kind is types.MethodType and (self._trusted or isinstance(thing.__self__, nn.Module)):
+            own = self.of(thing.__self__)[1]
+            return ("constant", thing), (own, self.of(thing.__func__)[1])
         if kind is functools.partial:
             given = [self.of(item) for item in (thing.func, *thing.args)]
             named = [(name, *self.of(item)) for name, item in thing.keywords.items()]
             spec = "partial", tuple(s for s, _ in given), tuple((n, s) for n, s, _ in named)
             return spec, ("partial", tuple(k for _, k in given), tuple((n, k) for n, _, k in named))
-        if kind in (list, dict) and self._trusted:
-            items = list(thing.items()) if kind is dict else list(enumerate(thing))
-            if not any(isinstance(item, Tensor) for _, item in items):
-                keys = tuple((self.of(name)[1], self.of(item)[1]) for name, item in items)
-                return ("constant", thing), (kind, keys)
-        if self._trusted:
+        if kind is list and self._trusted:
+            items = [self.of(item) for item in thing]
+            return ("list", tuple(s for s, _ in items)), (kind, tuple(k for _, k in items))
+        if kind is dict and self._trusted and all(map(_is_plain, thing)):
+            held = [(name, *self.of(item)) for name, item in thing.items()]
+            keys = tuple((self.of(name)[1], k) for name, _, k in held)
+            return ("dict", tuple((name, s) for name, s, _ in held)), (kind, keys)
+        if self._trusted and isinstance(thing, _SEALED):
             return ("constant", thing), _ById(thing)
+        if self._trusted and type(getattr(thing, "__dict__", None)) is dict:
+            self._objects += 1
+            if self._objects > _MOST_OBJECTS:
+                raise _Impure("it holds more objects than can be compared in each call")
+            own = _ById(thing), self.of_trusted_class(kind), self._of_attributes(thing)
+            return ("constant", thing), own
         raise _Impure(f"it reads a {kind.__name__}, which may change")
 
     def _of_function(self, function: types.FunctionType) -> tuple[Any, Hashable]:
@@ -194,16 +211,22 @@ class _Lifting:
         inside = len(self.tensors) > before
         defaults = [self.of(value) for value in function.__defaults__ or ()]
         named = [(n, *self.of(value)) for n, value in (function.__kwdefaults__ or {}).items()]
-        key = (
+        key: Hashable = (
             self._of_code(function), tuple(k for _, k in cells), tuple(k for _, k in defaults),
             tuple((n, k) for n, _, k in named),
         )  # fmt: skip
+        if vars(function):
+            key = key, self._of_attributes(function), _ById(function)
         if len(self.tensors) == before or (not inside and not (defaults or named)):
             return ("constant", function), key
         make = _maker(function.__code__, len(defaults), tuple(n for n, _, _ in named))
         made = types.FunctionType(make, function.__globals__)
         given = (*(s for s, _ in cells), *(s for s, _ in defaults), *(s for _, s, _ in named))
         return ("function", made, given), key
+
+    def _of_attributes(self, thing: Any) -> Hashable:
+        """Return the key of the attributes that were set on a function or an object."""
+        return tuple((name, self.of(value)[1]) for name, value in vars(thing).items())
 
     def _of_code(self, function: types.FunctionType) -> Hashable:
         """Return the key of the code of a function, and of what it reads outside of its closure."""
@@ -226,29 +249,45 @@ class _Lifting:
     def _of_module(self, module: nn.Module) -> Hashable:
         """Return the key of a module, whose tensors become inputs."""
         keys: list[Hashable] = []
+        found = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        numbers = {key: number for number, key in enumerate(found)}
         for inner in module.modules():
-            if inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks:
+            if any(getattr(inner, table) for table in _HOOKS):
                 raise _Impure(f"it calls a {type(inner).__name__} with hooks")
+            is_torchs = type(inner).__module__.startswith("torch.nn.")
             plain: list[Hashable] = []
             for name, value in vars(inner).items():
                 if name in _TABLES:
                     continue
                 if type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value))):
                     plain.append((name, repr(value)))
-                elif not self._trusted and not type(inner).__module__.startswith("torch.nn."):
+                elif (self._trusted or is_torchs) and _is_plain_list(value):
+                    plain.append((name, repr(value)))
+                elif isinstance(value, (types.FunctionType, types.MethodType)):
+                    plain.append((name, self.of(value)[1]))
+                elif not self._trusted and not is_torchs:
                     raise _Impure(f"{type(inner).__name__}.{name} is a {type(value).__name__}")
                 else:
                     plain.append((name, _ById(value)))
-            keys.append((_ById(inner), type(inner), tuple(plain)))
-            if not self._trusted and not type(inner).__module__.startswith("torch.nn."):
-                self._of_class(type(inner))
-        found = {id(t): t for t in (*module.parameters(), *module.buffers())}
+            tensors = tuple(
+                (name, None if tensor is None else numbers.get(id(tensor)))
+                for table in (inner._parameters, inner._buffers)
+                for name, tensor in table.items()
+            )
+            parts = tuple((name, _ById(part)) for name, part in inner._modules.items())
+            own: Hashable = None
+            if self._trusted:
+                own = self.of_trusted_class(type(inner))
+            elif not is_torchs:
+                own = self._of_class(type(inner))
+            keys.append((_ById(inner), type(inner), tuple(plain), tensors, parts, own))
         for tensor in found.values():
             self.of(tensor)
         return tuple(keys)
 
-    def _of_class(self, cls: type) -> None:
-        """Inspect the methods of a user's module."""
+    def _of_class(self, cls: type) -> Hashable:
+        """Inspect the methods of a user's module, and return the key of what they read."""
+        keys: list[Hashable] = []
         for base in cls.__mro__:
             if base.__module__.split(".")[0] in _KNOWN:
                 continue
@@ -257,9 +296,22 @@ class _Lifting:
                     continue
                 function = getattr(member, "__func__", member)
                 if isinstance(function, types.FunctionType):
-                    self._of_function(function)
-                elif not (_is_plain(member) or _is_known(member)):
+                    keys.append((name, self._of_function(function)[1]))
+                elif _is_plain(member) or _is_known(member):
+                    keys.append((name, self.of(member)[1]))
+                else:
                     raise _Impure(f"{base.__name__}.{name} is a {type(member).__name__}")
+        return tuple(keys)
+
+    def of_trusted_class(self, cls: type) -> Hashable:
+        """Return the key of a class whose methods are not inspected."""
+        return tuple(
+            (name, self.of(member)[1] if _is_plain(member) else _ById(member))
+            for base in cls.__mro__
+            if base.__module__.split(".")[0] not in _KNOWN
+            for name, member in vars(base).items()
+            if name not in _UNCALLED
+        )
 
 
 class _ById:
@@ -282,6 +334,10 @@ def _content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         raise _Impure("it reads a name that is assigned only later") from None
+
+
+def _is_plain_list(value: Any) -> bool:
+    return type(value) is list and all(map(_is_plain, value))
 
 
 def _is_plain(value: Any) -> bool:
@@ -353,6 +409,8 @@ def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
     given = value.detach().clone()
     try:
         recording = record(function, (given,), {}, Signature(function))
+    except Refusal as refusal:  # of what watches the check
+        return f"in what is inserted, {refusal}"
     except Exception as error:
         return f"what is inserted raised {type(error).__name__}"
     if recording.tape.blockers:
@@ -360,6 +418,9 @@ def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
     if recording.changes:
         return f"what is inserted sets {recording.changes[0].label}"
     entry = current_context()
+    guards = recording.tape.guards  # on how many things an op gives, or what the path tells
+    if any(guard.how != "metadata" and guard.test is not Test.LENGTH for guard in guards):
+        return "what is inserted is branching: it takes other ways for other sizes or values"
     for op in recording.tape.ops:
         reason = why_not_op(op, entry)
         if reason is None and any(recording.tape.ops[i].is_given for i in op.writes):
@@ -403,6 +464,12 @@ _EFFECTS = frozenset(
     }
 )  # fmt: skip
 _TABLES = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+# What cannot change, or nobody changes, though it has attributes.
+_SEALED = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, torch.Generator)
+_MOST_OBJECTS = 256
 _UNCALLED = frozenset(
     {
         "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__init__", "__module__",

@@ -24,6 +24,7 @@ __all__ = [
     "exchangeable",
     "filled",
     "has_mutable",
+    "holds_same",
     "leaves_of_shape",
     "part_of",
     "refilled",
@@ -245,6 +246,15 @@ def has_mutable(shapes: Any) -> bool:
     )
 
 
+def holds_same(shape: Any, value: Any, other: Any) -> bool:
+    """Return whether all lists, dicts and objects in one value are those of another value."""
+    if value is other or type(shape) is not Shape:
+        return True
+    if not issubclass(shape.kind, tuple) or type(other) is not shape.kind:
+        return False
+    return all(map(holds_same, shape.items, value, other))
+
+
 def exchangeable(shape: Any) -> tuple[int, ...]:
     """Return which values of a structure can be replaced: tensors and numbers."""
     kinds = (Tensor, int, float, bool)
@@ -331,6 +341,9 @@ def _collect_items(shape: Shape, value: Any, found: list[Any], where: str) -> No
     if type(value) is not shape.kind:
         raise Mismatch(f"{_at(where)}expected a {_named(shape)}, got {describe(value)}")
     items = dict(_items(value))
+    if len(items) == len(shape.keys) and tuple(items) != shape.keys:
+        if all(key in items for key in shape.keys):  # what the model does next may depend on it
+            raise Mismatch(f"{_at(where)}expected the keys in the order {_listed(shape)}")
     if len(items) != len(shape.keys) or any(key not in items for key in shape.keys):
         raise Mismatch(f"{_at(where)}expected a {_named(shape)}, got {describe(value)}")
     for key, item in zip(shape.keys, shape.items, strict=True):
@@ -346,9 +359,13 @@ def _at(where: str) -> str:
     return f"at {where}: " if where else ""
 
 
+def _listed(shape: Shape) -> str:
+    return ", ".join(map(repr, shape.keys))
+
+
 def _named(shape: Shape) -> str:
     if issubclass(shape.kind, dict):
-        return f"{shape.kind.__name__} with the keys {', '.join(map(repr, shape.keys))}"
+        return f"{shape.kind.__name__} with the keys {_listed(shape)}"
     if shape.names:
         return shape.kind.__name__
     return f"{shape.kind.__name__} of {len(shape.items)}"

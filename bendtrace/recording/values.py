@@ -158,7 +158,7 @@ class Values:
                 self._writer.guard(Test.LENGTH, op.index, len(out), how, frame)
             if self._varies_inside(op):
                 self._guard_structure(out, op, frame)
-            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
+            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame, is_gate(op))
             return bound
         if kind is dict and not any(isinstance(item, dict) for item in out.values()):
             if self._varies_inside(op):
@@ -336,9 +336,13 @@ class Values:
         self._writer.guard(Test.VALUE, test.index, test.meta, "metadata", frame)
 
     def _bind_elements(
-        self, out: Any, ref: Ref, path: tuple[Any, ...], frame: FrameType
+        self, out: Any, ref: Ref, path: tuple[Any, ...], frame: FrameType, at_once: bool = False
     ) -> tuple[Any, Any]:
-        """Bind the content of a result; its elements get ops only once they are used."""
+        """Bind the content of a result; its elements get ops only once they are used.
+
+        Those of gates get them at once: the same gate may give other tensors in one call, and those
+        that it was given in the next.
+        """
         bound, metas, changed = [], [], False
         kind = type(out)
         for i, item in out.items() if kind is dict else enumerate(out):
@@ -360,7 +364,7 @@ class Values:
                     known.ref, known.parent, known.key = None, ref, (*path, i)
                     known.graphless = False
                     known.version = version_of(item)
-                    if self._was_taken(ref, (*path, i)):
+                    if at_once or self._was_taken(ref, (*path, i)):
                         known.ref = self.element(ref, (*path, i), item)
             elif type(item) in TRACED_AS:
                 source = (ref, (*path, i))

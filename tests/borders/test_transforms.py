@@ -214,7 +214,7 @@ def of_a_method_that_counts() -> nn.Module:
     return Vectorised("method")
 
 
-@border.either(TRANSFORM)
+@border.either("self.calls|" + TRANSFORM, at="self.calls")
 def of_a_closure_over_a_module() -> nn.Module:
     return Vectorised("closure")
 
