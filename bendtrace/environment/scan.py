@@ -104,6 +104,8 @@ _MODULE_INTERNALS = frozenset(
     }
 )  # fmt: skip
 _OF_STATE = ("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")
+# Attributes of functions that no code of a model asks for (the second one is torch.compile's).
+_OF_TOOLS = frozenset({"__wrapped__", "__dynamo_disable"})
 _LARGE = 512  # a container with more plain entries than this is compared as one
 _FACTORIES = frozenset({bool, int, float, complex, str, list, dict, set, tuple})  # of defaultdicts
 
@@ -673,7 +675,7 @@ class Scan:
         for function in reach.functions:
             outer, self._is_finished = self._is_finished, is_finished(function)
             self._scan_closure(function)
-            if vars(function).keys() - {"__wrapped__"}:
+            if vars(function).keys() - _OF_TOOLS:
                 self._scan_attributes(function)
             defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
             self._scan_defaults(chain(*defaults), function.__name__)
@@ -681,7 +683,7 @@ class Scan:
 
     def _scan_attributes(self, function: types.FunctionType) -> None:
         if id(vars(function)) not in self.found.by_id:
-            self._scan_mapping(vars(function), function.__name__, frozenset({"__wrapped__"}))
+            self._scan_mapping(vars(function), function.__name__, _OF_TOOLS)
 
     def _lacks(
         self, space: Mapping[str, Any], names: Iterable[str], everything: bool = False

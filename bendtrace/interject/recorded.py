@@ -50,8 +50,7 @@ def recorded(
         plan.ran(recording)
         if looked_at := read_and_changed(plan, recording):
             recording.tape.block(
-                "an insertion may read what the run changes, and a replay changes at its end, or "
-                "may change what the run reads, which a replay has read at its start: "
+                "an insertion may read what the run changes, or change what it reads: "
                 f"{', '.join(sorted(looked_at))}"
             )
     return recording
