@@ -511,11 +511,10 @@ class Act:
 class State:
     def __init__(self): self.inner = Settings()
 
-act, state, states, flags, held = Act(), State(), [State()], frozenset("a"), (State(),)
+act, state, flags, held = Act(), State(), frozenset("a"), (State(),)
 def by_class(x): return x * Settings.scale
 def by_options(x): return x * Settings.options["a"]
 def by_object(x): return x * state.inner.scale
-def by_list(x): return x * states[0].inner.scale
 def by_tuple(x): return x * held[0].inner.scale
 def by_flags(x): return x * (2 if "a" in flags else 3)
 def by_callable(x): return act(x)
@@ -528,7 +527,6 @@ def by_callable(x): return act(x)
         "by_class": "Settings.scale = 3.0",
         "by_options": "Settings.options['a'] = 3.0",
         "by_object": "state.inner.scale = 3.0",
-        "by_list": "states[0].inner.scale = 3.0",
         "by_tuple": "held[0].inner.scale = 3.0",
         "by_flags": "flags = frozenset()",
         "by_callable": "act.v = 3.0",
@@ -552,7 +550,7 @@ def test_state_of_an_installed_package(
     for step in ("", "", "", change, "", ""):
         exec(step, vars(installed))
         assert bits(bended(x)) == bits(model(x))
-    monkeypatch.delitem(sys.modules, package)
+    del sys.modules[package]
 
 
 def test_an_argument_of_an_installed_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
