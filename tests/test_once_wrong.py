@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import copy
+import importlib
 import itertools
 import pickle
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -492,3 +495,105 @@ def test_numbers_that_a_run_leaves_anywhere_are_plain() -> None:
         assert {type(number) for number in left} == {int}
         assert (Holder.attribute, kept, queue[-1], counts["a"]) == (k + 1, k * 6, k * 2, k * 3)
         assert Holder().attribute == k + 1
+
+
+# State outside of the model
+
+_INSTALLED = """
+class Settings:
+    scale = 2.0
+    options = {"a": 2.0}
+
+class Act:
+    v = 2.0
+    def __call__(self, x): return x * self.v
+
+class State:
+    def __init__(self): self.inner = Settings()
+
+act, state, flags, held = Act(), State(), frozenset("a"), (State(),)
+def by_class(x): return x * Settings.scale
+def by_options(x): return x * Settings.options["a"]
+def by_object(x): return x * state.inner.scale
+def by_tuple(x): return x * held[0].inner.scale
+def by_flags(x): return x * (2 if "a" in flags else 3)
+def by_callable(x): return act(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    {
+        "by_class": "Settings.scale = 3.0",
+        "by_options": "Settings.options['a'] = 3.0",
+        "by_object": "state.inner.scale = 3.0",
+        "by_tuple": "held[0].inner.scale = 3.0",
+        "by_flags": "flags = frozenset()",
+        "by_callable": "act.v = 3.0",
+    }.items(),
+)
+def test_state_of_an_installed_package(
+    name: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = f"installed_{name}"
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / f"{package}.py").write_text(_INSTALLED)
+    monkeypatch.syspath_prepend(str(folder))
+    installed = importlib.import_module(package)
+    function = getattr(installed, name)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return function(x) + 1
+
+    bended, x = bt.BendedModule(model), torch.arange(1.0, 4.0)
+    for step in ("", "", "", change, "", ""):
+        exec(step, vars(installed))
+        assert bits(bended(x)) == bits(model(x))
+    del sys.modules[package]
+
+
+def test_an_argument_of_an_installed_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "installed_argument.py").write_text(_INSTALLED)
+    monkeypatch.syspath_prepend(str(folder))
+    settings = importlib.import_module("installed_argument").Settings
+
+    def model(x: torch.Tensor, owner: Any) -> torch.Tensor:
+        return x * owner.scale
+
+    bended, x = bt.BendedModule(model), torch.ones(3)
+    for scale in (2.0, 2.0, 3.0, 3.0, 2.0):
+        settings.scale = scale
+        assert bits(bended(x, settings)) == bits(x * scale)
+
+
+def test_attributes_that_are_answered_by_any_error() -> None:
+    class Strict:
+        __slots__ = ("other", "scale")
+
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    class Lax:
+        __slots__ = ("scale",)
+
+        def __getattr__(self, name: str) -> float:
+            return 5.0
+
+    holder, lax = nn.Module(), Lax()
+    holder.settings = Strict(2.0)
+
+    def model(x: torch.Tensor, given: Lax) -> torch.Tensor:
+        return x * holder.settings.scale * given.scale
+
+    bended, x = bt.BendedModule(model), torch.ones(3)
+    for number in (2.0, 2.0, 3.0, 3.0):
+        holder.settings.scale = number
+        assert bits(bended(x, lax)) == bits(model(x, lax))
+    lax.scale = 7.0
+    assert bits(bended(x, lax)) == bits(model(x, lax))

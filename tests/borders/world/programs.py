@@ -512,3 +512,88 @@ _add("singletons_by_name", "class C:\n    known = {}\n    def __new__(cls, k):\n
      "C(2).v += 1", "", "C.known.clear()", "")  # fmt: skip
 _add("spread_kwargs", "K = {'m': 2, 'k': 3}\ndef inner(x, **k):\n    for n, v in k.items(): x = x * v if n == 'm' else x + v\n    return x\ndef model(x): return inner(x, **K)\n",
      "v = K.pop('m'); K['m'] = v", "", "")  # fmt: skip
+
+# What the model holds as `s`: its definitions, how it is made, what forward returns, and a change
+_KEPT = {
+    "range": ("", "range(0, 9, 5)", "x * self.s.stop", "model.s = range(0, 10, 5)"),
+    "order_of_attributes": ("", "types.SimpleNamespace(a=2.0, b=3.0)", "x * next(iter(vars(self.s).values()))", "model.s.a = model.s.__dict__.pop('a')"),
+    "float_key": ("", "{1: 0}", "torch.arange(3) * next(iter(self.s))", "model.s = {1.0: 0}"),
+    "float_key_in_place": ("", "{1: 0}", "torch.arange(3) * next(iter(self.s))", "model.s.clear(); model.s[1.0] = 0"),
+    "set_of_tuples": ("", "{(1, 2)}", "torch.arange(3) * next(iter(self.s))[0]", "model.s = {(1.0, 2)}"),
+    "enum_key": ("class K(enum.IntEnum):\n    A = 1\n", "{K.A: 0}", "x * (2 if isinstance(next(iter(self.s)), K) else 3)", "model.s = {1: 0}"),
+    "text_key": ("class Text(str): pass\ndef made(v):\n    t = Text('a')\n    t.v = v\n    return {t: 0}\n", "made(2)", "x * next(iter(self.s)).v", "model.s = made(3)"),
+    "key_that_hides": ("@dataclasses.dataclass(frozen=True)\nclass Key:\n    a: int\n    b: float = dataclasses.field(compare=False)\n", "{Key(1, 2.0): 0}", "x * next(iter(self.s)).b", "model.s = {Key(1, 3.0): 0}"),
+    "key_with_state": ("class K(enum.Enum):\n    A = [2]\n", "{K.A: 0}", "x * next(iter(self.s)).value[0]", "next(iter(model.s)).value[0] = 3"),
+    "numpy_zero": ("", "np.float64(0.0)", "x * self.s", "model.s = np.float64(-0.0)"),
+    "numpy_record": ("", "np.array([(2.0,)], dtype=[('k', 'f8')])[0]", "x * float(self.s['k'])", "model.s['k'] = 3.0"),
+    "array_layout": ("", "np.arange(6.0).reshape(2, 3)", "x * float(self.s.ravel('K')[1])", "model.s = np.asfortranarray(model.s)"),
+    "set_subclass": ("class Tags(set): pass\n", "Tags('a')", "x * (2 if 'a' in self.s else 3)", "model.s.clear()"),
+    "frozenset_subclass": ("class Tags(frozenset): pass\n", "Tags('a')", "x * (2 if 'a' in self.s else 3)", "model.s = Tags()"),
+    "slots_of_a_base": ("class B:\n    __slots__ = ('v',)\nclass C(B):\n    def __init__(self): self.v, self.w = 2.0, 1\n", "C()", "x * self.s.v", "model.s.v = 3.0"),
+    "dict_of_attributes": ("class C:\n    def __init__(self): self.v = 2.0\n", "C()", "x * self.s.v", "model.s.__dict__ = {'v': 3.0}"),
+    "transform": ("", "torch.distributions.AffineTransform(0.0, 2.0)", "self.s(x)", "model.s.scale = 3.0"),
+    "transforms": ("", "torch.distributions.ComposeTransform([torch.distributions.AffineTransform(0.0, 2.0)])", "self.s(x)", "model.s.parts[0].scale = 3.0"),
+    "transformed": ("", "torch.distributions.TransformedDistribution(torch.distributions.Normal(torch.zeros(3), torch.ones(3)), [torch.distributions.AffineTransform(0.0, 2.0)])", "self.s.log_prob(x)", "model.s.transforms[0].scale = 3.0"),
+    "spectral_norm": ("", "nn.utils.spectral_norm(nn.Linear(3, 3))", "self.s(x)", "for h in model.s._forward_pre_hooks.values(): h.n_power_iterations = 4"),
+    "proxy_of_module": ("class T(nn.Module):\n    v = 1.0\n    def forward(self, x): return x * self.v\nTAUGHT = T()\nTAUGHT.v = 2.0\n", "weakref.proxy(TAUGHT)", "self.s(x)", "TAUGHT.v = 3.0"),
+    "partial_order": ("def go(x, **k): return x * next(iter(k.values()))\n", "functools.partial(go, a=2.0, b=3.0)", "self.s(x)", "model.s.keywords['a'] = model.s.keywords.pop('a')"),
+    "function_tag": ("", "lambda x: x", "self.s(x) * getattr(self.s, 'scale', 1)", "model.s.scale = 3"),
+    "parameter_tag": ("", "nn.Parameter(torch.ones(3))", "x * self.s * self.s.__dict__.get('tag', 1.0)", "model.s.tag = 3.0"),
+    "two_become_one": ("", "[{1, 2}, {1, 2}]", "x * (2 if self.s[0] is self.s[1] else 3)", "model.s[1] = model.s[0]"),
+    "held_module": ("", "helper", "x * (2 if getattr(self.s, 'LOUD', False) else 1)", "helper.LOUD = True"),
+}  # fmt: skip
+for _name, (_define, _make, _body, _step) in _KEPT.items():
+    _add(f"kept_{_name}", f"{_define}{_MODULE}        self.s = {_make}\n    def forward(self, x): return {_body}\nmodel = M()\n",
+         "", _step, "")  # fmt: skip
+
+# What the model reads elsewhere: its main file, and a change
+_READS = "class Reads(nn.Module):\n    def forward(self, x, c): return x * c.v\n"
+_ELSEWHERE = {
+    "import_of_module_in_function": ("def model(x):\n    from . import helper as h\n    return x * h.V\n", "helper.V = 3"),
+    "import_by_name": ("NAME = helper.__name__\ndef model(x): return x * __import__(NAME, fromlist=['V']).V\n", "helper.V = 3"),
+    "absent": ("def model(x): return x * getattr(helper, 'LOUD', 1)\n", "helper.LOUD = 5"),
+    "absent_caught": ("def model(x):\n    try: return x * helper.LOUD\n    except AttributeError: return x\n", "helper.LOUD = 5"),
+    "absent_computed": ("NAMES = ['LOUD']\ndef model(x): return x * getattr(helper, NAMES[0], 1)\n", "helper.LOUD = 5"),
+    "absent_of_function": ("def go(x): return x\ndef model(x):\n    try: return x * go.flag\n    except AttributeError: return x\n", "go.flag = 3"),
+    "absent_cell": ("def made():\n    def f(x):\n        try: return x * scale\n        except NameError: return x\n    def put(v):\n        nonlocal scale\n        scale = v\n    f.put = put\n    if 0: scale = 1\n    return f\nmodel = made()\n", "f = model if hasattr(model, 'put') else model.module; f.put(3)"),
+    "computed_default": ("KEY = 'V'\ndef model(x):\n    v = getattr(helper, KEY, 'none')\n    return x if v == 'none' else x * v\n", "helper.V = 3"),
+    "computed_of_class": ("class M(nn.Module):\n    kind = 'a'\n    key = 'kind'\n    def forward(self, x): return x * (2 if getattr(self, self.key, 'none') == 'a' else 3)\nmodel = M()\n", "M.kind = 'b'"),
+    "reduce_getattr": ("def model(x): return x * functools.reduce(getattr, 'C.v'.split('.'), helper)\n", "helper.C.v = 3"),
+    "dotted_getter": ("class M(nn.Module):\n    c = types.SimpleNamespace(v=2)\n    def forward(self, x): return x * operator.attrgetter('c.v')(self)\nmodel = M()\n", "M.c.v = 3"),
+    "getter": ("GET = operator.attrgetter('V')\ndef model(x): return x * GET(helper)\n", "helper.V = 3"),
+    "partial_getattr": ("GET = functools.partial(getattr, helper)\ndef model(x): return x * GET('V')\n", "helper.V = 3"),
+    "class_handed_on": (_READS + "class M(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.b = Reads()\n    def forward(self, x): return self.b(x, helper.C)\nmodel = M()\n", "helper.C.v = 3"),
+    "class_to_a_function": ("GO = {'a': lambda c, x: x * c.v}\ndef model(x): return GO['a'](helper.C, x)\n", "helper.C.v = 3"),
+    "order_of_default": ("def model(x, ops={'a': 2.0, 'b': 3.0}): return x * next(iter(ops.values()))\nOPS = model.__defaults__[0]\n", "OPS['a'] = OPS.pop('a')"),
+    "static_object": ("class A:\n    def __init__(self): self.v = 2.0\n    def __call__(self, x): return x * self.v\nclass M(nn.Module):\n    act = staticmethod(A())\n    def forward(self, x): return self.act(x)\nmodel = M()\n", "M.act.v = 3.0"),
+    "class_method_object": ("class A:\n    k = 2.0\n    def __call__(self, cls, x): return x * self.k\nclass M(nn.Module):\n    act = classmethod(A())\n    def forward(self, x): return self.act(x)\nmodel = M()\n", "A.k = 3.0"),
+    "property_of_partial": ("class M(nn.Module):\n    p = property(functools.partial(lambda s, o: o.v, o=helper.C()))\n    def forward(self, x): return x * self.p\nmodel = M()\n", "helper.C.v = 3.0"),
+    "dunder_of_class": ("class M(nn.Module):\n    __scale__ = 2.0\n    def forward(self, x): return x * self.__scale__\nmodel = M()\n", "M.__scale__ = 3.0"),
+    "slot_of_module": ("class M(nn.Module):\n    __slots__ = ('scale',)\n    def forward(self, x): return x * self.scale\nmodel = M()\nmodel.scale = 2.0\n", "model.scale = 3.0"),
+    "dispatch_method": ("class M(nn.Module):\n    @functools.singledispatchmethod\n    def go(self, v, x): return x\n    def forward(self, x): return self.go(1.5, x)\nmodel = M()\n", "M.__dict__['go'].register(float)(lambda self, v, x: x * 5)"),
+    "context_copied": ("import contextvars\nVAR = contextvars.ContextVar('var')\nVAR.set(2)\ndef model(x): return x * [v for k, v in contextvars.copy_context().items() if k.name == 'var'][0]\n", "VAR.set(3)"),
+    "gradient_mode": ("W = nn.Parameter(torch.ones(3))\nMODE = torch.set_grad_enabled(True)\ndef model(x):\n    with MODE: return x * W\n", "MODE.mode = False"),
+    "state_dict_kept": ("class M(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.register_buffer('a', torch.ones(3) * 2)\n    def forward(self, x): return x * (1 + len(self.state_dict()))\nmodel = M()\n", "model._non_persistent_buffers_set.add('a')"),
+    "made_in_class": ("SEEN = []\nclass M(nn.Module):\n    def forward(self, x):\n        type(self).last = float(len(x))\n        return x * 2\nmodel = M()\n", "SEEN.append(M.__dict__.get('last')); del M.last", "SEEN.append(M.__dict__.get('last'))"),
+    "made_global": ("def model(x):\n    global LAST\n    LAST = float(len(x))\n    return x * 2\n", "global LAST; del LAST", ""),
+    "made_tag_of_method": ("class M(nn.Module):\n    def forward(self, x):\n        M.forward.calls = getattr(M.forward, 'calls', 0) + 1\n        return x * M.forward.calls\nmodel = M()\n", ""),
+    "scratch": (_MODULE + "        self.a, self.b = np.zeros(3), np.zeros(3)\n    def forward(self, x):\n        self.a[:] = 5\n        y = x * float(self.b.sum())\n        self.a[:] = 0\n        return y\nmodel = M()\n", "model.b = model.a"),
+    "scratch_list": (_MODULE + "        self.a, self.b = [0] * 600, [0] * 600\n    def forward(self, x):\n        self.a[0] = 5\n        y = x * sum(self.b)\n        self.a[0] = 0\n        return y\nmodel = M()\n", "model.b = model.a"),
+}  # fmt: skip
+for _name, (_main, *_changes) in _ELSEWHERE.items():
+    _add(f"elsewhere_{_name}", _main, "", *_changes, "", helper="V = 2\nclass C:\n    v = 2\n")
+
+# Arguments that look alike: how one is made, what is returned, and how the next is made
+_ALIKE = {
+    "order": ("types.SimpleNamespace(a=2.0, b=3.0)", "x * next(iter(vars(a).values()))", "types.SimpleNamespace(b=3.0, a=2.0)"),
+    "float_key": ("{1: 0}", "torch.arange(3) * next(iter(a))", "{1.0: 0}"),
+    "range": ("range(0, 9, 5)", "x * a.stop", "range(0, 10, 5)"),
+    "slice": ("slice(1, 2)", "torch.arange(3) * a.start", "slice(1.0, 2)"),
+    "numpy_zero": ("np.float64(0.0)", "x * a", "np.float64(-0.0)"),
+    "layout": ("np.arange(6.0).reshape(2, 3)", "x * float(a.ravel('K')[1])", "np.asfortranarray(np.arange(6.0).reshape(2, 3))"),
+    "set_subclass": ("type('Tags', (set,), {})('a')", "x * (2 if 'a' in a else 3)", "type(ARGUMENT)('b')"),
+    "large_tuple": ("(*range(600),)", "x * a[-1]", "(*range(599), 7)"),
+}  # fmt: skip
+for _name, (_make, _body, _next) in _ALIKE.items():
+    _add(f"alike_{_name}", f"ARGUMENT = {_make}\ndef arguments(x): return x, ARGUMENT\ndef model(x, a): return {_body}\n",
+         "", f"global ARGUMENT; ARGUMENT = {_next}", "")  # fmt: skip
