@@ -825,7 +825,7 @@ def down(x: torch.Tensor, count: int) -> torch.Tensor:
 
 @pytest.fixture
 def an_alarm() -> Iterator[None]:
-    """Raise where the test has not come to an end after minutes."""
+    """Raise where the test has not come to an end after two minutes."""
     if not hasattr(signal, "SIGALRM"):
         pytest.skip("there are no alarms on this system")
 
