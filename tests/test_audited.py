@@ -1,0 +1,856 @@
+"""Programs that an audit found to be silently wrong, each the smallest that showed it.
+
+Some were not silent: they were refused, with an error that blamed the program.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import enum
+import io
+import itertools
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import bendtrace as bt
+from tests.promise import bits, state
+
+Call = Callable[[Any], tuple[Any, ...]]
+Look = Callable[[Any, Any], Any]
+
+
+class Case(NamedTuple):
+    """A program, what it is called with, and what of its outputs is compared."""
+
+    make: Callable[[], Callable[..., Any]]
+    calls: list[Call]
+    look: Look
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(*calls: Call, look: Look = lambda model, out: out) -> Callable[[Any], Any]:
+    """Add a function, or a class of modules, to the programs.
+
+    Args:
+        calls: each makes the arguments of one call, and may change the model that it is given.
+        look: gives what is compared, of the model and its output; may change the output.
+    """
+
+    def add(program: Any) -> Any:
+        make = program if isinstance(program, type) else lambda: program
+        CASES[program.__name__] = Case(make, list(calls), look)
+        return program
+
+    return add
+
+
+def told(program: Case, wrap: Callable[[Any], Callable[..., Any]]) -> list[Any]:
+    """Call a program and return all that it gives and changes, call by call."""
+    torch.manual_seed(0)
+    model = program.make()
+    called = wrap(model)
+    results = []
+    for call in program.calls:
+        arguments = call(model)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            out = program.look(model, called(*arguments))
+        results.append([bits(out), printed.getvalue(), bits(arguments), state(model)])
+    return results
+
+
+def x(*values: float) -> Call:
+    """One tensor with these numbers."""
+    return lambda model: (torch.tensor([float(value) for value in values]),)
+
+
+def args(make: Callable[[], tuple[Any, ...]]) -> Call:
+    return lambda model: make()
+
+
+def after(change: Callable[[Any], object], *values: float) -> Call:
+    """One tensor, once the model is changed."""
+
+    def call(model: Any) -> tuple[Any, ...]:
+        change(model)
+        return x(*(values or (1, 2, 3)))(model)
+
+    return call
+
+
+SOME = [x(1, 2, 3), x(2, 3, 4), x(5, 6, 7)]
+SIGNS = [x(*signs) for signs in itertools.product((1, -1), repeat=3)] * 2
+BOTH = [x(1, 2), x(1, 2), x(-1, -2), x(3, 3), x(-1, -1)]
+BOTH_BACK = [x(-1, -2), x(-1, -2), x(1, 2), x(-3, -3), x(1, 1)]
+
+
+# One thing given twice
+
+
+def twice(*sizes: int) -> Call:
+    def make() -> tuple[Any, ...]:
+        size = tuple(sizes)
+        return torch.tensor([1.0, 2.0]), size, size
+
+    return args(make)
+
+
+@case(twice(3, 4), twice(3, 4), twice(5, 6), twice(7, 8))
+def a_tuple_given_twice(x: torch.Tensor, one: Any, other: Any) -> Any:
+    return x * other[0] + one[1]
+
+
+# Branches that join, with what they leave under one name
+
+
+def keeping(value: Any) -> Callable[[], Any]:
+    kept = [value]
+    return lambda: kept
+
+
+TENSOR_TWO, TENSOR_THREE = keeping(torch.ones(1) * 2), keeping(torch.ones(1) * 3)
+
+
+@case(*SIGNS)
+def tensors_of_two_closures(x: torch.Tensor) -> Any:
+    kept = TENSOR_TWO() if x[0] > 0 else TENSOR_THREE()
+    x = x * 2 if x[1] > 0 else x * 3
+    x = x + 1 if x[2] > 0 else x - 1
+    return x * kept[0]
+
+
+def module(name: str, table: float) -> Any:
+    """A module whose table has a name that a table of the other has too."""
+    made = types.ModuleType(name)
+    sys.modules[name] = made
+    source = f"import torch\nTABLE = torch.full((3,), {table})\ndef get():\n    return TABLE"
+    exec(source, made.__dict__)
+    return made
+
+
+ONE, OTHER = module("audited_one", 2.0), module("audited_other", 3.0)
+
+
+@case(*SIGNS)
+def tables_of_two_modules(x: torch.Tensor) -> Any:
+    table = ONE.get() if x[0] > 0 else OTHER.get()
+    return table * x if x[1] > 0 else table + x
+
+
+class Shown:
+    """Two of these have one repr."""
+
+    def __repr__(self) -> str:
+        return "Shown"
+
+
+FIRST, SECOND = Shown(), Shown()
+TABLES = {FIRST: torch.ones(3), SECOND: torch.full((3,), 6.0)}
+
+
+@case(*SIGNS)
+def keys_of_one_repr(x: torch.Tensor) -> Any:
+    table = TABLES[FIRST] if x[0] > 0 else TABLES[SECOND]
+    return table * x if x[1] > 0 else table + x
+
+
+TABLE = torch.full((3,), 4.0)
+
+
+def get_table() -> torch.Tensor:
+    return TABLE
+
+
+@case(*[args(lambda c=c: (*c(None), torch.ones(3))) for c in SIGNS])
+def an_argument_and_a_global(x: torch.Tensor, TABLE: Any) -> Any:
+    table = TABLE if x[0] > 0 else get_table()
+    return table * x if x[1] > 0 else table + x
+
+
+class ConfigA:
+    table = torch.ones(3)
+    numbers: ClassVar = {"n": 0}
+
+
+class ConfigB:
+    table = torch.full((3,), 5.0)
+    numbers: ClassVar = {"n": 0}
+
+
+@case(*SIGNS)
+def tables_of_two_classes(x: torch.Tensor) -> Any:
+    table = ConfigA.table if x[0] > 0 else ConfigB.table
+    return table * x if x[1] > 0 else table + x
+
+
+def reset_configs(model: Any) -> None:
+    ConfigA.numbers["n"] = ConfigB.numbers["n"] = 0
+
+
+@case(
+    *[after(reset_configs, *signs) for signs in itertools.product((1, -1), repeat=3)],
+    look=lambda model, out: [out, ConfigA.numbers["n"], ConfigB.numbers["n"]],
+)
+def a_change_of_one_of_two_classes(x: torch.Tensor) -> Any:
+    (ConfigA if x[0] > 0 else ConfigB).numbers["n"] = 5
+    y = x * 2 if x[1] > 0 else x * 3
+    return y * ConfigA.numbers["n"] + ConfigB.numbers["n"] if x[2] > 0 else y
+
+
+@case(*SIGNS)
+def a_name_that_holds_empty(x: torch.Tensor) -> Any:
+    if x[0] > 0:
+        held = "empty"
+    x = x * 2 if x[1] > 0 else x * 3
+    x = x + 1 if x[2] > 0 else x - 1
+    try:
+        k = len(held)
+    except NameError:
+        k = 9
+    return x + k
+
+
+ORDERS = [(1, -1, 1), (-1, 1, 1), (1, 1, 1), (1, 1, -1), (-1, 1, -1), (1, -1, -1), (1, 1, -1)]
+
+
+@case(*[args(lambda s=s: (*x(*s)(None), {"a": torch.zeros(2)})) for s in ORDERS])
+def a_view_or_a_copy_that_is_written(x: torch.Tensor, held: Any) -> Any:
+    table = held["a"]
+    y = table.view(-1) if x[0] > 0 else table.clone().view(-1)
+    del table
+    if x[1] > 0:
+        y.add_(1)
+    return y * 2 if x[2] > 0 else y * 3
+
+
+@case(*[x(*s) for s in ORDERS])
+class ViewOrCopyOfABuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("held", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.held.view(-1) if x[0] > 0 else self.held.clone().view(-1)
+        if x[1] > 0:
+            y.add_(1)
+        return y * 2 if x[2] > 0 else y * 3
+
+
+# Facts of a tensor that were asked before a write
+
+
+@case(*SOME)
+def a_version_after_a_write(x: torch.Tensor) -> Any:
+    y = torch.zeros(3)
+    before = y._version
+    y[0] = x[0]
+    return x * (y._version - before)
+
+
+WEIGHT = torch.ones(1, requires_grad=True)
+
+
+@case(*SOME)
+def requires_grad_after_a_write(x: torch.Tensor) -> Any:
+    y = torch.zeros(3)
+    before = y.requires_grad
+    y[0] = WEIGHT[0] * 2
+    return x * (2 if y.requires_grad else 3), before
+
+
+@case(*SOME)
+def is_leaf_after_a_write_to_a_part(x: torch.Tensor) -> Any:
+    y = x.clone()
+    if y.is_leaf:
+        x = x + 1
+    y[1:] = WEIGHT
+    return x * 2 if y.is_leaf else x * 3
+
+
+@case(*SOME)
+def sizes_of_two_outs(x: torch.Tensor) -> Any:
+    values, indices = torch.zeros(0), torch.zeros(0, dtype=torch.long)
+    before = values.nbytes
+    torch.max(x[None], 0, out=(values, indices))
+    return values * (values.nbytes - before) * (values.dim() + 1) * values.size(0)
+
+
+def outs(columns: int) -> Call:
+    return args(lambda: (torch.ones(2, columns), torch.zeros(3), torch.zeros(3, dtype=torch.long)))
+
+
+@case(outs(3), outs(3), outs(1))
+def sizes_of_outs_that_are_given(x: torch.Tensor, values: Any, indices: Any) -> Any:
+    torch.max(x, 0, out=(values, indices))
+    return values * 2 if values.size(0) > 2 else values * 3
+
+
+@case(*[x(1)] * 5)
+class ABufferWhoseDataIsSet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("held", torch.ones(2, 3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.held.data = torch.cat([self.held, self.held])
+        return x * 2 if self.held.shape[0] > 4 else x * 5
+
+
+@bt.opaque
+def grow(held: torch.Tensor) -> None:
+    held.resize_(held.shape[0] + 1).fill_(2)
+
+
+@case(*[x(1, 2)] * 6)
+class ABufferThatOneOpResizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("held", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        grow(self.held)
+        size = self.held.shape[0]
+        return x * size * (100 if size > 3 else 1)
+
+
+@case(*[args(lambda s=s: (torch.ones(s),)) for s in ((2, 5), (2, 5), (1, 5), (3, 5), (1, 5))])
+def a_rank_of_cov(x: torch.Tensor) -> Any:
+    spread = torch.cov(x)
+    return spread * 2 if spread.ndim == 0 else spread.sum(0) + 1
+
+
+@case(*[args(lambda n=n: (torch.ones(2, 3, 4), n)) for n in (0, 0, 2, 1, 0)])
+def a_rank_of_flatten_from_a_number(x: torch.Tensor, n: int) -> Any:
+    y = x.flatten(n)
+    return y * 2 if y.dim() == 1 else y * 3
+
+
+@case(*[args(lambda n=n: (torch.ones(2, 2), n)) for n in (2, 2, 1, 0)])
+def a_rank_of_tensordot_over_a_number(x: torch.Tensor, n: int) -> Any:
+    y = torch.tensordot(x, x, n)
+    return y * 2 if y.dim() == 0 else y * 3
+
+
+@case(x(1, 2, 3), x(1, 2, 3), x(-1, -2, -3), x(-5, -5, 9))
+def parts_that_share_memory(x: torch.Tensor) -> Any:
+    one, other = torch.unsafe_split(x, 2)
+    one.add_(1)
+    if x.sum() > 7:
+        return x * 2
+    return x * 3 if other.sum() > 2 else x * 5
+
+
+# What a run makes and returns
+
+
+@case(*SOME, look=lambda model, out: [f() for f in out])
+def closures_with_ten_variables(x: torch.Tensor) -> Any:
+    tensors = [x * k for k in range(10)]
+
+    def make(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any) -> Any:
+        return lambda: [a, b, c, d, e, f, g, h, i, j]
+
+    return make(*tensors), make(*tensors[::-1])
+
+
+@case(*SOME, look=lambda model, out: [out.__name__, out.__doc__, out(2)])
+def a_function_with_a_name(x: torch.Tensor) -> Any:
+    def scaled(k: int) -> Any:
+        """Scale."""
+        return x * k
+
+    scaled.__name__ = "named"
+    return scaled
+
+
+@case(*SOME, look=lambda model, out: list(out.items()))
+def an_ordered_dict_with_one_moved(x: torch.Tensor) -> Any:
+    found = collections.OrderedDict(a=x * 2, b=x * 3)
+    found.move_to_end("a")
+    return found
+
+
+@case(*SOME, look=lambda model, out: out.tolist())
+def an_array_of_objects(x: torch.Tensor) -> Any:
+    found = np.empty(2, dtype=object)
+    found[0], found[1] = x * 2, x * 3
+    return found
+
+
+@case(*SOME, look=lambda model, out: out.get())
+def a_class_made_in_forward(x: torch.Tensor) -> Any:
+    y = x * 2
+
+    class Out:
+        def get(self) -> Any:
+            return y
+
+    return Out()
+
+
+@case(*SOME, look=lambda model, out: [out.strides, out.tolist()])
+def an_array_in_the_order_of_columns(x: torch.Tensor) -> Any:
+    return np.asfortranarray(np.arange(6.0).reshape(2, 3))
+
+
+@case(*SOME, look=lambda model, out: out[0] is out[1])
+def an_array_returned_twice(x: torch.Tensor) -> Any:
+    found = np.ones(3)
+    return found, found
+
+
+# Numbers and texts
+
+
+def number(value: Any) -> Call:
+    return args(lambda: (torch.tensor([1.0, 2.0]), value))
+
+
+NUMPY = [np.float64(2), np.float64(2), np.float64(3), np.float64(-0.0), np.float64(0.0)]
+
+
+@case(*map(number, [*NUMPY, np.float32(2), np.int64(3), 3, True, 2.0, 1]))
+def numpy_numbers(x: torch.Tensor, n: Any) -> Any:
+    return x * n, n
+
+
+def set_number(value: Any) -> Callable[[Any], None]:
+    return lambda model: setattr(model, "number", value)
+
+
+@case(*[after(set_number(np.float32(n))) for n in (0.0, 0.0, -0.0, 1.0, 0.0)])
+class HoldsANumpyNumber(nn.Module):
+    number: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * self.number
+
+
+@case(*[args(lambda b=b: (torch.ones(1), -8.0, b)) for b in (2.0, 2.0, 0.5, 1.5, 2.0)])
+def a_power_of_a_negative_number(x: torch.Tensor, base: Any, power: Any) -> Any:
+    root = base**power
+    return x * 2 if isinstance(root, float) else x * 3
+
+
+@case(*SOME)
+def a_size_is_no_symbol(x: torch.Tensor) -> Any:
+    return x * 2 if isinstance(x.shape[0], torch.SymInt) else x * 3
+
+
+@case(*SOME, x(1))
+def a_text_of_a_size_that_is_printed(x: torch.Tensor) -> Any:
+    print(f"{str(x.shape[0])!r}")
+    return x
+
+
+@case(*[x(*v) for v in ((2, 9), (2, 9), (1, 55), (2, 9), (3, 9), (2, 10))])
+def a_text_of_one_thing_twice(x: torch.Tensor) -> Any:
+    a, b = x[0], x[1]
+    return x * len(str([a, b, a]))
+
+
+@case(*[x(*v) for v in ((2, 9), (2, 9), (1, 5), (2, 9), (3, 9), (2, 10))])
+def a_range_of_one_thing_twice(x: torch.Tensor) -> Any:
+    a, b = x[0].long(), x[1].long()
+    return x * len(range(a, b, a)), sum(list(range(20))[a:b:a])
+
+
+def keyed(*keys: Any) -> list[Call]:
+    return [args(lambda k=k: (torch.arange(3), {k: torch.arange(3)})) for k in keys]
+
+
+@case(*keyed(1, 1, 1.0, True, 1, 0.0, -0.0))
+def keys_that_are_equal(x: torch.Tensor, held: Any) -> Any:
+    for key, value in held.items():
+        x = x * key + value
+    return x, [str(key) for key in held]
+
+
+class Word(enum.StrEnum):
+    A = "a"
+
+
+@case(*[args(lambda k=k: (torch.ones(2), {k: 1.0})) for k in ("a", "a", Word.A)])
+def keys_that_are_equal_texts(x: torch.Tensor, held: Any) -> Any:
+    return [x * 2 if isinstance(key, Word) else x * 3 for key in held]
+
+
+@case(*[args(lambda s=s: (torch.arange(3), {s})) for s in ((1, 2), (1, 2), (1.0, 2), (True, 2))])
+def members_that_are_equal(x: torch.Tensor, held: Any) -> Any:
+    for a, b in held:
+        x = x * a + b
+    return x
+
+
+EMPTY = [range(0), range(0), range(5, 5), range(0, 3, 2), range(0, 4, 2)]
+
+
+@case(*map(number, EMPTY))
+def ranges_that_are_equal(x: torch.Tensor, n: Any) -> Any:
+    return x * n.stop + n.start
+
+
+# Code inside one op
+
+
+class AppendsSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, log: Any) -> Any:
+        log.append(x.sum().item())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * 2, None
+
+
+@case(*BOTH)
+def a_list_that_one_op_fills(x: torch.Tensor) -> Any:
+    log: list[float] = []
+    y = AppendsSum.apply(x, log)
+    return y * log[0], log
+
+
+@bt.opaque
+def note(x: torch.Tensor, held: Any) -> torch.Tensor:
+    held["sum"] = x.sum().item()
+    return x * 1
+
+
+@case(*BOTH)
+class ADictThatOneOpFills(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"sum": 0.0}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return note(x, self.held) * self.held["sum"]
+
+
+@case(*BOTH)
+class AnAttributeThatOneOpSets(nn.Module):
+    sum = 0.0
+
+    @bt.opaque
+    def note(self, x: torch.Tensor) -> torch.Tensor:
+        self.sum = x.sum().item()
+        return x * 1
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.note(x) + 1
+
+
+@case(*BOTH_BACK)
+class AFlagThatACheckpointSets(nn.Module):
+    flag = False
+
+    def block(self, h: torch.Tensor) -> torch.Tensor:
+        self.flag = bool(h.sum() > 0)
+        return h * 2
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=True)
+        return y * 5 if self.flag else y
+
+
+@case(*SOME, x(1, 1), x(1, 1))
+def a_dict_that_a_transform_fills(x: torch.Tensor) -> Any:
+    seen = {}
+
+    def loss(v: torch.Tensor) -> torch.Tensor:
+        seen["n"] = v.shape[0]
+        return (v * v).sum()
+
+    return torch.func.grad(loss)(x) * seen["n"]
+
+
+# Results of one op whose inside varies
+
+
+@torch.jit.script
+def script_maybe(x):
+    # type: (Tensor) -> Optional[Tensor]
+    if bool(x.sum() > 0):
+        return None
+    return x * 2
+
+
+@case(*BOTH, *BOTH_BACK)
+def a_script_that_returns_none(x: torch.Tensor) -> Any:
+    y = script_maybe(x)
+    return x * 2 if y is None else x * 3
+
+
+@torch.jit.script
+def script_text(x):
+    # type: (Tensor) -> Dict[str, str]
+    return {"k": "a" if bool(x.sum() > 0) else "b"}
+
+
+@case(*BOTH)
+def a_script_that_returns_a_text(x: torch.Tensor) -> Any:
+    return x * ord(script_text(x)["k"])
+
+
+@torch.jit.script
+def script_pair(x):
+    # type: (Tensor) -> Tuple[Tensor, Optional[Tensor]]
+    if bool(x.sum() > 0):
+        return x, None
+    return x, x * 2
+
+
+@case(*BOTH)
+def a_script_that_returns_none_in_a_tuple(x: torch.Tensor) -> Any:
+    return x * 2 if script_pair(x)[1] is None else x * 3
+
+
+def nothing_or_double(x: torch.Tensor) -> Any:
+    return None if x.sum() > 0 else x * 2
+
+
+class Maybe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return nothing_or_double(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad
+
+
+@case(*BOTH_BACK)
+def a_function_that_returns_none(x: torch.Tensor) -> Any:
+    y = Maybe.apply(x)
+    return x * 2 if y is None else x * 3
+
+
+LIBRARY = torch.library.Library("audited", "FRAGMENT")
+LIBRARY.define("maybe(Tensor x) -> Tensor?")
+LIBRARY.impl("maybe", nothing_or_double, "CompositeImplicitAutograd")
+
+
+@case(*BOTH_BACK)
+def an_operator_that_returns_none(x: torch.Tensor) -> Any:
+    y = torch.ops.audited.maybe(x)
+    return x * 2 if y is None else x * 3
+
+
+def varied(up: Callable[[Any], Any], down: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An op of its own that gives one or the other, in a dict."""
+    return bt.opaque(lambda x: {"found": up(x) if x.sum() > 0 else down(x)})
+
+
+some_text = varied(lambda x: "p", lambda x: "n")
+some_list = varied(lambda x: [x, x], lambda x: [x])
+some_tensor = varied(lambda x: x, lambda x: None)
+some_number = varied(lambda x: 3, lambda x: 2.5)
+
+
+@case(*BOTH)
+def a_text_in_a_dict_of_one_op(x: torch.Tensor) -> Any:
+    return x * ord(some_text(x)["found"])
+
+
+@case(*BOTH)
+def a_list_in_a_dict_of_one_op(x: torch.Tensor) -> Any:
+    return x * len(some_list(x)["found"])
+
+
+@case(*BOTH)
+def none_in_a_dict_of_one_op(x: torch.Tensor) -> Any:
+    return x * 2 if some_tensor(x)["found"] is None else x * 3
+
+
+@case(*BOTH)
+def a_number_in_a_dict_of_one_op(x: torch.Tensor) -> Any:
+    found = some_number(x)["found"]
+    return x * 2 if isinstance(found, int) else x * found
+
+
+# Hooks and backward in forward
+
+
+def gradients(model: Any, out: Any) -> Any:
+    out[0].backward()
+    return out
+
+
+@case(*SOME, look=gradients)
+class AListThatAHookFills(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        grads: list[Any] = []
+        h = self.weight * x
+        h.register_hook(lambda grad: grads.append(grad))
+        return (h**2).sum(), grads
+
+
+@case(*BOTH)
+def a_hook_in_a_backward_in_forward(x: torch.Tensor) -> Any:
+    seen: list[float] = []
+    h = x.clone().requires_grad_()
+    y = h * h
+    y.register_hook(lambda grad: seen.append(float(grad.sum() * x.sum())))
+    y.sum().backward()
+    return x * seen[0]
+
+
+@case(*[x(1, 2, 3)] * 3, x(2, 4, 6))
+class AHookOfAParameterInABackwardInForward(nn.Module):
+    last = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.weight.register_hook(self.keep)
+
+    def keep(self, grad: torch.Tensor) -> None:
+        self.last = float(grad.sum())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.weight.grad = None
+        (self.weight * x).sum().backward()
+        return self.last
+
+
+# Two that become one
+
+
+@case(*[after(lambda model, one=one: model.link(one)) for one in (False, False, True, False)])
+class TwoListsThatBecomeOne(nn.Module):
+    a: ClassVar = [1.0]
+    b: ClassVar = [1.0]
+
+    def link(self, one: bool) -> None:
+        type(self).a[0] = 1.0
+        type(self).b = type(self).a if one else [1.0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.a[0] = 5.0
+        return x * self.b[0]
+
+
+GLOBAL_A, GLOBAL_B = [1.0], [1.0]
+
+
+def link_globals(one: bool) -> Callable[[Any], None]:
+    def link(model: Any) -> None:
+        GLOBAL_A[0] = 1.0
+        globals()["GLOBAL_B"] = GLOBAL_A if one else [1.0]
+
+    return link
+
+
+@case(*[after(link_globals(one)) for one in (False, False, True, False)])
+def two_globals_that_become_one(x: torch.Tensor) -> Any:
+    GLOBAL_A[0] = 5.0
+    return x * GLOBAL_B[0]
+
+
+VARIABLE_A: contextvars.ContextVar[Any] = contextvars.ContextVar("VARIABLE_A")
+VARIABLE_B: contextvars.ContextVar[Any] = contextvars.ContextVar("VARIABLE_B")
+
+
+def link_variables(one: bool) -> Callable[[Any], None]:
+    def link(model: Any) -> None:
+        made = [1.0]
+        VARIABLE_A.set(made)
+        VARIABLE_B.set(made if one else [1.0])
+
+    return link
+
+
+@case(*[after(link_variables(one)) for one in (False, False, True, False)])
+def two_context_variables_that_become_one(x: torch.Tensor) -> Any:
+    VARIABLE_A.get()[0] = 5.0
+    return x * VARIABLE_B.get()[0]
+
+
+def arrays(make: Callable[[], Any], one: bool) -> Call:
+    def pair() -> tuple[Any, ...]:
+        made = make()
+        return torch.ones(2), made, made if one else make()
+
+    return args(pair)
+
+
+ARRAYS = [lambda: np.zeros(2), lambda: {1}, lambda: frozenset({1, 2}), lambda: list(range(600))]
+
+
+@case(*[arrays(make, one) for make in ARRAYS for one in (True, True, False, True, False)])
+def two_arguments_that_are_one_or_not(x: torch.Tensor, a: Any, b: Any) -> Any:
+    return x * 2 if a is b else x * 3
+
+
+COLUMNS = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+ROWS = np.ascontiguousarray(COLUMNS)
+
+
+@case(*[args(lambda a=a: (torch.ones(2), a)) for a in (ROWS, ROWS, COLUMNS, ROWS)])
+def strides_of_an_array(x: torch.Tensor, array: Any) -> Any:
+    return x * array.strides[0]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs:UserWarning")
+@pytest.mark.filterwarnings("ignore:An output with one:UserWarning")
+@pytest.mark.parametrize("name", list(CASES))
+def test_it_gives_what_eager_gives(name: str) -> None:
+    program = CASES[name]
+    wanted = told(program, lambda model: model)
+    for number, (one, other) in enumerate(zip(told(program, bt.BendedModule), wanted, strict=True)):
+        assert one == other, f"call {number}"
+
+
+def down(x: torch.Tensor, count: int) -> torch.Tensor:
+    if count:
+        return down(x, count - 1)
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+@pytest.fixture
+def an_alarm() -> Iterator[None]:
+    """Raise where the test has not come to an end after two minutes."""
+    if not hasattr(signal, "SIGALRM"):
+        pytest.skip("there are no alarms on this system")
+
+    def ring(*_: object) -> None:
+        pytest.fail("it does not come to an end", pytrace=False)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("an_alarm")
+@pytest.mark.filterwarnings("ignore::bendtrace.errors.TraceLimitWarning")
+def test_deep_calls_with_one_trace_come_to_an_end() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = down(x, 15)
+        z = down(y - 1, 3)
+        w = down(z + x.mean(), 20)
+        return w if w.min() > 0 else w + 1
+
+    bended = bt.BendedModule(model, max_traces=1)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(20):
+        x = torch.randn(2, 3, generator=generator) * 10 ** (number % 4)
+        x = x.double() if number % 5 == 4 else x
+        assert bits(bended(x)) == bits(model(x))
