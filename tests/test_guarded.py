@@ -1147,7 +1147,9 @@ class Switches(Layer):
             return y + w + x, z.clone(), v, torch.ones(3) * x
 
 
-SET_INSIDE = "settings that it changes: default dtype and device, `sdpa_kernel`, deterministic algorithms"
+SET_INSIDE = (
+    "settings that it changes: default dtype and device, `sdpa_kernel`, deterministic algorithms"
+)
 
 
 @case(SET_INSIDE, live_at="torch.ones(3)")

@@ -20,8 +20,8 @@ from bendtrace.environment.executed import Ran, forbidden_in, learn
 from bendtrace.environment.kinds import is_value
 from bendtrace.environment.reachability import codes_in, is_finished, names_in, reachable_from
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
-from bendtrace.recording.given import assigned_in
 from bendtrace.recording.names import node_names
+from bendtrace.recording.one_op import assigned_in
 from bendtrace.recording.writer import Writer
 from bendtrace.tape.captured import Access, CaptureKind, Change
 from bendtrace.tape.contexts import current_context, current_settings

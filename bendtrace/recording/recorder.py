@@ -26,8 +26,8 @@ from bendtrace.recording.fast_path import (
     hooks_around,
 )
 from bendtrace.recording.finish import Finish, Recording, raised_in
-from bendtrace.recording.given import Given
 from bendtrace.recording.lifting import Lifting
+from bendtrace.recording.one_op import Given
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.states import States
 from bendtrace.recording.texts import (

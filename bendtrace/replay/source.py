@@ -258,6 +258,8 @@ class Source:
         if name is None:
             name = self._built[id(array)] = f"o{len(self._built)}"
             self.line(f"{name} = {self.bound(array.value)}.copy('K')")
+            if not array.is_writeable:
+                self.line(f"{name}.flags.writeable = False")
         return name
 
     def _made(self, made: Made) -> str:

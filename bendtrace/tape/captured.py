@@ -90,6 +90,11 @@ class Array:
         self.value = array.copy("K")
         self.layout = _layout(array)
 
+    @property
+    def is_writeable(self) -> bool:
+        """Whether the array may be written to."""
+        return bool(self.layout[1])
+
     def __eq__(self, other: object) -> bool:
         """Return whether an array, or another such content, is equal bit by bit."""
         array: Any = other.value if isinstance(other, Array) else other
