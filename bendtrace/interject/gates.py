@@ -22,17 +22,15 @@ from bendtrace.errors import InterjectionError
 from bendtrace.interject.gradients import CallGradients, ChecksGradients
 from bendtrace.interject.interjection import NO_INPUTS, Inputs, NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot
+from bendtrace.interject.results import Containers, Observed, changed, collect_returned
 from bendtrace.interject.structure import (
     Leaf,
-    Mismatch,
     Shape,
     assemble,
-    collect,
     count_of,
     describe,
     exchangeable,
     has_mutable,
-    holds_same,
     part_of,
     take_apart,
 )
@@ -56,20 +54,6 @@ __all__ = [
 _Watching = tuple[CallGradients | None, CallGradients | None]
 
 
-class _Containers:
-    """What the insertions of a gate have done to lists, dicts and objects.
-
-    Attributes:
-        are_kept: whether an insertion has returned those that it was given.
-        are_changed: whether one of these has changed them.
-        others: the structures of which others were returned.
-    """
-
-    def __init__(self) -> None:
-        self.are_kept = self.are_changed = False
-        self.others: list[Any] = []
-
-
 class _Local(threading.local):
     plan: Plan | None = None
 
@@ -79,7 +63,7 @@ class _Local(threading.local):
         self.models_own: Exception | None = None  # raised by the node itself, inside of a gate
         self.kept: dict[Any, Any] = {}
         self.reshaped: dict[str, None] = {}  # the insertions, by slot, in this call of the model
-        self.containers = _Containers()  # those of the running gate
+        self.containers = Containers()  # those of the running gate
 
 
 _local = _Local()
@@ -199,7 +183,7 @@ class Gate:
             The tensors and numbers to continue with; if there are lists or dicts, followed by a
             flag that says whether to update these in place.
         """
-        outer, _local.containers = _local.containers, _Containers()
+        outer, _local.containers = _local.containers, Containers()
         try:
             given = self._through(values)
             in_place = _local.containers.are_kept and not _local.containers.others
@@ -323,8 +307,8 @@ class AfterGate(Gate):
                 return result
         found = [value]
         if result is not None:
-            _collect(self.shape, result, found, at, entry)
-        entry.insertion.fired(at, _changed(entry, at, [value], found, [version]))
+            collect_returned(self.shape, result, found, at, entry)
+        entry.insertion.fired(at, changed(entry, at, [value], found, [version]))
         _note_reshaped(entry, at, value, found[0])
         return found[0]
 
@@ -336,10 +320,10 @@ class AfterGate(Gate):
         value = assemble(shape, found)
         result = entry.what.after(at, inputs, value)
         if type(shape) is Shape:
-            result = _settled((shape,), (value,), (result,), found, at, entry)[0]
+            result = _local.containers.settle((shape,), (value,), (result,), found, at, entry)[0]
         if result is not None:
-            _collect(shape, result, found, at, entry)
-        entry.insertion.fired(at, _changed(entry, at, before, found, versions))
+            collect_returned(shape, result, found, at, entry)
+        entry.insertion.fired(at, changed(entry, at, before, found, versions))
         for old, new in zip(before, found, strict=True):
             _note_reshaped(entry, at, old, new)
 
@@ -371,8 +355,8 @@ class StateGate(AfterGate):
         if result is None or result is copied:
             found = [value if version_of(copied) == version else copied]
         else:
-            _collect(self.shape, result, found, at, entry)
-        entry.insertion.fired(at, _changed(entry, at, [value], found, [version_of(value)]))
+            collect_returned(self.shape, result, found, at, entry)
+        entry.insertion.fired(at, changed(entry, at, [value], found, [version_of(value)]))
         return found[0]
 
 
@@ -462,17 +446,18 @@ class BeforeGate(Gate):
                 )
         if entry.slot in self.places:
             if type(shape) is Shape:
-                result = _settled((shape,), (value,), (result,), found, at, entry)[0]
+                settled = _local.containers.settle((shape,), (value,), (result,), found, at, entry)
+                result = settled[0]
         elif result is None:
             result, _local.containers.are_kept = value, True
         else:  # the tuple of arguments and the dict of keywords are new in each call
-            _settled(
+            _local.containers.settle(
                 (*shape.items[0].items, *shape.items[1].items), (*value[0], *value[1].values()),
                 (*result[0], *result[1].values()), found, at, entry,
             )  # fmt: skip
         if result is not None:
-            _collect(shape, result, found, at, entry)
-        entry.insertion.fired(at, _changed(entry, at, before, found, versions))
+            collect_returned(shape, result, found, at, entry)
+        entry.insertion.fired(at, changed(entry, at, before, found, versions))
 
 
 class CountGate(Gate):
@@ -531,49 +516,12 @@ class InsteadGate(Gate):
 
     def _around(self, entry: Entry, call: Callable[..., Any]) -> Callable[..., Any]:
         def instead(*args: Any, **kwargs: Any) -> Any:
-            node = _Observed(call, Inputs(args, kwargs))
+            node = Observed(call, Inputs(args, kwargs))
             result = entry.what.instead(self.at, node, node.given)
             entry.insertion.fired(self.at, not node.gave(result))
             return result
 
         return instead
-
-
-class _Observed:
-    """A node that an insertion may or may not call, and the outcome.
-
-    Args:
-        call: the node.
-        given: its original arguments.
-    """
-
-    def __init__(self, call: Callable[..., Any], given: Inputs) -> None:
-        self.given = given
-        self._call = call
-        self._versions = _versions((given, given.kwargs))
-        self._calls = 0
-        self._gave: tuple[Any, list[int]] | None = None  # in a call with just what was given
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls += 1
-        mine, theirs = self.given.kwargs, (*args, *kwargs.values())
-        is_as_given = (
-            len(args) == len(self.given)
-            and list(kwargs) == list(mine)
-            and all(
-                new is old for new, old in zip(theirs, (*self.given, *mine.values()), strict=True)
-            )
-            and _versions((self.given, mine)) == self._versions
-        )
-        result = self._call(*args, **kwargs)
-        self._gave = (result, _versions(result)) if is_as_given else None
-        return result
-
-    def gave(self, value: Any) -> bool:
-        """Whether a value is what the node gave, called once with just what was given."""
-        if self._gave is None or self._calls > 1:
-            return False
-        return value is self._gave[0] and _versions(value) == self._gave[1]
 
 
 def _exchange_tensors(found: list[Any], change: Callable[[list[Tensor]], list[Tensor]]) -> None:
@@ -591,77 +539,3 @@ def as_inputs(value: Any) -> Inputs:
 
 def _dug(at: NodePass, entry: Entry) -> NodePass:
     return replace(at, path=entry.place.shown) if entry.dig else at
-
-
-def _collect(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Entry) -> None:
-    try:
-        collect(shape, result, found)
-    except Mismatch as error:
-        part, hint = f"{at.path}{'' if at.module is None else '.output'}|sub_0".lstrip("."), ""
-        if isinstance(shape, Shape) and shape.kind in (tuple, list):
-            hint = f"; to change one part of it, name the part: {part!r}"
-        said = f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace"
-        raise InterjectionError(f"{said} the node's value: {error}{hint}", at.path) from None
-
-
-def _settled(
-    shapes: tuple[Any, ...], given: tuple[Any, ...], results: tuple[Any, ...], found: list[Any],
-    at: NodePass, entry: Entry,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Note whether lists and dicts that an insertion was given have to be updated in place.
-
-    Returns:
-        The results, and what was given for those that are None.
-
-    Raises:
-        InterjectionError: it has changed some in place, and returned others.
-    """
-    results = tuple(
-        value if result is None and type(shape) is Shape else result
-        for shape, value, result in zip(shapes, given, results, strict=False)
-    )
-    containers = _local.containers
-    are_kept = all(map(holds_same, shapes, given, results))
-    now = list(found)
-    try:
-        for shape, value in zip(shapes, given, strict=True):
-            collect(shape, value, now)
-        is_changed = any(new is not old for new, old in zip(now, found, strict=True))
-    except Mismatch:
-        is_changed = True
-    if not are_kept:
-        containers.others.append(shapes)
-    elif containers.others and all(other != shapes for other in containers.others):
-        are_kept = False
-    containers.are_kept = containers.are_kept or are_kept
-    if is_changed and are_kept and not containers.others:
-        containers.are_changed = True
-    if (is_changed or containers.are_changed) and not are_kept:
-        raise InterjectionError(
-            f"{entry.what.label} at {at.path or '<root>'} changed a list, dict or object that it "
-            "was given in place, and returned another one: return the one that it changed, or "
-            "change none",
-            at.path,
-        )
-    return results
-
-
-def _versions(value: Any) -> list[int]:
-    return [version_of(tensor) for tensor in take_apart(value, objects=False)[1]]
-
-
-def _changed(
-    entry: Entry, at: NodePass, before: list[Any], found: list[Any], versions: list[int]
-) -> bool:
-    """Return whether an insertion has returned another value, or changed one in place."""
-    written = any(version_of(old) != version for old, version in zip(before, versions, strict=True))
-    other = [(old, new) for old, new in zip(before, found, strict=True) if new is not old]
-    if entry.what.observes and (written or other):
-        raise InterjectionError(
-            f"{entry.what.label} at {at.path or '<root>'} declares observes=True, but changed "
-            "a value",
-            at.path,
-        )
-    if written or entry.insertion.is_known_to_change(at.path):
-        return written or bool(other)
-    return any(differ(old, new) for old, new in other)
