@@ -683,3 +683,122 @@ def test_inductor_gives_what_replays_give_within_its_tolerance(case: str) -> Non
     row = compiled.compiled.to_list()[-1]
     assert (row["state"], row["graphs"]) == ("used", 1)
     assert row["hits"] >= 2
+
+
+# State of compiled insertions that changes between calls
+
+
+def steer(value: Tensor) -> Tensor:
+    return value * steer.scale  # type: ignore[attr-defined]
+
+
+class Config:
+    def __init__(self, k: float) -> None:
+        self.k = k
+
+
+class Nested(bt.Interjection):
+    pure = True
+
+    def __init__(self) -> None:
+        self.config = Config(2.0)
+
+    def after(self, at: bt.NodePass, inputs: bt.Inputs, output: Any) -> Any:
+        return output * self.config.k
+
+
+FACTOR = [2.0]
+
+
+class ReadsAGlobal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * FACTOR[0]
+
+
+class OfItsClass(nn.Module):
+    scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _by_attribute() -> tuple[Any, Callable[[], None]]:
+    steer.scale = 2.0  # type: ignore[attr-defined]
+    return steer, lambda: setattr(steer, "scale", 3.0)
+
+
+def _by_config() -> tuple[Any, Callable[[], None]]:
+    inserted = Nested()
+    return inserted, lambda: setattr(inserted.config, "k", 3.0)
+
+
+def _by_global() -> tuple[Any, Callable[[], None]]:
+    FACTOR[0] = 2.0
+    return ReadsAGlobal(), lambda: FACTOR.__setitem__(0, 3.0)
+
+
+def _by_class() -> tuple[Any, Callable[[], None]]:
+    OfItsClass.scale = 2.0
+    return OfItsClass(), lambda: setattr(OfItsClass, "scale", 3.0)
+
+
+@pytest.mark.parametrize("make", [_by_attribute, _by_config, _by_global, _by_class])
+def test_state_of_an_insertion_that_changes_is_seen(
+    make: Callable[[], tuple[Any, Callable[[], None]]],
+) -> None:
+    inserted, change = make()
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    bended = bt.BendedModule(model, backend="aot_eager", backend_options=ALWAYS)
+    bended.interject("1", inserted)
+    with torch.no_grad():
+        for step in range(7):
+            if step == 4:
+                change()
+            x = torch.randn(3, 4)
+            factor = 2.0 if step < 4 else 3.0
+            assert bits(bended(x)) == bits(model[2](torch.relu(model[0](x)) * factor)), step
+
+
+def test_looking_at_a_function_does_not_run_it_on_the_users_tensors() -> None:
+    total, norm = torch.zeros(()), nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    bended = bt.BendedModule(model, backend="aot_eager", backend_options=ALWAYS)
+
+    def watch(value: Tensor) -> None:
+        total.add_(1)
+
+    bended.interject("1", watch)
+    bended.interject("0", norm)
+    with torch.no_grad():
+        for step in range(6):
+            bended(torch.randn(3, 4))
+            assert (total, norm.num_batches_tracked) == (step + 1, step + 1)
+
+
+def test_a_function_that_writes_to_its_argument_for_some_sizes_is_not_compiled() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    bended = bt.BendedModule(model, backend="aot_eager", backend_options=ALWAYS)
+
+    def doubles(value: Tensor) -> Tensor:
+        return value.mul_(2) if value.shape[0] > 3 else value
+
+    bended.interject("input", doubles)
+    with torch.no_grad():
+        for size in (3, 3, 3, 3, 5, 5, 3):
+            x = torch.randn(size, 4)
+            y = x.clone()
+            assert bits(bended(x)) == bits(model(doubles(y)))
+            assert bits(x) == bits(y)
+
+
+def test_a_probe_that_no_longer_detaches() -> None:
+    probe = bt.patches.ProbePatch()
+    bended = bt.BendedModule(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="aot_eager", backend_options=ALWAYS
+    )
+    with bended.patch({"1": probe}):
+        for step in range(8):
+            if step == 5:
+                probe.detach = False
+            bended(torch.randn(3, 4))
+            assert probe.activation.requires_grad is (step >= 5), step

@@ -1479,3 +1479,164 @@ def test_methods_that_call_parts_of_the_model_themselves_come_by_what_is_inserte
             nn.init.zeros_(zero.encoder[1][0].weight)
             assert_same(bended.generate(x).detach(), zero.generate(x).detach())
     assert vars(model.encoder).keys() == before.keys()
+
+
+# What an insertion changes besides the value
+
+
+class Scaled(nn.Module):
+    """Reads attributes after the node at which something is inserted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.o = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.drop = nn.Dropout(0.5)
+        self.scale, self.scales = 1.0, [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        return self.drop(self.o(h)) * self.scale * self.scales[0]
+
+
+def _sets_an_attribute(model: Scaled, to: float) -> None:
+    model.scale = to
+
+
+def _sets_an_item(model: Scaled, to: float) -> None:
+    model.scales[0] = to
+
+
+def _switches_the_mode(model: Scaled, to: float) -> None:
+    model.drop.train(to > 1.5)
+
+
+@pytest.mark.parametrize("change", [_sets_an_attribute, _sets_an_item, _switches_the_mode])
+def test_an_insertion_may_change_what_the_model_reads_later(
+    change: Callable[[Scaled, float], None],
+) -> None:
+    torch.manual_seed(0)
+    model = Scaled()
+    eager, bended = copy.deepcopy(model), bt.BendedModule(model)
+    to = [1.0]
+    bended.interject("relu", lambda value: change(model, to[0]))
+    for step, number in enumerate((1.0, 2.0, 2.0, 2.0, 3.0, 1.0, 2.0)):
+        to[0] = number
+        x = torch.randn(3, 4)
+        change(eager, number)
+        torch.manual_seed(step)
+        wanted = eager(x)
+        torch.manual_seed(step)
+        assert bits(bended(x)) == bits(wanted), step
+
+
+class Inner(nn.Module):
+    def forward(self, held: dict[str, Tensor]) -> dict[str, Tensor]:
+        held["h"] = torch.relu(held["x"])
+        return held
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        held = {"x": x}
+        returned = self.inner(held)
+        return held["h"], returned["h"]
+
+
+def _looks(value: dict[str, Tensor]) -> None:
+    assert set(value) == {"x", "h"}
+
+
+def _replaces(value: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**value, "h": value["h"] * 3}
+
+
+def _changes(value: dict[str, Tensor]) -> None:
+    value["h"] = value["h"] * 5
+
+
+@pytest.mark.parametrize(
+    "inserted", [(_looks, _replaces), (_replaces, _looks), (_looks, _changes), (_changes, _changes)]
+)
+def test_a_dict_is_changed_or_replaced_as_native_hooks_do_it(
+    inserted: tuple[Callable[[Any], Any], ...],
+) -> None:
+    model, eager, x = Outer(), Outer(), torch.rand(3)
+    bended = bt.BendedModule(model)
+    for one in inserted:
+        bended.interject("inner", one)
+        eager.inner.register_forward_hook(lambda module, args, out, one=one: one(out))
+    for _ in range(3):
+        assert bits(bended(x)) == bits(eager(x))
+
+
+def test_a_dict_that_was_changed_in_place_is_not_replaced_as_well() -> None:
+    bended, x = bt.BendedModule(Outer()), torch.rand(3)
+    bended.interject("inner", _changes)
+    bended.interject("inner", _replaces)
+    with pytest.raises(InterjectionError, match="in place"):
+        bended(x)
+
+
+def test_threads_that_change_and_replace_a_dict_do_not_disturb_each_other() -> None:
+    bended, x = bt.BendedModule(Outer()), torch.ones(2)
+    replaced, done, here = threading.Event(), threading.Event(), threading.local()
+
+    def inserted(value: dict[str, Tensor]) -> dict[str, Tensor]:
+        role = getattr(here, "role", "")
+        if role == "replaces":
+            value = {**value, "h": value["h"] * 3}
+            replaced.set()
+            assert done.wait(10)
+            return value
+        if role == "changes":
+            assert replaced.wait(10)
+        value["h"] = value["h"] * 0
+        return value
+
+    bended.interject("inner", inserted)
+    bended(x)
+    bended(x)
+    found: dict[str, Any] = {}
+
+    def run(role: str) -> None:
+        here.role = role
+        found[role] = bended(x)
+        if role == "changes":
+            done.set()
+
+    threads = [threading.Thread(target=run, args=(role,)) for role in ("replaces", "changes")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [value.tolist() for value in found["replaces"]] == [[1, 1], [3, 3]]
+    assert [value.tolist() for value in found["changes"]] == [[0, 0], [0, 0]]
+
+
+def test_the_keys_of_a_dict_stay_in_their_order() -> None:
+    class Pairs(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"a": x, "b": x * 2}
+
+    model = nn.Sequential(Pairs())
+    bended = bt.BendedModule(model)
+    bended.interject("0", lambda value: {"b": value["b"], "a": value["a"]})
+    with pytest.raises(InterjectionError, match="order"):
+        bended(torch.ones(2))
+
+
+def test_an_insertion_may_return_a_new_dict_and_later_none() -> None:
+    model, eager, x = Outer(), Outer(), torch.rand(3)
+    bended, turn = bt.BendedModule(model), [0]
+
+    def now_and_then(value: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        return {**value, "h": value["h"] * 3} if turn[0] % 3 == 0 else None
+
+    bended.interject("inner", now_and_then)
+    eager.inner.register_forward_hook(lambda module, args, out: now_and_then(out))
+    for turn[0] in range(7):
+        assert bits(bended(x)) == bits(eager(x)), turn

@@ -7,7 +7,7 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ class _Stores(NamedTuple):
 def _changed_by(plan: Plan, whats: Iterable[Interjection], recording: Recording) -> set[str]:
     """Return what a run read, and an insertion might change: a replay read it at its start."""
     if plan.stores is None:
-        codes: dict[types.CodeType, None] = {}
+        codes: dict[types.CodeType, bool] = {}
         seen = set(recording.environment.module_paths)  # the model's own modules do what they do
         for what in whats:
             if not what.self_contained or getattr(what, "handle", None) is not None:
@@ -87,8 +87,17 @@ def _changed_by(plan: Plan, whats: Iterable[Interjection], recording: Recording)
     return found
 
 
-def _add_codes(thing: Any, codes: dict[types.CodeType, None], seen: set[int], depth: int) -> None:
-    """Add the code of users that may run when something is called."""
+def _add_codes(
+    thing: Any,
+    codes: dict[types.CodeType, bool],
+    seen: set[int],
+    depth: int,
+    is_helper: bool = False,
+) -> None:
+    """Add the code of users that may run when something is called, and whether other code calls it.
+
+    The first argument of a helper may be anything; that of the others is the insertion, or a value.
+    """
     if id(thing) in seen or depth < 0:
         return
     seen.add(id(thing))
@@ -101,15 +110,15 @@ def _add_codes(thing: Any, codes: dict[types.CodeType, None], seen: set[int], de
     elif isinstance(thing, types.FunctionType):
         if is_installed_file(thing.__code__.co_filename) or not _is_users(thing):
             return
-        codes[thing.__code__] = None
+        codes[thing.__code__] = is_helper
         space = thing.__globals__
         for name in names_in(thing.__code__):
             if callable(held := space.get(name)):
-                _add_codes(held, codes, seen, depth - 1)
+                _add_codes(held, codes, seen, depth - 1, True)
         for cell in thing.__closure__ or ():
             with suppress(ValueError):
                 if callable(cell.cell_contents):
-                    _add_codes(cell.cell_contents, codes, seen, depth - 1)
+                    _add_codes(cell.cell_contents, codes, seen, depth - 1, True)
     elif isinstance(thing, type):
         for base in thing.__mro__:
             if _is_users(base):
@@ -138,13 +147,13 @@ def _is_users(thing: Any) -> bool:
     return not ours and package not in _KNOWN and package not in sys.stdlib_module_names
 
 
-def _stores_of(codes: Iterable[types.CodeType]) -> _Stores:
+def _stores_of(codes: Mapping[types.CodeType, bool]) -> _Stores:
     names: set[str] = set()
     used: set[str] = set()
     is_any = False
-    for code in codes:
+    for code, is_helper in codes.items():
         mine = names_in(code)
-        assigned, changes = _assigned_in(code)
+        assigned, changes = _assigned_in(code, is_helper)
         names |= assigned
         if mine & {"train", "eval"}:
             names.add("training")
@@ -155,14 +164,14 @@ def _stores_of(codes: Iterable[types.CodeType]) -> _Stores:
 
 
 @functools.lru_cache(1024)
-def _assigned_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
+def _assigned_in(code: types.CodeType, is_helper: bool) -> tuple[frozenset[str], bool]:
     """Return the attributes and globals that code assigns, and whether it assigns items.
 
-    Those of the first argument do not count: it is the insertion, or the value that it is given.
+    Those of the first argument do not count, except in helpers.
     """
     found: set[str] = set()
     items, owner = False, None
-    first = code.co_varnames[0] if code.co_argcount else ""
+    first = code.co_varnames[0] if code.co_argcount and not is_helper else ""
     for step in dis.get_instructions(code):
         if step.opname in ("STORE_ATTR", "DELETE_ATTR") and owner != first:
             found.add(step.argval)
@@ -174,7 +183,7 @@ def _assigned_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
         owner = value[-1] if isinstance(value, tuple) else value
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
-            inner, also = _assigned_in(value)
+            inner, also = _assigned_in(value, is_helper)
             found |= inner
             items = items or also
     return frozenset(found), items
