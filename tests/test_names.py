@@ -339,7 +339,7 @@ def test_reasons_name_attributes_by_their_paths_also_after_the_insertion_is_gone
             bended(x)
     for _ in range(2):
         (reason,) = bended.why_live
-        assert reason.endswith("a replay changes at its end: self._steps")
+        assert reason.endswith("or change what it reads: self._steps")
         assert bended.stats.live == 3
         bended(x)
 

@@ -107,6 +107,7 @@ _OF_STATE = ("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pr
 # Attributes of functions that no code of a model asks for (the second one is torch.compile's).
 _OF_TOOLS = frozenset({"__wrapped__", "__dynamo_disable"})
 _LARGE = 512  # a container with more plain entries than this is compared as one
+_OURS = __name__.partition(".")[0]
 _FACTORIES = frozenset({bool, int, float, complex, str, list, dict, set, tuple})  # of defaultdicts
 
 
@@ -711,10 +712,10 @@ class Scan:
 
     def _scan_installed(self, namespace: Mapping[str, Any], name: str) -> None:
         """Scan a global of installed code: what stands for it, and what is registered there."""
-        value = namespace[name]
-        if is_constant_namespace(namespace) or (
-            namespace.get("__name__") in sys.stdlib_module_names
-        ):
+        value, owner = namespace[name], str(namespace.get("__name__"))
+        if owner.partition(".")[0] == _OURS:
+            return
+        if is_constant_namespace(namespace) or owner in sys.stdlib_module_names:
             self._scan_name(namespace, name, isinstance(value, (list, dict)) and name != "modules")
         elif isinstance(value, type):
             self._meet_installed(value)

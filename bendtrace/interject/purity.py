@@ -404,6 +404,10 @@ def _maker(code: types.CodeType, defaults: int, named: tuple[str, ...]) -> types
     return outer.replace(co_consts=consts)
 
 
+# What a dtype, a device or a layout tells, which a compiled function is compiled for.
+_TOLD = frozenset({Test.LENGTH, Test.SAME, Test.OTHER})
+
+
 def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
     """Return what a function does in one run other than computing a tensor; None for nothing."""
     given = value.detach().clone()
@@ -419,7 +423,7 @@ def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
         return f"what is inserted sets {recording.changes[0].label}"
     entry = current_context()
     guards = recording.tape.guards  # on how many things an op gives, or what the path tells
-    if any(guard.how != "metadata" and guard.test is not Test.LENGTH for guard in guards):
+    if any(guard.how != "metadata" and guard.test not in _TOLD for guard in guards):
         return "what is inserted is branching: it takes other ways for other sizes or values"
     for op in recording.tape.ops:
         reason = why_not_op(op, entry)

@@ -328,6 +328,7 @@ class Finish:
             id(op.target): op
             for op in calls
             if not (is_torchs_function(op.target) or op.target in JOINT or may_be_gate(op))
+            and name_of(op.target) not in _HOOKING  # these run later
         }
         if any(name_of(op.target) in _BACKWARD for op in calls) and any(map(_keeps, self._hooks())):
             self.tape.block("a backward pass of the run calls hooks that may keep something")

@@ -161,12 +161,11 @@ class Values:
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame, is_gate(op))
             return bound
         if kind is dict and not any(isinstance(item, dict) for item in out.values()):
+            keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
+            keys.meta = tuple(out)
+            self._writer.guard(Test.VALUE, keys.index, keys.meta, "metadata", frame)
             if self._varies_inside(op):
                 self._guard_structure(out, op, frame)
-            else:
-                keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
-                keys.meta = tuple(out)
-                self._writer.guard(Test.VALUE, keys.index, keys.meta, "metadata", frame)
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
             return bound
         op.meta = out

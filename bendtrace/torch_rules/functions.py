@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bendtrace.source.bytecode import branches
+from bendtrace.source.bytecode import branches, named_in
 from bendtrace.tape.tape import Op
 from bendtrace.torch_rules.transforms import REGISTERS
 
@@ -294,7 +294,8 @@ def _branches(function: Any, seen: set[Any]) -> bool:
     if not isinstance(function, types.FunctionType):
         return True
     seen.add(function)
-    named = map(function.__globals__.get, function.__code__.co_names)
+    names = {name for how, name in named_in(function.__code__) if how == "LOAD_GLOBAL"}
+    named = map(function.__globals__.get, names)
     return branches(function.__code__) or any(
         _branches(other, seen)
         for other in named
