@@ -6,6 +6,7 @@ import enum
 import re
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -49,7 +50,8 @@ def bits(value: Any, seen: dict[int, int] | None = None) -> Any:
     if isinstance(value, (list, tuple)):
         return kind, [bits(item, seen) for item in value], _attributes(value, seen)
     if isinstance(value, dict):
-        items = [(bits(key, seen), bits(item, seen)) for key, item in dict.items(value)]
+        base: Any = OrderedDict if isinstance(value, OrderedDict) else dict  # which keeps its order
+        items = [(bits(key, seen), bits(item, seen)) for key, item in base.items(value)]
         return kind, items, _attributes(value, seen)
     if isinstance(value, (set, frozenset)):
         return kind, sorted(map(repr, value))
