@@ -12,6 +12,7 @@ import abc
 import array
 import builtins
 import collections
+import ctypes
 import datetime
 import decimal
 import fractions
@@ -249,6 +250,9 @@ class WatchedContent:
         assert self._finder is not None
         self._seen[id(value)] = value
         if kind in weakref.ProxyTypes:  # which passes for what it stands for
+            self._finder.met_opaque(value, label)
+            return []
+        if is_array(value) and isinstance(value.base, ctypes.Array):  # memory that may be gone
             self._finder.met_opaque(value, label)
             return []
         if self._finder.met(value, label):

@@ -571,7 +571,6 @@ _ELSEWHERE = {
     "dunder_of_class": ("class M(nn.Module):\n    __scale__ = 2.0\n    def forward(self, x): return x * self.__scale__\nmodel = M()\n", "M.__scale__ = 3.0"),
     "slot_of_module": ("class M(nn.Module):\n    __slots__ = ('scale',)\n    def forward(self, x): return x * self.scale\nmodel = M()\nmodel.scale = 2.0\n", "model.scale = 3.0"),
     "dispatch_method": ("class M(nn.Module):\n    @functools.singledispatchmethod\n    def go(self, v, x): return x\n    def forward(self, x): return self.go(1.5, x)\nmodel = M()\n", "M.__dict__['go'].register(float)(lambda self, v, x: x * 5)"),
-    "context_copied": ("import contextvars\nVAR = contextvars.ContextVar('var')\nVAR.set(2)\ndef model(x): return x * [v for k, v in contextvars.copy_context().items() if k.name == 'var'][0]\n", "VAR.set(3)"),
     "gradient_mode": ("W = nn.Parameter(torch.ones(3))\nMODE = torch.set_grad_enabled(True)\ndef model(x):\n    with MODE: return x * W\n", "MODE.mode = False"),
     "state_dict_kept": ("class M(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.register_buffer('a', torch.ones(3) * 2)\n    def forward(self, x): return x * (1 + len(self.state_dict()))\nmodel = M()\n", "model._non_persistent_buffers_set.add('a')"),
     "made_in_class": ("SEEN = []\nclass M(nn.Module):\n    def forward(self, x):\n        type(self).last = float(len(x))\n        return x * 2\nmodel = M()\n", "SEEN.append(M.__dict__.get('last')); del M.last", "SEEN.append(M.__dict__.get('last'))"),
