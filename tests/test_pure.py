@@ -204,7 +204,6 @@ def test_one_that_does_more_is_called_once(which: Any) -> None:
     assert program.live_only or program.graph is None
 
 
-@pytest.mark.xfail(reason="replays with an autograd.Function keep all values until the end")
 def test_a_replay_with_one_holds_what_the_model_holds() -> None:
     class Deep(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -107,6 +107,7 @@ _OF_STATE = ("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pr
 # Attributes of functions that no code of a model asks for (the second one is torch.compile's).
 _OF_TOOLS = frozenset({"__wrapped__", "__dynamo_disable"})
 _LARGE = 512  # a container with more plain entries than this is compared as one
+_INTERCEPTED = frozenset(torch.autograd.Function.__mro__)  # a recorder replaces their `apply`
 _OURS = __name__.partition(".")[0]
 _FACTORIES = frozenset({bool, int, float, complex, str, list, dict, set, tuple})  # of defaultdicts
 
@@ -764,7 +765,7 @@ class Scan:
                     found.watched_objects.add(vars(part.value).get(name), f"{part.label}.{name}")
         found.watched_objects.add_bases(found.depends.classes.values())
         for cls in {base for kind in self._kinds | self._met for base in kind.__mro__}:
-            if is_installed_file(_file_of(cls)):
+            if is_installed_file(_file_of(cls)) and cls not in _INTERCEPTED:
                 found.watched_objects.add_class(cls)
 
     def _scan_defaults(self, values: Iterable[Any], owner: str) -> None:

@@ -373,9 +373,12 @@ class Finish:
         stored: set[str] = set()
         read: set[str] = set()
         mutates = False
+        owner = getattr(op.target, "__self__", None)
+        of_autograd = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
         for function in self._functions_of(op):
+            has_context = of_autograd and function.__name__ in _FUNCTION_METHODS
             for code in codes_in(function.__code__):
-                named, items = assigned_in(code)
+                named, items = assigned_in(code, has_context)
                 stored |= named
                 mutates = mutates or items
                 read.update(code.co_names, code.co_freevars)

@@ -18,7 +18,7 @@ from bendtrace.environment.environment import Environment
 from bendtrace.environment.reachability import codes_in, reachable_from
 from bendtrace.source.bytecode import single_steps
 from bendtrace.source.sites import TORCH
-from bendtrace.tape.captured import PLAIN_TYPES, is_array
+from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical, is_array, module_of
 from bendtrace.tape.structure import can_build, held_by
 from bendtrace.torch_rules.functions import is_torchs_function
 
@@ -44,6 +44,7 @@ class Given:
     ) -> None:
         self._functions: list[Any] = []
         self._before: list[tuple[Any, list[Any]]] = []
+        self._is_complete = True
         if is_torchs_function(function) and not any(map(callable, (*args, *kwargs.values()))):
             return
         found: dict[int, Any] = {}
@@ -55,12 +56,15 @@ class Given:
                 continue
             if isinstance(thing, (torch.Tensor, nn.Module, types.ModuleType)):
                 continue
+            if module_of(kind).startswith("bendtrace."):  # a traced number leads to the recorder
+                continue
             found[id(thing)] = thing
             if isinstance(thing, (types.FunctionType, types.MethodType, partial, type)):
                 self._functions.append(thing)
                 waiting += _held_by(thing, environment)
             else:
                 waiting += _content(thing)
+        self._is_complete = not waiting
         self._before = [
             (thing, [*_content(thing)]) for thing in found.values() if _is_mutable(thing)
         ]
@@ -72,6 +76,8 @@ class Given:
 
     def may_have_changed(self) -> bool:
         """Whether a container has changed, or may change another time."""
+        if not self._is_complete:
+            return True  # more than is looked through
         if not self._before:
             return False
         if any(_differ(before, [*_content(thing)]) for thing, before in self._before):
@@ -106,15 +112,16 @@ def _content(thing: Any) -> Iterator[Any]:
     elif isinstance(thing, bytearray):
         yield bytes(thing)
     if can_build(type(thing)):
-        for name, value in getattr(thing, "__dict__", {}).items():
-            yield from (name, value)
+        for name, value in attributes_of(thing).items():
+            yield from (str(name), value)
 
 
 def _differ(before: list[Any], now: list[Any]) -> bool:
     if len(before) != len(now):
         return True
     return any(
-        a is not b and not (type(a) is bytes and a == b) for a, b in zip(before, now, strict=True)
+        a is not b and not (type(a) in (bytes, str) and identical(a, b))
+        for a, b in zip(before, now, strict=True)
     )
 
 
@@ -140,11 +147,15 @@ def _mutates(function: Any) -> bool:
     )
 
 
-def assigned_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
+def assigned_in(code: types.CodeType, has_context: bool = False) -> tuple[frozenset[str], bool]:
     """Return the attributes and globals that code assigns to, and whether it changes containers.
 
-    What it keeps in the context of an `autograd.Function` is no attribute of anything else.
+    Args:
+        code: the code.
+        has_context: whether its first argument may be the context of an `autograd.Function`: what
+            is kept there is no attribute of anything else.
     """
+    context = code.co_varnames[0] if has_context and code.co_argcount else None
     stored: set[str] = set()
     before: Any = None
     for step in single_steps(code):
@@ -153,7 +164,7 @@ def assigned_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
         ):
             stored.add(step.value)
         elif step.name in ("STORE_ATTR", "DELETE_ATTR"):
-            if (before.name, before.value) != ("LOAD_FAST", "ctx"):
+            if context is None or (before.name, before.value) != ("LOAD_FAST", context):
                 stored.add(step.value)
         before = step
     changes = not _CHANGING.isdisjoint(code.co_names) or not _ASSIGNING.isdisjoint(
@@ -168,7 +179,9 @@ _ASSIGNING = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_SUBS
 _CHANGING = frozenset(
     {
         "append", "appendleft", "extend", "insert", "pop", "popitem", "clear", "update",
-        "setdefault", "discard", "remove",
+        "setdefault", "discard", "remove", "add", "sort", "reverse", "rotate", "extendleft",
+        "move_to_end", "subtract", "setattr", "delattr", "__setitem__", "__delitem__", "fill",
+        "intersection_update", "difference_update", "symmetric_difference_update",
     }
 )  # fmt: skip
 _MUTABLE = (list, dict, set, bytearray, deque)
