@@ -524,6 +524,65 @@ def a_list_that_one_op_fills(x: torch.Tensor) -> Any:
 
 
 @bt.opaque
+def flag(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    ctx.is_large = bool(x.sum() > 0)
+    return x * 1
+
+
+@case(*BOTH)
+class AModelThatOneOpCallsItsContext(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_large = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = flag(self, x)
+        return y * 5 if self.is_large else y
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+
+@bt.opaque
+def fill_slot(x: torch.Tensor, held: Slotted) -> torch.Tensor:
+    held.value = x.sum().item()
+    return x * 1
+
+
+@case(*BOTH)
+def slots_that_one_op_fills(x: torch.Tensor) -> Any:
+    held = Slotted()
+    held.value = 0.0
+    return fill_slot(x, held) * held.value
+
+
+@bt.opaque
+def fill_last(x: torch.Tensor, *held: list[float]) -> torch.Tensor:
+    held[0][0] = x.sum().item()
+    return x * 1
+
+
+@case(*BOTH)
+def more_lists_than_are_looked_through(x: torch.Tensor) -> Any:
+    held = [[0.0] for _ in range(1200)]
+    return fill_last(x, *held) * held[0][0]
+
+
+@bt.opaque
+def sort_it(x: torch.Tensor, held: list[int]) -> torch.Tensor:
+    if x.sum() > 0:
+        held.sort()
+    return x * 1
+
+
+@case(*BOTH)
+def a_list_that_one_op_sorts_sometimes(x: torch.Tensor) -> Any:
+    held = [2, 1]
+    return sort_it(x, held) * held[0]
+
+
+@bt.opaque
 def note(x: torch.Tensor, held: Any) -> torch.Tensor:
     held["sum"] = x.sum().item()
     return x * 1
