@@ -913,3 +913,23 @@ def test_deep_calls_with_one_trace_come_to_an_end() -> None:
         x = torch.randn(2, 3, generator=generator) * 10 ** (number % 4)
         x = x.double() if number % 5 == 4 else x
         assert bits(bended(x)) == bits(model(x))
+
+
+class Box:
+    def __init__(self, held: float) -> None:
+        self.held = held
+
+
+MANY = collections.deque(Box(float(n)) for n in range(10_001))
+
+
+def test_more_objects_than_can_be_watched_make_a_model_run_live() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * MANY[-1].held
+
+    bended, x = bt.BendedModule(model), torch.ones(2)
+    for number in range(4):
+        MANY[-1].held = float(number)
+        assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.replays == 0
+    assert "more than 10000 objects" in bended.why_live[0]

@@ -69,6 +69,13 @@ class Finder(Protocol):
         """Note something whose content cannot be read."""
 
 
+MOST = 10_000  # objects that are watched, and names that are scanned
+
+
+class TooMany(Exception):
+    """Code can reach more than can be watched."""
+
+
 class WatchedContent:
     """Objects that are watched by content.
 
@@ -101,11 +108,17 @@ class WatchedContent:
         )  # fmt: skip
 
     def add(self, value: Any, label: str) -> None:
-        """Watch a thing, and all that it holds."""
+        """Watch a thing, and all that it holds.
+
+        Raises:
+            TooMany: it holds more than can be watched.
+        """
         waiting = [(value, label)]
         while waiting:
             value, label = waiting.pop()
             if id(value) not in self._seen:
+                if len(self._seen) >= MOST:
+                    raise TooMany
                 waiting += self._meet(value, label)
 
     def add_class(self, cls: type) -> None:

@@ -27,7 +27,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bendtrace.environment.content import (
+    MOST,
     PYTHONS,
+    TooMany,
     WatchedContent,
     content_reader,
     is_opaque,
@@ -157,6 +159,14 @@ class Scan:
 
     def model(self) -> None:
         """Scan from the callable, and list what keeps a run from being repeated."""
+        try:
+            self._scan_model()
+        except TooMany:
+            reason = f"the code can reach more than {MOST} objects or names, too many to watch"
+            self.found.block(reason, "")
+        self.found.watched_objects.close()
+
+    def _scan_model(self) -> None:
         found = self.found
         self._scan_callable(found.function)
         for patch in monkeypatches():
@@ -197,13 +207,12 @@ class Scan:
             if name in found.names or found.computes or not name.isidentifier():
                 what = f"{label} is a {kind.__qualname__}"
                 found.block(f"{what}, whose content cannot be guarded", name)
-        found.watched_objects.close()
 
     def met_late(self, value: Any, label: str) -> None:
         """List something that the run came by only while it ran."""
         self._scan(value, Route(None, Access.FIXED, None, label, False))
 
-    # What the world comes by (see `world.Finder`).
+    # What `WatchedContent` asks (see `Finder`).
 
     def met(self, value: Any, label: str) -> bool:
         """Scan what is more than content."""
@@ -817,6 +826,8 @@ class Scan:
             is_pythons = is_pythons and not isinstance(namespace[name], _OPERATORS)
         if is_pythons and not isinstance(namespace[name], types.FunctionType):
             return
+        if len(self._names_scanned) >= MOST:
+            raise TooMany
         self._names_scanned.add((id(namespace), name))
         value = namespace[name]
         holder = found.by_id.get(id(namespace))
