@@ -98,7 +98,8 @@ class Numbers:
                 if type(operand) in TRACED:
                     bool(operand >= 0)
             base, exponent = operands[:2]
-            if type(exponent) is TracedFloat and plain(base) < 0:  # complex, unless it is whole
+            # A negative number to the power of a float is complex, unless the float is whole.
+            if type(exponent) is TracedFloat and plain(base) < 0:
                 bool(exponent % 1 == 0)
         encoded, _ = self._encoder.arguments(operands)
         if self._inserter is not None:
@@ -121,7 +122,7 @@ class Numbers:
 
 
 def plain_in(value: Any) -> Any:
-    """Make traced scalars in arguments plain, and guard them."""
+    """Return arguments with the traced scalars in them made plain, and guard these."""
     kind = type(value)
     if kind in TRACED:
         origin = value._origin

@@ -110,7 +110,7 @@ class Recorder(TorchFunctionMode):
             if lifting is not None:
                 lifting.begin(self._writer, self._values, self._lifted, outermost)
         self._ran = ran()
-        self._within = False  # an op that the mode is not switched off for
+        self._within = False  # in one op, during which the mode stays switched on
         self._texts = Texts(self._writer, self._as_one)
         self._numbers = Numbers(self._writer, self._values, self._encoder, self._texts, inserter)
         self._compares = self._numbers.compares
@@ -200,7 +200,7 @@ class Recorder(TorchFunctionMode):
 
     def _keep(self, error: Exception) -> None:
         """Keep the error of a run that is kept up to there."""
-        # Not in `_outcome`: code that asks for types is given plain numbers by insertions.
+        # Not in `_outcome`: insertions pass plain numbers to code that asks for types.
         self._error = error
         self.tape.block(f"the run raised {type(error).__name__}{raised_in(self.tape.ops)}")
 

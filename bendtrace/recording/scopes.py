@@ -65,7 +65,7 @@ class Scopes:
         outer = self._writer.scope
         scope = ModuleCall(path, module, number, outer, len(self._tape.ops))
         scope.training = module.training
-        frame = sys._getframe(3)
+        frame = sys._getframe(3)  # the caller of the module, behind `nn.Module.__call__`
         scope.site = self._writer.site(frame)
         if self._inserter is not None:
             with self._ran.left():

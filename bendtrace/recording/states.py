@@ -86,7 +86,7 @@ class States:
         self._environment = environment
         self._outermost = outermost
         self._reads_all = reads_all
-        self._modes = torch._C._len_torch_dispatch_stack()  # of whoever called the model
+        self._modes = torch._C._len_torch_dispatch_stack()  # those of the caller of the model
         self._left = _MOST_AT_FIRST
         self.unread: list[str] = []
         self._before: State | None = None
@@ -130,7 +130,7 @@ class States:
                 state = State(key, tuple(reader.holes), tuple(reader.kept))
         before = self._before
         if before is not None and (state.key, state.holes) == (before.key, before.holes):
-            return before  # the very same question once more
+            return before  # the same question again
         self._before, self._answer = state, (type(expected).__name__, str(expected))
         self._position, self._turn = len(self._writer.tape.ops), turn
         return state
@@ -270,7 +270,7 @@ class _Reader:
         if kind in PLAIN_TYPES:
             return _plain(value, kind)
         if value is stacks.EMPTY:
-            return ("empty",)  # which the text "empty" is not
+            return ("empty",)  # different from the text "empty"
         if kind is stacks.Number:
             return value
         if isinstance(value, Tensor):
@@ -438,7 +438,7 @@ class _Reader:
     def _function(self, function: types.FunctionType) -> Any:
         cells = function.__closure__
         if function.__code__.co_filename.startswith(PACKAGE):
-            return self._by_identity(function.__code__)  # stands in for one of torch's
+            return self._by_identity(function.__code__)  # it replaces a function of torch
         if cells is None and "<" not in function.__qualname__:
             return self._by_identity(function)
         return (

@@ -73,13 +73,13 @@ class Texts:
         frame: FrameType,
     ) -> None:  # fmt: skip
         """Print to the screen (see `watchers.Watcher`)."""
-        stream = stream_of(kwargs)
+        stream = _stream_of(kwargs)
         if stream is None:
             told = [self.told(arg) if type(arg) is str else arg for arg in args]
             function(*told, **kwargs)
             return
         texts = [arg if type(arg) is str else self._printable(arg) for arg in args]
-        text = separator_of(kwargs).join(texts) + end_of(kwargs)
+        text = _separator_of(kwargs).join(texts) + _end_of(kwargs)
         encoded: list[Any] = [stream, bool(kwargs.get("flush"))]
         given = list(encoded)
         for part in self.parts(text):
@@ -92,7 +92,7 @@ class Texts:
 
     def _printable(self, value: Any) -> str:
         """Return the printed text of a value, with marks for unguarded parts."""
-        if not is_plainly_printed(value):
+        if not _is_plainly_printed(value):
             return str(value)
         outer, self.printing = self.printing, True
         try:
@@ -127,7 +127,7 @@ shows.__name__ = shows.__qualname__ = "print"
 shows.gives_nothing = True  # type: ignore[attr-defined]
 
 
-def stream_of(kwargs: dict[str, Any]) -> str | None:
+def _stream_of(kwargs: dict[str, Any]) -> str | None:
     """Return the name of the stream in `sys` that `print` writes to; None if it has none."""
     file = kwargs.get("file")
     if file is None:
@@ -135,17 +135,17 @@ def stream_of(kwargs: dict[str, Any]) -> str | None:
     return next((name for name in ("stdout", "stderr") if file is getattr(sys, name)), None)
 
 
-def separator_of(kwargs: dict[str, Any]) -> str:
+def _separator_of(kwargs: dict[str, Any]) -> str:
     """Return the text that `print` writes between values."""
     return " " if kwargs.get("sep") is None else str(kwargs["sep"])
 
 
-def end_of(kwargs: dict[str, Any]) -> str:
+def _end_of(kwargs: dict[str, Any]) -> str:
     """Return the text that `print` writes at the end."""
     return "\n" if kwargs.get("end") is None else str(kwargs["end"])
 
 
-def is_plainly_printed(value: Any, depth: int = 0) -> bool:
+def _is_plainly_printed(value: Any, depth: int = 0) -> bool:
     """Return whether only torch's and Python's own code formats a value."""
     kind = type(value)
     if kind in PLAIN_TYPES or kind in TRACED or kind in _TENSORS:
@@ -155,7 +155,7 @@ def is_plainly_printed(value: Any, depth: int = 0) -> bool:
     if depth > _DEEPEST or kind not in (tuple, list, dict):
         return False
     items = (*value, *value.values()) if kind is dict else value
-    return all(is_plainly_printed(item, depth + 1) for item in items)
+    return all(_is_plainly_printed(item, depth + 1) for item in items)
 
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
