@@ -52,7 +52,7 @@ class Numbers:
     ) -> None:
         self._writer = writer
         self._values = values
-        self._recorder = values.origin
+        self._recorder: Any = values.origin  # which is the watcher of the run as well
         self._encoder = encoder
         self._texts = texts
         self._inserter = inserter
