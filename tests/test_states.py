@@ -1049,7 +1049,7 @@ def asked_in(function: Callable[[Tensor], Any]) -> int:
 def test_each_part_of_a_state_keeps_some_apart(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, instead, programs = LEFT_OUT[part]
     # Runs are compared as they are added, which finds most of what would be wrong.
-    monkeypatch.setattr(graph, "_agree", lambda *_: True)
+    monkeypatch.setattr(graph, "agree", lambda *_: True)
     apart = [asked_in(PROGRAMS[program]) for program in programs]
     kinds = [
         kind
@@ -1065,8 +1065,8 @@ def test_each_part_of_a_state_keeps_some_apart(part: str, monkeypatch: pytest.Mo
 
 
 def test_what_c_may_hold_is_in_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(READER, "_look_for_hidden", lambda *_: None)
-    monkeypatch.setattr(graph, "_agree", lambda *_: True)
+    monkeypatch.setattr(states, "may_hide", lambda *_: False)
+    monkeypatch.setattr(graph, "agree", lambda *_: True)
     assert not all(is_right(PROGRAMS["a_number_that_c_holds"], order) for order in ORDERS)
 
 

@@ -28,7 +28,7 @@ from bendtrace.compiled.eligible import why_not_op, why_not_under
 from bendtrace.compiled.expressions import Expressions
 from bendtrace.compiled.settings import Settings
 from bendtrace.replay.codegen import SegmentWriter
-from bendtrace.replay.graph import Exit
+from bendtrace.replay.nodes import Exit
 from bendtrace.replay.program import Program
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed
 from bendtrace.replay.source import gives_nothing

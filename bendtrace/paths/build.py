@@ -15,7 +15,7 @@ from bendtrace.paths.code import call_text, module_expression, value_text
 from bendtrace.paths.events import Events, items_of, result_type, type_name
 from bendtrace.paths.naming import Holders, Registry, identifier
 from bendtrace.paths.nodes import Kind, Pass, Place, Role, Step, TreeNode, Variant
-from bendtrace.recording import recorder
+from bendtrace.recording import numbers, recorder, scopes, texts
 from bendtrace.recording.names import base_name
 from bendtrace.source.sites import Site
 from bendtrace.tape.structure import Existing, Made
@@ -33,7 +33,7 @@ __all__ = ["Builder", "StepSource", "Visit"]
 
 
 # The code of the tracer itself that runs a function.
-_TRACERS = frozenset({recorder.__file__})
+_TRACERS = frozenset(module.__file__ for module in (recorder, scopes, numbers, texts))
 
 
 class Builder:

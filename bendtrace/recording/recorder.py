@@ -1,10 +1,13 @@
-"""The recorder: runs a model on real inputs under a function mode and fills a tape."""
+"""The recorder: runs a model on real inputs under a function mode and fills a tape.
+
+It handles the calls that torch reports. Traced scalars are the concern of `numbers.py`, printed
+text of `texts.py`, and calls of modules of `scopes.py`.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
-import operator
 import sys
 from collections.abc import Callable
 from time import perf_counter_ns
@@ -19,61 +22,24 @@ from torch.overrides import TorchFunctionMode
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.executed import ran
 from bendtrace.recording.encoding import Encoder, holds, make_plain, without_traced
-from bendtrace.recording.fast_path import (
-    NOT_TAKEN,
-    FastPath,
-    fast_path_for,
-    hooks_around,
-)
+from bendtrace.recording.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
 from bendtrace.recording.finish import Finish, Recording, raised_in
 from bendtrace.recording.lifting import Lifting
+from bendtrace.recording.numbers import Numbers, plain_in
 from bendtrace.recording.one_op import Given
 from bendtrace.recording.rank_sync import is_one_of_several
+from bendtrace.recording.scopes import Scopes
 from bendtrace.recording.states import States
-from bendtrace.recording.texts import (
-    Texts,
-    end_of,
-    goes_to_screen,
-    is_plainly_printed,
-    separator_of,
-    shows,
-    stream_of,
-)
+from bendtrace.recording.texts import Texts, goes_to_screen
 from bendtrace.recording.values import TRACED_AS, Values
 from bendtrace.recording.writer import Prefix, Writer
-from bendtrace.source import stacks
-from bendtrace.source.sites import (
-    BEHIND,
-    Site,
-    definition,
-    outside_scalars,
-    user_place,
-    users_frame,
-)
+from bendtrace.source.sites import BEHIND, Site, definition, user_place, users_frame
 from bendtrace.source.usage import only_tests
-from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
+from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.contexts import AutocastHold
-from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
-from bendtrace.tape.tape import (
-    Guard,
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    State,
-    Test,
-    raised_by,
-)
-from bendtrace.tape.watchers import (
-    Inserter,
-    Observer,
-    StopRun,
-    current_watcher,
-    set_around,
-    unwatched,
-)
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Test, raised_by
+from bendtrace.tape.watchers import Inserter, Observer, StopRun, set_around, unwatched
 from bendtrace.torch_rules.arrays import SharedArrays, may_share
-from bendtrace.torch_rules.distributed_forward import has_joint_hooks, with_joint_hooks
 from bendtrace.torch_rules.functions import (
     CALLS_PYTHON,
     CONTEXT,
@@ -128,7 +94,6 @@ class Recorder(TorchFunctionMode):
         self._error: Exception | None = None
         self._observer = observer
         self._inserter = inserter
-        self.answers: Callable[[Guard, Any], Any] | None = None  # may answer questions differently
         self.active = False
         self.turns = 0
         self.environment = environment
@@ -144,15 +109,19 @@ class Recorder(TorchFunctionMode):
             self._writer.read_state = self._read_state
             if lifting is not None:
                 lifting.begin(self._writer, self._values, self._lifted, outermost)
-        places = stacks.layout()
-        self._compares = places is not None and places.leaves
-        self._compared: frozenset[int] = frozenset()  # by identity: the values compared last
-        self._calls_of: dict[int, int] = {}
-        self._strangers: dict[int, tuple[str, nn.Module]] = {}
         self._ran = ran()
-        self._within = False  # an op that the mode is not switched off for
-        self._texts = Texts()
-        self._printing = False  # texts are being formatted for the screen only
+        self._within = False  # in one op, during which the mode stays switched on
+        self._texts = Texts(self._writer, self._as_one)
+        self._numbers = Numbers(self._writer, self._values, self._encoder, self._texts, inserter)
+        self._compares = self._numbers.compares
+        scopes = Scopes(
+            self._writer, self._values, self._encoder, environment, self._ran, observer, inserter
+        )
+        # These parts of `Origin` and `Watcher` are called directly, without a call in between.
+        self.consume, self.arithmetic = self._numbers.consume, self._numbers.arithmetic
+        self.text = self._numbers.text
+        self.printed, self.told = self._texts.printed, self._texts.told
+        self.module_call = scopes.call
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)
@@ -231,7 +200,7 @@ class Recorder(TorchFunctionMode):
 
     def _keep(self, error: Exception) -> None:
         """Keep the error of a run that is kept up to there."""
-        # Not in `_outcome`: code that asks for types is given plain numbers by insertions.
+        # Not in `_outcome`: insertions pass plain numbers to code that asks for types.
         self._error = error
         self.tape.block(f"the run raised {type(error).__name__}{raised_in(self.tape.ops)}")
 
@@ -248,10 +217,10 @@ class Recorder(TorchFunctionMode):
         return value
 
     def _read_state(self, index: int, test: Test, expected: Any) -> State | None:
-        self.active = False  # what is looked at here is not the model's looking
+        self.active = False  # what is read here is not the model's reading
         try:
             with self._ran.left():
-                return self._states.read(index, test, expected, self.turns, self._compared)
+                return self._states.read(index, test, expected, self.turns, self._numbers.compared)
         finally:
             self.active = True
 
@@ -278,9 +247,9 @@ class Recorder(TorchFunctionMode):
         if self._within:
             if may_be_patched(func):
                 func = asked(func, frame)
-            return func(*_plain(args), **_plain(kwargs))
+            return func(*plain_in(args), **plain_in(kwargs))
         if self._compares and len(args) == 2:
-            self._compared = frozenset(map(id, args))
+            self._numbers.compared = frozenset(map(id, args))
         if self._fast_path is not None and (not types or _PLAIN_CLASSES.issuperset(types)):
             out = self._fast_path(func, args, kwargs, frame)
             if out is not NOT_TAKEN:
@@ -309,12 +278,12 @@ class Recorder(TorchFunctionMode):
             how = VALUES[func]
             op, value = self._record(func, args, kwargs, frame)
             op.meta = value
-            if how == "format" and (self._printing or goes_to_screen(users_frame(frame))):
+            if how == "format" and (self._texts.printing or goes_to_screen(users_frame(frame))):
                 return self._texts.mark(op.index, value)
             self._writer.guard(
                 Test.TRUTH if how == "bool" else Test.VALUE, op.index, value, how, frame
             )
-            return self._answered(value)
+            return self._numbers.answered(value)
         if func in DESCEND:
             with self, self._ran.entered():
                 return entered(func)(*args, **kwargs)
@@ -405,7 +374,7 @@ class Recorder(TorchFunctionMode):
             if op.writes:
                 self._values.facts.clear()
             return prefix.values[op.index]
-        self._ran.leave()  # what is one op is no code of the run's
+        self._ran.leave()  # code inside one op is not the run's own
         try:
             if prefix is not None and op.index in prefix.errors:
                 raise prefix.errors[op.index]
@@ -459,191 +428,9 @@ class Recorder(TorchFunctionMode):
             op.meta = copy.deepcopy(out)
             self._writer.guard(Test.VALUE, op.index, op.meta, "tolist", frame)
             return out
-        return self._traced_list(out, Ref(op.index), frame)
-
-    def _traced_list(self, value: Any, ref: Ref, frame: FrameType, depth: int = 0) -> Any:
-        if type(value) is complex:
-            self._writer.guard(Test.VALUE, ref.index, value, "tolist", frame)
-            return value
-        if type(value) is not list:
-            return self._values.traced(TRACED_AS[type(value)], value, ref, frame, depth)
-        self._writer.guard(Test.LENGTH, ref.index, len(value), "length", frame)
-        return [
-            self._traced_list(item, self._values.element(ref, (i,), item), frame, depth + 1)
-            for i, item in enumerate(value)
-        ]
-
-    # What traced scalars report
-
-    def consume(self, scalar: TracedScalar, how: str) -> Any:
-        """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
-        index, value = self._values.scalar_ref(scalar).index, scalar._value
-        if how == "bool":
-            self._writer.guard(Test.TRUTH, index, bool(value), how, outside_scalars())
-        else:
-            self._writer.guard(Test.VALUE, index, value, how, outside_scalars())
-        return self._answered(value)
-
-    def _answered(self, value: Any) -> Any:
-        """Return the answer to the latest question."""
-        return value if self.answers is None else self.answers(self.tape.guards[-1], value)
-
-    def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-        """Record Python arithmetic on traced scalars (see `scalars.Origin`)."""
-        if self._compares:
-            self._compared = frozenset(map(id, operands))
-        traced = None
-        try:
-            result = function(*map(plain, operands))
-            if current_watcher() is self:  # else within an op, which a replay does as a whole
-                traced = TRACED_AS.get(type(result))
-        finally:
-            if traced is None:  # it raised, or returned a value that cannot be traced
-                for operand in operands:
-                    if type(operand) in TRACED:
-                        self.consume(operand, getattr(function, "__name__", "arithmetic"))
-        if traced is None:
-            return result
-        frame = outside_scalars()
-        if function in (pow, operator.pow):
-            # Signs decide whether the result is an int, a float or complex.
-            for operand in operands:
-                if type(operand) in TRACED:
-                    bool(operand >= 0)
-            base, exponent = operands[:2]
-            if type(exponent) is TracedFloat and plain(base) < 0:  # complex, unless it is whole
-                bool(exponent % 1 == 0)
-        encoded, _ = self._encoder.arguments(operands)
-        if self._inserter is not None:
-            self._inserter.scalar(function, frame)
-        op = self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
-        op.meta = result
-        return self._values.traced(traced, result, Ref(op.index), frame)
-
-    def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
-        """Return the text of a traced scalar (see `scalars.Origin`)."""
-        frame = outside_scalars()
-        if current_watcher() is not self or not (self._printing or goes_to_screen(frame)):
-            return function(self.consume(scalar, "format"), *args)
-        ref, text = self._values.scalar_ref(scalar), function(scalar._value, *args)
-        op = self._writer.emit(OpKind.SCALAR, function, (ref, *args), {}, frame)
-        op.meta = text
-        return self._texts.mark(op.index, text)
+        return self._values.traced_list(out, Ref(op.index), frame)
 
     # Calls that intercepts report
-
-    def printed(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-        frame: FrameType,
-    ) -> None:  # fmt: skip
-        """Print to the screen (see `watcher.Watcher`)."""
-        stream = stream_of(kwargs)
-        if stream is None:
-            told = [self.told(arg) if type(arg) is str else arg for arg in args]
-            function(*told, **kwargs)
-            return
-        texts = [arg if type(arg) is str else self._printable(arg) for arg in args]
-        text = separator_of(kwargs).join(texts) + end_of(kwargs)
-        encoded: list[Any] = [stream, bool(kwargs.get("flush"))]
-        given = list(encoded)
-        for part in self._texts.parts(text):
-            encoded.append(part if isinstance(part, str) else Ref(part[0]))
-            given.append(part if isinstance(part, str) else part[1])
-        with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
-            self._writer.begin()
-            op = self._writer.emit(OpKind.CALL, shows, tuple(encoded), {}, frame)
-        self._as_one(op, shows, tuple(given), {}, frame)
-
-    def _printable(self, value: Any) -> str:
-        """Return the printed text of a value, with marks for unguarded parts."""
-        if not is_plainly_printed(value):
-            return str(value)
-        outer, self._printing = self._printing, True
-        try:
-            if type(value) is torch.Size:  # which is written in C++, and would ask for the sizes
-                return f"torch.Size([{', '.join(map(str, value))}])"
-            return str(value)
-        finally:
-            self._printing = outer
-
-    def told(self, text: str) -> str:
-        """Guard the values in a text, and return it without marks (see `watcher.Watcher`)."""
-        parts, frame = [], outside_scalars()
-        for part in self._texts.parts(text):
-            if not isinstance(part, str):
-                self._writer.guard(Test.VALUE, part[0], part[1], "format", frame)
-            parts.append(part if isinstance(part, str) else part[1])
-        return "".join(parts)
-
-    def module_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module's call as a scope (see `watcher.Watcher`)."""
-        path = self.environment.module_paths.get(id(module))
-        if path is None:
-            path = self._unregistered(module)
-        number = self._calls_of.get(id(module), 0)
-        self._calls_of[id(module)] = number + 1
-        outer = self._writer.scope
-        scope = ModuleCall(path, module, number, outer, len(self.tape.ops))
-        scope.training = module.training
-        frame = sys._getframe(3)
-        scope.site = self._writer.site(frame)
-        if self._inserter is not None:
-            with self._ran.left():
-                return self._inserter.module(scope, args, kwargs, frame, self._scoped_within)
-        return self._scoped(scope, args, kwargs)
-
-    def _scoped_within(
-        self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        with self._ran.entered():
-            return self._scoped(scope, args, kwargs)
-
-    def _scoped(self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outer, module = self._writer.scope, scope.module
-        assert module is not None
-        scope.start = scope.stop = len(self.tape.ops)
-        scope.args = tuple([self._noted(value) for value in args])
-        if kwargs:
-            scope.kwargs = {name: self._noted(value) for name, value in kwargs.items()}
-        self.tape.calls.append(scope)
-        self._writer.scope = scope
-        try:
-            if has_joint_hooks(module):
-                with with_joint_hooks(module):
-                    output = module._call_impl(*args, **kwargs)
-            else:
-                output = module._call_impl(*args, **kwargs)
-            scope.output = self._noted(output)
-            if self._observer is not None:
-                with torch._C.DisableTorchFunction():
-                    scope.stop = len(self.tape.ops)
-                    self._observer.left(scope, output)
-        finally:
-            self._writer.scope = outer
-            scope.stop = len(self.tape.ops)
-        return output
-
-    def _noted(self, value: Any) -> Any:
-        """Record the arguments or the output of a module."""
-        kind = type(value)
-        if kind is Tensor and (ref := self._values.at_hand(value)) is not None:
-            return ref
-        if kind in PLAIN_TYPES:
-            return value
-        with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
-            noted = self._encoder.leniently(value)
-            self._writer.writes.begin()
-        return noted
-
-    def _unregistered(self, module: nn.Module) -> str:
-        """Return a substitute for the path of a module that belongs to no other."""
-        known = self._strangers.get(id(module))
-        if known is None:
-            name = type(module).__name__
-            before = sum(type(other).__name__ == name for _, other in self._strangers.values())
-            known = (f"<{name}#{before + 1}>" if before else f"<{name}>", module)
-            self._strangers[id(module)] = known
-        return known[0]
 
     def opaque_call(
         self,
@@ -652,7 +439,7 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
         frame: FrameType | None = None,
     ) -> Any:
-        """Run a function as one op (see `watcher.Watcher`)."""
+        """Run a function as one op (see `watchers.Watcher`)."""
         frame = frame or sys._getframe(2)
         if self._inserter is not None:
             with self._ran.left():
@@ -685,7 +472,7 @@ class Recorder(TorchFunctionMode):
                 )
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Query something of a tensor other than its values (see `watcher.Watcher`)."""
+        """Query something of a tensor other than its values (see `watchers.Watcher`)."""
         with torch._C.DisableTorchFunction():
             return self._metadata(function, (tensor,), {}, sys._getframe(2))
 
@@ -714,11 +501,11 @@ class Recorder(TorchFunctionMode):
         return self._writer.scope
 
     def site(self, frame: FrameType) -> Site | None:
-        """Return the site of `frame` (see `inserter.Stage`)."""
+        """Return the site of `frame` (see `watchers.Stage`)."""
         return self._writer.site(frame)
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
-        """Record a call on the tape that is not the model's own (see `inserter.Stage`)."""
+        """Record a call on the tape that is not the model's own (see `watchers.Stage`)."""
         with torch._C.DisableTorchFunction():
             op, args, _ = self._write(function, args, {}, frame)
             if self._observer is not None:
@@ -726,25 +513,29 @@ class Recorder(TorchFunctionMode):
         return self._as_one(op, function, args, {}, frame)
 
     def expect(self, truth: Any, frame: FrameType) -> bool:
-        """Guard a truth value that a gate has returned (see `inserter.Stage`)."""
-        if type(truth) is bool:  # a plain one is guarded by now
+        """Guard a truth value that a gate has returned (see `watchers.Stage`)."""
+        if type(truth) is bool:  # a plain one has been guarded already
             return truth
         self._writer.guard(
             Test.TRUTH, self._values.scalar_ref(truth).index, bool(truth._value), "", frame
         )
         return bool(truth._value)
 
+    def answer_with(self, answers: Callable[[Guard, Any], Any]) -> None:
+        """Let a function give the answers to questions: it receives each guard and the value."""
+        self._numbers.answers = answers
+
     def hand_over(self, values: dict[int, Any]) -> None:
         """Take values that an earlier run has computed, by op, instead of computing them again."""
         self._writer.prefix = Prefix([], values, {}, AutocastHold())
 
     def state(self, tensor: Tensor) -> Captured | None:
-        """Return the captured value for a tensor (see `inserter.Stage`)."""
+        """Return the captured value for a tensor (see `watchers.Stage`)."""
         part = self.environment.find(tensor)
         return None if part is None or part.is_argument else part
 
     def forgot_casts(self) -> None:
-        """Record that autocast clears its cache (see `watcher.Watcher`)."""
+        """Record that autocast clears its cache (see `watchers.Watcher`)."""
         self._writer.forgot_casts()
 
     def forget(self, *tensors: Tensor) -> None:
@@ -753,36 +544,25 @@ class Recorder(TorchFunctionMode):
             self._writer.known.pop(id(tensor), None)
 
     def wants_inside(self) -> bool:
-        """Return whether there are insertions in the running module (see `watcher.Watcher`)."""
+        """Return whether there are insertions in the running module (see `watchers.Watcher`)."""
         return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)
 
     def called_inside(self, module: nn.Module) -> None:
-        """Tell the inserter of a module without gates (see `watcher.Watcher`)."""
+        """Tell the inserter of a module without gates (see `watchers.Watcher`)."""
         if self._inserter is not None:
             with self._ran.left():
                 self._inserter.inside(module, self.environment.module_paths.get(id(module), ""))
 
     def recomputed(self, entering: bool) -> None:
-        """Tell the inserter of a checkpointed block (see `watcher.Watcher`)."""
+        """Tell the inserter of a checkpointed block (see `watchers.Watcher`)."""
         if self._inserter is not None:
             self._inserter.recomputed(entering)
 
     def unseen(self, what: str) -> None:
-        """Record something that a replay could not repeat (see `watcher.Watcher`)."""
+        """Record something that a replay could not repeat (see `watchers.Watcher`)."""
         self._fast_path = self._aside = None  # from now on, ops may call other code
-        self._ran.leave()  # it is live in any case, and unwatched code may compile itself
+        self._ran.leave()  # the run is live in any case, and unwatched code may compile itself
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
-
-
-def _plain(value: Any) -> Any:
-    """Make traced scalars in arguments plain, and guard them."""
-    kind = type(value)
-    if kind in TRACED:
-        origin = value._origin
-        return origin.consume(value, "torch") if origin.active else value._value
-    if kind in (tuple, list, torch.Size):
-        return kind([_plain(item) for item in value])
-    return {key: _plain(item) for key, item in value.items()} if kind is dict else value
 
 
 BEHIND.update({Recorder.run.__code__, Recorder._outcome.__code__})

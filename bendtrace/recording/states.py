@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.kinds import is_constant
+from bendtrace.recording.native_calls import may_hide
 from bendtrace.recording.values import Values
 from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
@@ -52,7 +53,7 @@ from bendtrace.tape.tape import (
     Test,
     map_refs,
 )
-from bendtrace.torch_rules.functions import is_torchs_function, name_of
+from bendtrace.torch_rules.functions import name_of
 from bendtrace.torch_rules.writes import storage_of
 
 __all__ = ["States"]
@@ -66,7 +67,7 @@ class States:
         values: the mapping from values to ops.
         environment: the values that the run could read at its start.
         outermost: the code that called the model.
-        reads_all: whether to read all states, including those that take long.
+        reads_all: whether to read all states, including those that take long to read.
 
     Attributes:
         unread: the reasons why states could not be read.
@@ -85,7 +86,7 @@ class States:
         self._environment = environment
         self._outermost = outermost
         self._reads_all = reads_all
-        self._modes = torch._C._len_torch_dispatch_stack()  # of whoever called the model
+        self._modes = torch._C._len_torch_dispatch_stack()  # those of the caller of the model
         self._left = _MOST_AT_FIRST
         self.unread: list[str] = []
         self._before: State | None = None
@@ -122,14 +123,14 @@ class States:
                     reader.facts(),
                     self._same_turn(turn),
                 )
-            except (_Unreadable, RuntimeError) as error:  # torch refuses to tell of some views
+            except (_Unreadable, RuntimeError) as error:  # torch raises for queries of some views
                 self.unread.append(str(error))
                 state = self._after(test)
             else:
                 state = State(key, tuple(reader.holes), tuple(reader.kept))
         before = self._before
         if before is not None and (state.key, state.holes) == (before.key, before.holes):
-            return before  # the very same question once more
+            return before  # the same question again
         self._before, self._answer = state, (type(expected).__name__, str(expected))
         self._position, self._turn = len(self._writer.tape.ops), turn
         return state
@@ -166,7 +167,8 @@ class States:
         return State(key, before.holes + made, before.kept)
 
 
-# A first run reads no more states than that, and none that are further down.
+# Without `reads_all`, a run reads at most so many states, and only those with fewer frames below
+# the model's entry.
 _MOST_AT_FIRST, _NEAR = 64, 12
 
 
@@ -232,8 +234,11 @@ class _Reader:
                 stack = stacks.read(frame, callee, places, given)
                 if stack is None:
                     raise _Unreadable(f"{frame.f_code.co_qualname} cannot be read")
-                if stack.operands is not None:
-                    self._look_for_hidden(stack, callee, is_asking)
+                if stack.operands is not None and may_hide(stack, callee, is_asking):
+                    raise _Unreadable(
+                        f"{stack.name} in {stack.code.co_qualname} may be in the middle of an "
+                        "operation"
+                    )
                 yield self._frame(stack)
                 is_asking = False
             callee = frame
@@ -257,65 +262,6 @@ class _Reader:
             or (isinstance(value, nn.Module) and self._environment.find(value) is not None)
         )  # fmt: skip
 
-    # What C may be in the middle of
-
-    def _look_for_hidden(
-        self, stack: stacks.Stack, callee: FrameType | None, is_asking: bool
-    ) -> None:
-        """Raise if C, called by an instruction, may hold something that cannot be read."""
-        operands = [value for value in stack.operands or () if value is not stacks.EMPTY]
-        name = stack.name
-        asks_here = is_asking or name not in _CALLS or _is_single_call(operands)
-        if asks_here and _are_repeated(operands):
-            hides = True  # which of them is asked for is not known
-        elif name in _CALLS:
-            hides = not operands or self._call_hides(operands[0], callee)
-            hides = hides or (is_asking and _numbers_in(operands) > 1)
-        elif name in _TRANSPARENT or name.startswith("POP_JUMP"):
-            hides = False
-        elif name in _ON_VALUES:
-            hides = not all(map(_is_single, operands)) or _numbers_in(operands) > 2
-        elif name in _ON_ITEMS:
-            container = operands[1] if name == "STORE_SUBSCR" and len(operands) > 1 else operands[0]
-            hides = isinstance(container, (dict, set)) or (is_asking and _numbers_in(operands) > 1)
-        elif name == "FOR_ITER":
-            iterator = stack.below[-1] if stack.below else None
-            hides = type(iterator) is not types.GeneratorType and not _is_of_python(iterator)
-        elif name in ("UNPACK_SEQUENCE", "GET_ITER"):
-            hides = not operands or not isinstance(operands[0], Tensor)
-        else:
-            hides = True
-        if hides:
-            raise _Unreadable(
-                f"{name} in {stack.code.co_qualname} may be in the middle of an operation"
-            )
-
-    def _call_hides(self, called: Any, callee: FrameType | None) -> bool:
-        kind = type(called)
-        if kind is functools.partial:
-            return self._call_hides(called.func, callee)
-        if kind in (types.FunctionType, types.MethodType):
-            return False
-        if isinstance(called, type):
-            if called in _SINGLE:
-                return False
-            return callee is None or callee.f_code.co_name != "__init__" or not _is_class(called)
-        if is_torchs_function(called) and kind is not types.BuiltinFunctionType:
-            return False
-        if kind is types.BuiltinFunctionType:
-            module = called.__module__ or ""
-            owner = called.__self__
-            return not (
-                called in _SINGLE
-                or module.split(".")[0] in ("torch", "_VariableFunctions")
-                or isinstance(owner, Tensor)
-                or getattr(owner, "__module__", "") in ("torch", "torch._C")
-            )
-        found = next(
-            (vars(cls)["__call__"] for cls in kind.__mro__ if "__call__" in vars(cls)), None
-        )
-        return not isinstance(found, types.FunctionType)
-
     # Values
 
     def value(self, value: Any) -> Any:
@@ -324,7 +270,7 @@ class _Reader:
         if kind in PLAIN_TYPES:
             return _plain(value, kind)
         if value is stacks.EMPTY:
-            return ("empty",)  # which the text "empty" is not
+            return ("empty",)  # different from the text "empty"
         if kind is stacks.Number:
             return value
         if isinstance(value, Tensor):
@@ -444,7 +390,7 @@ class _Reader:
         return what
 
     def facts(self) -> tuple[Any, ...]:
-        """Return the representation of what is known of tensors since the latest question."""
+        """Return the representation of the metadata read from tensors since the latest question."""
         return tuple(
             (self.value_of(index), name_of(function), str(value))
             for (index, function), value in self._values.facts.items()
@@ -492,7 +438,7 @@ class _Reader:
     def _function(self, function: types.FunctionType) -> Any:
         cells = function.__closure__
         if function.__code__.co_filename.startswith(PACKAGE):
-            return self._by_identity(function.__code__)  # stands in for one of torch's
+            return self._by_identity(function.__code__)  # it replaces a function of torch
         if cells is None and "<" not in function.__qualname__:
             return self._by_identity(function)
         return (
@@ -563,39 +509,6 @@ def _address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _numbers_in(values: Iterable[Any]) -> int:
-    """Count the traced scalars among the arguments of a call."""
-    count = 0
-    for value in values:
-        if type(value) in TRACED:
-            count += 1
-        elif isinstance(value, slice):
-            count += _numbers_in((value.start, value.stop, value.step))
-        elif isinstance(value, (tuple, list)):
-            count += _numbers_in(value)
-    return count
-
-
-def _is_single_call(operands: list[Any]) -> bool:
-    called = operands[0] if operands else None
-    return isinstance(called, (type, types.BuiltinFunctionType)) and called in _SINGLE
-
-
-def _are_repeated(values: Iterable[Any]) -> bool:
-    """Return whether something that can ask is several times among the arguments of a call."""
-    found: list[int] = []
-    waiting = list(values)
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Tensor) or _is_of_python(value):
-            found.append(id(value))
-        elif isinstance(value, slice):
-            waiting += value.start, value.stop, value.step
-        elif type(value) in (tuple, list):
-            waiting += value
-    return len(set(found)) < len(found)
-
-
 def _is_leaf(tensor: Tensor) -> bool:
     """Whether a tensor is a leaf.
 
@@ -606,47 +519,7 @@ def _is_leaf(tensor: Tensor) -> bool:
     return (base is None or not requires_grad(base)) and tensor.is_leaf
 
 
-def _is_of_python(value: Any) -> bool:
-    """Return whether an object's class is defined in Python, and is not a container's."""
-    return _is_class(type(value)) and not isinstance(value, _CONTAINERS)
-
-
-def _is_class(kind: type) -> bool:
-    return bool(kind.__flags__ & _HEAP_TYPE) and can_build(kind)
-
-
-def _is_single(value: Any) -> bool:
-    """Return whether an operator on a value asks at most one question at a time."""
-    kind = type(value)
-    return (
-        kind in TRACED or kind in RETIRED or isinstance(value, Tensor)
-        or kind in _NUMBERS or _is_of_python(value)
-    )  # fmt: skip
-
-
-_HEAP_TYPE = 1 << 9
 _DEEPEST = 16
-_NUMBERS = frozenset({int, float, bool, complex, type(None)})
-_CONTAINERS = (tuple, list, dict, set, frozenset, str, bytes)
-_CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
-# C functions that ask one question, and keep nothing of it.
-_SINGLE: frozenset[Any] = frozenset(
-    {
-        any, all, next, iter, len, isinstance, issubclass, hasattr, getattr, setattr, abs, bool,
-        int, float, range, super, callable, id, repr, str, format, print,
-    }
-)  # fmt: skip
-# Instructions during which C holds nothing that is needed afterwards.
-_TRANSPARENT = frozenset(
-    {
-        "TO_BOOL", "UNARY_NOT", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP", "LOAD_ATTR",
-        "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "LOAD_SUPER_ATTR", "BEFORE_WITH",
-        "LOAD_SPECIAL", "SEND", "FORMAT_VALUE", "FORMAT_SIMPLE", "UNARY_NEGATIVE",
-        "UNARY_POSITIVE", "UNARY_INVERT",
-    }
-)  # fmt: skip
-_ON_VALUES = frozenset({"BINARY_OP", "COMPARE_OP", "IS_OP"})
-_ON_ITEMS = frozenset({"BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR", "BINARY_SLICE"})
 _LASTING = (type, enum.Enum, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
 _FIXED = frozenset(
     {

@@ -14,25 +14,23 @@ import functools
 import re
 import string
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 
-from bendtrace.source.sites import place_at
+from bendtrace.recording.writer import Writer
+from bendtrace.source.sites import outside_scalars, place_at
 from bendtrace.source.syntax import FUNCTIONS, SourceFile, source_file
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.scalars import TRACED
+from bendtrace.tape.tape import OpKind, Ref, Test
 
 __all__ = [
     "Texts",
-    "end_of",
     "goes_to_screen",
-    "is_plainly_printed",
-    "separator_of",
     "shows",
-    "stream_of",
 ]
 
 _MARK = "\ue0b7{}\ue0b8"  # characters for private use, which nothing else has
@@ -42,12 +40,20 @@ _MARKS = re.compile("\ue0b7([0-9]+)\ue0b8")
 class Texts:
     """The texts of values that a run has formatted without a guard.
 
+    Args:
+        writer: records what is printed.
+        as_one: carries out a recorded op: op, function, arguments, keyword arguments, frame.
+
     Attributes:
-        given: the op that returned each, with the text.
+        given: the op that returned each text, with the text.
+        printing: whether values are being formatted for the screen only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, writer: Writer, as_one: Callable[..., Any]) -> None:
+        self._writer = writer
+        self._as_one = as_one
         self.given: list[tuple[int, str]] = []
+        self.printing = False
 
     def mark(self, index: int, text: str) -> str:
         """Return the mark for the text that an op returned."""
@@ -61,6 +67,49 @@ class Texts:
                 yield self.given[int(part)]
             elif part:
                 yield part
+
+    def printed(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> None:  # fmt: skip
+        """Print to the screen (see `watchers.Watcher`)."""
+        stream = _stream_of(kwargs)
+        if stream is None:
+            told = [self.told(arg) if type(arg) is str else arg for arg in args]
+            function(*told, **kwargs)
+            return
+        texts = [arg if type(arg) is str else self._printable(arg) for arg in args]
+        text = _separator_of(kwargs).join(texts) + _end_of(kwargs)
+        encoded: list[Any] = [stream, bool(kwargs.get("flush"))]
+        given = list(encoded)
+        for part in self.parts(text):
+            encoded.append(part if isinstance(part, str) else Ref(part[0]))
+            given.append(part if isinstance(part, str) else part[1])
+        with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
+            self._writer.begin()
+            op = self._writer.emit(OpKind.CALL, shows, tuple(encoded), {}, frame)
+        self._as_one(op, shows, tuple(given), {}, frame)
+
+    def _printable(self, value: Any) -> str:
+        """Return the printed text of a value, with marks for unguarded parts."""
+        if not _is_plainly_printed(value):
+            return str(value)
+        outer, self.printing = self.printing, True
+        try:
+            if type(value) is torch.Size:  # which is written in C++, and would ask for the sizes
+                return f"torch.Size([{', '.join(map(str, value))}])"
+            return str(value)
+        finally:
+            self.printing = outer
+
+    def told(self, text: str) -> str:
+        """Guard the values in a text, and return it without marks (see `watchers.Watcher`)."""
+        parts, frame = [], outside_scalars()
+        for part in self.parts(text):
+            if not isinstance(part, str):
+                self._writer.guard(Test.VALUE, part[0], part[1], "format", frame)
+            parts.append(part if isinstance(part, str) else part[1])
+        return "".join(parts)
 
 
 def shows(stream: str, flush: bool, *parts: str) -> None:
@@ -78,7 +127,7 @@ shows.__name__ = shows.__qualname__ = "print"
 shows.gives_nothing = True  # type: ignore[attr-defined]
 
 
-def stream_of(kwargs: dict[str, Any]) -> str | None:
+def _stream_of(kwargs: dict[str, Any]) -> str | None:
     """Return the name of the stream in `sys` that `print` writes to; None if it has none."""
     file = kwargs.get("file")
     if file is None:
@@ -86,17 +135,17 @@ def stream_of(kwargs: dict[str, Any]) -> str | None:
     return next((name for name in ("stdout", "stderr") if file is getattr(sys, name)), None)
 
 
-def separator_of(kwargs: dict[str, Any]) -> str:
+def _separator_of(kwargs: dict[str, Any]) -> str:
     """Return the text that `print` writes between values."""
     return " " if kwargs.get("sep") is None else str(kwargs["sep"])
 
 
-def end_of(kwargs: dict[str, Any]) -> str:
+def _end_of(kwargs: dict[str, Any]) -> str:
     """Return the text that `print` writes at the end."""
     return "\n" if kwargs.get("end") is None else str(kwargs["end"])
 
 
-def is_plainly_printed(value: Any, depth: int = 0) -> bool:
+def _is_plainly_printed(value: Any, depth: int = 0) -> bool:
     """Return whether only torch's and Python's own code formats a value."""
     kind = type(value)
     if kind in PLAIN_TYPES or kind in TRACED or kind in _TENSORS:
@@ -106,7 +155,7 @@ def is_plainly_printed(value: Any, depth: int = 0) -> bool:
     if depth > _DEEPEST or kind not in (tuple, list, dict):
         return False
     items = (*value, *value.values()) if kind is dict else value
-    return all(is_plainly_printed(item, depth + 1) for item in items)
+    return all(_is_plainly_printed(item, depth + 1) for item in items)
 
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -254,6 +254,26 @@ class Values:
             else scalar
         )
 
+    def traced_list(self, value: Any, ref: Ref, frame: FrameType, depth: int = 0) -> Any:
+        """Return a nested list of numbers, guarded in length, with traced scalars for the numbers.
+
+        Args:
+            value: the list, or a number in it.
+            ref: its op.
+            frame: the code that receives it.
+            depth: the number of nested lists around it.
+        """
+        if type(value) is complex:
+            self._writer.guard(Test.VALUE, ref.index, value, "tolist", frame)
+            return value
+        if type(value) is not list:
+            return self.traced(TRACED_AS[type(value)], value, ref, frame, depth)
+        self._writer.guard(Test.LENGTH, ref.index, len(value), "length", frame)
+        return [
+            self.traced_list(item, self.element(ref, (i,), item), frame, depth + 1)
+            for i, item in enumerate(value)
+        ]
+
     def scalar(self, kind: Any, value: Any, source: Any) -> Any:
         """Return a traced scalar of some kind; `source` is its op, or an element of one."""
         scalar = kind(value, self.origin, source)

@@ -1,193 +1,31 @@
-"""The graph of states: what is known of how runs go on, from each question on.
+"""The graph of states: how runs are known to continue after each question.
 
-A node is a state: a question, and all that Python holds when it is asked. An exit of it is an
-answer, with the segment that follows. Branches join and loops close because two runs
-that come to the same state go on from there by the same code; so what is recorded grows with
-the program, and not with the paths through it.
+`nodes.py` defines the nodes (states) and their exits (answers, with the code that follows).
+Branches join and loops close because two runs that reach the same state continue with the same
+code. So the recorded code grows with the program, and not with the number of paths through it.
 
-A run becomes part of the graph by what it has seen for the first time: pieces of it, from an
-answer that was not known to the next state that was. The first run is one piece, with its
-questions in line.
+A run adds to the graph what it was the first to do: pieces of it, each from an unknown answer to
+the next known state. The first run is one piece that goes through all of its states.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from operator import getitem
-from typing import Any, TypeAlias
+from typing import Any
 
-from bendtrace.errors import NondeterminismError
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import SegmentWriter
-from bendtrace.replay.growing import Growth, growths_of
-from bendtrace.replay.repeatable import may_draw, may_run_again, outside_in
-from bendtrace.replay.schedule import Schedule, Unlinked, same_as_given
+from bendtrace.replay.comparison import Names, agree, does_something
+from bendtrace.replay.nodes import Exit, Node, Piece, StateKey, Trip, key_of
+from bendtrace.replay.repeatable import may_draw, may_run_again
+from bendtrace.replay.schedule import Schedule, Unlinked
 from bendtrace.replay.source import Code
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.tape import (
-    Op,
-    OpKind,
-    Ref,
-    State,
-    Tape,
-    map_refs,
-)
-from bendtrace.torch_rules.functions import name_of
+from bendtrace.tape.tape import State, Tape
 
-__all__ = ["Exit", "Graph", "Node", "Piece", "StateKey", "Trip", "key_of"]
-
-
-class Piece:
-    """A part of a recorded run that nothing else covers.
-
-    Attributes:
-        recording: the run.
-        after: the guard whose answer leads into it; -1 for the first piece.
-        stop: the guard at which it comes to a state of another piece; None for the end.
-        nodes: the states in it, by the guards of the run.
-        trips: how many calls went along it from one guard (-1 for its beginning) to another: to
-            None where they ended, to -1 - i where op i raised.
-    """
-
-    def __init__(self, recording: Recording, after: int, analysis: Analysis | None = None) -> None:
-        self.recording = recording
-        self.after = after
-        self.stop: int | None = None
-        self.nodes: dict[int, Node] = {}
-        self.trips: dict[tuple[int, int | None], int] = {}
-        self.analysis = Analysis(recording.tape) if analysis is None else analysis
-        self.owner: Any = None  # what counts the calls that take it
-
-    @functools.cached_property
-    def growths(self) -> dict[int, Growth]:
-        """What of the environment may be exchanged before the end, by the ops that make it."""
-        return growths_of(self.recording)
-
-    def count(self, entered: int, left: int | None) -> None:
-        """Count a call that went along it from one guard to another."""
-        try:
-            self.trips[entered, left] += 1
-        except KeyError:
-            self.trips[entered, left] = 1
-
-
-@dataclass(slots=True, eq=False)
-class Exit:
-    """How runs go on after an answer.
-
-    Attributes:
-        answer: the answer.
-        piece: the piece that has what follows.
-        number: the guard of its run that was answered so.
-        written: what is carried out, if it was asked for already.
-        compiled: the same with compiled ops in it, if there is such code.
-    """
-
-    answer: Any
-    piece: Piece
-    number: int
-    _write: Callable[..., Code]
-    written: Code | None = None
-    compiled: Code | None = None
-
-    @property
-    def code(self) -> Code:
-        """What is carried out, written when it is first asked for.
-
-        Raises:
-            Unlinked: it needs a value that the state does not hold.
-        """
-        if self.written is None:
-            self.written = self._write(self.piece, self.number)
-        return self.written
-
-    def write_with(self, writer: Callable[[Schedule, bool], SegmentWriter]) -> Code:
-        """Return the same code as another writer writes it."""
-        return self._write(self.piece, self.number, writer)
-
-    @property
-    def passes(self) -> int:
-        """How many times calls have gone this way."""
-        trips = list(self.piece.trips.items())
-        return sum(count for (entered, _), count in trips if entered == self.number)
-
-    def rewrite(self) -> None:
-        """Have the code written anew when it is asked for next."""
-        self.written = self.compiled = None
-
-
-class Node:
-    """A state.
-
-    Attributes:
-        piece: the piece that first came to it.
-        number: the guard there.
-        exits: the answers that are known.
-        yes: what follows True; None if that is not known.
-        no: what follows False; None if that is not known.
-    """
-
-    __slots__ = ("_by_answer", "exits", "no", "number", "piece", "yes")
-
-    def __init__(self, piece: Piece, number: int) -> None:
-        self.piece = piece
-        self.number = number
-        self.exits: tuple[Exit, ...] = ()
-        self.yes: Exit | None = None
-        self.no: Exit | None = None
-        self._by_answer: dict[Any, Exit] = {}
-
-    def after(self, answer: Any) -> Exit | None:
-        """Return how runs go on after an answer, if that is known."""
-        if answer is True:
-            return self.yes
-        if answer is False:
-            return self.no
-        kind = type(answer)
-        if kind is int or kind is str:
-            return self._by_answer.get((kind, answer))
-        return next((exit for exit in self.exits if identical(exit.answer, answer)), None)
-
-    def add(self, exit: Exit) -> None:
-        """Note how runs go on after an answer."""
-        self.exits = (*self.exits, exit)
-        self._sort()
-
-    def drop(self, piece: Piece) -> None:
-        """Forget the exits that lead into a piece."""
-        self.exits = tuple(exit for exit in self.exits if exit.piece is not piece)
-        self._sort()
-
-    def _sort(self) -> None:
-        exits = self.exits
-        self.yes = next((exit for exit in exits if exit.answer is True), None)
-        self.no = next((exit for exit in exits if exit.answer is False), None)
-        self._by_answer = {
-            (type(exit.answer), exit.answer): exit
-            for exit in exits
-            if type(exit.answer) in (int, str)
-        }
-
-
-# A piece, the guard from which on it was gone along (-1 for its beginning), and that to which: None
-# where the call ended, -1 - i where op i raised.
-Trip: TypeAlias = tuple[Piece, int, int | None]
-
-
-# The key of a state, and which holes may have memory from outside: what follows a state in which
-# they have none may write to them, and a call that did so outside could not begin anew.
-StateKey: TypeAlias = tuple[bytes, tuple[bool, ...]]
-
-
-def key_of(recording: Recording, number: int) -> StateKey:
-    """Return what the state at a guard of a run is known by."""
-    state, outside = recording.tape.states[number], recording.view(outside_in)
-    return state.key, tuple(map(outside.__contains__, state.holes))
+__all__ = ["Graph"]
 
 
 class Graph:
@@ -195,18 +33,18 @@ class Graph:
 
     Args:
         recording: the first run.
-        entry: grad mode and so on when a run begins.
-        direct: whether torch functions may be called by what they come down to.
-        analysis: of the first run.
+        entry: grad mode, autocast and similar settings when a run begins.
+        direct: whether generated code may call what torch functions end up calling.
+        analysis: the analysis of the first run.
 
     Attributes:
-        first: the piece that the first run is.
+        first: the first run, as a piece.
         draws: whether some run may draw random numbers.
-        may_grow: whether caches may be exchanged before the end of a call (see `growing.py`).
-        is_broken: whether it turned out to be of no use.
-        has_begun_anew: whether all that was known first has been given up.
-        beginning: what a call begins with.
-        retired: pieces that others have taken the place of, which tell of calls before that.
+        may_grow: whether caches may be replaced before the end of a call (see `growing.py`).
+        is_broken: whether the graph has turned out to be unusable.
+        has_begun_anew: whether the graph has been started again from a later run.
+        beginning: the exit that a call begins with.
+        retired: pieces that others have replaced; they hold the counts of calls before that.
     """
 
     def __init__(
@@ -217,7 +55,7 @@ class Graph:
         self._nodes: dict[StateKey, Node] = {}
         self.draws = may_draw(recording)
         self.is_broken = self.has_begun_anew = False
-        self.may_grow = direct  # a mode would see that
+        self.may_grow = direct  # a mode would notice the replacement
         self.retired: list[Piece] = []
         self._ways: dict[tuple[Trip, ...], Piece] = {}
         self.first = Piece(recording, -1, analysis)
@@ -237,31 +75,32 @@ class Graph:
         yield from self._nodes.values()
 
     def pieces(self) -> list[Piece]:
-        """Return what runs have seen for the first time, the first run first."""
+        """Return all pieces, the first run first."""
         found = {id(self.first): self.first}
         for node in self._nodes.values():
             found.update((id(exit.piece), exit.piece) for exit in node.exits)
         return list(found.values())
 
     def add(self, recording: Recording, hits: int = 1) -> list[tuple[Node, Piece]] | None:
-        """Add what a run has seen for the first time.
+        """Add what a run was the first to do.
 
         Args:
             recording: the run.
-            hits: how many calls have gone its way.
+            hits: how many calls have taken its path.
 
         Returns:
-            The pieces of it that are new, with the states that they begin at; None if the run
-            is not one of these, or does not fit in: the graph is of no use from then on.
+            The new pieces, with the states at which they begin; None if the run cannot be repeated
+            from its start, or does not fit in: the graph is unusable from then on.
 
         Raises:
-            NondeterminismError: from one state, the run did something else than one before.
+            NondeterminismError: from one state, the run did something different from an earlier
+                run.
         """
         if not may_run_again(recording):
             return None
         tape = recording.tape
         made: list[tuple[Node, Piece]] = []
-        piece: Piece | None = None  # what is being added; None where all is known
+        piece: Piece | None = None  # the piece being added; None where everything is known
         known: tuple[Exit, int] | None = self.beginning, -1
         analysis, has_learnt = Analysis(tape), False
         trips: list[Trip] = []
@@ -271,14 +110,14 @@ class Graph:
                 self._pass(piece, number)
                 continue
             if piece is not None and node is not None:
-                if node.piece is piece and not _does_something(tape, node.number, number):
+                if node.piece is piece and not does_something(tape, node.number, number):
                     return None
                 piece.stop = number
                 piece.nodes[number] = node
                 trips.append((piece, piece.after, number))
                 piece = None
             elif known is not None:
-                if not _agree(recording, known[1], number, known[0]):
+                if not agree(recording, known[1], number, known[0]):
                     return None
                 ahead = known[0].number + number - known[1]
                 trips.append((known[0].piece, known[0].number, ahead))
@@ -288,7 +127,7 @@ class Graph:
                     has_learnt, node = True, self._nodes.get(key_of(recording, number))
             if node is None:
                 if analysis.kinds[number] is GuardKind.DATA:
-                    return None  # what is known leads elsewhere
+                    return None  # the known runs led to another question
                 continue
             if _is_repeated(tape, number):
                 continue
@@ -299,7 +138,7 @@ class Graph:
                 return made
             if exit is None:
                 piece = Piece(recording, number, analysis)
-                piece.owner = self.first.owner  # until it has one of its own
+                piece.owner = self.first.owner  # until the caller sets its own
                 node.add(Exit(answer, piece, number, self._write))
                 made.append((node, piece))
             else:
@@ -308,7 +147,7 @@ class Graph:
             trips.append((piece, piece.after, None))
         elif known is not None:
             trips.append((known[0].piece, known[0].number, None))
-        if piece is None and known is not None and not _agree(recording, known[1], None, known[0]):
+        if piece is None and known is not None and not agree(recording, known[1], None, known[0]):
             return None
         if self.first.stop is None:
             self._cut_first(has_learnt)
@@ -327,11 +166,11 @@ class Graph:
         return made
 
     def run_along(self, way: tuple[Trip, ...]) -> Piece | None:
-        """Return the last piece of the run that has gone a way to its end, if one has."""
+        """Return the last piece of the run that went exactly along these trips, if one did."""
         return self.first if way == ((self.first, -1, None),) else self._ways.get(way)
 
     def forget(self, owner: Any) -> None:
-        """Drop what is known by a piece alone, which is named by its owner."""
+        """Drop the pieces of an owner, and what is known only from them."""
         self._ways = {w: last for w, last in self._ways.items() if last.owner is not owner}
         for piece in self.pieces():
             if piece.owner is owner:
@@ -339,7 +178,7 @@ class Graph:
                     node.drop(piece)
 
     def _cut_first(self, has_learnt: bool) -> None:
-        """End the first piece where nobody knows the states that follow."""
+        """End the first piece where the states that follow are unknown."""
         tape, first = self.first.recording.tape, self.first
         last = max(tape.states)
         if GuardKind.DATA in first.analysis.kinds[last + 1 :]:
@@ -350,7 +189,7 @@ class Graph:
             self._rewrite_first()
 
     def _rewrite_first(self) -> None:
-        """Have code written that hands over what the states hold that are known by now."""
+        """Generate the code anew, so that it hands over the values of the states known by now."""
         self.beginning = Exit(None, self.first, -1, self._write)
         for node in self._nodes.values():
             for exit in node.exits:
@@ -358,7 +197,7 @@ class Graph:
                     exit.rewrite()
 
     def _is_led_by_first(self, recording: Recording) -> bool:
-        """Whether a run has gone the way of the first run up to where that was cut."""
+        """Whether a run took the path of the first run, up to where the first run was cut."""
         first, tape, stop = self.first.recording.tape, recording.tape, self.first.stop
         assert stop is not None
         return len(tape.guards) > stop and all(
@@ -370,7 +209,7 @@ class Graph:
         )
 
     def _begin_anew(self, recording: Recording) -> list[tuple[Node, Piece]] | None:
-        """Begin with a run whose states are known, where the first one tells too little."""
+        """Begin again with a run whose states are known, where those of the first are not."""
         if self.has_begun_anew:
             return None
         self.has_begun_anew = True
@@ -380,7 +219,7 @@ class Graph:
         return []
 
     def _renew(self, recording: Recording) -> None:
-        """Put a run whose states are known in the place of the first one, which went its way."""
+        """Replace the first run by one that took the same path, and whose states are known."""
         old = self.first
         self.retired.append(old)
         self.first = Piece(recording, -1)
@@ -395,17 +234,20 @@ class Graph:
         self._rewrite_first()
 
     def _learn(self, recording: Recording, after: int, number: int, exit: Exit) -> bool:
-        """Take over from a run in which state the first run was at a guard.
+        """Copy from a run the state in which the first run was at a guard.
 
-        The first run is recorded without its states: most calls go its way, and never need them.
-        A run that has done the same from some state on was in the same ones.
+        The first run is recorded without its states: most calls take its path, and never need them.
+        A run that did the same from some state on was in the same states.
+
+        Returns:
+            Whether the state could be copied.
         """
         first, tape = self.first.recording.tape, recording.tape
         ahead = exit.number + number - after
         if ahead >= len(first.guards) or first.guards[ahead].test is not tape.guards[number].test:
             return False
-        state, named = tape.states[number], _Names(first, exit.number).indices()
-        names = _Names(tape, after)
+        state, named = tape.states[number], Names(first, exit.number).indices()
+        names = Names(tape, after)
         holes = tuple(named.get(names.name(hole), -1) for hole in state.holes)
         if -1 in holes:
             return False
@@ -414,7 +256,7 @@ class Graph:
         return True
 
     def _pass(self, piece: Piece, number: int) -> None:
-        """Note a state that a piece goes through, and what follows in line."""
+        """Add a state that a piece goes through, and the exit that the piece takes from it."""
         tape = piece.recording.tape
         key, answer = key_of(piece.recording, number), tape.guards[number].answer
         node = self._nodes.get(key)
@@ -439,7 +281,7 @@ class Graph:
 
 
 def _joined(trips: Iterable[Trip]) -> Iterator[Trip]:
-    """Yield what follows each other in one piece as one."""
+    """Yield trips, with those that continue each other in one piece joined into one."""
     before: Trip | None = None
     for piece, entered, left in trips:
         if before is not None and before[0] is piece and before[2] == entered:
@@ -453,153 +295,6 @@ def _joined(trips: Iterable[Trip]) -> Iterator[Trip]:
 
 
 def _is_repeated(tape: Tape, number: int) -> bool:
-    """Whether a guard asks the very question of the one before."""
+    """Whether a guard repeats the question of the guard before it."""
     before, state = tape.states.get(number - 1), tape.states[number]
     return before is not None and (before.key, before.holes) == (state.key, state.holes)
-
-
-def _does_something(tape: Tape, one: int, other: int) -> bool:
-    """Whether the model has done something between two guards."""
-    between = tape.ops[tape.guards[one].position : tape.guards[other].position]
-    return any(map(_counts, between))
-
-
-def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
-    """Compare what a run has done with what is known to follow an answer.
-
-    What leads on from a state is known by another run that was in it. The two are compared from
-    there to a guard, or the end, as far as both have been seen.
-
-    Returns:
-        Whether they are alike, as far as what they were given can be compared.
-
-    Raises:
-        NondeterminismError: they did different operations.
-    """
-    one, other = recording.tape, exit.piece.recording.tape
-    start = one.guards[after].position if after >= 0 else 0
-    end = len(one.ops) if until is None else one.guards[until].position
-    most = None if until is None else sum(_counts(op) for op in one.ops[start:end])
-    ours, theirs = _Names(one, after, most), _Names(other, exit.number, most)
-    mine, its = ours.ops, theirs.ops
-    if exit.piece.stop is not None:  # it ends where other pieces go on
-        stop = other.guards[exit.piece.stop].position
-        its = [op for op in its if op.index < stop]
-        if until is not None:
-            mine = mine[: len(its)]
-    for op, known in zip(mine, its, strict=False):
-        if op.target == known.target and op.context == known.context:
-            if _are_alike(op.args, known.args, ours, theirs) and _are_alike(
-                op.kwargs, known.kwargs, ours, theirs
-            ):
-                continue
-            now, before = ours.of(op), theirs.of(known)
-            if now == before:
-                continue
-            if " at 0x" in now:  # an object that each run makes anew
-                return False
-        if not _asked_alike(one, after, until, other, exit.number):
-            return False
-        raise NondeterminismError(
-            f"the resumed run did {op} where it did {known} before, with all guards equal"
-            + (f" (at {op.site.place})" if op.site is not None else "")
-        )
-    if len(its) != len(mine):
-        if not _asked_alike(one, after, until, other, exit.number):
-            return False
-        what = "ended before the point where it diverged"
-        if len(its) < len(mine):
-            what = f"did {mine[len(its)]} where it ended before, with all guards equal"
-        raise NondeterminismError(f"the resumed run {what}")
-    return True
-
-
-def _are_alike(one: Any, other: Any, ours: _Names, theirs: _Names) -> bool:
-    """Whether arguments of two runs have the same names at once; False where that takes longer."""
-    kind = type(one)
-    if kind is not type(other):
-        return False
-    if kind is Ref:
-        name = ours.known(one.index)
-        return name is not None and name == theirs.known(other.index)
-    if kind is tuple or kind is list:
-        return len(one) == len(other) and all(
-            _are_alike(mine, its, ours, theirs) for mine, its in zip(one, other, strict=True)
-        )
-    if kind is dict:
-        return one.keys() == other.keys() and all(
-            _are_alike(mine, other[key], ours, theirs) for key, mine in one.items()
-        )
-    if kind is float:
-        return repr(one) == repr(other)  # which tells zeros apart
-    return one is None or (kind in (bool, int, str) and one == other)
-
-
-def _asked_alike(one: Tape, after: int, until: int | None, other: Tape, number: int) -> bool:
-    """Whether two runs had the same answers, from a guard of each on, as far as both were asked.
-
-    They can differ in whether an op gave a copy, which is asked only where it did not.
-    """
-    last = len(one.guards) if until is None else until
-    pairs = zip(one.guards[after + 1 : last + 1], other.guards[number + 1 :], strict=False)
-    return all(
-        mine.test is its.test and (place == last or identical(mine.answer, its.answer))
-        for place, (mine, its) in enumerate(pairs, after + 1)
-    )
-
-
-def _counts(op: Op) -> bool:
-    """Whether an op is one that the model does, not one that names an element or a state."""
-    return op.kind is OpKind.CALL or (op.kind is OpKind.SCALAR and op.target is not getitem)
-
-
-class _Names:
-    """Names the values of a run by what they are from a state on.
-
-    Args:
-        tape: the run.
-        after: the guard of the state; -1 for the beginning.
-        most: how many ops are named; None for all.
-
-    Attributes:
-        ops: these.
-    """
-
-    def __init__(self, tape: Tape, after: int, most: int | None = None) -> None:
-        self._ops = tape.ops
-        holes = tape.states[after].holes if after >= 0 else ()
-        start = tape.guards[after].position if after >= 0 else 0
-        self._names: dict[int, Any] = {
-            index: tape.ops[given].target.named
-            for index, given in same_as_given(tape, after).items()
-        }
-        self._names.update((hole, ("hole", k)) for k, hole in enumerate(holes))
-        following = (tape.ops[index] for index in range(start, len(tape.ops)))
-        self.ops = list(itertools.islice(filter(_counts, following), most))
-        self._names.update((op.index, ("op", k)) for k, op in enumerate(self.ops))
-
-    def indices(self) -> dict[Any, int]:
-        """Return the ops of what is handed on, and of what is done after it, by name."""
-        return {name: index for index, name in self._names.items()}
-
-    def of(self, op: Op) -> str:
-        """Return what an op is given, in these names."""
-        return repr(map_refs((op.args, op.kwargs), lambda ref: self.name(ref.index)))
-
-    def known(self, index: int) -> Any:
-        """Return the name of a value where it is a short one; None for others."""
-        name = self._names.get(index)
-        if name is None and (op := self._ops[index]).is_given:
-            return op.target.named
-        return name
-
-    def name(self, index: int) -> Any:
-        """Return the name of a value."""
-        if index in self._names:
-            return self._names[index]
-        op = self._ops[index]
-        if op.kind is OpKind.SCALAR and op.target is getitem:
-            return "element", self.name(op.args[0].index), op.args[1]
-        if op.is_given:
-            return op.target.named
-        return "late", name_of(op.target), self.of(op)

@@ -20,9 +20,10 @@ from bendtrace.replay.analysis import Analysis, counts, tested_by
 from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.codegen import write_run
 from bendtrace.replay.global_state import GlobalState
-from bendtrace.replay.graph import Exit, Graph, Piece, Trip
+from bendtrace.replay.graph import Graph
 from bendtrace.replay.growing import Holes
 from bendtrace.replay.guard_code import Check
+from bendtrace.replay.nodes import Exit, Piece, Trip
 from bendtrace.replay.repeatable import may_run_again
 from bendtrace.replay.schedule import Schedule, Unlinked, may_be_caught
 from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for, outcome

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from bendtrace.recording.recorder import Prefix, Recording
-from bendtrace.replay.graph import Trip
+from bendtrace.replay.nodes import Trip
 from bendtrace.replay.source import Code, gives_nothing
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import AutocastHold

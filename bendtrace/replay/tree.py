@@ -19,7 +19,7 @@ from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.global_state import GlobalState
-from bendtrace.replay.graph import key_of
+from bendtrace.replay.nodes import key_of
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stretch
 from bendtrace.source.sites import users_level

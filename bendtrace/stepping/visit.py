@@ -151,7 +151,7 @@ class Visit:
         """Hand over what is known (see `Inserter`)."""
         self._stage = stage
         self._ops: list[Op] = stage.tape.ops
-        stage.answers = self._asked
+        stage.answer_with(self._asked)
         stage.hand_over(Handed(self._kept))
 
     def starts(self, args: Any, kwargs: dict[str, Any], frame: FrameType) -> Any:

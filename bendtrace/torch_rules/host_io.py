@@ -35,7 +35,10 @@ _CLOCKS = tuple(
 _HANDING_ON = frozenset(
     {"os", "_collections_abc", "collections", "posixpath", "ntpath", "pathlib", "codecs"}
 )
-_RECORDER = "bendtrace.recording.recorder"  # which calls the model
+# The modules that call code of the model while it is recorded.
+_RECORDERS = tuple(
+    f"bendtrace.recording.{name}" for name in ("recorder", "scopes", "numbers", "texts")
+)
 _Environment = type(os.environ)
 _variable_of = _Environment.__getitem__
 
@@ -132,7 +135,7 @@ def _package_of(frame: FrameType) -> str:
 
 def _is_import(frame: FrameType | None) -> bool:
     """Whether code of a run runs because a module is imported."""
-    while frame is not None and frame.f_globals.get("__name__") != _RECORDER:
+    while frame is not None and frame.f_globals.get("__name__") not in _RECORDERS:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
         frame = frame.f_back

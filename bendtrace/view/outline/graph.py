@@ -15,7 +15,7 @@ from bendtrace.flow import _plain_json
 from bendtrace.history.sizes import counted, place_text
 from bendtrace.recording.names import NodeRef
 from bendtrace.recording.recorder import Recording
-from bendtrace.replay.graph import StateKey, key_of
+from bendtrace.replay.nodes import StateKey, key_of
 from bendtrace.replay.program import Program
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.tape import OpKind, Tape

@@ -1,0 +1,132 @@
+"""What code does with the traced scalars of a run: it tests them, computes with them, formats them.
+
+Traced scalars report this to the recorder (`scalars.Origin`), which calls the methods in this file.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bendtrace.recording.encoding import Encoder
+from bendtrace.recording.texts import Texts, goes_to_screen
+from bendtrace.recording.values import TRACED_AS, Values
+from bendtrace.recording.writer import Writer
+from bendtrace.source import stacks
+from bendtrace.source.sites import outside_scalars
+from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
+from bendtrace.tape.tape import Guard, OpKind, Ref, Test
+from bendtrace.tape.watchers import Inserter, current_watcher
+
+__all__ = ["Numbers", "plain_in"]
+
+
+class Numbers:
+    """Records what is asked of the traced scalars of a run, and what is computed with them.
+
+    Args:
+        writer: records the guards and ops.
+        values: the mapping from values to ops.
+        encoder: encodes operands.
+        texts: the texts that are not guarded.
+        inserter: is called before arithmetic is recorded.
+
+    Attributes:
+        answers: returns the answer to a question, given its guard and the value; None where the
+            value is the answer.
+        compares: whether the interpreter leaves the operands of a comparison on the stack while it
+            asks for the truth of its result.
+        compared: the identities of the values that were compared last.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        values: Values,
+        encoder: Encoder,
+        texts: Texts,
+        inserter: Inserter | None,
+    ) -> None:
+        self._writer = writer
+        self._values = values
+        self._recorder: Any = values.origin  # which is the watcher of the run as well
+        self._encoder = encoder
+        self._texts = texts
+        self._inserter = inserter
+        self.answers: Callable[[Guard, Any], Any] | None = None
+        places = stacks.layout()
+        self.compares = places is not None and places.leaves
+        self.compared: frozenset[int] = frozenset()
+
+    def consume(self, scalar: TracedScalar, how: str) -> Any:
+        """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
+        index, value = self._values.scalar_ref(scalar).index, scalar._value
+        if how == "bool":
+            self._writer.guard(Test.TRUTH, index, bool(value), how, outside_scalars())
+        else:
+            self._writer.guard(Test.VALUE, index, value, how, outside_scalars())
+        return self.answered(value)
+
+    def answered(self, value: Any) -> Any:
+        """Return the answer to the latest question."""
+        return value if self.answers is None else self.answers(self._writer.tape.guards[-1], value)
+
+    def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """Record Python arithmetic on traced scalars (see `scalars.Origin`)."""
+        if self.compares:
+            self.compared = frozenset(map(id, operands))
+        traced = None
+        try:
+            result = function(*map(plain, operands))
+            # Else it is within an op, which a replay does as a whole.
+            if current_watcher() is self._recorder:
+                traced = TRACED_AS.get(type(result))
+        finally:
+            if traced is None:  # it raised, or returned a value that cannot be traced
+                for operand in operands:
+                    if type(operand) in TRACED:
+                        self.consume(operand, getattr(function, "__name__", "arithmetic"))
+        if traced is None:
+            return result
+        frame = outside_scalars()
+        if function in (pow, operator.pow):
+            # Signs decide whether the result is an int, a float or complex.
+            for operand in operands:
+                if type(operand) in TRACED:
+                    bool(operand >= 0)
+            base, exponent = operands[:2]
+            # A negative number to the power of a float is complex, unless the float is whole.
+            if type(exponent) is TracedFloat and plain(base) < 0:
+                bool(exponent % 1 == 0)
+        encoded, _ = self._encoder.arguments(operands)
+        if self._inserter is not None:
+            self._inserter.scalar(function, frame)
+        op = self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
+        op.meta = result
+        return self._values.traced(traced, result, Ref(op.index), frame)
+
+    def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
+        """Return the text of a traced scalar (see `scalars.Origin`)."""
+        frame = outside_scalars()
+        if current_watcher() is not self._recorder or not (
+            self._texts.printing or goes_to_screen(frame)
+        ):
+            return function(self.consume(scalar, "format"), *args)
+        ref, text = self._values.scalar_ref(scalar), function(scalar._value, *args)
+        op = self._writer.emit(OpKind.SCALAR, function, (ref, *args), {}, frame)
+        op.meta = text
+        return self._texts.mark(op.index, text)
+
+
+def plain_in(value: Any) -> Any:
+    """Return arguments with the traced scalars in them made plain, and guard these."""
+    kind = type(value)
+    if kind in TRACED:
+        origin = value._origin
+        return origin.consume(value, "torch") if origin.active else value._value
+    if kind in (tuple, list, torch.Size):
+        return kind([plain_in(item) for item in value])
+    return {key: plain_in(item) for key, item in value.items()} if kind is dict else value

@@ -1,0 +1,126 @@
+"""Calls of modules, recorded as scopes around the ops in them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.environment.environment import Environment
+from bendtrace.environment.executed import Ran
+from bendtrace.recording.encoding import Encoder
+from bendtrace.recording.values import Values
+from bendtrace.recording.writer import Writer
+from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.tape import ModuleCall
+from bendtrace.tape.watchers import Inserter, Observer
+from bendtrace.torch_rules.distributed_forward import has_joint_hooks, with_joint_hooks
+
+__all__ = ["Scopes"]
+
+
+class Scopes:
+    """Records the calls of modules in one run.
+
+    Args:
+        writer: holds the scope that the run is in.
+        values: the mapping from values to ops.
+        encoder: encodes the arguments and outputs of modules.
+        environment: the values that the run can read.
+        ran: notes which code the run executes.
+        observer: is shown the outputs of modules.
+        inserter: runs the calls, with ops of its own around them.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        values: Values,
+        encoder: Encoder,
+        environment: Environment,
+        ran: Ran,
+        observer: Observer | None,
+        inserter: Inserter | None,
+    ) -> None:
+        self._writer = writer
+        self._tape = writer.tape
+        self._values = values
+        self._encoder = encoder
+        self._environment = environment
+        self._ran = ran
+        self._observer = observer
+        self._inserter = inserter
+        self._calls_of: dict[int, int] = {}
+        self._strangers: dict[int, tuple[str, nn.Module]] = {}
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module's call as a scope (see `watchers.Watcher`)."""
+        path = self._environment.module_paths.get(id(module))
+        if path is None:
+            path = self._unregistered(module)
+        number = self._calls_of.get(id(module), 0)
+        self._calls_of[id(module)] = number + 1
+        outer = self._writer.scope
+        scope = ModuleCall(path, module, number, outer, len(self._tape.ops))
+        scope.training = module.training
+        frame = sys._getframe(3)  # the caller of the module, behind `nn.Module.__call__`
+        scope.site = self._writer.site(frame)
+        if self._inserter is not None:
+            with self._ran.left():
+                return self._inserter.module(scope, args, kwargs, frame, self._scoped_within)
+        return self._scoped(scope, args, kwargs)
+
+    def _scoped_within(
+        self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self._ran.entered():
+            return self._scoped(scope, args, kwargs)
+
+    def _scoped(self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outer, module = self._writer.scope, scope.module
+        assert module is not None
+        scope.start = scope.stop = len(self._tape.ops)
+        scope.args = tuple([self._noted(value) for value in args])
+        if kwargs:
+            scope.kwargs = {name: self._noted(value) for name, value in kwargs.items()}
+        self._tape.calls.append(scope)
+        self._writer.scope = scope
+        try:
+            if has_joint_hooks(module):
+                with with_joint_hooks(module):
+                    output = module._call_impl(*args, **kwargs)
+            else:
+                output = module._call_impl(*args, **kwargs)
+            scope.output = self._noted(output)
+            if self._observer is not None:
+                with torch._C.DisableTorchFunction():
+                    scope.stop = len(self._tape.ops)
+                    self._observer.left(scope, output)
+        finally:
+            self._writer.scope = outer
+            scope.stop = len(self._tape.ops)
+        return output
+
+    def _noted(self, value: Any) -> Any:
+        """Record the arguments or the output of a module."""
+        kind = type(value)
+        if kind is Tensor and (ref := self._values.at_hand(value)) is not None:
+            return ref
+        if kind in PLAIN_TYPES:
+            return value
+        with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
+            noted = self._encoder.leniently(value)
+            self._writer.writes.begin()
+        return noted
+
+    def _unregistered(self, module: nn.Module) -> str:
+        """Return a substitute for the path of a module that belongs to no other."""
+        known = self._strangers.get(id(module))
+        if known is None:
+            name = type(module).__name__
+            before = sum(type(other).__name__ == name for _, other in self._strangers.values())
+            known = (f"<{name}#{before + 1}>" if before else f"<{name}>", module)
+            self._strangers[id(module)] = known
+        return known[0]
