@@ -38,7 +38,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bendtrace.environment.reachability import is_users_class
+from bendtrace.environment.provenance import is_users_class
 from bendtrace.environment.settings import SETTINGS
 from bendtrace.source.memory_words import Words
 from bendtrace.source.versions import version_of

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bendtrace.environment.code_facts import codes_in
 from bendtrace.environment.findings import Found, Places
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
-from bendtrace.environment.reachability import codes_in, is_installed_file
+from bendtrace.environment.provenance import is_installed_file
 from bendtrace.environment.scan import Scan
 from bendtrace.environment.scan_cache import CachedScan, latest_walk, remember
 from bendtrace.source.usage import compares_identity

@@ -10,8 +10,8 @@ from itertools import chain
 from operator import attrgetter, getitem, methodcaller
 from typing import Any
 
+from bendtrace.environment.code_facts import place_naming
 from bendtrace.environment.content import WatchedContent
-from bendtrace.environment.reachability import place_naming
 from bendtrace.source.versions import Depends, all_same
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bendtrace.environment.code_facts import ASKING, names_in, other_names_in, undetectable_in
 from bendtrace.environment.content import (
     PYTHONS,
     WatchedContent,
@@ -48,10 +49,7 @@ from bendtrace.environment.kinds import (
     package_of,
     packages_of,
 )
-from bendtrace.environment.reachability import (
-    ASKING,
-    DESCRIBED,
-    Reachable,
+from bendtrace.environment.provenance import (
     is_constant_namespace,
     is_finished,
     is_installed_file,
@@ -60,12 +58,13 @@ from bendtrace.environment.reachability import (
     is_torchs_function,
     is_users_class,
     is_users_module,
+)
+from bendtrace.environment.reachability import (
+    DESCRIBED,
+    Reachable,
     members_of,
-    names_in,
     namespace_of,
-    other_names_in,
     reachable_from,
-    undetectable_in,
 )
 from bendtrace.environment.scan_cache import Notes, facts_of
 from bendtrace.tape.captured import (
