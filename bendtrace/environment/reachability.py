@@ -157,7 +157,7 @@ _OF_STREAMS = frozenset(dir(sys.__stdout__)) - frozenset(dir(object))
 
 
 class _Search:
-    """Follows names from functions to the functions and classes that they stand for."""
+    """Follows names from functions to the functions and classes that they refer to."""
 
     def __init__(self) -> None:
         # First in, first out: what a class has itself comes before what it inherits.
@@ -345,7 +345,7 @@ _STAYING = (torch.dtype, torch.layout, torch.memory_format, torch.device)
 @functools.lru_cache(maxsize=256)  # bounded: a namespace can keep its class alive
 def namespace_of(cls: type) -> Mapping[str, Any]:
     """Return the namespace of a class, each time the same object."""
-    return vars(cls)  # each access creates a new view; this one stands for the class
+    return vars(cls)  # each access creates a new view; this one represents the class
 
 
 def members_of(cls: type) -> frozenset[str]:

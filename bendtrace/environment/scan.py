@@ -301,7 +301,7 @@ class Scan(CodeScan):
                 self._scan_code(inner)
             found.caches.append((route.label, value, value.cache_info().misses))
             if not isinstance(inner, types.FunctionType) or not is_finished(inner):
-                # To the cache, a traced scalar is another key than the number.
+                # For the cache, a traced scalar is not the same key as the number.
                 found.tells_numbers = True
                 found.watched_objects.add_cache(value, route.label)
                 found.cached[value] = entries_of(value)
