@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from bendtrace.environment import environment, reachability
+from bendtrace.environment import code_facts, environment, reachability
 from bendtrace.source import bytecode, usage
 from bendtrace.source.bytecode import has, named_in, steps_of
 
 MODULES = (
-    collections, dis, inspect, bytecode, reachability, environment, usage, torch.nn.functional,
-    torch.nn.modules.module, torch.nn.modules.rnn, torch.overrides, types,
+    collections, dis, inspect, bytecode, code_facts, environment, reachability, usage,
+    torch.nn.functional, torch.nn.modules.module, torch.nn.modules.rnn, torch.overrides, types,
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def codes() -> Iterator[types.CodeType]:
             for member in (thing, *(vars(thing).values() if isinstance(thing, type) else ())):
                 code = getattr(member, "__code__", None)
                 if isinstance(code, types.CodeType):
-                    yield from reachability.codes_in(code)
+                    yield from code_facts.codes_in(code)
 
 
 def test_names_are_those_that_dis_tells() -> None:
@@ -37,7 +37,7 @@ def test_names_are_those_that_dis_tells() -> None:
         told = [
             (step.opname, step.argval)
             for step in dis.get_instructions(code)
-            if step.opname in reachability._WHAT
+            if step.opname in code_facts._WHAT
         ]
         assert list(named_in(code)) == told, code
         count += len(told)
@@ -67,7 +67,7 @@ def test_arguments_that_need_more_than_a_byte_are_read() -> None:
     found = list(named_in(code))
     assert ("LOAD_GLOBAL", "name_699") in found
     assert found[-1] == ("STORE_ATTR", "last")
-    assert reachability.names_in(code) >= {"name_699", "other_699", "last"}
+    assert code_facts.names_in(code) >= {"name_699", "other_699", "last"}
 
 
 @pytest.mark.parametrize("source", ["x is y", "y is x is None", "(x is True) is y"])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import bendtrace as bt
-from bendtrace.environment import reachability
+from bendtrace.environment import code_facts
 from bendtrace.torch_rules import intercepts
 from tests.documents import ROOT, shown_in
 
@@ -112,7 +112,7 @@ def reasons() -> Iterator[tuple[str, str]]:
                 ]
                 if pieces:
                     yield max(pieces, key=len).strip(" ,({"), f"{path.name}:{node.lineno}"
-    for text in {*reachability._NAMES.values(), *(what for _, _, what in intercepts._UNFOLLOWED)}:
+    for text in {*code_facts._NAMES.values(), *(what for _, _, what in intercepts._UNFOLLOWED)}:
         yield text, "a table"
 
 

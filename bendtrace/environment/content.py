@@ -38,7 +38,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bendtrace.environment.reachability import is_users_class
+from bendtrace.environment.provenance import is_users_class
 from bendtrace.environment.settings import SETTINGS
 from bendtrace.source.memory_words import Words
 from bendtrace.source.versions import version_of
@@ -57,7 +57,7 @@ __all__ = ["PYTHONS", "Finder", "WatchedContent", "content_reader", "is_opaque",
 
 
 class Finder(Protocol):
-    """Is told what a world comes by that is no matter of content."""
+    """Receives what watched objects hold that is not watched by content."""
 
     def met(self, value: Any, label: str) -> bool:
         """Take a tensor, module, function or class; return False for any other thing."""
@@ -184,7 +184,7 @@ class WatchedContent:
             if not all(table.same() for table in self._tables):
                 return False
             self._versions = now
-        # Most worlds are a few classes: nothing is called for what there is none of.
+        # Usually only a few classes are watched: empty lists cost no call.
         return (
             (not self._objects or [*map(type, self._objects)] == self._kinds)
             and (not self._classes or self._same_bases())

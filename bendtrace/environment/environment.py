@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bendtrace.environment.code_facts import codes_in
 from bendtrace.environment.findings import Found, Places
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
-from bendtrace.environment.reachability import codes_in, is_installed_file
+from bendtrace.environment.provenance import is_installed_file
 from bendtrace.environment.scan import Scan
 from bendtrace.environment.scan_cache import CachedScan, latest_walk, remember
 from bendtrace.source.usage import compares_identity
@@ -78,7 +79,7 @@ class Environment(Found):
         scan = self._begin(arguments, plain_numbers)
         is_repeatable = scan.is_untouched
         first, helpers = len(self.parts), tuple(self.helpers)
-        scan.model()
+        scan.scan_model()
         self.places = Places(self.parts, self.held)
         self.contents = self.places.read()
         self.bare, self.alone = [], []
@@ -93,7 +94,7 @@ class Environment(Found):
         """List the arguments, and nothing else."""
         super().__init__(self.function, plain_numbers)
         scan = Scan(self)
-        scan.arguments(arguments)
+        scan.scan_arguments(arguments)
         self.arguments = [part for part in self.parts if part.is_argument]
         self._sort_out(self.parts)
         return scan
@@ -128,7 +129,7 @@ class Environment(Found):
         for label, cache, _ in self.caches:
             if any(kept is tensor for kept in kept_in(cache)):
                 known = len(self.parts)
-                Scan(self).met_late(tensor, f"{label}(...)")
+                Scan(self).scan_late(tensor, f"{label}(...)")
                 self._sort_out(self.parts[known:])
                 self.read_caches.append((cache, tensor))
                 return self.by_id[id(tensor)]

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from bendtrace.environment.reachability import codes_in, is_finished_code
+from bendtrace.environment.code_facts import codes_in
+from bendtrace.environment.provenance import is_finished_code
 
 __all__ = [
     "Ran",

@@ -8,18 +8,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter, getitem, methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
+from bendtrace.environment.code_facts import place_naming
 from bendtrace.environment.content import WatchedContent
-from bendtrace.environment.reachability import place_naming
 from bendtrace.source.versions import Depends, all_same
-from bendtrace.tape.captured import Access, Captured, CaptureKind
+from bendtrace.tape.captured import Access, AttributeKey, Captured, CaptureKind, child_label
 
 __all__ = [
     "WHOLE",
     "Contents",
     "Found",
     "Places",
+    "Route",
 ]
 
 
@@ -135,6 +136,45 @@ class Contents:
 
 
 # What a scan has found that a run can read.
+
+
+class Route(NamedTuple):
+    """How a scan reached a value.
+
+    Attributes:
+        parent: the part that holds the value; None if no part does.
+        access: how the value is read from the parent.
+        key: the key, attribute or position in the parent.
+        label: how a person would write the value.
+        is_argument: whether the value is an argument, or was reached from one.
+        depth: how many parts lie between the value and the first one.
+    """
+
+    parent: Captured | None
+    access: Access
+    key: Any
+    label: str
+    is_argument: bool
+    depth: int = 0
+
+    def into(self, part: Captured, key: Any) -> Route:
+        """Return the route to an item or attribute of a part that this route leads to."""
+        access = key.access if isinstance(key, AttributeKey) else Access.ITEM
+        label = child_label(part, key)
+        return Route(part, access, key, label, self.is_argument, self.depth + 1)
+
+    def traceable(self, kind: type) -> bool:
+        """Whether the model receives a number as a traced one.
+
+        It does for arguments, directly or in tuples. Elsewhere a number cannot be replaced
+        without a change to the user's containers.
+        """
+        if not self.is_argument or kind not in (int, float):
+            return False
+        parent = self.parent
+        while parent is not None and parent.type is tuple:
+            parent = parent.parent
+        return parent is None
 
 
 class Found:

@@ -1,41 +1,38 @@
-"""The scan of what a run can read: arguments, modules, closures and globals.
+"""The scan of what a run can read, value by value: arguments, modules, containers and objects.
 
-It begins with the arguments and with the callable, and follows attributes, items, hooks and - for
-code of the user's - the names that the code uses. Whatever it meets is listed once.
+It begins with the arguments and the callable, and follows attributes, items and hooks. What code
+names is found by its base class (`code_scan.py`). Each value is listed once.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextvars
 import functools
 import gc
 import inspect
 import operator
-import sys
 import types
 import weakref
-from abc import ABCMeta
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from itertools import chain, filterfalse
-from typing import Any, NamedTuple
+from itertools import filterfalse
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bendtrace.environment.code_facts import ASKING, names_in, undetectable_in
+from bendtrace.environment.code_scan import CodeScan
 from bendtrace.environment.content import (
     MOST,
-    PYTHONS,
     TooMany,
     WatchedContent,
     content_reader,
     is_opaque,
 )
 from bendtrace.environment.executed import learned_of
-from bendtrace.environment.findings import WHOLE, Found
+from bendtrace.environment.findings import WHOLE, Found, Route
 from bendtrace.environment.kinds import (
     code_of,
     container_kind,
@@ -45,31 +42,10 @@ from bendtrace.environment.kinds import (
     is_plain_object,
     is_settings,
     is_value,
-    is_watched,
-    judge_of,
-    package_of,
-    packages_of,
 )
-from bendtrace.environment.reachability import (
-    ASKING,
-    DESCRIBED,
-    Reachable,
-    is_constant_namespace,
-    is_finished,
-    is_installed_file,
-    is_installed_space,
-    is_torchs,
-    is_torchs_function,
-    is_users_class,
-    is_users_module,
-    members_of,
-    names_in,
-    namespace_of,
-    other_names_in,
-    reachable_from,
-    undetectable_in,
-)
-from bendtrace.environment.scan_cache import Notes, facts_of
+from bendtrace.environment.provenance import is_finished, is_installed_file, is_users_class
+from bendtrace.environment.reachability import members_of, reachable_from
+from bendtrace.environment.scan_cache import facts_of
 from bendtrace.tape.captured import (
     COPIED,
     PLAIN_TYPES,
@@ -80,11 +56,9 @@ from bendtrace.tape.captured import (
     Captured,
     CaptureKind,
     attributes_of,
-    child_label,
     content_of,
     has_attributes,
     is_array,
-    module_of,
 )
 from bendtrace.tape.structure import entries_of, kept_in
 from bendtrace.torch_rules.distributed_forward import gathered_names, hidden_of, is_joint_hook
@@ -105,59 +79,41 @@ _MODULE_INTERNALS = frozenset(
         *_HOOKS,
     }
 )  # fmt: skip
-_OF_STATE = ("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")
-# Attributes of functions that no code of a model asks for (the second one is torch.compile's).
-_OF_TOOLS = frozenset({"__wrapped__", "__dynamo_disable"})
-_LARGE = 512  # a container with more plain entries than this is compared as one
-_INTERCEPTED = frozenset(torch.autograd.Function.__mro__)  # a recorder replaces their `apply`
-_OURS = __name__.partition(".")[0]
+_LARGE = 512  # a container with more plain entries than this is compared as a whole
 _FACTORIES = frozenset({bool, int, float, complex, str, list, dict, set, tuple})  # of defaultdicts
 
 
-class Scan:
+class Scan(CodeScan):
     """Lists what a run can read.
 
     Args:
-        found: is given the parts.
-
-    Attributes:
-        found: as given.
-        notes: what the scan decided by.
+        found: receives the parts.
     """
 
     def __init__(self, found: Found) -> None:
-        self.found = found
-        self.notes = Notes()
-        self._scanned: set[Any] = set()
+        super().__init__(found)
         self._gathered: dict[int, set[str]] = {}
-        self._names_scanned: set[tuple[int, str]] = set()
         self._unwatched: list[tuple[str, type]] = []
         self._unguarded: list[Captured] = []
         self._tagged: list[tuple[Captured, Route]] = []
-        self._modules: list[types.ModuleType] = []
-        self._named: list[type] = []
         self._names: dict[int, str] = {}
-        self._kinds: set[type] = set()
-        self._met: set[type] = set()
-        self._registers: set[type] = set()
-        self._is_finished = False  # whether it is installed code that has what is scanned
 
     @property
     def is_untouched(self) -> bool:
-        """Whether what was met so far is no more than parts, and classes of helper objects."""
+        """Whether the scan has found nothing yet but parts, and classes of helper objects."""
         found = self.found
         return self.notes.is_steady and not (
             found.names or found.functions or self._tagged or self._unwatched or self._unguarded
             or self._modules or found.caches or found.hook_dicts or found.watched_objects
         )  # fmt: skip
 
-    def arguments(self, arguments: Mapping[str, Any]) -> None:
+    def scan_arguments(self, arguments: Mapping[str, Any]) -> None:
         """List bound arguments, by name."""
         self.found.watched_objects = WatchedContent(self)
         for position, (name, value) in enumerate(arguments.items()):
             self._scan(value, Route(None, Access.ROOT, position, name, True))
 
-    def model(self) -> None:
+    def scan_model(self) -> None:
         """Scan from the callable, and list what keeps a run from being repeated."""
         try:
             self._scan_model()
@@ -184,7 +140,7 @@ class Scan:
             self._scan_helpers()
             self._scan_modules()
         if found.stores or not found.names.isdisjoint(ASKING):
-            # Code may give attributes to functions, or ask for one that is not there yet.
+            # Code may set attributes of functions, or ask for one that does not exist yet.
             for function in filterfalse(is_finished, found.functions):
                 self._scan_attributes(function)
         self._scan_settings()
@@ -202,20 +158,20 @@ class Scan:
             what = f"argument {part.label} is a {part.type.__qualname__}"
             found.block(f"{what}, whose content cannot be guarded", part.label)
         for label, kind in self._unwatched:
-            # What nothing in the code names is not looked at.
+            # No code reads what no code names.
             name = label.partition("[")[0].rpartition(".")[2]
             if name in found.names or found.computes or not name.isidentifier():
                 what = f"{label} is a {kind.__qualname__}"
                 found.block(f"{what}, whose content cannot be guarded", name)
 
-    def met_late(self, value: Any, label: str) -> None:
-        """List something that the run came by only while it ran."""
+    def scan_late(self, value: Any, label: str) -> None:
+        """List a value that the run reached only while it ran."""
         self._scan(value, Route(None, Access.FIXED, None, label, False))
 
-    # What `WatchedContent` asks (see `Finder`).
+    # What `WatchedContent` finds (see `content.Finder`); `met_object` is inherited.
 
     def met(self, value: Any, label: str) -> bool:
-        """Scan what is more than content."""
+        """Scan a tensor, module, function or class; return False for any other value."""
         known = self.found.by_id.get(id(value))
         if known is not None and known.kind is not CaptureKind.IDENTITY:
             return True
@@ -227,24 +183,12 @@ class Scan:
             return True
         return False
 
-    def met_object(self, kind: type) -> None:
-        """Scan the class of an object, and what an installed one registers."""
-        self._meet_helper(kind)
-        if kind in self._registers or not is_installed_file(_file_of(kind)):
-            return
-        self._registers.add(kind)
-        for base in kind.__mro__:
-            if is_installed_file(_file_of(base)) and not is_torchs(module_of(base)):
-                for name, value in [*vars(base).items()]:
-                    if isinstance(value, (list, dict, set)) and name[:2] != "__":
-                        self.found.watched_objects.add(value, f"{base.__name__}.{name}")
-
     def met_opaque(self, value: Any, label: str) -> None:
-        """Note what cannot be watched; what finished code keeps for itself may be anything."""
+        """Note a value that cannot be watched, unless it belongs to installed code."""
         if not self._is_finished:
             self._unwatched.append((label, type(value)))
 
-    # Every `_scan...` adds parts; `Route` says how the thing was come by.
+    # Each `_scan...` adds parts; `Route` says how the scan reached the value.
 
     def _scan_callable(self, function: Callable[..., Any]) -> None:
         fixed = Route(None, Access.FIXED, None, "self", False)
@@ -262,17 +206,6 @@ class Scan:
         elif function in _LOOKING_UP:
             self.found.computes = True
 
-    def _add(self, value: Any, route: Route, kind: CaptureKind) -> Captured:
-        found = self.found
-        part = Captured(
-            len(found.parts), route.parent, route.access, route.key, kind, value, type(value),
-            route.label, route.is_argument,
-        )  # fmt: skip
-        found.parts.append(part)
-        if kind not in _NOT_FOUND:
-            found.by_id[id(value)] = part
-        return part
-
     def _scan(self, value: Any, route: Route) -> None:
         found = self.found
         kind = type(value)
@@ -287,10 +220,10 @@ class Scan:
             self._add(value, route, CaptureKind.PLAIN)
             if issubclass(kind, Enum) and is_users_class(kind):  # it may have attributes
                 found.watched_objects.add(value, route.label)
-        elif kind in weakref.ProxyTypes:  # which passes for what it stands for
+        elif kind in weakref.ProxyTypes:  # it pretends to be the object that it refers to
             self._add(value, route, CaptureKind.IDENTITY)
             self._unwatched.append((route.label, kind))
-        elif is_lazy(value):  # of a module whose hooks, for now, make it run live
+        elif is_lazy(value):  # its module has hooks until the first call, and runs live
             self.notes.is_steady = False
             self._add(value, route, CaptureKind.IDENTITY)
         elif issubclass(kind, torch.Tensor):
@@ -326,11 +259,11 @@ class Scan:
             found.block(f"{kind.__qualname__}.__getattribute__ hides what {route.label} holds", "")
         elif not route.is_argument and is_plain_object(kind, route.depth) and is_settings(value):
             self.met_object(kind)
-            # A configuration: it is not made anew by each call, so it is taken to be the same
-            # object, and its attributes are those of a fixed mapping, like a module's.
+            # A configuration: no call creates it, so its identity is guarded, and its attributes
+            # are scanned as a fixed mapping, like those of a module.
             self._add(value, route, CaptureKind.IDENTITY)
             self.notes.owned.append((value, vars(value)))
-            if not isinstance(value, types.SimpleNamespace):  # of which that cannot be exchanged
+            if not isinstance(value, types.SimpleNamespace):  # whose dict cannot be replaced
                 found.watched_objects.add_owner(value)
             self._scan_mapping(vars(value), route.label)
         elif issubclass(kind, (list, tuple, dict)) or is_plain_object(kind, route.depth):
@@ -346,7 +279,7 @@ class Scan:
             self._scan_by_identity(value, route)
 
     def _guard_numbers(self, part: Captured) -> None:
-        """Guard the numbers in a tuple by value: the model also gets at it, as it is, elsewhere."""
+        """Guard the numbers in a tuple by value: the model can also read the tuple elsewhere."""
         inside = {part.index}
         for later in self.found.parts[part.index + 1 :]:
             if later.parent is not None and later.parent.index in inside:
@@ -355,7 +288,7 @@ class Scan:
                     later.kind = CaptureKind.PLAIN
 
     def _scan_by_identity(self, value: Any, route: Route) -> None:
-        """Scan what is guarded by identity alone, and what may be read by way of it."""
+        """Scan a value that is guarded by identity alone, and what code can read through it."""
         part = self._add(value, route, CaptureKind.IDENTITY)
         found = self.found
         if isinstance(value, (functools.partial, torch.Generator)):
@@ -377,7 +310,7 @@ class Scan:
                 self._scan_code(inner)
             found.caches.append((route.label, value, value.cache_info().misses))
             if not isinstance(inner, types.FunctionType) or not is_finished(inner):
-                # It would take a traced scalar for another key than the number that this is.
+                # For the cache, a traced scalar is not the same key as the number.
                 found.tells_numbers = True
                 found.watched_objects.add_cache(value, route.label)
                 found.cached[value] = entries_of(value)
@@ -396,7 +329,7 @@ class Scan:
                 self._scan_mapping(vars(value), route.label)
         elif isinstance(value, types.ModuleType):
             self._meet_module(value)
-        elif type(value) is inspect.Signature:  # nothing changes in it but what defaults hold
+        elif type(value) is inspect.Signature:  # only the content of its defaults can change
             defaults = (parameter.default for parameter in value.parameters.values())
             self._scan_defaults(defaults, route.label)
         elif route.is_argument and not isinstance(value, Enum):
@@ -408,12 +341,12 @@ class Scan:
             label, holder = route.label, route.parent
             while holder is not None:
                 if holder.kind is CaptureKind.OBJECT and not is_users_class(holder.type):
-                    label = f"{holder.label}[...]"  # nobody has to name what is in it
+                    label = f"{holder.label}[...]"  # code can read what is in it without naming it
                 holder = holder.parent
             found.watched_objects.add(value, label)
 
     def _holds(self, value: Any) -> bool:
-        """Whether a thing that can be called holds something."""
+        """Whether an object that can be called has content."""
         return content_reader(value) is not None or is_opaque(value)
 
     def _scan_container(self, value: Any, route: Route) -> None:
@@ -440,37 +373,28 @@ class Scan:
             self._scan(item, route.into(part, key))
 
     def _scan_enumerated(self, members: Iterable[Any], label: str) -> None:
-        """Watch members of enumerations, as far as what they stand for can change."""
+        """Watch members of enumerations whose values can change."""
         for member in members:
             if isinstance(member, Enum) and not is_value(member.value):
                 self.found.watched_objects.add(member, label)
 
     @staticmethod
     def _is_of_values(members: Any, kind: type) -> bool:
-        """Whether a set has nothing but values, which nothing can change."""
+        """Whether a set contains only values that cannot change."""
         return kind in (set, frozenset) and all(map(is_value, members))
 
     def _scan_module(self, module: nn.Module, label: str) -> None:
         found = self.found
-        if label == "self" and not self._names:  # the model; what a bound method is of, later
+        if label == "self" and not self._names:  # the model, or the module of a bound method
             self._names = {id(inner): name for name, inner in module.named_modules() if name}
-        if id(module) in self._names:  # an attribute with something else may have led to it
+        if id(module) in self._names:  # the scan may have reached it through another object
             label = f"self.{self._names[id(module)]}"
         found.module_paths[id(module)] = label.removeprefix("self").removeprefix(".")
         if isinstance(module, torch.jit.ScriptModule):
-            return  # a call of it is one op, which reads what it holds anew
+            return  # a call of it is one op, which reads its content again
         kind = type(module)
         if kind not in self._kinds:
-            self._kinds.add(kind)
-            self._meet_helper(kind)
-            self._scan_code(kind)
-            for cls in kind.__mro__:
-                if "forward" in vars(cls):  # also of torch's own modules, which are not followed
-                    self._scan_name(namespace_of(cls), "forward")
-                    forward = vars(cls)["forward"]
-                    if isinstance(forward, types.FunctionType) and not is_finished(forward):
-                        self._scan_code(forward)
-                    break
+            self._scan_module_class(kind)
         attributes = vars(module)
         for name in _HOOKS:
             hooks = attributes.get(name)
@@ -489,8 +413,8 @@ class Scan:
         self.notes.owned.append((module, attributes))
         found.watched_objects.add_slots(module, label)
         self._scan_mapping(attributes, label, hidden, kind)
-        # What FSDP gathers in the run is no part of what is there before; a module that does so
-        # is scanned before those whose parameters it gathers.
+        # What FSDP gathers during the run does not exist before it. A module that gathers is
+        # scanned before the modules whose parameters it gathers.
         for places in gathered_names(module):
             self.notes.is_steady = False
             for holder, name in places:
@@ -503,8 +427,8 @@ class Scan:
     def _scan_hooks(self, name: str, hooks: Mapping[Any, Any]) -> bool:
         """Scan forward hooks that are part of the model; return False for those that are not.
 
-        What libraries put on their own modules, to gather hidden states or to normalise weights,
-        works on tensors and attributes like a forward. What a user puts there may print or count.
+        Libraries put hooks on their own modules, to gather hidden states or to normalise weights:
+        these work on tensors and attributes like a forward. Hooks of users may print or count.
         """
         if name not in ("_forward_hooks", "_forward_pre_hooks"):
             return False
@@ -525,18 +449,18 @@ class Scan:
         hidden: frozenset[str] = frozenset(),
         owner: type | None = None,
     ) -> None:
-        """Scan one of the dicts that a module consists of: they live as long as it does.
+        """Scan one of the dicts that a module consists of, which live as long as the module.
 
         Args:
             mapping: the dict.
-            label: how a person would write what it belongs to.
+            label: how a person would write its owner.
             hidden: keys that are left out.
-            owner: the module's class, which functions among the attributes can ask for members.
+            owner: the module's class, whose members functions among the attributes can read.
         """
         part = self._add(mapping, Route(None, Access.FIXED, None, label, False), CaptureKind.DICT)
         part.hidden = hidden
         part.size = len(mapping)
-        if type(mapping) in WHOLE:  # these are compared as a whole, with all others
+        if type(mapping) in WHOLE:  # these are compared as a whole
             held = dict(mapping.items())
         else:
             held = self.found.held[part.index] = content_of(part)
@@ -554,345 +478,11 @@ class Scan:
             self._scan(item, Route(part, Access.ITEM, key, f"{label}.{key}", False))
             if owner is not None and isinstance(item, types.FunctionType):
                 named = frozenset(names_in(item.__code__)) & members_of(owner)
-                self._take(reachable_from(owner, named), None)
-
-    def _meet_helper(self, cls: type) -> None:
-        self._met.add(cls)
-        if cls not in self.found.helpers and is_users_class(cls):
-            self.found.helpers[cls] = frozenset()
-            self._meet_helper(type(cls))
-
-    def _meet_installed(self, cls: type) -> None:
-        """Watch a class of an installed package, which code may ask for attributes."""
-        if not is_torchs(module_of(cls)) and package_of(cls) not in sys.stdlib_module_names:
-            self.met_object(cls)
-            self._named.append(cls)
-
-    def _meet_module(self, module: types.ModuleType) -> None:
-        if is_users_module(module) and all(module is not known for known in self._modules):
-            self._modules.append(module)
-
-    def _scan_modules(self) -> None:
-        """Scan the names that are used of modules held as values, and of installed classes."""
-        self._is_finished = True
-        for base in chain.from_iterable(cls.__mro__ for cls in self._named):
-            for name in self.found.names & vars(base).keys():
-                if _is_content(vars(base)[name]):
-                    self.found.watched_objects.add(vars(base)[name], name)
-        self._is_finished = False
-        for module in self._modules:
-            space = vars(module)
-            installed = is_installed_space(space)
-            if not installed:
-                self._lacks(space, self.found.names, self.found.computes)
-            for name in [*space] if self.found.computes else self.found.names & space.keys():
-                value = space[name]
-                if isinstance(value, types.ModuleType):
-                    self._meet_module(value)
-                    continue
-                self._scan_name(space, name, not installed or is_watched(value))
-                if isinstance(value, type):
-                    self._meet_helper(value)
-                elif isinstance(value, types.FunctionType) and not installed:
-                    self._scan_code(value)
-
-    def _scan_helpers(self) -> None:
-        """Scan the members of classes, those whose names code of other classes uses."""
-        found = self.found
-        progress = True
-        while progress:
-            progress = False
-            for cls in [*found.depends.classes.values()]:  # also those that code only names
-                self._meet_helper(cls)
-            for cls, known in tuple(found.helpers.items()):
-                members = members_of(cls)
-                named = members & found.names | {m for m in members if m[:2] == "__"} - _MAKING
-                if issubclass(cls, nn.Module):
-                    named -= _MADE
-                if found.computes and is_users_class(cls):
-                    named = members
-                if named > known:
-                    found.helpers[cls] = named
-                    self._take(reachable_from(cls, named), None)
-                    progress = True
-
-    def _scan_code(self, subject: type | types.FunctionType, everything: bool = False) -> None:
-        """Scan what code can read besides its arguments.
-
-        Args:
-            subject: a module's class, or a function.
-            everything: whether to scan all globals that it names itself, not only plain data
-                and modules.
-        """
-        if subject in self._scanned or _is_torchs(subject):
-            return
-        self._scanned.add(subject)
-        own = None
-        if everything and isinstance(subject, types.FunctionType):
-            own = subject.__globals__
-        self._take(reachable_from(subject), own)
-
-    def _take(self, reach: Reachable, own: Mapping[str, Any] | None) -> None:
-        """Scan what code reaches; in one namespace, all that it names."""
-        found = self.found
-        found.depends.add(reach.depends)
-        found.names |= reach.names
-        found.stores |= reach.stores
-        found.functions += reach.functions
-        found.tells_numbers = found.tells_numbers or reach.tells_numbers
-        found.computes = found.computes or reach.computes
-        for owner in reach.owners:
-            found.namespaces[id(owner)] = (owner, tuple(owner))
-        notes = self.notes
-        for module in reach.modules:
-            self._meet_module(module)
-        for namespace, name in reach.globals:
-            if name in namespace:
-                value = namespace[name]
-                installed = is_installed_space(namespace)
-                watched = namespace is own or not installed or is_watched(value)
-                if installed and isinstance(value, types.FunctionType) and not is_finished(value):
-                    self._scan_code(value)  # it stands in for another
-                if installed and not watched:
-                    self._scan_installed(namespace, name)
-                elif watched:
-                    self._scan_name(namespace, name, watched)
-                    if isinstance(value, type) and not is_users_class(value):
-                        self._scan_installed(namespace, name)
-                    if isinstance(value, (types.FunctionType, type)):
-                        continue
-                judge = None if namespace is own else judge_of(value)
-                notes.judged[id(namespace), name] = namespace, name, value, judge, watched
-            else:
-                notes.absent.append((namespace, name))
-        for namespace, name in reach.depends.absent.values():
-            if name in vars(builtins) and name not in _BUILTINS:
-                self._scan_name(vars(builtins), name)  # somebody has put it there
-            if namespace is not sys.modules and not (
-                hasattr(builtins, name) and is_installed_space(namespace)
-            ):
-                self._lacks(namespace, (name,))
-        for namespace, names in reach.lacking:
-            self._lacks(namespace, names or (), names is None)
-        for namespace, name in reach.members:
-            if name in namespace:
-                if isinstance(namespace[name], type):
-                    self._meet_helper(namespace[name])
-                self._scan_name(namespace, name)
-            else:
-                notes.absent.append((namespace, name))
-        for function in reach.opaque:
-            self._scan_one_op(function)
-        for function in reach.functions:
-            outer, self._is_finished = self._is_finished, is_finished(function)
-            self._scan_closure(function)
-            if vars(function).keys() - _OF_TOOLS:
-                self._scan_attributes(function)
-            defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
-            self._scan_defaults(chain(*defaults), function.__name__)
-            self._is_finished = outer
-
-    def _scan_attributes(self, function: types.FunctionType) -> None:
-        if id(vars(function)) not in self.found.by_id:
-            self._scan_mapping(vars(function), function.__name__, _OF_TOOLS)
-
-    def _lacks(
-        self, space: Mapping[str, Any], names: Iterable[str], everything: bool = False
-    ) -> None:
-        """Note which names a Python module does not have; perhaps that it has no others at all."""
-        _, known = self.found.missing.setdefault(id(space), (space, set()))
-        known.update(name for name in names if name not in space)
-        if everything:
-            self.found.sized[id(space)] = space, frozenset(space)
-
-    def _scan_one_op(self, function: Any) -> None:
-        """Scan the plain values that a function reads which is called as one op."""
-        inner = getattr(function, "__wrapped__", None)
-        inner = getattr(inner, "__func__", inner)
-        if not isinstance(inner, types.FunctionType) or inner in self._scanned:
-            return
-        self._scanned.add(inner)
-        reach = reachable_from(inner)
-        self.found.depends.add(reach.depends)
-        for namespace, name in reach.globals:
-            if type(namespace.get(name)) in PLAIN_TYPES:
-                self._scan_name(namespace, name)
-        for one in reach.functions:
-            self._scan_closure(one, PLAIN_TYPES)
-
-    def _scan_installed(self, namespace: Mapping[str, Any], name: str) -> None:
-        """Scan a global of installed code: what stands for it, and what is registered there."""
-        value, owner = namespace[name], str(namespace.get("__name__"))
-        if owner.partition(".")[0] == _OURS:
-            return
-        if is_constant_namespace(namespace) or owner in sys.stdlib_module_names:
-            self._scan_name(namespace, name, isinstance(value, (list, dict)) and name != "modules")
-        elif isinstance(value, type):
-            self._meet_installed(value)
-        elif _is_content(value):
-            self._scan_name(namespace, name, False)
-            self._is_finished = True
-            self.found.watched_objects.add(value, name)
-            self._is_finished = False
-
-    def _scan_settings(self) -> None:
-        """Watch Python's own settings, as far as the code of the user's names what they decide."""
-        found = self.found
-        named: set[str] = set()
-        names_abstract = False
-        packages = {package_of(kind) for kind in {part.type for part in found.parts}}
-        for function in found.functions:
-            if not is_finished(function):
-                names = names_in(function.__code__).union(other_names_in(function))
-                named |= names
-                space = function.__globals__
-                packages |= packages_of(space, names)
-                is_asking = not names.isdisjoint(("isinstance", "issubclass"))
-                names_abstract |= is_asking and (
-                    "numbers" in packages or any(type(space.get(n)) is ABCMeta for n in names)
-                )
-                if _SPACES & names or _LOADED <= names:
-                    found.block(f"{function.__qualname__} reads globals past their names", "")
-        found.watched_objects.add_settings(named | packages)
-        found.watched_objects.add_builtins(named & vars(builtins).keys())
-        if found.caches and "cache_info" in named:
-            found.block("the model asks a cache how often it was asked", "cache_info")
-        found.asks_tags = not named.isdisjoint(ASKING)
-        classes = [cls for cls in found.depends.classes.values() if is_users_class(cls)]
-        if names_abstract or any(type(cls) is ABCMeta for cls in classes):
-            found.watched_objects.add_registered()
-        if not named.isdisjoint(PYTHONS):
-            own = [function for function in found.functions if not is_finished(function)]
-            found.watched_objects.add_names({id(one): one for one in (*own, *classes)}.values())
-        for name, asked in _TABLES.items():
-            if not named.isdisjoint(asked):
-                for one in (*filterfalse(is_finished, found.functions), *classes):
-                    found.watched_objects.add_attribute(one, name)
-        if "state_dict" in named:
-            for part in [part for part in found.parts if part.kind is CaptureKind.MODULE]:
-                for name in _OF_STATE:
-                    found.watched_objects.add(vars(part.value).get(name), f"{part.label}.{name}")
-        found.watched_objects.add_bases(found.depends.classes.values())
-        for cls in {base for kind in self._kinds | self._met for base in kind.__mro__}:
-            if is_installed_file(_file_of(cls)) and cls not in _INTERCEPTED:
-                found.watched_objects.add_class(cls)
-
-    def _scan_defaults(self, values: Iterable[Any], owner: str) -> None:
-        for value in values:
-            if type(value) not in PLAIN_TYPES and not self.found.find(value):
-                route = Route(None, Access.FIXED, None, f"a default of {owner}", False)
-                if isinstance(value, defaultdict) or (
-                    isinstance(value, (list, tuple, dict)) and has_attributes(type(value))
-                ):
-                    self._scan_by_identity(value, route)
-                else:
-                    self._scan(value, route)
-
-    def _scan_closure(
-        self, function: types.FunctionType, only: Collection[type] | None = None
-    ) -> None:
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # an empty cell: the name is assigned later
-                self.notes.empty.append(cell)
-                self.found.watched_objects.add(cell, name)
-                continue
-            if only is not None and type(value) not in only:
-                continue
-            if name != "__class__" and id(cell) not in self.found.by_id:
-                fixed = Route(None, Access.FIXED, None, name, False)
-                holder = self._add(cell, fixed, CaptureKind.IDENTITY)
-                self.found.held[holder.index] = {name: value}
-                self._scan(value, Route(holder, Access.CELL, None, name, False))
-
-    def _scan_name(self, namespace: Mapping[str, Any], name: str, watched: bool = True) -> None:
-        """Scan one name of a module's globals, or of a class.
-
-        What is not watched is guarded by identity alone.
-        """
-        found = self.found
-        if (id(namespace), name) in self._names_scanned:
-            return
-        # Of a file these are Python's; of a class all that are named so, as libraries do it too.
-        if type(namespace) is dict:
-            is_pythons = name in _OF_FILES
-        else:
-            is_pythons = name[:2] == "__" == name[-2:] and (
-                name in _OF_CLASSES or name not in found.names
-            )
-            is_pythons = is_pythons and not isinstance(namespace[name], _OPERATORS)
-        if is_pythons and not isinstance(namespace[name], types.FunctionType):
-            return
-        if len(self._names_scanned) >= MOST:
-            raise TooMany
-        self._names_scanned.add((id(namespace), name))
-        value = namespace[name]
-        holder = found.by_id.get(id(namespace))
-        if holder is None:
-            fixed = Route(None, Access.FIXED, None, "globals", False)
-            holder = self._add(namespace, fixed, CaptureKind.IDENTITY)
-            found.held[holder.index] = {}
-        if holder.index in found.held:
-            found.held[holder.index][name] = value
-        route = Route(holder, Access.ITEM, name, name, False)
-        by_identity = isinstance(value, (types.FunctionType, *DESCRIBED))
-        for inner in _inside(value) if by_identity else ():
-            if inner is not None and not isinstance(inner, types.FunctionType):
-                self._scan(inner, Route(None, Access.FIXED, None, name, False))
-        if by_identity or not watched or type(value) is types.MethodDescriptorType:
-            self._add(value, route, CaptureKind.IDENTITY)
-        else:
-            self._scan(value, route)
-
-
-def _is_content(value: Any) -> bool:
-    """Whether a thing of installed code's is there for what it holds."""
-    return not is_torchs(module_of(type(value))) and (
-        isinstance(value, (Mapping, list, tuple, set, frozenset)) or is_plain_object(type(value), 0)
-    )
-
-
-def _inside(member: Any) -> tuple[Any, ...]:
-    """Return what a member of a class calls."""
-    if isinstance(member, (staticmethod, classmethod)):
-        return (member.__func__,)
-    return (member.fget, member.fset, member.fdel) if isinstance(member, property) else ()
-
-
-class Route(NamedTuple):
-    """How the scan came by a thing."""
-
-    parent: Captured | None
-    access: Access
-    key: Any
-    label: str
-    is_argument: bool
-    depth: int = 0
-
-    def into(self, part: Captured, key: Any) -> Route:
-        access = key.access if isinstance(key, AttributeKey) else Access.ITEM
-        label = child_label(part, key)
-        return Route(part, access, key, label, self.is_argument, self.depth + 1)
-
-    def traceable(self, kind: type) -> bool:
-        """Whether a number here is handed to the model as a traced one.
-
-        Numbers given directly, or in tuples, are; elsewhere they could not be exchanged
-        for traced ones without changing the user's containers.
-        """
-        if not self.is_argument or kind not in (int, float):
-            return False
-        parent = self.parent
-        while parent is not None and parent.type is tuple:
-            parent = parent.parent
-        return parent is None
+                self._scan_reachable(reachable_from(owner, named), None)
 
 
 def _is_of_plain_values(part: Captured, content: dict[Any, Any]) -> bool:
-    """Whether a container holds nothing but plain values, so that it can be compared as one."""
+    """Whether a container holds only plain values, so that it can be compared as a whole."""
     if part.kind is CaptureKind.OBJECT or part.hidden:
         return False
     return all(type(key) is AttributeKey or is_value(key) for key in content) and all(
@@ -901,66 +491,13 @@ def _is_of_plain_values(part: Captured, content: dict[Any, Any]) -> bool:
     )
 
 
-def _is_torchs(subject: type | types.FunctionType) -> bool:
-    if isinstance(subject, types.FunctionType):
-        return is_torchs_function(subject)
-    return all(is_torchs(module_of(base)) and not is_users_class(base) for base in subject.__mro__)
-
-
-def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(module_of(kind)), "__file__", None) or ""
-
-
-# What a world leaves to the scan.
+# What `WatchedContent` leaves to the scan.
 _MORE = (
     torch.Tensor, nn.Module, torch.Generator, types.FunctionType, type, types.ModuleType,
     functools._lru_cache_wrapper, contextvars.ContextVar,
 )  # fmt: skip
-_MADE = frozenset({"__init__", "__new__", "__post_init__"})
-_BUILTINS = frozenset(vars(builtins))
-# What gives the globals of a function, and of a module that is looked up.
-_SPACES = frozenset({"__globals__", "f_globals"})
-_LOADED = frozenset({"sys", "modules"})
-# Tables that Python keeps of functions and classes, and names in code that asks for them.
-_TABLES = {
-    "__annotations__": frozenset({"__annotations__", "get_type_hints", "get_annotations"}),
-    "__dataclass_fields__": frozenset({"__dataclass_fields__", "fields"}),
-    "__match_args__": frozenset({"__match_args__"}),
-    "__signature__": frozenset({"signature", "getfullargspec"}),
-}
-_OF_FILES = frozenset(
-    {
-        *PYTHONS, "__annotations__", "__annotate__", "__annotate_func__", "__builtins__",
-        "__cached__", "__conditional_annotations__", "__file__", "__loader__", "__package__",
-        "__path__", "__spec__", "__warningregistry__",
-    }
-)  # fmt: skip
-# Methods that nobody calls of an object that is there already, unless by name.
-_MAKING = frozenset(
-    {
-        "__init_subclass__", "__class_getitem__", "__del__",
-        "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
-    }
-)  # fmt: skip
-# What is found out of by name, if it is called under another name itself.
+# Functions that look names up; code may call them under other names.
 _LOOKING_UP = (getattr, hasattr, setattr, delattr, vars, dir)
-# What a class has for an operator, other than a function.
-_OPERATORS = (
-    functools.partial, functools.partialmethod, staticmethod, classmethod, property,
-    types.BuiltinFunctionType,
-)  # fmt: skip
-# Tables that Python and libraries put into classes.
-_OF_CLASSES = frozenset(
-    {
-        *PYTHONS, "__abstractmethods__", "__annotate__", "__annotate_func__", "__annotations__",
-        "__annotations_cache__", "__attrs_attrs__", "__base__", "__bases__", "__class__",
-        "__dataclass_fields__", "__dataclass_params__", "__dict__", "__firstlineno__", "__hash__",
-        "__match_args__", "__orig_bases__", "__parameters__", "__slots__", "__static_attributes__",
-        "__subclasshook__", "__type_params__", "__weakref__",
-    }
-)  # fmt: skip
-# Tuples, not sets: hashing an Enum member takes longer than comparing a few.
-_NOT_FOUND = (CaptureKind.PLAIN, CaptureKind.NUMBER, CaptureKind.ALIAS)
-# What is most common, and never a constant.
+# The most common types, which are never constants.
 _USUAL = frozenset({nn.Parameter, torch.Tensor, nn.Linear, nn.LayerNorm, nn.Dropout, dict, list})
 _TENSORS = (torch.Tensor, nn.Parameter)

@@ -25,7 +25,8 @@ import torch
 
 from bendtrace.environment.executed import learned_of
 from bendtrace.environment.findings import Contents, Found
-from bendtrace.environment.reachability import is_users_class, namespace_of
+from bendtrace.environment.provenance import is_users_class
+from bendtrace.environment.reachability import namespace_of
 from bendtrace.source.versions import CodeVersion, all_same
 from bendtrace.tape.captured import (
     COPIED,

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bendtrace.environment.reachability import is_torchs, names_in
+from bendtrace.environment.code_facts import names_in
+from bendtrace.environment.provenance import is_torchs
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.gates import AfterGate, BeforeGate, CountGate, Gate, InsteadGate, noted
 from bendtrace.interject.interjection import NodePass

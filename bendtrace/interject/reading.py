@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bendtrace.environment.reachability import is_installed_file, names_in
+from bendtrace.environment.code_facts import names_in
+from bendtrace.environment.provenance import is_installed_file
 from bendtrace.interject.insertion import Function
 from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.plan import Plan

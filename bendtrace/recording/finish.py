@@ -15,10 +15,12 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch.nn.utils import parametrize
 
+from bendtrace.environment.code_facts import codes_in, names_in
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.executed import Ran, forbidden_in, learn
 from bendtrace.environment.kinds import is_value
-from bendtrace.environment.reachability import codes_in, is_finished, names_in, reachable_from
+from bendtrace.environment.provenance import is_finished
+from bendtrace.environment.reachability import reachable_from
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.recording.names import node_names
 from bendtrace.recording.one_op import assigned_in

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from bendtrace.environment.code_facts import codes_in
 from bendtrace.environment.environment import Environment
-from bendtrace.environment.reachability import codes_in, reachable_from
+from bendtrace.environment.reachability import reachable_from
 from bendtrace.source.bytecode import single_steps
 from bendtrace.source.sites import TORCH
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical, is_array, module_of

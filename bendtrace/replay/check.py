@@ -7,7 +7,7 @@ import operator
 from itertools import chain
 from typing import Any
 
-from bendtrace.environment.reachability import is_installed
+from bendtrace.environment.provenance import is_installed
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, tested_by
 from bendtrace.replay.guard_classes import GuardClasses, may_change_class
