@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from bendtrace.environment.code_facts import ASKING, names_in, other_names_in
-from bendtrace.environment.content import MOST, PYTHONS, TooMany
+from bendtrace.environment.content import MOST, TooMany
 from bendtrace.environment.findings import Found, Route
 from bendtrace.environment.kinds import (
     is_plain_object,
@@ -46,6 +46,7 @@ from bendtrace.environment.reachability import (
     namespace_of,
     reachable_from,
 )
+from bendtrace.environment.readers import PYTHONS
 from bendtrace.environment.scan_cache import Notes
 from bendtrace.tape.captured import (
     PLAIN_TYPES,

@@ -24,13 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from bendtrace.environment.code_facts import ASKING, names_in, undetectable_in
 from bendtrace.environment.code_scan import CodeScan
-from bendtrace.environment.content import (
-    MOST,
-    TooMany,
-    WatchedContent,
-    content_reader,
-    is_opaque,
-)
+from bendtrace.environment.content import MOST, TooMany, WatchedContent
 from bendtrace.environment.executed import learned_of
 from bendtrace.environment.findings import WHOLE, Found, Route
 from bendtrace.environment.kinds import (
@@ -45,6 +39,7 @@ from bendtrace.environment.kinds import (
 )
 from bendtrace.environment.provenance import is_finished, is_installed_file, is_users_class
 from bendtrace.environment.reachability import members_of, reachable_from
+from bendtrace.environment.readers import content_reader, is_opaque
 from bendtrace.environment.scan_cache import facts_of
 from bendtrace.tape.captured import (
     COPIED,

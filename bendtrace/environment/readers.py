@@ -1,0 +1,276 @@
+"""Readers: what Python objects of each kind hold, as values to compare.
+
+A tuple is compared by the identity of its items, anything else as a whole.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import datetime
+import decimal
+import fractions
+import functools
+import gc
+import inspect
+import logging
+import numbers
+import operator
+import pathlib
+import random
+import re
+import sys
+import threading
+import types
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from bendtrace.tape.captured import (
+    is_array,
+    is_scalar,
+    module_of,
+    slot_of,
+)
+
+__all__ = [
+    "PYTHONS",
+    "SWITCHES",
+    "content_reader",
+    "is_opaque",
+    "read_added_to_tensors",
+    "read_items",
+    "read_keys",
+    "read_logger",
+    "read_members",
+    "read_names",
+    "read_slots",
+    "read_switched",
+    "table_of",
+]
+
+
+def read_items(value: Any) -> tuple[Any, ...]:
+    """Return the keys and values of a dict."""
+    return (*dict.keys(value), *dict.values(value))
+
+
+def read_members(table: dict[str, Any]) -> tuple[Any, ...]:
+    """What a class of torch's has, but for what torch.compile and this package exchange in it."""
+    return tuple(
+        part
+        for name, member in table.items()
+        if (name[:2] != "__" or name in _ASKED) and name != "_compiled_call_impl"
+        for part in (name, member)
+    )
+
+
+_ASKED = frozenset({"__call__", "__getattr__", "__setattr__", "__getitem__", "__iter__", "__len__"})
+
+
+def _ordered(value: Any) -> tuple[Any, ...]:
+    ordered = collections.OrderedDict
+    return (*ordered.keys(value), *ordered.values(value))
+
+
+def _factory(value: Any) -> tuple[Any, ...]:
+    return (value.default_factory, *read_items(value))
+
+
+def read_slots(names: tuple[str, ...], value: Any) -> tuple[Any, ...]:
+    """Return the values in slots."""
+    return tuple(slot_of(value, name) for name in names)
+
+
+# Modes that are switched by objects, which keep what to switch back to.
+SWITCHES = ("torch.amp.autocast_mode", "torch.autograd.grad_mode")
+
+
+def read_switched(value: Any) -> Any:
+    """Return what a switch of a mode is set to."""
+    return [(n, item) for n, item in vars(value).items() if not n.startswith(("prev", "_infer"))]
+
+
+def read_keys(names: tuple[str, ...], table: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the values of some keys."""
+    return tuple(map(table.get, names))
+
+
+_OF_TENSORS = frozenset(dir(torch.Tensor))
+
+
+def read_added_to_tensors(table: dict[str, Any]) -> list[str]:
+    """Return the names of attributes that somebody gave to `torch.Tensor`."""
+    return [
+        name
+        for name, value in table.items()
+        if name not in _OF_TENSORS and not module_of(type(value)).startswith("bendtrace.")
+    ]
+
+
+def _array_of(value: Any) -> Any:
+    plain = value.view(sys.modules["numpy"].ndarray)
+    if plain.dtype.hasobject:
+        return (plain.dtype, plain.shape, *plain.ravel().tolist())
+    return [plain.dtype, plain.shape, plain.strides, plain.flags.writeable, plain.tobytes()]
+
+
+def _state_of(value: Any) -> Any:
+    generator = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
+    return [_flat(generator.state)]
+
+
+def _flat(state: Any) -> Any:
+    if isinstance(state, dict):
+        return [(key, _flat(item)) for key, item in state.items()]
+    return state.tobytes() if is_array(state) else state
+
+
+def read_logger(value: Any) -> Any:
+    """Return what decides which records a logger passes on, and where to."""
+    found: list[Any] = [value.manager.disable]
+    while value is not None:
+        found += (value.level, value.disabled, value.propagate, list(value.handlers))
+        value = value.parent
+    return found
+
+
+def read_names(value: Any) -> Any:
+    """Return the names and the docstring of a function or class."""
+    return [getattr(value, name, None) for name in PYTHONS]
+
+
+# What Python itself keeps of functions and classes.
+PYTHONS = ("__name__", "__qualname__", "__doc__", "__module__")
+
+
+def _own_bytes(value: Any) -> Any:
+    return [bytes(value)]
+
+
+def _iterated(base: Any) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda value: tuple(base.__iter__(value))
+
+
+_BUILTIN_READERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (collections.OrderedDict, _ordered),
+    (collections.defaultdict, _factory),
+    (dict, read_items),
+    (list, _iterated(list)),
+    (tuple, _iterated(tuple)),
+    (set, _iterated(set)),
+    (frozenset, _iterated(frozenset)),
+    (collections.deque, _iterated(collections.deque)),
+    (bytearray, _own_bytes),
+    (array.array, lambda value: [value.typecode, value.tobytes()]),
+    (types.MappingProxyType, lambda value: (*value.keys(), *value.values())),
+    (functools.partial, attrgetter("func", "args", "keywords")),
+    (functools.partialmethod, attrgetter("func", "args", "keywords")),
+    (types.MethodType, attrgetter("__func__", "__self__")),
+    (types.MethodWrapperType, lambda value: (value.__self__,)),
+    (types.CellType, lambda value: tuple(_of_cell(value))),
+    (slice, attrgetter("start", "stop", "step")),
+    (type(threading.Lock()), lambda value: [value.locked()]),
+    (BaseException, lambda value: (value.args,)),
+    (random.SystemRandom, lambda value: [object()]),
+    (random.Random, lambda value: [random.Random.getstate(value)]),
+    (staticmethod, lambda value: (value.__func__,)),
+    (classmethod, lambda value: (value.__func__,)),
+    (property, attrgetter("fget", "fset", "fdel")),
+    (functools.singledispatchmethod, lambda value: read_items({**value.dispatcher.registry})),
+    (functools.cached_property, lambda value: (value.func,)),
+    (type({}.keys()), lambda value: tuple(value)),
+    (type({}.values()), lambda value: tuple(value)),
+    (inspect.Signature, lambda value: tuple(p.default for p in value.parameters.values())),
+)
+
+
+def _of_cell(cell: types.CellType) -> Iterator[Any]:
+    try:
+        yield cell.cell_contents
+    except ValueError:
+        return
+
+
+def content_reader(value: Any) -> Callable[[Any], Any] | None:
+    """Return what reads the content of a thing, as far as it is not in attributes."""
+    for kind, reader in _BUILTIN_READERS:
+        if isinstance(value, kind):
+            return reader
+    if is_array(value):
+        return _array_of
+    if is_scalar(type(value)) and type(value).__name__ == "void":
+        return lambda value: [value.dtype, value.tobytes()]
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        if isinstance(value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator)):
+            return _state_of
+    if type(value) is types.BuiltinMethodType:
+        free = isinstance(value.__self__, (types.ModuleType, type, types.NoneType))
+        return None if free or value.__module__ is not None else _bound_to
+    if callable(value) and hasattr(value, "__self__") and hasattr(value, "__func__"):
+        return _bound_to  # a method that is written in Cython
+    return None
+
+
+def _bound_to(value: Any) -> tuple[Any, ...]:
+    return (value.__self__,)
+
+
+# What has no content that changes, or none that a forward would ask for.
+_STEADY_KINDS = (
+    numbers.Number, str, bytes, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
+    pathlib.PurePath, re.Pattern, uuid.UUID, decimal.Decimal, fractions.Fraction,
+    type(threading.Lock()), type(threading.RLock()), types.ModuleType, type, Enum,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
+    types.ClassMethodDescriptorType, types.CodeType, operator.itemgetter, operator.attrgetter,
+    operator.methodcaller, functools._lru_cache_wrapper, types.GenericAlias, types.UnionType,
+    torch.Tensor, torch.Generator, torch.finfo, torch.iinfo, logging.Logger,
+)  # fmt: skip
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by newer C code
+_OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinMethodType)
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether a thing has content, besides its attributes, that cannot be read."""
+    kind = type(value)
+    if isinstance(value, _STEADY_KINDS) or kind is object:
+        return False
+    if isinstance(value, (weakref.ref, weakref.finalize)):
+        return True
+    if hasattr(kind, "__get__") and not kind.__flags__ & _HEAP_TYPE:
+        return False  # what a class has instead of an attribute
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ufunc)):
+        return False
+    if module_of(kind).partition(".")[0] == "torch" and module_of(kind) != "torch.classes":
+        return not callable(value) and not all(map(_is_pythons, kind.__mro__))
+    return not all(map(_is_pythons, kind.__mro__))
+
+
+def _is_pythons(base: type) -> bool:
+    """Whether all that a class adds to its objects is in their attributes."""
+    return (
+        base is object
+        or base in _TRANSPARENT
+        or bool(
+            base.__flags__ & _HEAP_TYPE
+            and not any(type(member) in _OF_C for member in vars(base).values())
+        )
+    )
+
+
+_TRANSPARENT = frozenset({types.SimpleNamespace, BaseException, Exception, property})
+
+
+def table_of(cls: type) -> dict[Any, Any]:
+    """Return the dict that a class keeps its attributes in, past the proxy that it shows."""
+    table = gc.get_referents(vars(cls))[0]
+    assert type(table) is dict
+    return table
