@@ -116,6 +116,22 @@ def test_an_error_that_eager_does_not_raise_is_a_refusal() -> None:
     assert ours.outcome == "wrong"
 
 
+def test_live_calls_are_counted_with_their_reason() -> None:
+    def drive(wrap: Wrap) -> Iterator[Step]:
+        call = wrap(lambda x: x * next(numbers))
+        numbers = (n for n in range(9))
+        for kind in KINDS:
+            yield Step(kind, tried(call, torch.ones(2)))
+
+    case = Case("corpus", "a generator", drive)
+    result = judge(case, WAY[OURS], truth(case))
+    assert (result.outcome, result.live) == ("right", 3)
+    assert "generator" in result.why_live
+    report = summary([vars(result)], {"not run": 0})
+    assert report.live == {"corpus": 1}
+    assert "100.0%" in report.live_table().text()
+
+
 def test_a_refusal_that_the_program_catches_is_one_too() -> None:
     def drive(wrap: Wrap) -> Iterator[Step]:
         yield Step("traced", (tried(wrap(torch.sin), torch.ones(2)), 1))

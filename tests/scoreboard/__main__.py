@@ -8,8 +8,10 @@ import json
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +70,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--backend", default="aot_eager", choices=("eager", "aot_eager", "inductor"),
         help="of torch.compile; inductor takes many times as long",
     )  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes")
     parser.add_argument("--random", type=int, default=2000, help="how many random programs")
     parser.add_argument("--paritybench", type=Path, help="a checkout of pytorch-jit-paritybench")
     parser.add_argument(
@@ -163,32 +166,47 @@ def _run(
     minutes = options.minutes * 60 if options.minutes else _QUICK if options.quick else None
     until = None if minutes is None else time.monotonic() + minutes
     ways = list(dict.fromkeys(request.way for request in requests))
-    share = 0.0  # until when the present way may run: each has as much of the time that is left
-    bar = tqdm(requests, unit="case", dynamic_ncols=True)
+    shares: dict[str, float] = {}  # until when a way may run: each has as much of what is left
     counts: dict[str, int] = {}
-    way = ""
-    supervisor = Supervisor()
-    try:
-        for request in bar:
-            if request.way != way:
-                supervisor.stop()  # what one way does to torch is nothing to the others
-                way, now = request.way, time.monotonic()
-                share = now + ((until or 0.0) - now) / (len(ways) - ways.index(way))
-            if until is not None and time.monotonic() > share:
-                continue
-            option = given.get(request.suite.name)
-            answer = supervisor.ask(
-                {
-                    "suite": request.suite.name, "case": request.case, "way": request.way,
-                    "option": None if option is None else str(option), "backend": options.backend,
-                },
-                request.suite.seconds,
-            )  # fmt: skip
-            store.add(answer)
-            counts[answer["outcome"]] = counts.get(answer["outcome"], 0) + 1
-            bar.set_postfix(way=way, **counts, refresh=False)
-    finally:
-        supervisor.stop()
+    lock = threading.Lock()
+    bar = tqdm(total=len(requests), unit="case", dynamic_ncols=True)
+    waiting = iter(requests)
+
+    def work() -> None:
+        way = ""
+        with Supervisor() as supervisor:
+            while True:
+                with lock:
+                    request = next(waiting, None)
+                    if request is None:
+                        return
+                    bar.update()
+                    now = time.monotonic()
+                    if until is not None and request.way not in shares:
+                        left = len(ways) - ways.index(request.way)
+                        shares[request.way] = now + (until - now) / left
+                    if until is not None and now > shares[request.way]:
+                        continue
+                if request.way != way:
+                    supervisor.stop()  # what one way does to torch is nothing to the others
+                    way = request.way
+                option = given.get(request.suite.name)
+                answer = supervisor.ask(
+                    {
+                        "suite": request.suite.name, "case": request.case, "way": request.way,
+                        "option": None if option is None else str(option),
+                        "backend": options.backend,
+                    },
+                    request.suite.seconds,
+                )  # fmt: skip
+                with lock:
+                    store.add(answer)
+                    counts[answer["outcome"]] = counts.get(answer["outcome"], 0) + 1
+                    bar.set_postfix(way=way, **counts, refresh=False)
+
+    with bar, ThreadPoolExecutor(options.jobs) as pool:
+        for job in [pool.submit(work) for _ in range(options.jobs)]:
+            job.result()
 
 
 if __name__ == "__main__":

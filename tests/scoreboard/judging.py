@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import bendtrace as bt
 from tests.promise import bits
-from tests.scoreboard.case import KINDS, Case, Raised, Refused, Step, Wrap
+from tests.scoreboard.case import KINDS, Case, Raised, Refused, Step
 from tests.scoreboard.ways import OURS, Way, quietly
 
 __all__ = ["Result", "agree", "judge", "tensors_in"]
@@ -30,6 +31,8 @@ class Result:
         right: for each kind of call, how many were right.
         calls: for each kind of call, how many there were.
         why: what was wrong, or the error.
+        live: how many calls ran the model itself, with us.
+        why_live: the first reason for that.
     """
 
     suite: str
@@ -39,6 +42,8 @@ class Result:
     right: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     calls: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     why: str = ""
+    live: int = 0
+    why_live: str = ""
 
 
 def agree(given: Any, wanted: Any, *, exact: bool) -> bool:
@@ -142,7 +147,12 @@ def judge(case: Case, way: Way, wanted: list[Step] | Exception) -> Result:
     for step in wanted:
         result.calls[step.kind] += 1
     exact, number = way.name == OURS, 0
-    wrap: Wrap = way.wrap
+    made: list[Any] = []
+
+    def wrap(model: Any) -> Any:
+        made.append(way.wrap(model))
+        return made[-1]
+
     try:
         with quietly():
             torch.manual_seed(0)
@@ -153,6 +163,10 @@ def judge(case: Case, way: Way, wanted: list[Step] | Exception) -> Result:
     except Exception as error:
         result.outcome = "wrong" if way.name == OURS and _is_bug(error) else "refused"
         result.why = _line(error)
+    for bended in made:
+        if isinstance(bended, bt.BendedModule):
+            result.live += bended.stats.live
+            result.why_live = result.why_live or next(iter(bended.why_live), "")[:300]
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ class Report:
         issues: the outcome of each issue, by way.
         faults: our cases that are not right, and why.
         invalid: cases that eager itself does not run, by suite.
+        live: cases of ours in which a call ran the model itself, by suite.
+        why_live: how many of them have each reason, the most frequent first.
     """
 
     about: dict[str, Any]
@@ -52,6 +55,8 @@ class Report:
     issues: dict[str, dict[str, str]] = field(default_factory=dict)
     faults: list[dict[str, str]] = field(default_factory=list)
     invalid: dict[str, int] = field(default_factory=dict)
+    live: dict[str, int] = field(default_factory=dict)
+    why_live: dict[str, int] = field(default_factory=dict)
 
     def totals(self, without: Collection[str] = ()) -> dict[str, Counter[str]]:
         """Return how many cases have each outcome, by way.
@@ -93,6 +98,16 @@ class Report:
                 found.append((suite, Table(suite.name, suite.name, _HEADS[:7], rows, command)))
         return found
 
+    def live_table(self) -> Table:
+        """Return how many programs bendtrace does not replay, by suite."""
+        rows = []
+        for suite, of_suite in self.counts.items():
+            if number := sum(of_suite.get(OURS, {}).values()):
+                live = self.live.get(suite, 0)
+                rows.append([suite, str(number), str(live), f"{live / number:.1%}"])
+        return Table("live", "Live", ("suite", "programs", "with a live call", "share"), rows,
+                     _COMMAND)  # fmt: skip
+
     def issue_table(self) -> Table:
         """Return the table of the issues of others."""
         from tests.scoreboard.issues import ISSUES
@@ -113,6 +128,8 @@ class Report:
         if not self.counts:
             return "nothing was run"
         told = [self.main_table("all", "All programs").text()]
+        told.append(self.live_table().text())
+        told += [f"{count} live: {why}" for why, count in [*self.why_live.items()][:12]]
         told += [f"{f['suite']} {f['case']}: {f['outcome']}: {f['why']}" for f in self.faults]
         if self.about["not run"]:
             told.append(f"{self.about['not run']} were not run: the same command goes on with them")
@@ -128,6 +145,7 @@ def summary(results: Sequence[dict[str, Any]], about: dict[str, Any]) -> Report:
     """
     report = Report(about)
     bad = {(r["suite"], r["case"]) for r in results if r["outcome"] == "invalid"}
+    reasons: Counter[str] = Counter()
     report.invalid = dict(Counter(suite for suite, _ in bad))
     for result in results:
         if (result["suite"], result["case"]) in bad:
@@ -144,7 +162,17 @@ def summary(results: Sequence[dict[str, Any]], about: dict[str, Any]) -> Report:
         if way == OURS and outcome != "right":
             named = {key: str(result[key]) for key in ("suite", "case", "outcome", "why")}
             report.faults.append(named)
+        if way == OURS and result.get("live"):
+            report.live[suite] = report.live.get(suite, 0) + 1
+            reasons[_group(result["why_live"])] += 1
+    report.why_live = dict(reasons.most_common())
     return report
+
+
+def _group(reason: str) -> str:
+    """Return a reason without the places and names that differ from program to program."""
+    reason = re.sub(r"(?: \(see [^)]*\)| \(in [^)]*\)| at \S+:\d+)", "", reason)
+    return re.sub(r"\bself(?:[.\[][\w.\[\]']+)", "self...", reason)
 
 
 def write_page(report: Report, page: Path) -> None:
@@ -201,6 +229,10 @@ def _page(report: Report, picture: str, data: str) -> str:
         parts += ["## Where bendtrace is not right", "\n".join(
             f"- {fault['suite']}, `{fault['case']}`: {fault['outcome']}: {_code(fault['why'])}"
             for fault in report.faults)]  # fmt: skip
+    parts += ["## Where bendtrace runs the model itself", _LIVE, report.live_table().markdown()]
+    if report.why_live:
+        told = [f"- {count}: {_code(why)}" for why, count in [*report.why_live.items()][:12]]
+        parts.append("\n".join(told))
     if report.issues:
         parts += ["## Issues of others", _ISSUES, report.issue_table().markdown()]
     return "\n\n".join(parts) + "\n"
@@ -222,6 +254,10 @@ _CHOICE = """\
 The numbers above say nothing about how often a library is wrong. The programs of the issues were
 chosen because another library was silently wrong on them; the corpus and the random programs were
 written to test bendtrace. The others were written elsewhere, and for other purposes."""
+
+_LIVE = """\
+A call that no replay can stand for runs the model's own Python, and `why_live` says why. Such a
+call is right, and takes as long as in eager. The reasons, the most frequent first:"""
 
 _ISSUES = """\
 Each program was written for this page from what an issue describes; none was copied. Many of the

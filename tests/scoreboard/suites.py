@@ -335,7 +335,7 @@ def _parity_names(option: Any) -> list[str]:
 
 
 def _parity(name: str, option: Any) -> Case:
-    """A file: each of its test cases is called twice."""
+    """A file: each of its test cases is called twice, and once more in the other mode."""
     folder = str(Path(option).resolve())
     for place in (folder, str(Path(folder, "generated"))):
         if place not in sys.path:
@@ -348,7 +348,8 @@ def _parity(name: str, option: Any) -> Case:
             args, kwargs = init()
             model = seeded(cls, *args, **kwargs).eval()
             call = wrap(model)
-            for kind in ("traced", "inputs"):
+            for kind in ("traced", "inputs", "change"):
+                model.train(kind == "change")
                 yield Step(kind, _called(call, seeded(forward)))  # type: ignore[arg-type]
 
     return Case("ParityBench", name, drive)
