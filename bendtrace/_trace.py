@@ -514,6 +514,12 @@ class Trace(ModelHistory):
             raise DivergenceError(
                 f"called with arguments {tuple(bound)}, but traced with {expected}"
             )
+        traced = self.recording.form
+        if traced and traced != (form := self._signature.form(args, kwargs)):
+            raise DivergenceError(
+                f"called with {', '.join(form)}, but traced with {', '.join(traced)}, which the "
+                "function may tell apart"
+            )
         values = tuple(bound.values())
         failed = self.program.failing(values)
         if failed is not None:

@@ -533,14 +533,13 @@ class BaseModule(ModuleProxy):
             >>> bended.explain(torch.ones(1)).nearest.new
             False
         """
-        bound = self._signature.bind(args, kwargs)
+        names, arguments = self._signature.told_apart(args, kwargs)
         tree = self._trees.of(self._board.plan(args, kwargs))
-        return self._dispatcher.explained(tree, tuple(bound), tuple(bound.values()))
+        return self._dispatcher.explained(tree, names, arguments)
 
     def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
         """Return the run without insertions that inputs are bound to repeat, if it is known."""
-        bound = self._signature.bind(args, kwargs)
-        program = self._trees.plain.find(tuple(bound), tuple(bound.values()))
+        program = self._trees.plain.find(*self._signature.told_apart(args, kwargs))
         if program is None or program.live_only or program.analysis.needs_values:
             return None
         return program.recording

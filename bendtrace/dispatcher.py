@@ -95,7 +95,7 @@ class Dispatcher:
             auditor: has this call compared, if it is a replay; None for what was given first.
         """
         tree = self._trees.plain if plan is None else self._trees.of(plan)
-        names, arguments = self._signature.arrange(args, kwargs)
+        names, arguments = self._signature.told_apart(args, kwargs)
         guess: Guess | None = None
         if self.speculation is not None and auditor is None:
             inserted = None if plan is None else inserted_by(plan)
@@ -109,6 +109,8 @@ class Dispatcher:
         program = tree.find(names, arguments)
         if program is not None and program.ignored and tree.settles(names, program, arguments):
             program = None
+        if program is None and self._signature.has_changed():
+            return self.call(args, kwargs, plan, auditor)
         if program is None and uninitialized_in(self._model):
             if plan is not None:
                 raise InputError(
@@ -161,8 +163,9 @@ class Dispatcher:
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
         """Run the model under the tracer, keep the path, and return the output."""
-        bound = self._signature.bind(args, kwargs)
-        call = _Call(args, kwargs, tuple(bound), tuple(bound.values()), plan, self._trees.of(plan))
+        self._signature.has_changed()
+        names, arguments = self._signature.told_apart(args, kwargs)
+        call = _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
         with nullcontext() if plan is None else running(plan):
             return self._record_new(call)
 

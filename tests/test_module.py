@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
@@ -384,3 +386,76 @@ def test_methods_by_name_as_in_torchbend() -> None:
     with pytest.raises(InputError, match=r"'other' was not traced"):
         bended.graph("other")
     assert bended.trace(fn="decode", z=z) is not None
+
+
+# What a module may see of a call, and what modules around it and torch itself ask for
+
+
+def _tenfold(forward: Any) -> Any:
+    """Multiply for each argument that is passed by name, in their order."""
+
+    @functools.wraps(forward)
+    def inner(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        result = forward(self, *args, **kwargs)
+        for number, name in enumerate(kwargs):
+            result = result * (2 if name == "x" else 3) + number
+        return result
+
+    return inner
+
+
+class _Wrapped(nn.Module):
+    @_tenfold
+    def forward(self, x: Tensor, flag: int = 1) -> Tensor:
+        return x * flag
+
+
+class _Plain(nn.Module):
+    def forward(self, x: Tensor, flag: int = 1) -> Tensor:
+        return x * flag
+
+
+class _OwnCall(_Plain):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs) * (1 + len(kwargs))
+
+
+def _replaced() -> nn.Module:
+    model = _Plain()
+    former = model.forward
+    model.forward = lambda *args, **kwargs: former(*args, **kwargs) + len(kwargs)  # type: ignore[method-assign]
+    return model
+
+
+FORMS: list[Callable[[Any, Tensor], Tensor]] = [
+    lambda model, x: model(x, 2),
+    lambda model, x: model(x, flag=2),
+    lambda model, x: model(x=x, flag=2),
+    lambda model, x: model(flag=2, x=x),
+]
+
+
+@pytest.mark.parametrize("make", [_Wrapped, _OwnCall, _replaced])
+def test_a_wrapper_may_see_which_arguments_are_passed_by_name(make: Callable[[], Any]) -> None:
+    model, x = make(), torch.ones(2)
+    bended = bt.BendedModule(model)
+    for form in FORMS * 2:
+        assert torch.equal(form(bended, x), form(model, x))
+    assert bended.stats.replays >= len(FORMS)
+    trace = bt.trace(model, x, 2)
+    assert torch.equal(trace.replay(x * 3, 2), model(x * 3, 2))
+    if make is not _replaced:  # whose parameters have no names
+        with pytest.raises(bt.errors.DivergenceError, match="tell apart"):
+            trace.replay(x, flag=2)
+
+
+def test_a_forward_that_is_replaced_later_may_see_it_too() -> None:
+    model, x = _Plain(), torch.ones(2)
+    bended = bt.BendedModule(model)
+    for form in FORMS:
+        assert torch.equal(form(bended, x), form(model, x))
+    assert bended.stats.traces == 1
+    former = model.forward
+    model.forward = lambda *args, **kwargs: former(*args, **kwargs) + len(kwargs)  # type: ignore[method-assign]
+    for form in FORMS * 2:
+        assert torch.equal(form(bended, x), form(model, x))

@@ -274,6 +274,7 @@ class _Run:
         self._kwargs = kwargs
         self._bended = bended
         self._bound = model._signature.bind(args, kwargs)
+        self._form = model._signature.form(args, kwargs)
         self._rests = Suffixes(model, given, bended)
         self._is_whole = False  # whether the model can be called with these arguments
 
@@ -316,7 +317,7 @@ class _Run:
 
     def _chosen(self, tree: TraceTree) -> tuple[KnownRun, Prepared] | None:
         """Return the run with the required rest; None if the model's own Python has to decide."""
-        runs = KnownRuns(self._model, tree, self._bound)
+        runs = KnownRuns(self._model, tree, self._bound, self._form)
         self._is_whole = runs.is_whole
         error: Exception | None = None
         for run in runs:

@@ -258,6 +258,7 @@ class KnownRuns:
         model: the `BendedModule`.
         tree: its paths, with the current insertions.
         bound: the arguments by name, as far as they were passed.
+        form: how they were passed, where the model may see that.
 
     Attributes:
         is_whole: whether the model can be called with these arguments.
@@ -266,12 +267,14 @@ class KnownRuns:
         InputError: no runs are known, and no arguments are given.
     """
 
-    def __init__(self, model: Any, tree: TraceTree, bound: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: Any, tree: TraceTree, bound: Mapping[str, Any], form: tuple[str, ...]
+    ) -> None:
         self._model = model
         self._bound = bound
         names = tuple(bound)
         programs = sorted(tree.programs(), key=lambda program: program.serial, reverse=True)
-        self._same = list(tree.programs(names))
+        self._same = list(tree.programs((*names, *form)))
         self._wider = [p for p in programs if set(names) < set(_names_of(p))]
         self.is_whole = bool(self._same) or (bool(names) and not self._wider)
         if not (self.is_whole or self._wider):

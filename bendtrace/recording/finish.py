@@ -63,6 +63,7 @@ class Recording:
         draws: whether it drew from torch's generators.
         error: what the function raised, where the run is kept nevertheless.
         writes_outside: whether it wrote to tensors that were there before.
+        form: how its arguments were passed, where the function may see that.
         views: what `view` has derived from the run.
     """
 
@@ -71,6 +72,7 @@ class Recording:
         "draws",
         "environment",
         "error",
+        "form",
         "is_transient",
         "output_reads",
         "result",
@@ -90,6 +92,7 @@ class Recording:
         self.output_reads: dict[int, int] = {}
         self.result: Any = None
         self.error: Exception | None = None
+        self.form: tuple[str, ...] = ()
         self.views: dict[Callable[[Recording], Any], Any] = {}
 
     def view(self, derive: Callable[[Recording], T]) -> T:

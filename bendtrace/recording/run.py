@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import operator
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,10 +33,15 @@ class Signature:
 
     Attributes:
         parameters: the names in its signature for passing an argument by name.
+        sees_forms: whether it may see more than this: which arguments are passed by position,
+            and the order of the others. So may a wrapper with the signature of what it calls.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         called = function.forward if isinstance(function, nn.Module) else function
+        self._function = function
+        self._called = getattr(called, "__func__", called)
+        self.sees_forms = _sees_forms(function)
         self._forms: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
         self._arranged: dict[tuple[int | str, ...], _Arrangement] = {}
         try:
@@ -58,6 +65,27 @@ class Signature:
             named = (f"**{name}" if name in given else name for name in kwargs)
             names = self._forms[form] = (*given, *rest, *named)
         return names
+
+    def has_changed(self) -> bool:
+        """Return whether the function sees the forms of calls only now: forward was replaced."""
+        if self.sees_forms:
+            return False
+        if isinstance(self._function, nn.Module):
+            called = self._function.forward
+            self.sees_forms = getattr(called, "__func__", called) is not self._called
+        self.sees_forms = self.sees_forms or _sees_forms(self._function)
+        return self.sees_forms
+
+    def form(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return how arguments are passed, as far as the function may see it; () if it cannot."""
+        return (f"{len(args)} by position", *kwargs) if self.sees_forms else ()
+
+    def told_apart(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Return the names of the arguments, with their form, and the values."""
+        names, values = self.arrange(args, kwargs)
+        return (*names, *self.form(args, kwargs)) if self.sees_forms else names, values
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, in an order independent of how they were passed."""
@@ -145,11 +173,33 @@ def record(
             recording = recorder.run(
                 tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
             )
+            recording.form = signature.form(args, kwargs)
             if joint is not None:
                 joint.ends(recording.result)
             return recording
     finally:
         environment.release()
+
+
+def _sees_forms(function: Any) -> bool:
+    """Whether a function may see whether an argument is passed by position or by name."""
+    if isinstance(function, nn.Module):
+        if type(function).__call__ is not nn.Module.__call__:
+            return True
+        function = function.forward
+    while True:
+        if hasattr(function, "__signature__") or hasattr(function, "__wrapped__"):
+            return True
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        else:
+            break
+    if isinstance(function, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return False
+    call = inspect.getattr_static(type(function), "__call__", None)
+    return isinstance(call, types.FunctionType) and _sees_forms(call)
 
 
 def uninitialized_in(function: Callable[..., Any]) -> bool:
