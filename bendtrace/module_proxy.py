@@ -99,6 +99,18 @@ class ModuleProxy(nn.Module):
         owner = module_of(self._model)
         return (
             super().get_submodule(target)
+    # What a module around this one calls when it loads a state dict, past `load_state_dict`.
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        owner = module_of(self._model)
+        own = super()._load_from_state_dict if owner is None else owner._load_from_state_dict
+        own(*args, **kwargs)
+
+    def _register_load_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        owner = module_of(self._model)
+        own = super() if owner is None else owner
+        return own._register_load_state_dict_pre_hook(*args, **kwargs)
+
             if not target or owner is None
             else (owner.get_submodule(target))
         )
@@ -192,4 +204,12 @@ class ModuleProxy(nn.Module):
         return self
 
 
-_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_TABLES = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+    "_backward_pre_hooks", "_is_full_backward_hook",
+)  # fmt: skip

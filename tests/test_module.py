@@ -459,3 +459,56 @@ def test_a_forward_that_is_replaced_later_may_see_it_too() -> None:
     model.forward = lambda *args, **kwargs: former(*args, **kwargs) + len(kwargs)  # type: ignore[method-assign]
     for form in FORMS * 2:
         assert torch.equal(form(bended, x), form(model, x))
+
+
+class _Stored(nn.Module):
+    """Does more when a state dict is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.seen: list[str] = []
+        self.register_load_state_dict_pre_hook(lambda *_: self.seen.append("before"))
+        self.register_load_state_dict_post_hook(lambda *_: self.seen.append("after"))
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append("within")
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def get_extra_state(self) -> Any:
+        return {"a": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen.append(f"extra {state}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_a_module_around_it_loads_a_state_dict_as_into_the_model() -> None:
+    plain, model = _Stored(), _Stored()
+    outer = nn.Sequential(bt.BendedModule(model))
+    stored = nn.Sequential(plain).state_dict()
+    assert list(outer.state_dict()) == list(stored)
+    nn.Sequential(plain).load_state_dict(stored)
+    outer.load_state_dict(stored)
+    assert model.seen == plain.seen
+    assert model.seen[-1] == "after"
+    norm = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    del norm["0.num_batches_tracked"]
+    norm._metadata["0"]["version"] = 1  # which a batch norm knows how to read
+    nn.Sequential(bt.BendedModule(nn.BatchNorm1d(2))).load_state_dict(norm)
+
+
+def test_hooks_on_state_dicts_are_those_of_the_model() -> None:
+    model, seen = nn.Linear(2, 2), []
+    bended = bt.BendedModule(model)
+    bended.register_state_dict_pre_hook(lambda *_: seen.append(1))
+    bended.register_state_dict_post_hook(lambda *_: seen.append(2))
+    bended.register_load_state_dict_pre_hook(lambda *_: seen.append(3))
+    bended.register_load_state_dict_post_hook(lambda *_: seen.append(4))
+    bended.load_state_dict(bended.state_dict())
+    assert seen == [1, 2, 3, 4]
+    del bended
+    model.load_state_dict(model.state_dict())
+    assert seen == [1, 2, 3, 4] * 2
