@@ -27,7 +27,7 @@ class ModuleProxy(nn.Module):
     # Attributes that a trace of a module around this one must not depend on.
     _untraced: frozenset[str] = frozenset()
     # Attributes that are set on this one only.
-    _own: frozenset[str] = frozenset({"training", "_is_full_backward_hook"})
+    _own: frozenset[str] = frozenset({"_is_full_backward_hook"})
     _model: Callable[..., Any]
 
     def _stand_in_for(self, model: Callable[..., Any], shared: Iterable[str] = ()) -> None:
@@ -44,7 +44,10 @@ class ModuleProxy(nn.Module):
         # The very tables of the model: names, state dict keys and tensors are its own.
         for table in _TABLES:
             object.__setattr__(self, table, getattr(owner, table))
-        object.__setattr__(self, "training", owner.training)
+        if owner is module_of(model):  # the module itself, whose mode is asked for each time
+            del self.__dict__["training"]
+        else:
+            object.__setattr__(self, "training", owner.training)
         if not isinstance(model, nn.Module):
             return
         overridden = self._overridden(type(model))
@@ -76,7 +79,8 @@ class ModuleProxy(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Set the model's training mode."""
-        object.__setattr__(self, "training", mode)
+        if "training" in self.__dict__:
+            object.__setattr__(self, "training", mode)
         owner = module_of(self._model)
         if owner is not None:
             owner.train(mode)
@@ -94,11 +98,6 @@ class ModuleProxy(nn.Module):
         own = super().load_state_dict if owner is None else owner.load_state_dict
         return own(*args, **kwargs)
 
-    def get_submodule(self, target: str) -> nn.Module:
-        """Return a submodule of the model, also one that has the name of a method of this class."""
-        owner = module_of(self._model)
-        return (
-            super().get_submodule(target)
     # What a module around this one calls when it loads a state dict, past `load_state_dict`.
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -111,6 +110,11 @@ class ModuleProxy(nn.Module):
         own = super() if owner is None else owner
         return own._register_load_state_dict_pre_hook(*args, **kwargs)
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a submodule of the model, also one that has the name of a method of this class."""
+        owner = module_of(self._model)
+        return (
+            super().get_submodule(target)
             if not target or owner is None
             else (owner.get_submodule(target))
         )
@@ -129,6 +133,8 @@ class ModuleProxy(nn.Module):
             model = self.__dict__.get("_model")
             if model is None:
                 raise
+        if name == "training" and (owner := module_of(model)) is not None:
+            return owner.training
         try:
             found = getattr(model, name)
         except AttributeError as error:
@@ -153,7 +159,6 @@ class ModuleProxy(nn.Module):
         def call(*args: Any, **kwargs: Any) -> Any:
             with serving(model, self) if is_served else nullcontext(), self._serving_parts(method):
                 result = method(*args, **kwargs)
-            object.__setattr__(self, "training", model.training)
             return self if result is model else result  # what `eval` and the like return
 
         return call
@@ -168,10 +173,13 @@ class ModuleProxy(nn.Module):
             return
         # What the model's forward reads has to reach the model.
         model = self.__dict__.get("_model")
-        if name in self._own or not isinstance(model, nn.Module):
+        owner: Any = model
+        if name == "training" and name not in self.__dict__ and model is not None:
+            owner = module_of(model)
+        if name not in self._own and isinstance(owner, nn.Module):
+            setattr(owner, name, value)
+        else:
             super().__setattr__(name, value)
-        if name not in self._own - {"training"} and isinstance(model, nn.Module):
-            setattr(model, name, value)
 
     def __delattr__(self, name: str) -> None:
         model = self.__dict__.get("_model")
@@ -207,9 +215,4 @@ class ModuleProxy(nn.Module):
 _TABLES = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
-_HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
-    "_backward_pre_hooks", "_is_full_backward_hook",
 )  # fmt: skip

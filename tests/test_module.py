@@ -512,3 +512,35 @@ def test_hooks_on_state_dicts_are_those_of_the_model() -> None:
     del bended
     model.load_state_dict(model.state_dict())
     assert seen == [1, 2, 3, 4] * 2
+
+
+class _Frozen(nn.Dropout):
+    def train(self, mode: bool = True) -> _Frozen:
+        return super().train(False)
+
+
+def test_the_mode_is_that_of_the_model_at_any_time() -> None:
+    class Around(nn.Module):
+        def __init__(self, part: Any) -> None:
+            super().__init__()
+            self.part = part
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x) * (2 if self.part.training else 3)
+
+    model, x = nn.Tanh(), torch.ones(2)
+    bended = bt.BendedModule(model)
+    outer = bt.BendedModule(Around(bended))
+    changes: list[Callable[[], Any]] = [
+        model.eval, model.train, bended.eval, outer.train,
+        lambda: setattr(model, "training", False), lambda: setattr(bended, "training", True),
+    ]  # fmt: skip
+    for change in changes:
+        change()
+        assert bended.training is model.training
+        for _ in range(2):
+            assert torch.equal(outer(x), model(x) * (2 if model.training else 3))
+    assert bt.BendedModule(_Frozen()).train().training is False
+    bound = bt.BendedModule(model.forward)
+    model.eval()
+    assert bound.training is False
