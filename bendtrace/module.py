@@ -534,11 +534,12 @@ class BendedModule(BaseModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.
-        made = type(self).__new__(type(self))
+        made = memo[id(self)] = type(self).__new__(type(self))  # the model may hold this one
+        model = copy.deepcopy(self._model, memo)
+        self._fill_tables(model, memo)
         carried = self._carried(memo)
         BendedModule.__init__(
-            made, copy.deepcopy(self._model, memo), max_traces=self._trees.limit,
-            **carried["backend"],
+            made, model, max_traces=self._trees.limit, **carried["backend"],
         )  # fmt: skip
         made._take_over(carried)
         return made
@@ -547,13 +548,16 @@ class BendedModule(BaseModule):
         return _wrap, (type(self), self._model, self._trees.limit, self._carried(None))
 
     def _carried(self, memo: dict[int, Any] | None) -> dict[str, Any]:
-        """Return what a copy is to have besides the model: names, what is inserted, the backend.
+        """Return what a copy is to have besides the model.
+
+        That is names, what is inserted, the backend, and the hooks on this module itself.
 
         Args:
             memo: the objects copied so far, for a deep copy; None when everything is pickled.
         """
         speculation = self._dispatcher.speculation
         return {
+            "hooks": self._own_hooks() if memo is None else copy.deepcopy(self._own_hooks(), memo),
             "backend": {} if speculation is None else speculation.settings.arguments,
             "registry": self._known.registry.__getstate__(),
             "bends": self._bending.kept(memo),
@@ -564,6 +568,7 @@ class BendedModule(BaseModule):
         self._known.registry.__setstate__(carried["registry"])
         self._board.restore(*carried["insertions"])
         self._bending.restore(carried["bends"])
+        vars(self).update(carried["hooks"])
 
     __treescope_repr__ = folded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -119,6 +120,17 @@ class ModuleProxy(nn.Module):
             else (owner.get_submodule(target))
         )
 
+    def _fill_tables(self, model: Any, memo: dict[int, Any]) -> None:
+        """Copy the tables of the model ahead, where a copy of it has only begun: it holds this."""
+        if isinstance(model, nn.Module) and not vars(model):
+            vars(model).update(
+                {name: copy.deepcopy(getattr(self._model, name), memo) for name in _TABLES}
+            )
+
+    def _own_hooks(self) -> dict[str, Any]:
+        """Return the tables of the hooks on this module, apart from those of the model."""
+        return {name: self.__dict__[name] for name in _HOOKS}
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # What .to(), .half() and the like come down to; some modules do more than the default.
         owner = module_of(self._model)
@@ -215,4 +227,9 @@ class ModuleProxy(nn.Module):
 _TABLES = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+    "_backward_pre_hooks", "_is_full_backward_hook",
 )  # fmt: skip

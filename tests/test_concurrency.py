@@ -652,6 +652,31 @@ def test_hooks_on_the_bended_module_itself_fire_once_a_call() -> None:
     assert len(fired) == 9
 
 
+def _doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_has_the_hooks_on_the_bended_module_itself(how: str) -> None:
+    bended = bt.BendedModule(Branching())
+    handle = bended.register_forward_hook(_doubled)
+    twin = COPIES[how](bended)
+    assert bits(twin(INPUTS[0])) == bits(bended(INPUTS[0])) == bits(bended.model(INPUTS[0]) * 2)
+    handle.remove()
+    assert bits(twin(INPUTS[0])) == bits(bended.model(INPUTS[0]) * 2)
+
+
+@pytest.mark.parametrize("of_model", [True, False])
+def test_a_copy_of_a_model_that_holds_its_bended_module(of_model: bool) -> None:
+    bended = bt.BendedModule(Branching())
+    bended.model.holds = [bended]
+    twin = copy.deepcopy(bended.model).holds[0] if of_model else copy.deepcopy(bended)
+    assert twin is not bended
+    assert twin.model.holds[0] is twin
+    assert not {id(p) for p in twin.parameters()} & {id(p) for p in bended.parameters()}
+    assert bits(twin(INPUTS[0])) == bits(bended(INPUTS[0]))
+
+
 # What is freed
 
 
