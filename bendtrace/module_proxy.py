@@ -7,13 +7,13 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 from torch import nn
 
 from bendtrace.environment.owners import module_of
-from bendtrace.recording.serving import serving
+from bendtrace.recording.serving import in_steps, serving
 
 __all__ = ["ModuleProxy"]
 
@@ -167,11 +167,17 @@ class ModuleProxy(nn.Module):
         # Around a call of the model's own, it is that call that recorded paths stand for.
         is_served = type(model).__call__ is nn.Module.__call__
 
+        @contextmanager
+        def within() -> Iterator[None]:
+            with serving(model, self) if is_served else nullcontext(), self._serving_parts(method):
+                yield
+
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with serving(model, self) if is_served else nullcontext(), self._serving_parts(method):
+            with within():
                 result = method(*args, **kwargs)
-            return self if result is model else result  # what `eval` and the like return
+            # What `eval` and the like return; and generators, which run later.
+            return self if result is model else in_steps(result, within)
 
         return call
 

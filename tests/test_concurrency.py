@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import asyncio
 import copy
 import gc
 import io
@@ -230,6 +231,122 @@ def test_a_model_used_by_one_thread_while_a_method_of_it_is_called_by_another() 
         )
     assert given == [[wanted[0]] * ROUNDS, [wanted[1]] * ROUNDS]
     assert "_compiled_call_impl" not in vars(model)
+
+
+# Methods of a model, in several threads, and those that run in steps
+
+
+class Methods(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(3, 3), nn.ReLU()
+        self.meet: Callable[[], Any] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.fc(x))
+
+    def twice(self, x: Tensor) -> Tensor:
+        y = self(x)
+        self.meet()
+        return self(y)
+
+    def through(self, other: Any, x: Tensor) -> Tensor:
+        return other.twice(x) + self(x)
+
+    def in_a_thread(self, x: Tensor) -> Tensor:
+        return together(lambda: self(x))[0]
+
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        for _ in range(3):
+            try:
+                x = self(x)
+                sent = yield x
+                x = x if sent is None else x + sent
+            except ValueError:
+                x = self(x) - 1
+
+    async def awaited(self, x: Tensor) -> Tensor:
+        x = self(x)
+        await asyncio.sleep(0)
+        return self(x)
+
+    async def streamed(self, x: Tensor) -> Any:
+        for _ in range(3):
+            x = self(x)
+            await asyncio.sleep(0)
+            yield x
+
+
+def with_methods() -> tuple[Methods, Methods, bt.BendedModule, Tensor]:
+    """A model, the same with a hook, a bended one with the same inserted, and an input."""
+    model = Methods()
+    hooked = copy.deepcopy(model)
+    hooked.act.register_forward_hook(lambda module, inputs, output: output * 2)
+    bended = bt.BendedModule(model)
+    x = torch.randn(2, 3)
+    bended(x)
+    bended.interject("act", lambda value: value * 2)
+    return copy.deepcopy(model), hooked, bended, x
+
+
+def test_what_is_inserted_is_not_called_for_other_threads_while_a_method_runs() -> None:
+    plain, hooked, bended, x = with_methods()
+    other = bt.BendedModule(bended.model)
+    before, after = threading.Barrier(2), threading.Barrier(2)
+
+    def meets() -> None:
+        if threading.current_thread() is first:
+            before.wait()
+            after.wait()
+
+    bended.model.meet = meets
+    results: list[Tensor] = []
+    first = threading.Thread(target=lambda: results.append(bended.twice(x)))
+    first.start()
+    before.wait()
+    try:
+        assert bits(bended.model(x)) == bits(plain(x))
+        assert bits(other.twice(x)) == bits(plain.twice(x))
+        assert bits(together(lambda: bended.model(x))[0]) == bits(plain(x))
+    finally:
+        after.wait()
+        first.join()
+    assert bits(results[0]) == bits(hooked.twice(x))
+    assert "_compiled_call_impl" not in vars(bended.model)
+    assert threading.Thread.__init__.__qualname__ == "Thread.__init__"
+
+
+def test_methods_of_two_bended_modules_of_one_model_inside_each_other() -> None:
+    plain, hooked, bended, x = with_methods()
+    other = bt.BendedModule(bended.model)
+    assert bits(bended.through(other, x)) == bits(hooked.through(plain, x))
+    assert bits(other.through(bended, x)) == bits(plain.through(hooked, x))
+
+
+def test_a_thread_that_a_method_starts_calls_what_the_method_calls() -> None:
+    _, hooked, bended, x = with_methods()
+    assert bits(bended.in_a_thread(x)) == bits(hooked.in_a_thread(x))
+
+
+def test_methods_that_run_in_steps_call_what_is_inserted() -> None:
+    _, hooked, bended, x = with_methods()
+    given = []
+    for model in (bended, hooked):
+        steps = model.stream(x)
+        found = [next(steps), steps.send(torch.ones(3)), steps.throw(ValueError())]
+        given.append([bits(value) for value in (*found, *steps)])
+        steps = model.stream(x)
+        next(steps)
+        steps.close()
+        assert next(steps, None) is None
+        given[-1].append(bits(asyncio.run(model.awaited(x))))
+
+        async def all_of(model: Any = model) -> list[Any]:
+            return [bits(value) async for value in model.streamed(x)]
+
+        given[-1] += asyncio.run(all_of())
+    assert given[0] == given[1]
+    assert "_compiled_call_impl" not in vars(bended.model)
 
 
 # Errors and interruptions
