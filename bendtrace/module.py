@@ -572,6 +572,11 @@ class BendedModule(BaseModule):
 
     __treescope_repr__ = folded
 
+    def __dir__(self) -> list[str]:
+        # `torch.jit.trace` asks for all that is listed.
+        nothing = {"latest_trace"} if self._dispatcher.latest is None else set()
+        return [name for name in super().__dir__() if name not in nothing]
+
     def __repr__(self) -> str:
         return f"BendedModule({self._model!r}, {self.stats})"
 

@@ -544,3 +544,12 @@ def test_the_mode_is_that_of_the_model_at_any_time() -> None:
     bound = bt.BendedModule(model.forward)
     model.eval()
     assert bound.training is False
+
+
+def test_torch_traces_one_that_was_never_called() -> None:
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    bended = bt.BendedModule(model)
+    assert "latest_trace" not in dir(bended)
+    assert torch.equal(torch.jit.trace(bended, x)(x * 2), model(x * 2))
+    bended(x)
+    assert "latest_trace" in dir(bended)
