@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
@@ -553,3 +554,16 @@ def test_torch_traces_one_that_was_never_called() -> None:
     assert torch.equal(torch.jit.trace(bended, x)(x * 2), model(x * 2))
     bended(x)
     assert "latest_trace" in dir(bended)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by linearize itself
+def test_make_fx_and_linearize_see_what_is_inserted() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).requires_grad_(False), torch.randn(2, 3)
+    bended = bt.BendedModule(model)
+    bended(x)
+    with bended.interject("sub_1", lambda value: value * 2):
+        for _ in range(2):
+            assert torch.equal(make_fx(bended)(x)(x * 3), model(x * 3) * 2)
+            tangent = torch.func.linearize(bended, x)[1](x)
+            assert torch.equal(tangent, torch.func.linearize(lambda x: model(x) * 2, x)[1](x))
+            bended(x)

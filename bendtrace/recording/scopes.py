@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -19,6 +20,12 @@ from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.torch_rules.distributed_forward import has_joint_hooks, with_joint_hooks
 
 __all__ = ["Scopes"]
+
+# Where `make_fx` and `torch.fx` call modules while they have replaced `nn.Module.__call__`.
+_FX = frozenset(
+    os.path.join(os.path.dirname(torch.__file__), "fx", *parts)
+    for parts in (("_symbolic_trace.py",), ("experimental", "proxy_tensor.py"))
+)
 
 
 class Scopes:
@@ -66,6 +73,8 @@ class Scopes:
         scope = ModuleCall(path, module, number, outer, len(self._tape.ops))
         scope.training = module.training
         frame = sys._getframe(3)  # the caller of the module, behind `nn.Module.__call__`
+        while frame.f_code.co_filename in _FX and frame.f_back is not None:
+            frame = frame.f_back  # make_fx has replaced `nn.Module.__call__`
         scope.site = self._writer.site(frame)
         if self._inserter is not None:
             with self._ran.left():
