@@ -108,7 +108,7 @@ class ModuleProxy(nn.Module):
 
     def _register_load_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         owner = module_of(self._model)
-        own = super() if owner is None else owner
+        own: Any = super() if owner is None else owner
         return own._register_load_state_dict_pre_hook(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:

@@ -50,7 +50,7 @@ class _Server:
 
 _TAKEN_ALONG = "_bendtrace_served"
 _active: list[_Server] = []
-_make_thread = threading.Thread.__init__
+_make_thread: Any = threading.Thread.__init__
 
 
 @functools.wraps(_make_thread)
@@ -58,6 +58,9 @@ def _make_thread_of_method(thread: threading.Thread, *args: Any, **kwargs: Any) 
     _make_thread(thread, *args, **kwargs)
     calls = ((server, server.current()) for server in tuple(_active))
     vars(thread)[_TAKEN_ALONG] = [pair for pair in calls if pair[1] is not None]
+
+
+_made_of_method: Any = _make_thread_of_method
 
 
 @contextmanager
@@ -75,7 +78,7 @@ def serving(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
         attributes[_KEY] = server
         if not server.users:
             if not _active and threading.Thread.__init__ is _make_thread:
-                threading.Thread.__init__ = _make_thread_of_method  # type: ignore[method-assign]
+                threading.Thread.__init__ = _made_of_method  # type: ignore[method-assign]
             _active.append(server)
         server.users += 1
         server.calls.setdefault(thread, []).append(call)
@@ -90,7 +93,7 @@ def serving(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
             server.users -= 1
             if not server.users:
                 _active.remove(server)
-                if not _active and threading.Thread.__init__ is _make_thread_of_method:
+                if not _active and threading.Thread.__init__ is _made_of_method:
                     threading.Thread.__init__ = _make_thread  # type: ignore[method-assign]
                 if attributes.get(_KEY) is server:
                     if server.before is None:
