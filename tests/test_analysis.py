@@ -449,6 +449,14 @@ def test_tuples_and_dicts_are_taken_apart_under_paths_that_can_be_inserted_at() 
         assert_same(found.results, {path: mean.results[path]})
 
 
+@pytest.mark.parametrize("keys", [("my key", "my_key"), (1, "1"), ("_a", "a")])
+def test_parts_with_the_same_path_are_refused_instead_of_taken_together(keys: Any) -> None:
+    mean = RunningMean()
+    with pytest.raises(InputError, match=r"two parts of the dict that 'block' returned"):
+        mean.update("block", {keys[0]: torch.zeros(2, 3), keys[1]: torch.ones(2, 3)})
+    assert mean.results == {}
+
+
 def test_what_no_analyser_can_look_at_is_refused_with_the_node() -> None:
     mean = RunningMean()
     with pytest.raises(InputError, match="'name' returned a str"):

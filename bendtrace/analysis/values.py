@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,7 +43,7 @@ def parts_of(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             containers are left out.
 
     Raises:
-        InputError: it contains neither a tensor nor a number.
+        InputError: it contains neither a tensor nor a number, or two parts have the same path.
 
     Example:
         >>> import torch
@@ -54,6 +55,13 @@ def parts_of(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         raise InputError(
             f"an analyser needs tensors or numbers; {path!r} returned a "
             f"{type(value).__qualname__} without any"
+        )
+    if len({part for part, _ in found}) < len(found):
+        counts = Counter(part for part, _ in found)
+        twice = next(part for part, count in counts.items() if count > 1)
+        raise InputError(
+            f"two parts of the {type(value).__qualname__} that {path!r} returned have the same "
+            f"path, {twice!r}: analyse the nodes that return them"
         )
     yield from found
 
