@@ -429,6 +429,14 @@ def test_no_rows_change_nothing(name: str) -> None:
     assert_same(fresh.result(), made.result())
 
 
+@pytest.mark.parametrize("first", [[], [torch.ones(0, 1)], [torch.tensor([[5.0]])]])
+def test_a_variance_keeps_its_own_divisor_when_rows_are_merged_into_it(first: list[Tensor]) -> None:
+    made = fed(Variance(correction=0), first)
+    made.merge(fed(Variance(), [torch.tensor([[1.0], [3.0]])]))
+    rows = torch.cat([*first, torch.tensor([[1.0], [3.0]])])
+    torch.testing.assert_close(made.result(), rows.double().var(0, correction=0))
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_before_any_row_the_result_is_nan_or_zero(name: str) -> None:
     made = MAKERS[name]()

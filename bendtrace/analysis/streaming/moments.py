@@ -42,7 +42,7 @@ class _Shifted(UnitStatistic):
 
     def _join(self, other: Self) -> None:
         if self.count == 0 or self._shift is None or other._shift is None:
-            self.load_state_dict(other.state_dict())
+            self._take_over(other)
             return
         first, *rest = (item.to(self._shift.device) for item in other._sums)
         apart = other._shift.to(self._shift.device) - self._shift
@@ -102,6 +102,7 @@ class Moments(_Shifted):
     """
 
     _settings = ("order",)
+    _choices = ("correction",)
 
     def __init__(self, order: int = 2, correction: int = 1) -> None:
         super().__init__()

@@ -79,11 +79,13 @@ class Statistic:
 class UnitStatistic(Statistic):
     """A statistic of each unit, for rows of one shape.
 
-    Subclasses name their settings in `_settings`, add rows of the right shape in `_take`, and merge
-    another non-empty statistic in `_join`.
+    Subclasses name their settings in `_settings`, those that only the result depends on in
+    `_choices`, add rows of the right shape in `_take`, and merge another non-empty statistic in
+    `_join`.
     """
 
     _settings: ClassVar[tuple[str, ...]] = ()
+    _choices: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.count = 0
@@ -126,9 +128,15 @@ class UnitStatistic(Statistic):
             self._require_same("the shape of the units", self._shape, other._shape)
         if other._shape is not None:
             if self._shape is None:
-                self.load_state_dict(other.state_dict())
+                self._take_over(other)
             elif other.count:
                 self._join(other)
+
+    def _take_over(self, other: Self) -> None:
+        """Take the rows of another one in place of none."""
+        own = {name: getattr(self, name) for name in self._choices}
+        self.load_state_dict(other.state_dict())
+        vars(self).update(own)
 
     def _require_same(self, name: str, mine: Any, theirs: Any) -> None:
         if isinstance(mine, Tensor):
