@@ -165,6 +165,19 @@ def test_means_are_sums_in_double_precision_in_the_order_of_the_batches() -> Non
         assert torch.equal(bended(CLEAN), expected)
 
 
+def test_means_of_complex_numbers_have_both_parts() -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.fft.fft(x).abs()
+
+    bended = bt.BendedModule(model)
+    reference, x = torch.randn(5, 4), torch.randn(2, 4)
+    bended(x)
+    with ablate(bended, "fft_fft", "mean", reference=[reference[:2], reference[2:]]):
+        found = bended(x)
+    wanted = torch.fft.fft(reference).to(torch.complex128).mean(0, keepdim=True).expand(2, 4)
+    torch.testing.assert_close(found, wanted.to(torch.complex64).abs())
+
+
 def test_samples_that_differ_in_length_have_a_mean_over_positions_too() -> None:
     model = transformer()
     bended = bt.BendedModule(model)

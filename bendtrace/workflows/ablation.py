@@ -504,7 +504,8 @@ def _mean_over(
         for (_, path), passes in seen.items():
             for number, value in passes.items():
                 _check_axes(path, value, over)
-                part = value.double().sum(over, keepdim=True)
+                exact = torch.complex128 if value.is_complex() else torch.float64
+                part = value.to(exact).sum(over, keepdim=True)
                 known = sums.get((path, number))
                 if known is not None and known.shape != part.shape:
                     raise SiteError(
