@@ -374,6 +374,19 @@ def _state(model: nn.Module) -> list[Tensor]:
     return [tensor.clone() for tensor in model.state_dict().values()]
 
 
+def test_a_slice_without_positions_is_missing_and_not_without_effect() -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.relu(x).sum(1)
+
+    runs: Any = (model, torch.ones(1, 5, 2), torch.zeros(1, 5, 2), ["relu"], torch.sum)
+    options: Any = {"positions": [slice(7, 9), slice(-2, None)]}
+    with pytest.raises(SiteError, match="axis 1 has size 5, and no positions 7:9"):
+        activation_patching(*runs, **options)
+    found = activation_patching(*runs, **options, missing="nan")
+    assert found.values[0].isnan().tolist() == [True, False]
+    assert found.values[0, 1] == 4
+
+
 def test_all_runs_begin_alike_and_leave_nothing_behind() -> None:
     torch.manual_seed(0)
     model = _Stateful().train()

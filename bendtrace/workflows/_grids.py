@@ -195,6 +195,8 @@ def _axis(axis: int, value: Tensor) -> int:
 
 def _entry(position: Position, size: int, axis: int) -> Any:
     if isinstance(position, slice):
+        if size and not len(range(*position.indices(size))):
+            raise NoPart(f"axis {axis} has size {size}, and no positions {_shown(position)}")
         return position
     listed = position if isinstance(position, tuple) else (position,)
     for number in listed:
