@@ -78,6 +78,18 @@ def test_entropy_divergence_ranks_and_tops_are_those_of_numpy() -> None:
     assert (found.kl()["embed"] > 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_entropy_and_divergence_of_half_precision_are_computed_in_single(dtype: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1000)).to(dtype)
+    found = logit_lens(model, torch.randn(4, 8, dtype=dtype), ["0", "1"], unembed=["2"])
+    ours, theirs = (v.double().log_softmax(-1) for v in (found.final, found["sub_0"]))
+    wanted = (ours.exp() * (ours - theirs)).sum(-1)
+    torch.testing.assert_close(found.kl()["sub_0"].double(), wanted, rtol=1e-4, atol=1e-6)
+    wanted = -(theirs.exp() * theirs).sum(-1)
+    torch.testing.assert_close(found.entropy()["sub_0"].double(), wanted, rtol=1e-5, atol=0)
+
+
 def test_classes_without_a_chance_are_no_nan() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 1.0]])
 

@@ -63,7 +63,7 @@ class LensResult:
         """Return the entropy at each site, in nats: (examples, positions)."""
         found = {}
         for site, value in self.logits.items():
-            logs = value.log_softmax(-1)
+            logs = _logs(value)
             found[site] = -torch.xlogy(logs.exp(), logs.exp()).sum(-1)
         return found
 
@@ -133,10 +133,15 @@ class LensResult:
 
 def divergence(final: Tensor, logits: Tensor) -> Tensor:
     """Return KL(final || logits) along the last axis, in nats."""
-    ours, theirs = final.log_softmax(-1), logits.log_softmax(-1)
+    ours, theirs = _logs(final), _logs(logits)
     # Classes without probability in the first count nothing, whatever they have in the second.
     terms = torch.where(ours == -torch.inf, 0.0, ours.exp() * (ours - theirs))
     return terms.sum(-1)
+
+
+def _logs(logits: Tensor) -> Tensor:
+    """Return logarithms of probabilities, for half precision in single precision."""
+    return logits.log_softmax(-1, torch.float32 if logits.dtype.itemsize < 4 else None)
 
 
 def logit_lens(
