@@ -262,6 +262,16 @@ def test_a_function_of_the_value_says_which_positions() -> None:
         same(steering(tokens()), wanted)
 
 
+def test_numbers_in_tensors_are_positions_and_truth_values_in_lists_are_refused() -> None:
+    bended, vector = bt.BendedModule(nn.Sequential(nn.Identity())), torch.ones(2)
+    for positions in (torch.tensor(2), torch.tensor([2]), lambda value: torch.tensor(-1)):
+        with steer(bended, vector, "0", positions=positions):
+            assert bended(torch.zeros(1, 3, 2))[0, :, 0].tolist() == [0, 0, 1]
+    with steer(bended, vector, "0", positions=lambda value: [True, False, True]):
+        with pytest.raises(InterjectionError, match="truth values, not positions"):
+            bended(torch.zeros(1, 3, 2))
+
+
 @pytest.mark.parametrize("normalise", ["vector", True, "value"])
 def test_lengths_can_be_brought_back(normalise: Any) -> None:
     model = made(Transformer)

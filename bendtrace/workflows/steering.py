@@ -395,7 +395,16 @@ def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
             f"positions nor the examples and positions of {tuple(value.shape)}",
             at.path,
         )
-    listed = [positions] if isinstance(positions, int) else [int(p) for p in positions]
+    several = [positions] if isinstance(positions, int) else positions
+    if isinstance(positions, Tensor):
+        several = positions.flatten().tolist()
+    elif any(isinstance(p, bool) for p in several):
+        raise InterjectionError(
+            f"steer at {at.path}: {positions!r} are truth values, not positions: return a mask as "
+            "a tensor",
+            at.path,
+        )
+    listed = [int(p) for p in several]
     length = value.shape[1]
     beyond = [p for p in listed if not -length <= p < length]
     if beyond:
