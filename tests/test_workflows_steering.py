@@ -66,6 +66,21 @@ def test_a_vector_is_the_difference_of_the_means_over_loaders(position: Any) -> 
     assert "12 and 6 examples" in repr(found)
 
 
+@pytest.mark.parametrize("position", [None, slice(1, None)])
+def test_means_over_positions_in_half_precision_are_not_rounded(position: Any) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4)).bfloat16()
+    rows = (torch.randn(3, 64, 4) + 3).bfloat16()
+    found = steering_vector(model, rows, torch.zeros_like(rows), "0", position=position)
+    wanted = rows[:, position or slice(None)].double().mean((0, 1))
+    torch.testing.assert_close(found.positive["sub_0"], wanted)
+    seen = []
+    steering_vector(
+        model, rows, rows, "0", position=position,
+        reduce=lambda one, other: seen.append(one) or one.mean(0),
+    )  # fmt: skip
+    assert seen[0].dtype == torch.bfloat16
+
+
 def test_batches_of_other_sizes_give_the_same_mean() -> None:
     model = made(Transformer)
     data = tokens(12)

@@ -184,6 +184,8 @@ class _Sums:
                 rows = _rows(value, call, position, path)
                 self.dtypes.setdefault(path, value.dtype)
                 total = rows.to(torch.float64).sum(0)
+                if not callable(position):
+                    rows = rows.to(value.dtype)
                 self._add(path, total, len(rows), [rows] if keeps_rows else [])
         self.name_as(self)
         if not any(self.counts.values()):
@@ -211,7 +213,7 @@ def _rows(given: Any, call: Call, position: Any, path: str) -> Tensor:
     if callable(position):
         return rows_of(value, path, "position", position(value, call))
     if position is None:
-        return value.flatten(1, -2).mean(1) if value.dim() > 2 else value
+        return _mean(value) if value.dim() > 2 else value
     if value.dim() < 3:
         raise InputError(
             f"{path} has shape {tuple(value.shape)}, which has no axis of positions: pass "
@@ -227,7 +229,12 @@ def _rows(given: Any, call: Call, position: Any, path: str) -> Tensor:
         raise InputError(
             f"{position} selects nothing in the output of {path}, {tuple(value.shape)}"
         )
-    return taken.flatten(1, -2).mean(1) if taken.dim() > 2 else taken
+    return _mean(taken) if taken.dim() > 2 else taken
+
+
+def _mean(value: Tensor) -> Tensor:
+    """Return the mean over all axes but the first and the last, in double precision."""
+    return value.flatten(1, -2).mean(1, dtype=torch.float64)
 
 
 class _Steps(Interjection):
