@@ -56,6 +56,19 @@ def test_loaders_and_batches_of_other_forms() -> None:
     assert other["blocks_1"].shape == (3, WIDTH)
 
 
+def test_a_loader_may_use_its_memory_again() -> None:
+    x, labels = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+
+    def loader() -> Any:
+        for number in range(3):
+            yield x.fill_(number), labels.fill_(number)
+
+    data = probe_data(nn.Sequential(nn.Identity(), nn.ReLU()), loader(), ["0", "1"])
+    assert data.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    for path in ("sub_0", "sub_1"):
+        assert torch.equal(data[path][:, 0], data.labels.float())
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model = made(Transformer)
 

@@ -150,7 +150,7 @@ def probe_data(
                     f"{number}"
                 )
             features.setdefault(path, []).append(value.cpu())
-        labels.append(given.cpu())
+        labels.append(given.to("cpu", copy=True))  # the loader may use its memory again
     if not labels:
         raise InputError("the loader has no batches")
     return ProbeData(
