@@ -159,6 +159,29 @@ def test_a_model_that_draws_for_some_batches_only_is_not_gone_on_with(tmp_path: 
         go(tmp_path, noisy, data)
 
 
+def test_a_model_that_draws_on_a_gpu_alone_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = [0]
+
+    def states() -> list[Tensor]:  # of two devices
+        return [torch.zeros(1), torch.full((1,), float(drawn[0]))]
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", states)
+
+    def call(bended: Any, batch: Tensor) -> None:
+        bended(batch)
+        drawn[0] += 1
+        if drawn[0] > 2:
+            raise RuntimeError("no such luck")
+
+    data = [torch.ones(2, 4) for _ in range(4)]
+    for said in ("no such luck", "draws random numbers"):
+        with pytest.raises(bt.BendtraceError, match=said):
+            go(tmp_path, torch.relu, data, call=call)
+
+
 def test_floats_that_cannot_be_checked_are_refused_at_the_door(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="dtype="):
         go(tmp_path / "a", dtype=torch.float8_e4m3fn)

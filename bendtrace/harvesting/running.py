@@ -247,9 +247,9 @@ class HarvestRun:
         elif filling.draws:
             self._called(content)
         else:
-            before = torch.get_rng_state()
+            before = _random_states()
             self._called(content)
-            filling.draws = not torch.equal(before, torch.get_rng_state())
+            filling.draws = not all(map(torch.equal, before, _random_states()))
 
     def _called(self, content: Any) -> None:
         if self._call is None:
@@ -299,6 +299,14 @@ class HarvestRun:
             for name, tensor in state_of(model)
             if not tensor.is_inference()
         }
+
+
+def _random_states() -> list[Tensor]:
+    """Return the states of torch's generators, of GPUs too if any has been used."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states
 
 
 class _Past:
