@@ -214,6 +214,20 @@ def test_probes_are_bit_by_bit_those_of_a_plain_loop(
     assert bended.insertions == ()
 
 
+def test_a_loader_may_use_its_memory_again_before_the_step() -> None:
+    bended = bt.BendedModule(nn.Sequential(nn.Linear(3, 4)))
+    losses = []
+    for again in (False, True):
+        probe, x, y = LinearProbe(3), torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+        with bended.interject("0", probe), torch.no_grad():
+            for number in range(3):
+                x, y = (x, y) if again else (x.clone(), y.clone())
+                probe.targets = y.fill_(number)
+                bended(x.fill_(number))
+        losses.append(probe.train_step()["sub_0"])
+    assert torch.equal(losses[0], losses[1])
+
+
 def test_the_model_is_trained_as_without_probes() -> None:
     model, twin = made(Plain), made(Plain)
     bended, probe = bt.BendedModule(model), LinearProbe(3, ADAM)

@@ -280,8 +280,6 @@ class LinearProbe(Analyser):
         features, samples = self._features(value)
         targets, outputs = self._targets_for(batch.targets, samples)
         targets = targets.to(features.device)
-        if targets.is_inference():  # which no gradient can be computed with
-            targets = targets.clone()
         state.check(features.shape[1], outputs)
         if not self._training:
             self._score(state, features, targets, outputs)
@@ -296,7 +294,9 @@ class LinearProbe(Analyser):
                 )
             self._make(state, features, outputs)
             self._ready(state)
-            state.waiting.append((lazily_copied(features), targets))
+            # A copy, since their memory may be used for the next batch; and it is no inference
+            # tensor, with which no gradient can be computed.
+            state.waiting.append((lazily_copied(features), targets.clone()))
 
     def result(self, state: Probe) -> dict[Any, Any]:
         """Return the scores of a probe."""
