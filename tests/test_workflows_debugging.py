@@ -135,6 +135,22 @@ def test_gradients_by_parameter() -> None:
     assert "<td>no gradient</td>" in flow._repr_html_().replace("  ", "")
 
 
+def test_gradients_of_complex_parameters_have_both_parts() -> None:
+    class Phases(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([3 + 4j, 1j]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * x).abs().sum()
+
+    model, x = Phases(), torch.tensor([1.0, 2.0])
+    (row,) = gradient_flow(model, x, loss=lambda out: out)
+    (gradient,) = torch.autograd.grad(model(x), [model.weight])
+    assert row.norm == pytest.approx(gradient.norm().item())
+    assert row.relative == pytest.approx((gradient.norm() / model.weight.norm()).item())
+
+
 def test_dead_ends_are_what_nothing_depends_on() -> None:
     class Busy(nn.Module):
         def __init__(self) -> None:
