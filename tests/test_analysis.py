@@ -674,6 +674,29 @@ def test_gradients_per_class_are_those_of_the_samples_of_the_class() -> None:
             assert repr(other.to_dict()) == repr(gradients.to_dict())
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_gradients_need_the_targets_of_their_own_call(listed: bool) -> None:
+    bended, gradients = bt.BendedModule(nn.Sequential(nn.Linear(3, 2))), GradientAccumulation()
+    each = PerClassAnalyser(gradients)
+    x = torch.randn(2, 3)
+    what = AnalyserList([each, GradientAccumulation()]) if listed else each
+    with bended.interject("0", what):
+        for _ in range(2):  # recorded, and replayed
+            each.targets = torch.tensor([0, 0])
+            first = bended(x).sum()
+            each.targets = torch.tensor([1, 1])
+            second = bended(x).sum()
+            with pytest.raises(InputError, match="not those that were set when the model was"):
+                (first + second).backward()
+        each.reset()
+        each.targets = torch.tensor([0, 0])
+        first = bended(x).sum()
+        each.targets = torch.tensor([0, 0])
+        first.backward()
+        each.targets.fill_(0)
+    assert each.to_dict()["sub_0"][0]["sum"] == [2.0, 2.0]
+
+
 def test_a_run_without_gradients_gives_none() -> None:
     bended, gradients = bt.BendedModule(nn.Linear(2, 2)), GradientAccumulation()
     with bended.interject("", gradients, allow_none=True), torch.no_grad():

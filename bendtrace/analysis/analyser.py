@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -17,6 +17,7 @@ from bendtrace.analysis.streaming.statistic import decoded, encoded, merge_state
 from bendtrace.analysis.values import data_frame, parts_of, plain_results
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.tensors import version_of
 
 if TYPE_CHECKING:
     import pandas
@@ -222,6 +223,24 @@ class Analyser(Interjection):
         if at.path and at.module is not None and not isinstance(output, Tensor):
             path = f"{path}.output"  # the prefix of the parts of a module's output
         self.update(path, output, number=at.number)
+
+    def _backward_of_call(self) -> Callable[..., Any]:
+        given = self._targets
+        if not self.needs_targets or given is None:
+            return self.backward
+        version = version_of(given)
+
+        def backward(at: NodePass, *gradients: Any) -> Any:
+            now = self._targets
+            same = now is given or (now is not None and torch.equal(now, given))
+            if self.enabled and (not same or version_of(given) != version):
+                raise InputError(
+                    f"{self.label} at {at.path!r}: the targets are not those that were set when "
+                    "the model was called: go backward before you set others"
+                )
+            return self.backward(at, *gradients)
+
+        return backward
 
     def update(
         self,

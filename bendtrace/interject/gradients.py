@@ -100,6 +100,7 @@ class CallGradients:
     ) -> None:
         self.of_hooks = all(isinstance(what, ChecksGradients) for what, _, _ in told)
         self._told = told
+        self._backwards = [what._backward_of_call() for what, _, _ in told]
         self._writes = writes
         self._start: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._inputs = inputs
@@ -266,8 +267,8 @@ class CallGradients:
         before, grad_out = tuple(grad_in), tuple(found.gradients)
         passing = () if entered is None else (one for places in self._places for one in places)
         after, can_change = before, frozenset(passing)
-        for what, at, note in self._told:
-            result = what.backward(at, after, grad_out)
+        for (what, at, note), backward in zip(self._told, self._backwards, strict=True):
+            result = backward(at, after, grad_out)
             if result is not None:
                 after = self._checked(what, at, result, after, can_change)
             if note is not None:

@@ -192,6 +192,10 @@ class Interjection:
             The effect; why there is none; or None if that is not known.
         """
 
+    def _backward_of_call(self) -> Callable[..., Any]:
+        """Return the `backward` of the call of the model that runs now."""
+        return self.backward
+
     @classmethod
     def _overrides(cls, name: str) -> bool:
         return getattr(cls, name) is not getattr(Interjection, name)
