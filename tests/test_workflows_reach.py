@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import bendtrace as bt
 from bendtrace.errors import InputError, NodePathError
+from bendtrace.paths.nodes import NodePath
 from bendtrace.workflows import ancestry, influence, receptive_field
 from tests.lens_models import Patient, Transformer, made, tokens
 from tests.promise import bits, state
@@ -448,6 +449,21 @@ def test_what_a_mask_hides_for_these_inputs_is_in_the_field(model: Any, wanted: 
     found = receptive_field(model, x, (0, 1))
     assert found.mask[0].nonzero().flatten().tolist() == wanted
     assert not found.coarse
+
+
+def test_a_node_of_the_tree_is_not_another_one_of_its_name_in_the_mirror() -> None:
+    def model(x: Tensor, y: Tensor) -> Any:
+        for _ in range(2):
+            x = torch.relu(x - 1)
+        return x, torch.relu(y)
+
+    trace = bt.trace(model, torch.ones(2), torch.ones(2))
+    assert ancestry(trace, "relu_1").inputs == ancestry(trace, "relu:2").inputs == ("x",)
+    assert ancestry(trace, trace.tree.relu_1).inputs == ("y",)
+    assert ancestry(trace, NodePath("relu_1")).inputs == ("y",)
+    assert influence(trace, trace.tree.relu_1).outputs == ("output.sub_1",)
+    assert influence(trace, trace.tree.relu).outputs == ("output.sub_0",)
+    assert ancestry(trace, "relu_2").inputs == ("y",)
 
 
 def test_a_part_of_the_output_comes_from_what_was_written_into_it() -> None:

@@ -17,6 +17,7 @@ from bendtrace.calls import Call
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.flow import FlowStep, LogicalFlowStep
 from bendtrace.history.capture import SaveOptions
+from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.names import NodeRef
 from bendtrace.source.sites import Place, Span
@@ -83,8 +84,9 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
 
     Args:
         trace: a `Trace`, or a model; then `inputs` are its inputs.
-        node: the name of a mirror node, a node path, the qualified name of a module (for its
-            output), `output` or a part of it, or several of these.
+        node: the name of a mirror node (which goes before a node path that reads alike), a node
+            path, a node of `trace.tree`, the qualified name of a module (for its output), `output`
+            or a part of it, or several of these.
         inputs: for a model: see `Call.of`.
 
     Raises:
@@ -480,7 +482,7 @@ def _ops_of(trace: Trace, node: Any) -> list[int]:
     found = [i for path, i in outputs if path == name or path.startswith(f"{name}.")]
     if found:
         return sorted(set(found))
-    if name in trace.names:
+    if name in trace.names and not isinstance(name, NodePath):
         return [trace.names.index(name)]
     paths = {op.index: trace._tree.path_of(op.index) for op in trace.ops}
     found = [i for i, path in paths.items() if path == name or path.rpartition(":")[0] == name]
