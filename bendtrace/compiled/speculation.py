@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd import forward_ad
 
 from bendtrace.compiled.attempts import State, now
 from bendtrace.compiled.path import FAILED, CompiledPath, Served, Taken, Unchecked
@@ -298,10 +299,11 @@ class Speculation:
 
 
 def _is_watched() -> bool:
-    """Return whether something watches the ops of a call."""
+    """Return whether something watches the ops of a call, or differentiates them forward."""
     # Seen in torch 2.13 to 2.15; tests/test_compiled.py would notice a change.
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or forward_ad._current_level >= 0
     )
