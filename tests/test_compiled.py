@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
 import pickle
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
@@ -579,6 +581,37 @@ def test_results_are_laid_out_in_memory_as_the_model_s() -> None:
     assert bended.compiled.hits >= 4
 
 
+def only(number: int, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Return a backend of which only one graph, by its number, gives something else."""
+    graphs = itertools.count(1)
+
+    def backend(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if next(graphs) != number:
+            return graph.forward
+        return lambda *args: tuple(map(change, graph.forward(*args)))
+
+    return backend
+
+
+def test_results_of_each_graph_are_laid_out_by_themselves() -> None:
+    backend = only(1, lambda v: v.t().contiguous().t() if v.dim() == 2 else v)
+    bended = bended_with(up_or_down, backend, dynamic=False)
+    rows, columns = torch.ones(2, 3), torch.ones(3, 2).t()
+    for x in (rows, rows, rows, columns, columns, columns, rows, columns, rows):
+        assert bits(bended(x)) == bits(x + 1)
+    (row,) = bended.compiled
+    assert (row["graphs"], row["hits"]) == (2, 6)
+
+
+def test_a_graph_made_by_a_wrong_guess_is_compared_before_it_is_used() -> None:
+    backend = only(2, lambda v: v + 1 if v.is_floating_point() else v)
+    bended = bended_with(up_or_down, backend, dynamic=False)
+    for x in (UP, UP, UP, -torch.ones(5), -torch.ones(5), UP, UP, torch.ones(5), torch.ones(5)):
+        assert bits(bended(x)) == bits(up_or_down(x))
+    assert states(bended) == ["not compiled"]
+    assert bended.compiled.reasons == ("compiled, results are 1 apart, with values up to 2",)
+
+
 def broken(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     raise OSError("no compiler")
 
@@ -668,6 +701,28 @@ def test_who_watches_each_operation_sees_each_operation() -> None:
             bended(x * 2)
     assert bended.compiled.hits == 1
     assert torch.vmap(bended_with(torch.sin))(torch.ones(2, 2)).shape == (2, 2)
+
+
+def kernels(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile as inductor does where no gradients are wanted: to code that sees memory only."""
+    return lambda *args: graph.forward(*(value.detach() for value in args))
+
+
+def test_forward_mode_derivatives_are_those_of_eager() -> None:
+    bended = bended_with(up_or_down, kernels)
+    for _ in range(3):
+        bended(UP)
+    assert bended.compiled.hits == 1
+    with forward_ad.dual_level():
+        for _ in range(2):
+            given = bended(forward_ad.make_dual(UP, 3 * UP))
+            made = forward_ad.unpack_dual(given)
+            assert bits(made.primal) == bits(UP + 1)
+            assert made.tangent is not None
+            assert bits(made.tangent) == bits(3 * UP)
+    assert bended.compiled.hits == 1
+    bended(UP)
+    assert bended.compiled.hits == 2
 
 
 def test_threads_are_served_side_by_side() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.compiled.settings import Settings
-from bendtrace.compiled.shortcuts import Backend, Shortcuts
+from bendtrace.compiled.shortcuts import Backend, Result, Shortcuts
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
 from bendtrace.torch_rules.writes import storage_of
 
@@ -67,8 +67,9 @@ class CompiledFunction:
         self.is_unusable = False
         self._backend: Backend | None = None
         self._function: Shortcuts | None = None
-        self._confirmed = 0  # how many graphs have been compared with a replay
-        self._orders: dict[int, tuple[int, ...]] = {}
+        # For each graph that has been compared with a replay, the right order of dimensions for
+        # those results that it lays out in memory in another one.
+        self._confirmed: dict[int, dict[int, tuple[int, ...]]] = {}
 
     @property
     def graphs(self) -> int:
@@ -114,8 +115,8 @@ class CompiledFunction:
         self._function = Shortcuts(compiled, self._backend)
         return self._backend
 
-    def call(self, given: Sequence[Any]) -> tuple[Any, Sequence[Tensor]] | None:
-        """Call it; return the truth of its guards, and its tensors."""
+    def call(self, given: Sequence[Any]) -> Result | None:
+        """Call it; return None if its guards cannot hold."""
         assert self._function is not None
         grad = torch.is_grad_enabled()
         try:
@@ -127,43 +128,40 @@ class CompiledFunction:
                 unmark(given)
         if result is None:
             return None
-        truth, made = result
-        unmark(made)
+        unmark(result.made)
         if self.settings.cuda_graphs:  # whose memory the next call writes to
-            made = [tensor.clone() for tensor in made]
-        return truth, made
+            return result._replace(made=[tensor.clone() for tensor in result.made])
+        return result
 
-    def in_order(self, made: Sequence[Tensor]) -> Sequence[Tensor]:
+    def in_order(self, result: Result) -> Sequence[Tensor]:
         """Return results laid out in memory as a replay lays them out."""
-        if not self._orders:
+        made, orders = result.made, self._confirmed.get(result.graph)
+        if not orders:
             return made
-        orders = self._orders
         return [
             tensor if slot not in orders else _laid_out(tensor, orders[slot])
             for slot, tensor in enumerate(made)
         ]
 
-    def compare(
-        self, ours: Any, theirs: Any, made: Sequence[Tensor], known: Iterable[Tensor]
-    ) -> bool:
-        """Use newly compiled graphs from now on, if their results equal those of a replay.
+    def compare(self, ours: Any, theirs: Any, result: Result, known: Iterable[Tensor]) -> bool:
+        """Use a newly compiled graph from now on, if its results equal those of a replay.
 
         Args:
-            ours: the output that was made of the results of the graphs.
+            ours: the output that was made of the results of the graph.
             theirs: the output of the replay.
-            made: the tensors that the graphs returned.
+            result: what the graph returned.
             known: the tensors that existed before the call.
         """
         different, orders = _difference(ours, theirs, known)
-        slots = {id(tensor): slot for slot, tensor in enumerate(made)}
+        slots = {id(tensor): slot for slot, tensor in enumerate(result.made)}
         if different is None and not orders.keys() <= slots.keys():
             different = "a result is laid out in memory in another way"
         if different is not None:
             self.state, self.reason = State.REFUSED, f"compiled, {different}"
             return False
         # Inductor lays out some results in an order that it likes better.
-        self._orders = self._orders | {slots[key]: order for key, order in orders.items()}
-        self._confirmed = self.graphs
+        found = {slots[key]: order for key, order in orders.items()}
+        self._confirmed[result.graph] = self._confirmed.get(result.graph, {}) | found
         return True
 
     def note(self, error: Exception) -> None:

@@ -16,6 +16,7 @@ from bendtrace.compiled.attempts import CompiledFunction, Quiet, State
 from bendtrace.compiled.eligible import why_not
 from bendtrace.compiled.probing import Refusal, Unknown, probe
 from bendtrace.compiled.settings import Settings, dynamo
+from bendtrace.compiled.shortcuts import Result
 from bendtrace.compiled.splices import Spliced
 from bendtrace.compiled.straight import Straight
 from bendtrace.recording.recorder import Recording
@@ -51,13 +52,13 @@ class Unchecked:
 
     Attributes:
         output: the output.
-        made: the tensors that the graph returned.
+        result: what the graph returned.
         known: the tensors that existed before the call.
         kept: the observed values, and the same values computed without a compiler.
     """
 
     output: Any
-    made: Sequence[Tensor]
+    result: Result
     known: list[Tensor]
     kept: tuple[Any, Any] = ((), ())
 
@@ -114,7 +115,6 @@ class CompiledPath(CompiledFunction):
         self._entry = home.global_state.context
         self._sizes: dict[Any, bool] = {}
         self._unlike: Counter[Any] = Counter()
-        self._confirmed = -1
 
     @property
     def recording(self) -> Recording:
@@ -240,9 +240,9 @@ class CompiledPath(CompiledFunction):
     def confirm(self, unchecked: Unchecked, output: Any) -> None:
         """Use a newly compiled graph, if its output equals that of the replay."""
         is_first = self.state is State.REFUSED
-        is_same = self.compare(unchecked.output, output, unchecked.made, unchecked.known)
+        is_same = self.compare(unchecked.output, output, unchecked.result, unchecked.known)
         for ours, theirs in zip(*unchecked.kept, strict=True):  # which are copied, each by itself
-            is_same = is_same and self.compare(ours, theirs, unchecked.made, [])
+            is_same = is_same and self.compare(ours, theirs, unchecked.result, [])
         if is_same and is_first:
             self.reason, self.is_unusable = "", False
             self.state = State.MEASURED if self.settings.drop_slower else State.USED
@@ -280,14 +280,14 @@ class CompiledPath(CompiledFunction):
             given = (*given, *spliced.tensors)
         try:
             result = self.call(given)
-            if result is None or not (result[0] is None or result[0].item()):
+            if result is None or not (result.truth is None or result.truth.item()):
                 return self._missed()
         except Exception as error:
             self.note(error)
             if raises:
                 raise Refusal(self.reason) from None
             return self._missed()
-        made = self.in_order(result[1])
+        made = self.in_order(result)
         values: Sequence[Any] = made if spliced is None else made[: self._leaves]
         if self._slots is not None:
             both = (*made, *gathered)
@@ -297,10 +297,10 @@ class CompiledPath(CompiledFunction):
             self.state = State.REFUSED
             self.reason = "for other sizes, what is picked by values would have to be checked anew"
             return self._missed()
-        if self.graphs != self._confirmed:
+        if result.graph not in self._confirmed:
             known = [item for item in (*gathered, *given) if isinstance(item, Tensor)]
             known = list({id(item): item for item in known}.values())
-            return Unchecked(output, made, known, self._both_kept(given, made))
+            return Unchecked(output, result, known, self._both_kept(given, made))
         self.hits += 1
         self.recent.append(True)
         if spliced is None:

@@ -27,6 +27,7 @@ from bendtrace.compiled.attempts import CompiledFunction, Failed, Quiet, State, 
 from bendtrace.compiled.eligible import why_not_op, why_not_under
 from bendtrace.compiled.expressions import Expressions
 from bendtrace.compiled.settings import Settings
+from bendtrace.compiled.shortcuts import Result
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.nodes import Exit
 from bendtrace.replay.program import Program
@@ -92,19 +93,19 @@ class Body(CompiledFunction):
             pending["begun"] = begun, given
             return None
         try:
-            made = self._run(given)
+            result = self._run(given)
         except Exception as error:
             self.note(error)
             self.failures += 1
             if self.failures >= _MOST_FAILURES:
                 self.state = State.REFUSED
             return None
-        if made is None:
+        if result is None:
             return None
-        if self.graphs != self._confirmed:
-            pending["made"] = made, given
+        if result.graph not in self._confirmed:
+            pending["result"] = result, given
             return None
-        made = self.in_order(made)
+        made = self.in_order(result)
         self.hits += 1
         self.failures = 0
         if is_measured:
@@ -114,15 +115,15 @@ class Body(CompiledFunction):
     def seen(self, *results: Tensor) -> None:
         """Learn from the results of the ops after they ran one by one."""
         pending = self._pending.__dict__
-        if "made" in pending:
-            made, given = pending.pop("made")
+        if "result" in pending:
+            result, given = pending.pop("result")
             known = [value for value in given if isinstance(value, Tensor)]
-            self.compare(list(made), list(results), made, known)
+            self.compare(list(result.made), list(results), result, known)
         elif "begun" in pending:
             begun, given = pending.pop("begun")
             self.was_replayed(now(given) - begun)
 
-    def _run(self, given: Sequence[Any]) -> Sequence[Tensor] | None:
+    def _run(self, given: Sequence[Any]) -> Result | None:
         if self._confirmed:
             return self._called(given)
         if not self._compiling.acquire(blocking=False):
@@ -148,10 +149,10 @@ class Body(CompiledFunction):
             self.seconds += time.perf_counter() - begun
             self._compiling.release()
 
-    def _called(self, given: Sequence[Any]) -> Sequence[Tensor]:
+    def _called(self, given: Sequence[Any]) -> Result:
         result = self.call(given)
         assert result is not None
-        return result[1]
+        return result
 
 
 class CompiledSegments:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from bendtrace.tape.captured import identical
 
-__all__ = ["Backend", "Shortcuts"]
+__all__ = ["Backend", "Result", "Shortcuts"]
 
 _MOST = 8
 
@@ -60,18 +60,49 @@ class Backend:
         compiled = _quiet(compiled)
         latest = self._latest
 
+        number = self.graphs
+
         def run(*args: Any) -> Any:
             results = compiled(*args)
-            latest.call = compiled, args, results
+            latest.call = _GraphCall(number, compiled, args, results)
             return results
 
         return run
 
-    def take(self) -> tuple[Callable[..., Any], Sequence[Any], Sequence[Any]] | None:
-        """Return the last graph that this thread called, its arguments and its results."""
-        call: tuple[Callable[..., Any], Sequence[Any], Sequence[Any]] | None
-        call = self._latest.__dict__.pop("call", None)
+    def take(self) -> _GraphCall | None:
+        """Return the last call of a graph in this thread, and forget it."""
+        call: _GraphCall | None = self._latest.__dict__.pop("call", None)
         return call
+
+
+class _GraphCall(NamedTuple):
+    """A call of a graph.
+
+    Attributes:
+        number: the number of the graph, counted from 1.
+        graph: the graph.
+        args: its arguments.
+        made: its results.
+    """
+
+    number: int
+    graph: Callable[..., Any]
+    args: Sequence[Any]
+    made: Sequence[Any]
+
+
+class Result(NamedTuple):
+    """The result of a compiled function.
+
+    Attributes:
+        truth: whether its guards hold, as a tensor; None if it has none.
+        made: its tensors.
+        graph: the number of the graph that computed them; 0 if there was nothing to compute.
+    """
+
+    truth: Any
+    made: Sequence[Any]
+    graph: int
 
 
 def _quiet(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,15 +142,17 @@ class _Shortcut:
 
     Attributes:
         graph: the graph.
+        number: its number.
+        results: the positions among its results of the truth, and of the tensors.
     """
 
-    __slots__ = ("_numbers", "_slots", "_tensors", "check", "graph", "results")
+    __slots__ = ("_numbers", "_slots", "_tensors", "check", "graph", "number", "results")
 
     def __init__(
-        self, graph: Callable[..., Any], slots: list[Any], results: list[Any], given: Sequence[Any]
+        self, call: _GraphCall, slots: list[Any], results: list[Any], given: Sequence[Any]
     ) -> None:
         tensors = [value for value in given if isinstance(value, Tensor)]
-        self.graph = graph
+        self.number, self.graph = call.number, call.graph
         self.results = results
         # Mostly the arguments of the function are those of the graph.
         self._slots = None if slots == list(range(len(given))) else slots
@@ -140,12 +173,13 @@ class _Shortcut:
             given = [given[slot] for slot in self._tensors]
         return self.check(*given)
 
-    def call(self, given: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    def call(self, given: Sequence[Any]) -> Result:
         """Call the graph; return the result of the function."""
         slots = self._slots
         made = self.graph(*(given if slots is None else [given[slot] for slot in slots]))
         truth, *rest = self.results
-        return (None if truth is None else made[truth]), [made[slot] for slot in rest]
+        found = None if truth is None else made[truth]
+        return Result(found, [made[slot] for slot in rest], self.number)
 
 
 class Shortcuts:
@@ -161,8 +195,8 @@ class Shortcuts:
         self._backend = backend
         self._known: tuple[_Shortcut, ...] = ()
 
-    def __call__(self, *given: Any) -> tuple[Any, Sequence[Any]] | None:
-        """Call the function: return the truth of its guards, and its tensors."""
+    def __call__(self, *given: Any) -> Result | None:
+        """Call the function; return None if its guards cannot hold."""
         for known in self._known:
             if known.fits(given):
                 return known.call(given)
@@ -173,28 +207,26 @@ class Shortcuts:
             warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor")
             result = self._function(*given)
         call = self._backend.take()
-        if result is not None and call is not None:
-            self._learn(given, result, *call)
-        return result
+        if result is None:
+            return None
+        if call is None:
+            return Result(*result, 0)
+        self._learn(given, result, call)
+        return Result(*result, call.number)
 
     def _learn(
-        self,
-        given: Sequence[Any],
-        result: tuple[Any, Sequence[Any]],
-        graph: Callable[..., Any],
-        args: Sequence[Any],
-        made: Sequence[Any],
+        self, given: Sequence[Any], result: tuple[Any, Sequence[Any]], call: _GraphCall
     ) -> None:
         """Use the shortcut from now on, if all arguments and results can be matched."""
-        slots = [_slot_of(arg, given) for arg in args]
-        results = [_slot_of(value, made) for value in result[1]]
+        slots = [_slot_of(arg, given) for arg in call.args]
+        results = [_slot_of(value, call.made) for value in result[1]]
         if result[0] is not None:
-            results.insert(0, _slot_of(result[0], made))
+            results.insert(0, _slot_of(result[0], call.made))
         if None in slots or None in results:
             return
         results = results if result[0] is not None else [None, *results]
         try:
-            known = _Shortcut(graph, slots, results, given)
+            known = _Shortcut(call, slots, results, given)
         except (AttributeError, TypeError, SystemError):
             return
         self._known = (known, *self._known[: _MOST - 1])
