@@ -76,6 +76,59 @@ def test_what_could_draw_and_does_not_is_compiled(case: str) -> None:
     assert served(QUIET[case], [(X,)] * 5).compiled.hits == 3
 
 
+@torch.library.custom_op("tests_compiled::logged", mutates_args=())
+def logged(x: Tensor) -> Tensor:
+    """Draw noise for some values, and count calls."""
+    LOG.append(None)
+    return x + torch.rand(4) if x[0, 0] > 1 else x * 2
+
+
+@logged.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+LOG: list[None] = []
+
+
+@pytest.mark.parametrize("how", ["itself", "packet", "overload"])
+def test_operators_of_others_are_called_as_often_as_the_model_calls_them(how: str) -> None:
+    packet = torch.ops.tests_compiled.logged
+    function: Any = {"itself": logged, "packet": packet, "overload": packet.default}[how]
+    LOG.clear()
+    calls = [(X,)] * 4 + [(-X,), (2 * X,), (X,)]
+    bended = served(lambda x: function(x) + 1, calls)
+    assert len(LOG) == 2 * len(calls)
+    assert bended.compiled.hits == 0
+    assert "custom operator" in bended.compiled.reasons[0]
+
+
+RAISING: dict[str, tuple[Callable[..., Any], Tensor, Tensor]] = {
+    "a loss of shares": (
+        lambda x: functional.binary_cross_entropy(x, torch.ones(4)) + 1,
+        torch.full((4,), 0.5), torch.full((4,), 1.5),
+    ),
+    "a window that leaves gaps": (
+        lambda window: torch.istft(torch.ones(9, 4, dtype=torch.cfloat), 16, window=window) + 1,
+        torch.ones(16), torch.zeros(16),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RAISING)
+def test_errors_that_compiled_code_would_not_raise_are_raised(case: str) -> None:
+    model, good, bad = RAISING[case]
+    bended = bt.BendedModule(model, backend="aot_eager", backend_options={"drop_slower": False})
+    for _ in range(4):
+        assert bits(bended(good)) == bits(model(good))
+    with pytest.raises(RuntimeError) as wanted:
+        model(bad)
+    with pytest.raises(RuntimeError) as error:
+        bended(bad)
+    assert str(error.value) == str(wanted.value)
+    assert "raises an error for some values" in bended.compiled.reasons[0]
+
+
 def test_statistics_that_a_schema_keeps_quiet_about_are_not_written_ahead() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:

@@ -93,6 +93,43 @@ def test_corpus_gives_what_eager_gives_through_autograd_s_compiler(case: Case) -
     assert_promise_with("aot_eager", case.make, [*calls, *case.paths.values()], torch.enable_grad)
 
 
+@torch.library.custom_op("tests_segments::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    """Add noise."""
+    return x + torch.rand(8)
+
+
+@noisy.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+DRAWING: dict[str, Callable[[Tensor], Tensor]] = {
+    "an operator of others": noisy,
+    "a script": torch.jit.trace(lambda x: x + torch.rand(8), torch.ones(2, 8), check_trace=False),
+    "an overload": torch.ops.aten.poisson.default,
+}
+
+
+@pytest.mark.usefixtures("_only_segments")
+@pytest.mark.parametrize("case", DRAWING)
+def test_what_draws_random_numbers_stays_outside(case: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        x = x.abs() if x.sum() > 0 else x * 0
+        return DRAWING[case](x + 1) * 2 - 1
+
+    bended = compiled(model)
+    for number, ((x,), _) in enumerate(combinations()):
+        torch.manual_seed(number)
+        wanted, state = bits(model(x)), torch.get_rng_state()
+        torch.manual_seed(number)
+        assert bits(bended(x)) == wanted
+        assert torch.equal(torch.get_rng_state(), state)
+        if number == 12:
+            break
+    assert hits(bended) > 2
+
+
 # What serves a stream of combinations
 
 

@@ -41,6 +41,8 @@ _NEVER = RESHAPES_IN_PLACE | {
     "pin_memory", "record_stream", "register_hook", "register_post_accumulate_grad_hook",
     "retain_grad", "seed", "share_memory_",
 }  # fmt: skip
+# Inductor, or what torch.compile traces, leaves out the tests of values that these make.
+_RAISING = frozenset({"binary_cross_entropy", "istft"})
 _RANDOM = re.compile(
     "rand|dropout|normal_|^normal|bernoulli|multinomial|poisson$|uniform|exponential|geometric_|cauchy|"
     "rrelu|binomial|gumbel|dirichlet|_gamma|log_normal|^lstm|^gru|^rnn_|attention|fractional"
@@ -53,6 +55,8 @@ UNTOLD = frozenset(
         "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
     }
 )  # fmt: skip
+_SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
+_OWN = ("aten", "prim", "prims")  # namespaces of torch's own operators
 # What a tensor is asked for that a compiler would answer for its own stand-in.
 _UNANSWERED = (FLEETING - {"requires_grad"}) | {"names", "_base", "_grad", "is_inference"}
 
@@ -124,7 +128,12 @@ def why_not_op(op: Op, entry: Context) -> str | None:
     if op.kind is OpKind.CALL:
         if is_gate(op) or not (_is_getter(op.target) or is_torchs_function(op.target)):
             return f"{name} is not torch's, and may do more than it returns"
+        if _is_foreign(op.target):
+            return f"{name} is a custom operator or a script, and may do more than it returns"
         module = str(getattr(op.target, "__module__", ""))
+        name = name.partition(".")[0]  # of an operator: without its overload
+        if name in _RAISING:
+            return f"{name} raises an error for some values, which compiled code might not"
         if name in _NEVER or op.target in SETTERS or module.endswith(".random"):
             return f"{name} has effects besides what it returns"
         if _RANDOM.search(name) and _may_draw(op, name):
@@ -163,6 +172,17 @@ def _may_draw(op: Op, name: str) -> bool:
         likely = op.args[chance[0]]
     never = type(likely) in (int, float) and likely == 0
     return not (on is False or never)
+
+
+def _is_foreign(target: Any) -> bool:
+    """Whether a function is a script, or an operator that somebody else has registered."""
+    if isinstance(target, _SCRIPTS):
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace not in _OWN
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return target._qualified_op_name.partition("::")[0] not in _OWN
+    return False
 
 
 def _is_getter(target: Any) -> bool:
