@@ -485,6 +485,40 @@ def test_gradients_are_those_of_eager_and_a_wrong_guess_leaves_none() -> None:
 # Who leads
 
 
+class Heads(nn.Module):
+    """Two results, of which one depends on more parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.body(x)
+        if x.sum() > 0:
+            h = h * 2
+        return h, self.head(h), h.view(-1), x
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_the_loss_does_not_depend_on_gets_no_gradient(backend: str) -> None:
+    eager, model = Heads(), Heads()
+    model.load_state_dict(eager.state_dict())
+    bended = bended_with(model, backend)
+    for number in range(12):
+        x = torch.rand(2, 3, requires_grad=bool(number % 2))
+        found: list[Any] = []
+        for called, owner in ((eager, eager), (bended, model)):
+            owner.zero_grad()
+            given = x.detach().clone().requires_grad_(x.requires_grad)
+            results = called(given)
+            chosen = [[0], [1], [2], [0, 1]][number // 2 % 4]
+            sum(results[slot].sum() for slot in chosen).backward()
+            found.append([given.grad, *(p.grad for p in owner.parameters())])
+        assert bits(found[1]) == bits(found[0])
+        assert (model.head.weight.grad is None) == (chosen in ([0], [2]))
+    assert bended.compiled.hits >= 6
+
+
 def test_a_path_that_fails_often_is_demoted_and_leads_again_when_it_is_taken_again() -> None:
     bended = bended_with(up_or_down)
     for _ in range(3):

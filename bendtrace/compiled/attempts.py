@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace.compiled.gradients import Missing, missing
 from bendtrace.compiled.settings import Settings
 from bendtrace.compiled.shortcuts import Backend, Result, Shortcuts
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
@@ -70,6 +71,7 @@ class CompiledFunction:
         # For each graph that has been compared with a replay, the right order of dimensions for
         # those results that it lays out in memory in another one.
         self._confirmed: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._missing: dict[int, Missing] = {}
 
     @property
     def graphs(self) -> int:
@@ -130,7 +132,9 @@ class CompiledFunction:
             return None
         unmark(result.made)
         if self.settings.cuda_graphs:  # whose memory the next call writes to
-            return result._replace(made=[tensor.clone() for tensor in result.made])
+            result = result._replace(made=[tensor.clone() for tensor in result.made])
+        if self._missing and (found := self._missing.get(result.graph)) is not None:
+            found.register(result.made)
         return result
 
     def in_order(self, result: Result) -> Sequence[Tensor]:
@@ -152,16 +156,25 @@ class CompiledFunction:
             result: what the graph returned.
             known: the tensors that existed before the call.
         """
-        different, orders = _difference(ours, theirs, known)
+        known = list(known)
+        compared = _Comparison(known.copy())
+        different, orders = compared.between(ours, theirs), compared.laid_out
         slots = {id(tensor): slot for slot, tensor in enumerate(result.made)}
         if different is None and not orders.keys() <= slots.keys():
             different = "a result is laid out in memory in another way"
+        if different is None:
+            pairs = [(slots[id(a)], a, b) for a, b in compared.differentiable if id(a) in slots]
+            found = missing(pairs, known)
+            if isinstance(found, Missing):
+                self._missing[result.graph] = found
+            else:
+                different = found
         if different is not None:
             self.state, self.reason = State.REFUSED, f"compiled, {different}"
             return False
         # Inductor lays out some results in an order that it likes better.
-        found = {slots[key]: order for key, order in orders.items()}
-        self._confirmed[result.graph] = self._confirmed.get(result.graph, {}) | found
+        moved = {slots[key]: order for key, order in orders.items()}
+        self._confirmed[result.graph] = self._confirmed.get(result.graph, {}) | moved
         return True
 
     def note(self, error: Exception) -> None:
@@ -263,23 +276,6 @@ _ALLOWED = {
 }  # fmt: skip
 
 
-def _difference(
-    ours: Any, theirs: Any, known: Iterable[Tensor]
-) -> tuple[str | None, dict[int, tuple[int, ...]]]:
-    """Return how an output differs from that of a replay, or None; and which layouts differ.
-
-    A different memory layout alone is not a difference: the second result is the right order of
-    dimensions for each such tensor, by its id.
-
-    Args:
-        ours: the output of the compiled path.
-        theirs: the output of the replay.
-        known: the arguments and the state.
-    """
-    compared = _Comparison(list(known))
-    return compared.between(ours, theirs), compared.laid_out
-
-
 def _order_of(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a tensor in the order in which they lie in memory."""
     strides = tensor.stride()
@@ -297,8 +293,20 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Comparison:
+    """Compares an output with that of a replay.
+
+    Args:
+        known: the arguments and the state.
+
+    Attributes:
+        laid_out: for tensors that only differ in their memory layout, by identity, the right order
+            of dimensions.
+        differentiable: the pairs of tensors that require gradients.
+    """
+
     def __init__(self, known: list[Tensor]) -> None:
         self.laid_out: dict[int, tuple[int, ...]] = {}
+        self.differentiable: list[tuple[Tensor, Tensor]] = []
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no id is given to another
         self._ours: list[Tensor] = known
@@ -354,6 +362,8 @@ class _Comparison:
             return "its results share memory in another way"
         self._ours.append(ours)
         self._theirs.append(theirs)
+        if ours.requires_grad:
+            self.differentiable.append((ours, theirs))
         with torch.no_grad():
             return _between_values(ours.detach(), theirs.detach())
 
