@@ -209,10 +209,11 @@ class Shortcuts:
         call = self._backend.take()
         if result is None:
             return None
+        truth, made = result
         if call is None:
-            return Result(*result, 0)
+            return Result(truth, made, 0)
         self._learn(given, result, call)
-        return Result(*result, call.number)
+        return Result(truth, made, call.number)
 
     def _learn(
         self, given: Sequence[Any], result: tuple[Any, Sequence[Any]], call: _GraphCall
