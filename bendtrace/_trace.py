@@ -20,7 +20,7 @@ from bendtrace._history import ModelHistory
 from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps
-from bendtrace.history.building import Log
+from bendtrace.history.building import Log, writes_in_place
 from bendtrace.history.capture import Capture, SaveOptions
 from bendtrace.history.lookup import Lookup
 from bendtrace.history.selection import Selection
@@ -193,7 +193,7 @@ def _run_trace(
             recording, global_state, signature, function, capture=capture, registry=registry
         )
         made.keeps = None if inserter is None else inserter.plan
-        capture.finish(recording.result, made.output_values)
+        capture.finish(recording.result, made.output_values, made.rewritten(), len(made.ops))
         if recording.error is not None:
             with contextlib.suppress(LayerKeyError):  # of what the run did not reach
                 made.settle(capture)
@@ -335,7 +335,7 @@ class Trace(ModelHistory):
     def _log(self) -> Log:  # type: ignore[override]
         log = self.run.log
         if self._capture is not None:
-            self._capture.attach(log.entries, log.given_out, len(self.ops))
+            self._capture.attach(log, len(self.ops))
         self._claim(log)
         return log
 
@@ -404,6 +404,14 @@ class Trace(ModelHistory):
         """Return which values of the tape are outputs: ops, and elements of their results."""
         found = self._tree.outputs
         return [(index, element) for _, index, element in found if index is not None]
+
+    def rewritten(self) -> dict[int, int | None]:
+        """Return which outputs were written to after their op returned them; see `finish`."""
+        return {
+            index: writer if index in self.ops[writer].writes and writes_in_place(self.ops[writer])
+            else None
+            for index, writer in self.recording.output_reads.items()
+        }  # fmt: skip
 
     def settle(self, capture: Capture) -> None:
         """Resolve the requests that only the finished run can resolve.

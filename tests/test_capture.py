@@ -12,6 +12,7 @@ import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -1449,3 +1450,132 @@ def test_training_goes_on_as_without_a_log() -> None:
     assert train(forward) == train(lambda model, x: model(x))
     inputs = [log["input_1"].tensor_contents.unique().tolist() for log in kept_logs]
     assert inputs == [[1.0], [2.0], [3.0], [4.0]]
+
+
+# Values of modules that were written to before they were passed on
+
+
+class Written(nn.Module):
+    """Modules that return, and receive, what was written to after an op returned it."""
+
+    class Indexed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1
+            y[0] = 5.0
+            return y
+
+    class Viewed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1
+            first = y[0]
+            y.add_(1)
+            return first
+
+    class Whole(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = x * 1
+            y.view(-1).mul_(2)
+            return {"y": y, "x": x}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexed, self.viewed, self.whole = self.Indexed(), self.Viewed(), self.Whole()
+        self.same = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.indexed(x) * 1
+        y.view(-1).add_(1)
+        y[1] = 7.0
+        z = x + self.viewed(y) + self.whole(y)["y"]
+        z.view(-1).mul_(3)
+        z = self.same(z)
+        z.view(-1).mul_(3)
+        return self.same(z)
+
+
+def flat_values(found: Any) -> list[Any]:
+    entries = [found] if isinstance(found, bt.history.entries.LayerEntry) else list(found)
+    return [None if entry.tensor_contents is None else entry.tensor_contents.tolist()
+            for entry in entries]  # fmt: skip
+
+
+def seen_by_hooks(model: nn.Module, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What torch's own hooks see of each module: of all its calls the inputs, and the outputs."""
+    received: dict[str, Any] = {}
+    returned: dict[str, Any] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, given: Any, output: Any) -> None:
+            returned.setdefault(name, []).extend(t.tolist() for t in tensors_in(output))
+
+        return hook
+
+    def note_before(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, given: Any) -> None:
+            received.setdefault(name, []).extend(t.tolist() for t in tensors_in(given))
+
+        return hook
+
+    hooks = [hook for name, module in model.named_children()
+             for hook in (module.register_forward_hook(note(name)),
+                          module.register_forward_pre_hook(note_before(name)))]  # fmt: skip
+    model(x)
+    for handle in hooks:
+        handle.remove()
+    return received, returned
+
+
+@pytest.mark.parametrize("way", ["all", "stream", "saved", "streamed and saved"])
+def test_a_module_has_the_values_that_hooks_see(way: str, tmp_path: Path) -> None:
+    model, x = Written(), torch.randn(2, 3)
+    received, returned = seen_by_hooks(model, x)
+    options = {"save_to": tmp_path / "stream"} if "stream" in way else {}
+    trace = logged(model, x, **options)
+    log: Any = trace
+    if "saved" in way:
+        trace.save(tmp_path / "saved")
+        log = bt.load(tmp_path / "saved")
+    for name in ("indexed", "viewed", "whole"):
+        for key in (name, f"{name}:1", f".{name}", f"{name}.output", log.tree[name]):
+            assert flat_values(log[key]) == returned[name], key
+        assert flat_values(log[f"{name}.input"]) == received[name]
+    assert flat_values(log["same"]) == returned["same"]
+    assert flat_values(log["same:2"]) == flat_values(log["same_1"]) == returned["same"][1:]
+    assert flat_values(log["same_1.input"]) == received["same"][1:]
+    assert log["indexed"].label == "setitem_1_2"
+    assert log.modules[0].outputs == ["setitem_1_2"]
+    # Entries of ops keep what the op returned.
+    assert flat_values(log["mul_1"]) == [x.tolist()]
+
+
+@pytest.mark.parametrize("name", ["indexed", "viewed", "whole", "same", ".viewed"])
+def test_a_module_that_is_saved_has_the_values_that_hooks_see(name: str) -> None:
+    model, x = Written(), torch.randn(2, 3)
+    returned = seen_by_hooks(model, x)[1][name.strip(".")]
+    log = logged(model, x, save=name)
+    assert flat_values(log[name]) == returned
+    assert flat_values(log["getitem_1"]) != returned
+
+
+@pytest.mark.parametrize(
+    "save", ["all", ["output_1", "output_2", "output_3", "output_4"], [-4, -3, -2, -1]]
+)
+def test_an_output_is_not_what_its_writer_returned(save: Any) -> None:
+    def run(x: Tensor, norm: nn.Module) -> tuple[Tensor, ...]:
+        y = x * 1
+        y[0] = 5.0
+        first = y[1]
+        y[1] = 6.0
+        return norm(x), norm.running_mean, y, first
+
+    norm = nn.BatchNorm1d(3)
+    log = logged(partial(run, norm=norm), torch.randn(4, 3), save=save)
+    outputs = [entry for entry in log.entries if entry.kind == "output"]
+    for entry, tensor in zip(outputs, log.output, strict=True):
+        value = entry.tensor_contents
+        assert (
+            value is None
+            if save != "all" and tensor is norm.running_mean
+            else (value.tolist() == tensor.tolist())
+        )
+    assert log["getitem_1"].tensor_contents is None or save == "all"

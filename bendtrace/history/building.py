@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import operator
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,9 +43,10 @@ from bendtrace.tape.tape import (
 from bendtrace.torch_rules.functions import name_of
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["Log", "build_log"]
+__all__ = ["Log", "PassedKey", "build_log", "writes_in_place"]
 
 Key = tuple[int, tuple[Any, ...]]
+PassedKey = tuple[str, str, str]
 
 
 @dataclass
@@ -61,6 +63,11 @@ class Log:
         parameter_bytes: their size.
         places: the entries of the values on the tape, by op and element.
         given_out: the op of each output that was written to after its op returned it.
+        passed: the entries that modules received or returned in the place of others, because
+            these had been written to: by label of the module call, "input" or "output", and label
+            of the other entry.
+        passing: where modules received or returned each value, by length of the tape and op: the
+            key in `passed`, and the entry.
     """
 
     name: str
@@ -72,6 +79,8 @@ class Log:
     parameter_bytes: int = 0
     places: dict[Key, LayerEntry] = field(default_factory=dict)
     given_out: dict[str, int] = field(default_factory=dict)
+    passed: dict[PassedKey, LayerEntry] = field(default_factory=dict)
+    passing: dict[tuple[int, int], list[tuple[PassedKey, LayerEntry]]] = field(default_factory=dict)
 
 
 def build_log(recording: Recording, name: str, tree: Tree) -> Log:
@@ -85,6 +94,11 @@ def build_log(recording: Recording, name: str, tree: Tree) -> Log:
     builder = _Builder(recording, name, tree)
     builder.build()
     return builder.log
+
+
+def writes_in_place(op: Op) -> bool:
+    """Return whether the entry of an op is the tensor that it wrote to."""
+    return works_in_place(op) or (op.meta is None and bool(op.writes))
 
 
 class _Builder:
@@ -103,6 +117,7 @@ class _Builder:
         self._parents: list[tuple[LayerEntry, list[Key]]] = []
         # For tensors that were written to under their own name, the last op that wrote.
         self._written: dict[int, int] = {}
+        self._writers: dict[int, list[int]] = {}  # all of them
         self._sources: dict[tuple[int, Site], Source] = {}
 
     def build(self) -> None:
@@ -114,6 +129,8 @@ class _Builder:
             for entry in self._entries(op):
                 entry.flow = flow
             self._written.update(dict.fromkeys(op.writes, op.index))
+            for index in op.writes:
+                self._writers.setdefault(index, []).append(op.index)
         self._outputs()
         self._settle_names()
         self._settle_parents()
@@ -160,7 +177,7 @@ class _Builder:
         if op.kind in (OpKind.CALL, OpKind.SCALAR):
             entry.function = name_of(op.target)
             entry.target = target_name(op.target)
-            entry.inplace = works_in_place(op) or (op.meta is None and bool(op.writes))
+            entry.inplace = writes_in_place(op)
             entry.source = self._source(op.scope, op.site)
             self._parents.append((entry, list(self._read(op))))
         self._add(entry, layer, (op.index, element))
@@ -304,17 +321,35 @@ class _Builder:
         # Inner calls end first.
         for call, entry in reversed(modules):
             entry.passes = passes[entry.name]
-            entry.inputs += [given.label for given in self._held((call.args, call.kwargs))]
-            for given in self._held(call.output):
+            received = self._held((call.args, call.kwargs), call.start, (entry.label, "input"))
+            entry.inputs += [given.label for given in received]
+            for given in self._held(call.output, call.stop, (entry.label, "output")):
                 entry.outputs.append(given.label)
                 if entry.label not in given.output_of:
                     given.output_of = (*given.output_of, entry.label)
 
-    def _held(self, value: Any) -> Iterator[LayerEntry]:
-        """Yield the entries in a module's arguments or output."""
+    def _held(self, value: Any, position: int, way: tuple[str, str]) -> Iterator[LayerEntry]:
+        """Yield the entries in a module's arguments or output, as they were at that position."""
         for ref in refs_in(value):
+            writer = self._writer(ref.index, position)
             for key in self._values(ref):
-                yield self.log.places[key]
+                named = entry = self.log.places[key]
+                if writer is not None:
+                    entry = self.log.passed[*way, named.label] = writer
+                for label in dict.fromkeys((named.label, entry.label)):
+                    passing = self.log.passing.setdefault((position, ref.index), [])
+                    passing.append(((*way, label), entry))
+                yield entry
+
+    def _writer(self, index: int, position: int) -> LayerEntry | None:
+        """Return the entry of the last op before a position that wrote to a tensor by its name.
+
+        None if there is none, or its entry is another tensor, as that of `batch_norm`.
+        """
+        writers = self._writers.get(index, [])
+        before = bisect_left(writers, position)
+        entry = self.log.places.get((writers[before - 1], ())) if before else None
+        return entry if entry is not None and entry.inplace else None
 
     # What is known at the end
 

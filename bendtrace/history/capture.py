@@ -6,15 +6,17 @@ import collections
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from bendtrace._compare import same_bits
 from bendtrace.errors import InputError
 from bendtrace.history.autograd import GraphMarks
+from bendtrace.history.building import Log
 from bendtrace.history.copies import (
     Gradients,
     copied,
@@ -100,6 +102,8 @@ class Capture:
         gradients: the gradients of the chosen values; None if they are not kept.
         reread: the values read from tensors that were written to after their op returned them, by
             the reading op and the op of the tensor.
+        passed: the values that modules received or returned, of tensors that were written to
+            after their op returned them, by length of the tape and op; None if not kept.
         random: state of torch's generator before each op that is known to draw from it.
         times: the time of each op in nanoseconds.
         grad_fns: name of the gradient function of each value that has one.
@@ -125,7 +129,8 @@ class Capture:
     ) -> None:
         self.saved: dict[Key, Any] = {}
         self.gradients = Gradients(convert) if gradients else None
-        self.reread: dict[tuple[int, int], Tensor] = {}
+        self.reread: dict[tuple[int, int], Any] = {}
+        self.passed: dict[tuple[int, int], Any] = {}
         self.random: dict[int, Tensor] = {}
         self.times: dict[int, int] = {}
         self.grad_fns: dict[Key, str] = {}
@@ -180,23 +185,32 @@ class Capture:
         if self.gradients is not None:
             self.gradients.wanted = self.saved.keys()
 
-    def finish(self, result: Any, outputs: Callable[[], list[Key]]) -> None:
+    def finish(
+        self, result: Any, outputs: Callable[[], list[Key]],
+        rewritten: Mapping[int, int | None], end: int,
+    ) -> None:  # fmt: skip
         """Record that the run has ended.
 
         Args:
             result: its result.
             outputs: returns the values of the tape in a result, in order.
+            rewritten: for outputs that were written to after their op returned them, the op that
+                gave them last; None if it gave another tensor.
+            end: length of the tape.
         """
         for tensor in tensors_in(result):
             materialize(tensor)  # the caller receives an ordinary tensor
         if isinstance(self.chosen, Selection) and self._namer is not None:
             # Finding the outputs takes a walk along the whole run.
             left = self.chosen.last or self.chosen.unmet()
-            self._choose_from_the_end(outputs() if left and not self.ended else [])
+            given = outputs() if left and not self.ended else []
+            self._choose_from_the_end(given, rewritten, end)
         self._last.clear()
         self._keys = None
 
-    def _choose_from_the_end(self, outputs: list[Key]) -> None:
+    def _choose_from_the_end(
+        self, outputs: list[Key], rewritten: Mapping[int, int | None], end: int
+    ) -> None:
         """Keep the values selected by positions from the end, and by names of outputs."""
         assert isinstance(self.chosen, Selection)
         assert self._namer is not None
@@ -211,9 +225,14 @@ class Capture:
             position = self._namer.count - 1
             names = (layer.name, layer.short_name, f"{layer.name}:1", f"{layer.short_name}:1")
             met = self.chosen.layer(names, position)
-            output = alive[given]() if given in alive else None
+            writer = rewritten.get(given[0])
+            weak = alive.get(given) or (None if writer is None else alive.get((writer, ())))
+            output = None if weak is None else weak()
             if (self.chosen.from_the_end(position, count) or met) and output is not None:
-                self._save_given_out(output)
+                if given[0] in rewritten:
+                    self.reread[end, given[0]] = self._kept(f"{given[0]}@{end}", output)
+                else:
+                    self._save_given_out(output)
 
     @property
     def is_exact(self) -> bool:
@@ -298,14 +317,31 @@ class Capture:
         """Keep the content of a tensor that an op has written to."""
         self._take(op, (), tensor)
 
-    def left(self, call: ModuleCall, output: Any) -> None:
+    def entered(
+        self, call: ModuleCall, given: Any, rewritten: Callable[[Tensor], int | None]
+    ) -> None:
+        """Keep what a module receives, where it differs from what ops returned."""
+        if self.chosen is not None:
+            for tensor in tensors_in(given):
+                wanted = self.chosen is True or self._waiting is not None
+                self._pass(call.start, tensor, rewritten(tensor), wanted)
+
+    def left(
+        self, call: ModuleCall, output: Any, rewritten: Callable[[Tensor], int | None]
+    ) -> None:
         """Keep the output of a module, or end the run, if requested."""
+        names = (call.path, f"{call.path}:{call.number + 1}") if call.path else ()
+        picked = False
+        if self._keys is not None and isinstance(self.chosen, Selection):
+            picked = self.chosen.module(call.module, names)
+        wanted = picked or self.chosen is True or self._waiting is not None
+        for tensor in tensors_in(output) if self.chosen is not None else ():
+            index = rewritten(tensor)
+            self._pass(call.stop, tensor, index, wanted)
+            if index is None and picked:
+                self._save_given_out(tensor)
         if self._keys is None:
             return
-        names = (call.path, f"{call.path}:{call.number + 1}") if call.path else ()
-        if isinstance(self.chosen, Selection) and self.chosen.module(call.module, names):
-            for tensor in tensors_in(output):
-                self._save_given_out(tensor)
         if self.stop is not None and self.stop.module(call.module, names):
             self._end(f"after {call.path or 'the model'}")
 
@@ -375,6 +411,16 @@ class Capture:
             self._end(why, is_running=entry.kind != "input")
             return None
 
+    def _pass(self, position: int, tensor: Tensor, index: int | None, wanted: bool) -> None:
+        """Keep a value that a module passes on, if it was written to since op `index`."""
+        if index is not None and self.passed.get((position, index)) is None:
+            kept = self._kept(f"{index}@{position}", tensor) if wanted else None
+            self.passed[position, index] = kept
+
+    def _kept(self, name: str, tensor: Tensor) -> Any:
+        value = self._copy(tensor)
+        return value if self._store is None else self._store.add(name, value)
+
     def _save_given_out(self, tensor: Tensor) -> None:
         known = None if self._keys is None else self._keys.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] not in self.saved:
@@ -430,34 +476,47 @@ class Capture:
         entry.saved = self._copy(tensor)  # the function may write to it, or give it back
         return entry
 
-    def attach(self, entries: list[LayerEntry], given_out: dict[str, Any], end: int) -> None:
-        """Attach the kept data to the entries of a finished run.
+    def attach(self, log: Log, end: int) -> None:
+        """Attach the kept data to the entries of the log of the finished run.
 
         Args:
-            entries: all of them.
-            given_out: the op of each output that was written to after its op returned it.
+            log: the log.
             end: length of the tape.
         """
         labels: dict[str, LayerEntry] = {}
-        for entry in entries:
-            source = entry
-            if entry.kind == "output" and len(entry.parents) == 1:
-                source = labels.get(entry.parents[0], entry)
-            elif entry.label in given_out:
-                entry.saved = self.reread.get((end, given_out[entry.label]))
-            else:
+        for entry in log.entries:
+            source, value = entry, None
+            if entry.kind != "output":
                 labels[entry.label] = entry
-            if source.index is None:
+            elif entry.label not in log.given_out:
+                source = labels.get(entry.parents[0], entry) if entry.parents else entry
+            else:
+                value = self.reread.get((end, log.given_out[entry.label]))
+                writer = labels.get(entry.parents[0]) if len(entry.parents) == 1 else None
+                # The entry of some writers is another tensor, as that of `batch_norm`.
+                if writer is not None and writer.inplace:
+                    source = writer
+            key = None if source.index is None else (source.index, source.element)
+            if value is None and key is not None:
+                value = self.saved.get(key)
+            entry.saved, entry.unsaved = _unkept(value)
+            if key is None:
                 continue
-            key = (source.index, source.element)
-            entry.saved = self.saved.get(key)
             if self.gradients is not None:
                 self.gradients.attach(key, entry)
-            if self._store is not None and isinstance(entry.saved, Refusal):
-                entry.saved, entry.unsaved = None, entry.saved.reason
             entry.grad_fn = self.grad_fns.get(key)
             if entry is source and source.index in self.times:
                 entry.time = self.times[source.index] / 1e9
+        for at, value in self.passed.items():
+            for passed, entry in log.passing.get(at, ()):
+                if value is None or not same_bits(entry.saved, value):
+                    saved, unsaved = _unkept(value)
+                    log.passed[passed] = replace(entry, saved=saved, unsaved=unsaved, gradient=None)
+
+
+def _unkept(value: Any) -> tuple[Any, str]:
+    """Return a kept value, and why it could not be stored; "" if it was."""
+    return (None, value.reason) if isinstance(value, Refusal) else (value, "")
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, overload
 
 from torch import nn
@@ -12,8 +13,9 @@ from bendtrace._lazy import tabulate
 from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
-from bendtrace.history.names import Names, ambiguity, layers_by_name, near_names, values_of
+from bendtrace.history.names import Names, ambiguity, layers_by_name, near_names, passes_of
 from bendtrace.history.sizes import counted, listed, size_text
+from bendtrace.paths.nodes import Pass, TreeNode
 from bendtrace.paths.view import Node, NodePath, Tree, is_path_only
 from bendtrace.recording.names import NodeRef
 
@@ -118,7 +120,11 @@ class Lookup:
                 self._found[f"{name}:{entry.pass_number}"] = [entry]
         modules: dict[str, list[LayerEntry]] = {}
         for call in log.modules:
-            given = [self._found[label][0] for label in call.outputs if label in self._found]
+            given = [
+                log.passed.get((call.label, "output", label)) or self._found[label][0]
+                for label in call.outputs
+                if label in self._found
+            ]
             if given and call.name:
                 modules[call.label] = given
                 modules.setdefault(call.name, []).extend(given)
@@ -230,13 +236,39 @@ class Lookup:
         found = []
         if node._path in self._outputs:
             return self._outputs[node._path]
-        for value in values_of(node._data, node._chosen):
-            entry = self._places.get(value)
+        for data, made in passes_of(node._data, node._chosen):
+            assert made.index is not None
+            entry = self._places.get((made.index, made.element))
+            if entry is not None and self._log.passed and data.role in ("input", "output"):
+                way = self._call_around(data, made), data.role
+                entry = self._log.passed.get((*way, entry.label), entry)
+                entry = self._log.passed.get((*way, entry.label), entry)
             if entry is not None and entry not in found:
                 found.append(entry)
         if not found:
             raise LayerKeyError(f"the node {key} has no value in the log", key)
         return found[0] if len(found) == 1 else Entries(found, key)
+
+    def _call_around(self, data: TreeNode, made: Pass) -> str:
+        """Return the label of the module call that a pass of a value was in; "" for the model."""
+        while data.kind != "graph":
+            data = self._parents[id(data)]
+            made = data.passes[made.parent]
+        return "" if made.index is None else self._call_labels.get(made.index, "")
+
+    @cached_property
+    def _parents(self) -> dict[int, TreeNode]:
+        nodes = self._tree.data.walk()
+        return {id(child): node for node in nodes for child in node.children.values()}
+
+    @cached_property
+    def _call_labels(self) -> dict[int, str]:
+        """The labels of the module calls, by the numbers of their passes in the tree."""
+        graphs = [node for node in self._tree.data.walk() if node.kind == "graph" and node.module]
+        numbers = {made.index for node in graphs for made in node.passes}
+        ordered = sorted(number for number in numbers if number is not None)
+        labels = [call.label for call in self._log.modules]
+        return dict(zip(ordered, labels, strict=True)) if len(ordered) == len(labels) else {}
 
     def _unknown(self, key: str) -> LayerKeyError:
         near = self.near(key)

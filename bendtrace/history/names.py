@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from bendtrace.errors import NodePathError
 from bendtrace.history.entries import LayerEntry
 from bendtrace.paths.naming import dotted
-from bendtrace.paths.nodes import TreeNode
+from bendtrace.paths.nodes import Pass, TreeNode
 from bendtrace.paths.text import Chosen, children_of
 from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only, plain_path
 
@@ -26,6 +26,7 @@ __all__ = [
     "is_layer_name",
     "layers_by_name",
     "near_names",
+    "passes_of",
     "values_of",
 ]
 
@@ -324,16 +325,23 @@ _KINDS = {
 
 def values_of(data: TreeNode, chosen: Chosen) -> Iterator[Value]:
     """Yield the values that a node represents; for a graph, its outputs."""
+    for _, made in passes_of(data, chosen):
+        assert made.index is not None
+        yield made.index, made.element
+
+
+def passes_of(data: TreeNode, chosen: Chosen) -> Iterator[tuple[TreeNode, Pass]]:
+    """Yield the nodes of the values that a node represents, each with one of its passes."""
     if data.kind == "graph":
         for child, below in children_of(data, chosen):
             if child.role == "output":
-                yield from values_of(child, below)
+                yield from passes_of(child, below)
         return
     below_it = list(children_of(data, chosen))
     for child, below in below_it:
-        yield from values_of(child, below)
+        yield from passes_of(child, below)
     if not below_it:
         passes = data.passes if chosen is None else [data.passes[number] for number in chosen]
         for made in passes:
             if made.index is not None:
-                yield made.index, made.element
+                yield data, made

@@ -94,6 +94,9 @@ class Scopes:
         scope.args = tuple([self._noted(value) for value in args])
         if kwargs:
             scope.kwargs = {name: self._noted(value) for name, value in kwargs.items()}
+        if self._observer is not None:
+            with torch._C.DisableTorchFunction():
+                self._observer.entered(scope, (args, kwargs), self._rewritten)
         self._tape.calls.append(scope)
         self._writer.scope = scope
         try:
@@ -106,7 +109,7 @@ class Scopes:
             if self._observer is not None:
                 with torch._C.DisableTorchFunction():
                     scope.stop = len(self._tape.ops)
-                    self._observer.left(scope, output)
+                    self._observer.left(scope, output, self._rewritten)
         finally:
             self._writer.scope = outer
             scope.stop = len(self._tape.ops)
@@ -123,6 +126,17 @@ class Scopes:
             noted = self._encoder.leniently(value)
             self._writer.writes.begin()
         return noted
+
+    def _rewritten(self, tensor: Tensor) -> int | None:
+        """Return the op of a tensor that was written to since the op returned it; else None."""
+        known, writes = self._writer.known.get(id(tensor)), self._writer.writes
+        if known is None or known() is not tensor or known.ref is None:
+            return None
+        writes.begin()
+        writes.given(known.ref, tensor, known.version)
+        found = known.ref.index if writes.stale else None
+        writes.begin()
+        return found
 
     def _unregistered(self, module: nn.Module) -> str:
         """Return a substitute for the path of a module that belongs to no other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +21,7 @@ from bendtrace.graph.export import (
     from_node_link,
     to_node_link,
 )
-from bendtrace.history.building import Log
+from bendtrace.history.building import Log, PassedKey
 from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source
 from bendtrace.history.run_log import RunLog
 from bendtrace.history.text import Facts
@@ -378,8 +378,42 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
         values = {
             "activations": write_values(draft, "activations", activations),
             "gradients": write_values(draft, "gradients", gradients),
+            "passed": _write_passed(draft, log),
         }
         draft.write_json("tensors.json", values)
+
+
+def _write_passed(draft: Draft, log: Log) -> dict[str, Any]:
+    """Write what modules received or returned in the place of other entries."""
+    own = {id(entry) for entry in log.entries}
+    values: dict[str, Any] = {}
+    names: dict[int, str] = {}
+    rows = []
+    for key, entry in log.passed.items():
+        if id(entry) not in own and id(entry) not in names:
+            name = names[id(entry)] = f"{entry.label} {len(names)}"
+            values[name] = entry.saved if not entry.unsaved else NotSaved(entry.unsaved)
+        rows.append([*key, entry.label, names.get(id(entry))])
+    return write_values(draft, "passed", values) | {"rows": GRAPH_CODEC.encode(rows)}
+
+
+def _read_passed(
+    index: Mapping[str, Any],
+    entries: Mapping[str, LayerEntry],
+    files: Mapping[str, tuple[DataFile, Header]],
+    device: torch.device | None,
+) -> dict[PassedKey, LayerEntry]:
+    made: dict[str, tuple[Any, str]] = {}
+    for name, value in read_values(index, files, device).items():
+        made[name] = (None, value.reason) if isinstance(value, NotSaved) else (value, "")
+    found: dict[PassedKey, LayerEntry] = {}
+    for call, way, named, label, name in GRAPH_CODEC.decode(index["rows"]):
+        entry = entries[label]
+        if name is not None:
+            saved, unsaved = made[name]
+            entry = replace(entry, saved=saved, unsaved=unsaved, gradient=None)
+        found[call, way, named] = entry
+    return found
 
 
 def _flat(tree: Tree) -> dict[str, Any]:
@@ -464,6 +498,8 @@ def _load(opened: Opened, device: torch.device | None) -> RunLog:
                 entries[label].saved = value
         for label, value in read_values(tensors["gradients"], files, device).items():
             entries[label].gradient = value
+        if "passed" in tensors:  # else it was written by a version that did not know it
+            log.passed = _read_passed(tensors["passed"], entries, files, device)
         facts = FACTS.read(contents["facts"])
         rows = decode(flow["guards"])
         return RunLog(log, _tree_of(decode(tree)), from_node_link(graph), facts, rows)

@@ -152,8 +152,21 @@ class Observer(Protocol):
     def wrote(self, op: Op, tensor: Tensor) -> None:
         """Called with the tensor that an op has written to, if it returned none."""
 
-    def left(self, call: ModuleCall, output: Any) -> None:
-        """Called when a module's call has ended."""
+    def entered(
+        self, call: ModuleCall, given: Any, rewritten: Callable[[Tensor], int | None]
+    ) -> None:
+        """Called before a module's call begins.
+
+        Args:
+            call: the call.
+            given: its arguments.
+            rewritten: returns the op of a tensor that was written to since the op returned it.
+        """
+
+    def left(
+        self, call: ModuleCall, output: Any, rewritten: Callable[[Tensor], int | None]
+    ) -> None:
+        """Called when a module's call has ended; see `entered`."""
 
     def escaped(self, value: Any) -> None:
         """Called with a value that is passed to code that may keep a pointer to its memory."""
