@@ -698,3 +698,53 @@ def test_finishing_a_run_after_looking_around_is_calling_the_model(case: Case) -
             continue
         assert (found[0], str(found[1]), *found[2:]) == (wanted[0], str(wanted[1]), *wanted[2:])
         assert state(model) == state(eager)
+
+
+class _Written(nn.Module):
+    """Modules that return, and receive, what was written to after an op returned it."""
+
+    class Indexed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1
+            y[0] = 5.0
+            return y
+
+    class Viewed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1
+            first = y[0]
+            y.add_(1)
+            return first
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexed, self.viewed, self.layer = self.Indexed(), self.Viewed(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.indexed(x)
+        first = self.viewed(y)
+        y.view(-1).mul_(2)
+        left, _ = (y + 1).chunk(2)
+        left[0] = 3.0
+        return self.layer(y) + first + self.layer(left)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["viewed", "viewed.output", "indexed.output", "viewed.input", "layer.input", "layer_1.input"],
+)
+def test_the_value_of_a_module_is_not_that_of_an_op_before_a_write(name: str) -> None:
+    with torch.no_grad():
+        run = bt.BendedModule(_Written()).step(torch.ones(2, 3))
+    with pytest.raises(InputError, match=f"'{name}' was written to in place by"):
+        run.value(name)
+    run.goto(name)  # when it was computed is clear
+
+
+def test_the_value_of_a_module_is_its_own_if_a_write_came_later() -> None:
+    model, x = _Written(), torch.ones(2, 3)
+    with torch.no_grad():
+        run = bt.BendedModule(nn.Sequential(model, nn.ReLU(inplace=True))).step(x)
+        assert torch.equal(run.value("0.output"), model(x))
+        assert torch.equal(run.value("1.input"), model(x))
+        assert torch.equal(run.value("output"), model(x).relu())

@@ -13,9 +13,17 @@ from bendtrace._lazy import tabulate
 from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
-from bendtrace.history.names import Names, ambiguity, layers_by_name, near_names, passes_of
+from bendtrace.history.names import (
+    Names,
+    ambiguity,
+    call_around,
+    holders_of,
+    layers_by_name,
+    near_names,
+    passes_of,
+)
 from bendtrace.history.sizes import counted, listed, size_text
-from bendtrace.paths.nodes import Pass, TreeNode
+from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node, NodePath, Tree, is_path_only
 from bendtrace.recording.names import NodeRef
 
@@ -240,7 +248,8 @@ class Lookup:
             assert made.index is not None
             entry = self._places.get((made.index, made.element))
             if entry is not None and self._log.passed and data.role in ("input", "output"):
-                way = self._call_around(data, made), data.role
+                call = call_around(self._holders, data, made)
+                way = "" if call is None else self._call_labels.get(call, ""), data.role
                 entry = self._log.passed.get((*way, entry.label), entry)
                 entry = self._log.passed.get((*way, entry.label), entry)
             if entry is not None and entry not in found:
@@ -249,17 +258,9 @@ class Lookup:
             raise LayerKeyError(f"the node {key} has no value in the log", key)
         return found[0] if len(found) == 1 else Entries(found, key)
 
-    def _call_around(self, data: TreeNode, made: Pass) -> str:
-        """Return the label of the module call that a pass of a value was in; "" for the model."""
-        while data.kind != "graph":
-            data = self._parents[id(data)]
-            made = data.passes[made.parent]
-        return "" if made.index is None else self._call_labels.get(made.index, "")
-
     @cached_property
-    def _parents(self) -> dict[int, TreeNode]:
-        nodes = self._tree.data.walk()
-        return {id(child): node for node in nodes for child in node.children.values()}
+    def _holders(self) -> dict[int, TreeNode]:
+        return holders_of(self._tree.data)
 
     @cached_property
     def _call_labels(self) -> dict[int, str]:

@@ -23,6 +23,8 @@ __all__ = [
     "Meaning",
     "Names",
     "ambiguity",
+    "call_around",
+    "holders_of",
     "is_layer_name",
     "layers_by_name",
     "near_names",
@@ -345,3 +347,16 @@ def passes_of(data: TreeNode, chosen: Chosen) -> Iterator[tuple[TreeNode, Pass]]
         for made in passes:
             if made.index is not None:
                 yield data, made
+
+
+def holders_of(root: TreeNode) -> dict[int, TreeNode]:
+    """Return the node around each node of a tree, by identity."""
+    return {id(child): node for node in root.walk() for child in node.children.values()}
+
+
+def call_around(holders: dict[int, TreeNode], data: TreeNode, made: Pass) -> int | None:
+    """Return the number of the module call that a pass of a value was in; None if unknown."""
+    while data.kind != "graph":
+        data = holders[id(data)]
+        made = data.passes[made.parent]
+    return made.index

@@ -9,8 +9,9 @@ from typing import Any
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.flow import FlowStep
-from bendtrace.history.names import Names, near_names, values_of
+from bendtrace.history.names import Names, call_around, holders_of, near_names, passes_of
 from bendtrace.interject.resolver import describe_where, meant_by, name_of
+from bendtrace.paths.nodes import Pass, TreeNode
 from bendtrace.source.sites import Place, Site
 from bendtrace.stepping.visit import Event
 from bendtrace.tape.tape import ModuleCall, Tape
@@ -75,7 +76,8 @@ class Places:
             return self._questions(place)
         line = _line(place)
         if line is None:
-            return self._calls(place) or [number for number, _ in self._values(place)]
+            calls = self._calls(place)
+            return calls or [number for number, _ in self._values(place, is_value=False)]
         found = [
             number
             for number, event in enumerate(self._events)
@@ -130,14 +132,20 @@ class Places:
         )  # fmt: skip
         return next(inside, len(self._events))
 
-    def _values(self, place: Any) -> list[tuple[int, tuple[Any, ...]]]:
-        """Return the events that compute the values of a node, and where in their results."""
+    def _values(self, place: Any, *, is_value: bool = True) -> list[tuple[int, tuple[Any, ...]]]:
+        """Return the events that compute the values of a node, and where in their results.
+
+        Args:
+            place: the node.
+            is_value: whether the value itself is asked for, and not only when it was computed.
+        """
         tree = self._trace.run.tree
         numbers = {e.index: number for number, e in enumerate(self._events) if e.kind == "op"}
         found = set()
         for _, node, chosen in self._meant(place):
-            for value in values_of(node, chosen):
-                index, element = tree.origin(*value)
+            for data, made in passes_of(node, chosen):
+                assert made.index is not None
+                index, element = tree.origin(made.index, made.element)
                 if index not in numbers:
                     raise InputError(
                         f"{describe_where(place)} is no op of the run: what existed before it, "
@@ -145,6 +153,8 @@ class Places:
                     )
                 if node.kind == "graph":
                     self._require_last(place, node.module, index)
+                if is_value and data.role in ("input", "output"):
+                    self._require_unwritten(place, data, made)
                 found.add((numbers[index], tuple(element)))
         return sorted(found)
 
@@ -161,6 +171,29 @@ class Places:
             f"the output of {describe_where(place)} is also used inside of it, or computed "
             "elsewhere: name the op"
         )
+
+    def _require_unwritten(self, place: Any, data: TreeNode, made: Pass) -> None:
+        """Raise if what a call received or returned is no longer what the op had returned."""
+        tape, tree, index = self._tape, self._trace.run.tree, made.index
+        number = call_around(holders_of(tree.data), data, made)
+        assert index is not None
+        value = tree.origin(index, made.element)
+        names = {op.index for op in tape.ops[index:] if tree.origin(op.index, ()) == value}
+        stop = len(tape.ops)
+        if number is not None:
+            call = tape.calls[number]
+            stop = call.start if data.role == "input" else call.stop
+        wrote = [op.index for op in tape.ops[index + 1 : stop] if not names.isdisjoint(op.writes)]
+        # The first op that read it afterwards knows if something wrote under another name.
+        later = (op.reads for op in tape.ops[stop:] if not names.isdisjoint(op.operands))
+        reads = next(later, self._trace.recording.output_reads)
+        wrote += [reads[name] for name in names & reads.keys() if reads[name] < stop]
+        if wrote:
+            name = self._trace.names[max(wrote)]
+            raise InputError(
+                f"{describe_where(place)} was written to in place by {name!r} after its op "
+                "returned it: name the op"
+            )
 
     def _meant(self, place: Any) -> Sequence[Any]:
         name = name_of(place, self._known)
