@@ -933,3 +933,29 @@ def test_more_objects_than_can_be_watched_make_a_model_run_live() -> None:
         assert bits(bended(x)) == bits(model(x))
     assert bended.stats.replays == 0
     assert "more than 10000 objects" in bended.why_live[0]
+
+
+class Scale(torch.autograd.Function):
+    @classmethod
+    def forward(cls, ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x * scale
+
+    @classmethod
+    def backward(cls, ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.scale, None
+
+
+def test_what_a_function_keeps_in_its_context_is_no_attribute_of_the_model() -> None:
+    class Model(nn.Module):
+        scale = 3.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Scale.apply(x, self.scale)
+
+    model = Model()
+    bended, x = bt.BendedModule(model), torch.ones(2, requires_grad=True)
+    for _ in range(3):
+        (wanted,) = torch.autograd.grad(model(x).sum(), x)
+        assert bits(torch.autograd.grad(bended(x).sum(), x)) == bits((wanted,))
+    assert bended.stats.live == 0

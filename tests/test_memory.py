@@ -212,10 +212,10 @@ def test_in_a_stream_of_inputs_a_replay_holds_what_eager_holds(model: nn.Module)
     bended = bt.BendedModule(model)
     torch.manual_seed(1)
     with torch.no_grad():
-        for x in torch.randn(100, 64, 64):
+        for x in torch.randn(60, 64, 64):
             bended(x)
         counted = 0
-        for x in torch.randn(20, 64, 64):
+        for x in torch.randn(8, 64, 64):
             before = bended.stats.replays
             eager, _ = peak_of(lambda x=x: model(x * 1))
             replay, left = peak_of(lambda x=x: bended(x * 1))
@@ -223,7 +223,7 @@ def test_in_a_stream_of_inputs_a_replay_holds_what_eager_holds(model: nn.Module)
             if bended.stats.replays > before:
                 counted += 1
                 assert replay <= 1.1 * eager
-    assert counted > 10
+    assert counted > 5
 
 
 def test_where_an_error_is_caught_the_known_way_on_lets_go_too() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.shares import some
 from tests.sweep.modules import MODULES, sweep
 
 # Some constructors and calls warn that they are deprecated or slow; that is not the subject here.
@@ -20,7 +21,7 @@ def limit(request: pytest.FixtureRequest) -> int | None:
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize("name", sorted(MODULES))
+@pytest.mark.parametrize("name", some(sorted(MODULES), 2))
 def test_a_module_replays_bit_by_bit(name: str, training: bool, limit: int | None) -> None:
     done = dict(sweep(name, training=training, limit=limit))
     wrong = {label: served.wrong for label, served in done.items() if served.wrong}

@@ -25,6 +25,7 @@ from bendtrace.interject.selectors.source import branches_around
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.run import Run
 from bendtrace.source.sites import Place, Span
+from tests.shares import some
 from tests.sweep.modules import MODULES
 
 ROOT = Path(__file__).parent.parent
@@ -175,7 +176,7 @@ def test_the_seed_s_example_is_meant_however_it_is_spelled() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize("name", sorted(set(MODULES) - {f"nn.{name}" for name in ALIASES}))
+@pytest.mark.parametrize("name", some(sorted(set(MODULES) - {f"nn.{name}" for name in ALIASES}), 3))
 def test_a_layer_that_runs_is_meant_once_and_by_its_functional_when_that_is_called(
     name: str, training: bool
 ) -> None:

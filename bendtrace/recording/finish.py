@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import inspect
 import operator
 import random
 import sys
@@ -379,11 +380,10 @@ class Finish:
         read: set[str] = set()
         mutates = False
         owner = getattr(op.target, "__self__", None)
-        of_autograd = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
         for function in self._functions_of(op):
-            has_context = of_autograd and function.__name__ in _FUNCTION_METHODS
+            context = _context_of(function, owner)
             for code in codes_in(function.__code__):
-                named, items = assigned_in(code, has_context)
+                named, items = assigned_in(code, context)
                 stored |= named
                 mutates = mutates or items
                 read.update(code.co_names, code.co_freevars)
@@ -477,6 +477,18 @@ def _keeps(function: types.FunctionType) -> bool:
 
 def _cells_for(code: types.CodeType) -> tuple[types.CellType, ...]:
     return tuple(types.CellType() for _ in code.co_freevars)
+
+
+def _context_of(function: types.FunctionType, owner: Any) -> str | None:
+    """Return the argument that is the context, of a method of an `autograd.Function`."""
+    name = function.__name__
+    if name not in _FUNCTION_METHODS or not (
+        isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+    ):
+        return None
+    first = isinstance(inspect.getattr_static(owner, name, None), classmethod)
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return names[first] if len(names) > first else None
 
 
 _FUNCTION_METHODS = frozenset({"forward", "setup_context"})  # of an autograd.Function

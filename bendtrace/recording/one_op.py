@@ -148,15 +148,14 @@ def _mutates(function: Any) -> bool:
     )
 
 
-def assigned_in(code: types.CodeType, has_context: bool = False) -> tuple[frozenset[str], bool]:
+def assigned_in(code: types.CodeType, context: str | None = None) -> tuple[frozenset[str], bool]:
     """Return the attributes and globals that code assigns to, and whether it changes containers.
 
     Args:
         code: the code.
-        has_context: whether its first argument may be the context of an `autograd.Function`: what
-            is kept there is no attribute of anything else.
+        context: the argument that is the context of an `autograd.Function`: what is kept there is
+            no attribute of anything else.
     """
-    context = code.co_varnames[0] if has_context and code.co_argcount else None
     stored: set[str] = set()
     before: Any = None
     for step in single_steps(code):
