@@ -959,3 +959,28 @@ def test_what_a_function_keeps_in_its_context_is_no_attribute_of_the_model() -> 
         (wanted,) = torch.autograd.grad(model(x).sum(), x)
         assert bits(torch.autograd.grad(bended(x).sum(), x)) == bits((wanted,))
     assert bended.stats.live == 0
+
+
+class Kept(nn.Module):
+    """Keeps a class of tensors that C code makes, as losses of GANs do."""
+
+    def __init__(self, kind: Any = torch.FloatTensor) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.kind(x.size()).fill_(2.0)
+
+
+def kept_in_a_variable(x: torch.Tensor) -> torch.Tensor:
+    size = x.size()
+    kind = torch.FloatTensor if x.dtype is torch.float32 else torch.DoubleTensor
+    return x + kind(size).fill_(3.0)
+
+
+@pytest.mark.parametrize("model", [Kept(), kept_in_a_variable], ids=["attribute", "variable"])
+def test_a_class_of_tensors_that_is_kept_is_called_with_plain_numbers(model: Any) -> None:
+    bended = bt.BendedModule(model)
+    for size in (2, 2, 3, 3, 2):
+        x = torch.randn(size, 2)
+        assert bits(bended(x)) == bits(model(x))

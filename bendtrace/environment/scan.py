@@ -56,6 +56,7 @@ from bendtrace.tape.captured import (
     is_array,
 )
 from bendtrace.tape.structure import entries_of, kept_in
+from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.distributed_forward import gathered_names, hidden_of, is_joint_hook
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 
@@ -292,6 +293,8 @@ class Scan(CodeScan):
             self._scan_code(value)
         elif isinstance(value, type) and is_users_class(value):
             self._meet_helper(value)
+        elif type(value) is LEGACY:  # its constructor takes numbers, and no traced ones
+            found.tells_numbers = True
         elif isinstance(value, type):
             self._meet_installed(value)
         elif isinstance(value, types.BuiltinFunctionType) and value in _LOOKING_UP:

@@ -99,8 +99,27 @@ def needs_plain_numbers(code: CodeType) -> bool:
     return known[1]
 
 
+# The classes of tensors that C code makes, and what code does with one that it keeps.
+_TENSOR_CLASSES = frozenset(
+    f"{kind}Tensor"
+    for kind in (
+        "Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool",
+    )
+)  # fmt: skip
+_KEEPING = ("STORE_", "RETURN_", "JUMP_FORWARD", "BUILD_")
+
+
+def _keeps_tensor_class(code: CodeType) -> bool:
+    """Return whether code keeps one, to call it later: `kind = torch.FloatTensor`."""
+    return not _TENSOR_CLASSES.isdisjoint(code.co_names) and any(
+        step.value in _TENSOR_CLASSES and after.name.startswith(_KEEPING)
+        for step, after in itertools.pairwise(single_steps(code))
+        if step.name.startswith("LOAD_")
+    )
+
+
 def _has_such_code(code: CodeType) -> bool:
-    if not _TELLING_NAMES.isdisjoint(code.co_names):
+    if not _TELLING_NAMES.isdisjoint(code.co_names) or _keeps_tensor_class(code):
         return True
     return has(code, "IS_OP") and any(
         there == "IS_OP" and isinstance(constant_of(code, before, argument), bool)

@@ -18,7 +18,7 @@ from torch import nn
 
 from bendtrace.tape.watchers import current_watcher
 
-__all__ = ["GONE", "entries_of_constructors"]
+__all__ = ["GONE", "LEGACY", "entries_of_constructors"]
 
 # What an attribute is exchanged for that is not there while a run is recorded.
 GONE: Any = object()
@@ -41,14 +41,14 @@ def entries_of_constructors() -> Iterator[tuple[Any, str, Any]]:
         classes = {
             name: value
             for name, value in vars(owner).items()
-            if type(value) is _LEGACY and name.endswith("Tensor")
+            if type(value) is LEGACY and name.endswith("Tensor")
         }
         for name in classes:
             yield owner, name, GONE
         yield owner, "__getattr__", _attribute_of(owner, classes)
 
 
-_LEGACY = type(torch.FloatTensor)
+LEGACY: Any = type(torch.FloatTensor)  # of the classes of old, such as `torch.FloatTensor`
 
 
 def _makes_variable(cls: type, *args: Any, **kwargs: Any) -> Any:
