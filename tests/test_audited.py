@@ -9,6 +9,7 @@ import collections
 import contextlib
 import contextvars
 import enum
+import functools
 import io
 import itertools
 import signal
@@ -984,3 +985,52 @@ def test_a_class_of_tensors_that_is_kept_is_called_with_plain_numbers(model: Any
     for size in (2, 2, 3, 3, 2):
         x = torch.randn(size, 2)
         assert bits(bended(x)) == bits(model(x))
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Identity()
+        self.register_buffer("held", torch.ones(2))
+        self.fired: list[str] = []
+        self.a.register_full_backward_hook(lambda *_: self.fired.append("a"))
+        self.b.register_backward_hook(lambda *_: self.fired.append("b"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.held) + self.a(self.b(x))
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward", "ignore:Full backward hook")
+def test_backward_hooks_are_no_reason_to_run_live_without_gradients() -> None:
+    model, same = Hooked(), Hooked()
+    same.load_state_dict(model.state_dict())
+    bended = bt.BendedModule(model)
+
+    def compare(make: Callable[[], torch.Tensor], *, grad: bool = False) -> bool:
+        """Call both, go backward where there is a way; return whether the call was a replay."""
+        found, replays = [], bended.stats.replays
+        for called in (bended, same):
+            x = make()
+            with torch.set_grad_enabled(grad):
+                out = called(x)
+            for end in (out, x, same.held if called is same else model.held):
+                if end.grad_fn is not None:
+                    end.sum().backward(retain_graph=True)
+            found.append(bits(out))
+        assert found[0] == found[1]
+        assert model.fired == same.fired
+        return bended.stats.replays > replays
+
+    plain = functools.partial(torch.ones, 2)
+    assert [compare(plain) for _ in range(3)] == [False, True, True]
+    assert not compare(plain, grad=True)
+    assert model.fired
+    assert [compare(plain) for _ in range(2)] == [False, True]  # `fired` is longer
+    fired = len(model.fired)
+    assert not compare(lambda: torch.ones(2, requires_grad=True) * 2)
+    assert len(model.fired) > fired
+    for one in (model, same):
+        one.held = torch.ones(2, requires_grad=True) * 3
+    fired = len(model.fired)
+    assert not compare(plain)
+    assert len(model.fired) > fired

@@ -65,6 +65,14 @@ __all__ = ["Scan"]
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+# Names in code that may compute gradients although the caller switched them off.
+_DIFFERENTIATING = frozenset(
+    {
+        "enable_grad", "set_grad_enabled", "inference_mode", "requires_grad", "requires_grad_",
+        "backward", "grad", "func", "autograd", "vjp", "jvp", "jacrev", "jacfwd", "hessian",
+        "linearize", "functional_call",
+    }
+)  # fmt: skip
 # Bookkeeping of nn.Module that forward does not read (hooks are watched separately).
 _MODULE_INTERNALS = frozenset(
     {
@@ -89,6 +97,7 @@ class Scan(CodeScan):
     def __init__(self, found: Found) -> None:
         super().__init__(found)
         self._gathered: dict[int, set[str]] = {}
+        self._of_gradients: list[str] = []  # hooks that keep a run with gradients from a replay
         self._unwatched: list[tuple[str, type]] = []
         self._unguarded: list[Captured] = []
         self._tagged: list[tuple[Captured, Route]] = []
@@ -147,6 +156,8 @@ class Scan(CodeScan):
         found.generators = [part for part in found.parts if part.type is torch.Generator]
         if found.generators or self._modules or any(found.hook_dicts):
             self.notes.is_steady = False
+        if self._of_gradients and self._may_differentiate():
+            found.blockers += self._of_gradients
         found.blockers += undetectable_in(
             found.names, found.stores, found.functions, bool(found.generators)
         )
@@ -401,7 +412,8 @@ class Scan(CodeScan):
                 found.hook_tables.append((label, name, tuple(hooks.items()) if hooks else ()))
                 if hooks and not self._scan_hooks(name, hooks):
                     what = f"{label} has {name[1:].replace('_', ' ')}"
-                    found.blockers.append(what + definitions(hooks.values()))
+                    reasons = self._of_gradients if "backward" in name else found.blockers
+                    reasons.append(what + definitions(hooks.values()))
         others = hidden_of(module)
         if "_untraced" in attributes:
             others |= attributes["_untraced"]
@@ -421,6 +433,19 @@ class Scan(CodeScan):
         self._scan_mapping(attributes["_parameters"], label, frozenset(gathered))
         self._scan_mapping(attributes["_buffers"], label)
         self._scan_mapping(attributes["_modules"], label)
+
+    def _may_differentiate(self) -> bool:
+        """Whether a module of the run may have an output with gradients: only then hooks fire."""
+        return (
+            torch.is_grad_enabled()
+            or bool(self.found.caches)
+            or not self.found.names.isdisjoint(_DIFFERENTIATING)
+            or any(
+                part.value.requires_grad and not isinstance(part.value, nn.Parameter)
+                for part in self.found.parts
+                if part.kind is CaptureKind.TENSOR
+            )
+        )
 
     def _scan_hooks(self, name: str, hooks: Mapping[Any, Any]) -> bool:
         """Scan forward hooks that are part of the model; return False for those that are not.
