@@ -1023,14 +1023,14 @@ def test_backward_hooks_are_no_reason_to_run_live_without_gradients() -> None:
 
     plain = functools.partial(torch.ones, 2)
     assert [compare(plain) for _ in range(3)] == [False, True, True]
-    assert not compare(plain, grad=True)
+    assert not any(compare(plain, grad=True) for _ in range(3))
     assert model.fired
     assert [compare(plain) for _ in range(2)] == [False, True]  # `fired` is longer
     fired = len(model.fired)
-    assert not compare(lambda: torch.ones(2, requires_grad=True) * 2)
+    assert not any(compare(lambda: torch.ones(2, requires_grad=True) * 2) for _ in range(3))
     assert len(model.fired) > fired
     for one in (model, same):
         one.held = torch.ones(2, requires_grad=True) * 3
     fired = len(model.fired)
-    assert not compare(plain)
+    assert not any(compare(plain) for _ in range(3))
     assert len(model.fired) > fired
