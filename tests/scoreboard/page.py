@@ -46,6 +46,7 @@ class Report:
         faults: our cases that are not right, and why.
         invalid: cases that eager itself does not run, by suite.
         live: cases of ours in which a call ran the model itself, by suite.
+        live_calls: how many calls of ours ran the model itself, by suite.
         why_live: how many of them have each reason, the most frequent first.
     """
 
@@ -56,6 +57,7 @@ class Report:
     faults: list[dict[str, str]] = field(default_factory=list)
     invalid: dict[str, int] = field(default_factory=dict)
     live: dict[str, int] = field(default_factory=dict)
+    live_calls: dict[str, int] = field(default_factory=dict)
     why_live: dict[str, int] = field(default_factory=dict)
 
     def totals(self, without: Collection[str] = ()) -> dict[str, Counter[str]]:
@@ -103,10 +105,14 @@ class Report:
         rows = []
         for suite, of_suite in self.counts.items():
             if number := sum(of_suite.get(OURS, {}).values()):
-                live = self.live.get(suite, 0)
-                rows.append([suite, str(number), str(live), f"{live / number:.1%}"])
-        return Table("live", "Live", ("suite", "programs", "with a live call", "share"), rows,
-                     _COMMAND)  # fmt: skip
+                calls = sum(count for _, count in self.calls[suite][OURS].values())
+                live = self.live_calls.get(suite, 0)
+                share = f"{live / max(1, calls):.1%}"
+                rows.append(
+                    [suite, str(number), str(self.live.get(suite, 0)), str(calls), str(live), share]
+                )
+        heads = ("suite", "programs", "with live calls", "calls", "live", "share")
+        return Table("live", "Live", heads, rows, _COMMAND)
 
     def issue_table(self) -> Table:
         """Return the table of the issues of others."""
@@ -164,6 +170,7 @@ def summary(results: Sequence[dict[str, Any]], about: dict[str, Any]) -> Report:
             report.faults.append(named)
         if way == OURS and result.get("live"):
             report.live[suite] = report.live.get(suite, 0) + 1
+            report.live_calls[suite] = report.live_calls.get(suite, 0) + result["live"]
             reasons[_group(result["why_live"])] += 1
     report.why_live = dict(reasons.most_common())
     return report

@@ -396,7 +396,7 @@ SUITES = (
           _vision_names, _vision, 1, 240.0, "torchvision"),
     Suite("timm", "The models of timm, with random weights.", _timm_names, _timm, 1, 240.0, "timm"),
     Suite("ParityBench", "Modules of GitHub, as ParityBench's generated files hold them; each file "
-          "is a case. Run from a checkout beside the project.", _parity_names, _parity, 4, 120.0),
+          "is a case. Run from a checkout beside the project.", _parity_names, _parity, 4, 600.0),
 )  # fmt: skip
 
 
