@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from tests.documents import ROOT
 from tests.scoreboard.__main__ import main
 from tests.scoreboard.case import KINDS, Case, Step, Wrap, tried
 from tests.scoreboard.issues import ISSUES
-from tests.scoreboard.judging import agree, judge, truth
+from tests.scoreboard.judging import agree, is_repeatable, judge, truth
 from tests.scoreboard.page import OUTCOMES, Report, figure, summary, write_page
 from tests.scoreboard.suites import SUITES, suite_of
 from tests.scoreboard.supervising import Supervisor
@@ -141,6 +142,22 @@ def test_a_refusal_that_the_program_catches_is_one_too() -> None:
 
     case = Case("issues", "tried", drive)
     assert judge(case, Way("other", refuses), truth(case)).outcome == "refused"
+
+
+def test_a_program_that_differs_each_time_is_noticed() -> None:
+    numbers = itertools.count()
+
+    def drive(wrap: Wrap) -> Iterator[Step]:
+        yield Step("traced", wrap(lambda x: x)(torch.tensor(float(next(numbers)))))
+
+    case = Case("corpus", "another each time", drive)
+    wanted = truth(case)
+    assert isinstance(wanted, list)
+    assert not is_repeatable(case, wanted)
+    same = suite_of("corpus").case("while_true", None)
+    steps = truth(same)
+    assert isinstance(steps, list)
+    assert is_repeatable(same, steps)
 
 
 def test_a_program_that_eager_does_not_run_is_invalid() -> None:

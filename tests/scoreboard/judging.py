@@ -15,7 +15,7 @@ from tests.promise import bits
 from tests.scoreboard.case import KINDS, Case, Raised, Refused, Step
 from tests.scoreboard.ways import OURS, Way, quietly
 
-__all__ = ["Result", "agree", "judge", "tensors_in"]
+__all__ = ["Result", "agree", "is_repeatable", "judge", "tensors_in"]
 
 
 @dataclasses.dataclass
@@ -168,6 +168,24 @@ def judge(case: Case, way: Way, wanted: list[Step] | Exception) -> Result:
             result.live += bended.stats.live
             result.why_live = result.why_live or next(iter(bended.why_live), "")[:300]
     return result
+
+
+def is_repeatable(case: Case, wanted: list[Step], *, times: int = 3) -> bool:
+    """Whether eager gives the same each time: not where a program reads memory that nobody set.
+
+    Args:
+        case: the program.
+        wanted: what eager gave.
+        times: how often to run it again.
+    """
+    for _ in range(times):
+        again = truth(case)
+        if isinstance(again, Exception) or not all(
+            agree(one.value, other.value, exact=True)
+            for one, other in zip(again, wanted, strict=True)
+        ):
+            return False
+    return True
 
 
 def _take(result: Result, given: Step, wanted: Step, number: int, exact: bool, way: Way) -> None:
