@@ -64,12 +64,15 @@ class _Instruction(NamedTuple):
         base: how much is on the stack below what the instruction takes.
         depth: how much is on it when the instruction begins.
         asks: whether it is a comparison that asks for the truth of its result.
+        converts: whether it is a call that may make a tuple of its arguments first, and release
+            what they were given as.
     """
 
     name: str
     base: int
     depth: int
     asks: bool = False
+    converts: bool = False
 
 
 class Stack(NamedTuple):
@@ -136,6 +139,8 @@ def read(
         if _pointers(first, instruction) != compared:
             return None  # they may be gone
         operands = []
+    elif is_asked_by_c and instruction.converts and not _lasts(first, instruction, code, slots):
+        return None
     elif is_asked_by_c:
         operands = [_value(first + _WORD * k) for k in range(instruction.base, instruction.depth)]
     return Stack(code, offset, slots, below, operands, instruction.name)
@@ -162,6 +167,18 @@ def _pointers(first: int, instruction: _Instruction) -> frozenset[int]:
     """Return the addresses of what an instruction takes, which need not be there any more."""
     taken = range(instruction.base, instruction.depth)
     return frozenset(_word(first + _WORD * k) & ~_MARKS for k in taken)
+
+
+def _lasts(first: int, instruction: _Instruction, code: CodeType, slots: list[Any]) -> bool:
+    """Whether the arguments of `f(*x)` are there for as long as the call: x is a variable."""
+    held = {*map(id, code.co_consts), *map(id, slots)}
+    held.update(
+        id(item)
+        for cell in slots
+        if type(cell) is CellType
+        for item in gc.get_referents(cell)
+    )
+    return _word(first + _WORD * (instruction.base + _ARGUMENTS)) & ~_MARKS in held
 
 
 def _value(address: int) -> Any:
@@ -224,6 +241,7 @@ _PUSHES_NONE = frozenset(
     {"STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "DELETE_ATTR", "STORE_SLICE"}
 )
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
+_ARGUMENTS = 2  # of `f(*x)`, above the function and an empty slot
 
 
 @functools.lru_cache(maxsize=4096)
@@ -256,10 +274,31 @@ def _instructions(code: CodeType) -> dict[int, _Instruction]:
         if step.opname in _CALLS and step.opname != "CALL_FUNCTION_EX":
             depth = base + (step.arg or 0) + 2 + (step.opname == "CALL_KW")
         asks = step.opname == "COMPARE_OP" and step.argrepr.startswith("bool(")
-        instruction = _Instruction(step.opname, base, depth, asks)
+        converts = step.opname == "CALL_FUNCTION_EX" and not _has_made_tuple(
+            steps[: position[step.offset] + 1], depths, base + _ARGUMENTS + 1
+        )
+        instruction = _Instruction(step.opname, base, depth, asks, converts)
         for offset in range(step.offset, end, 2):
             found[offset] = instruction
     return found
+
+
+def _has_made_tuple(steps: list[dis.Instruction], depths: dict[int, int], depth: int) -> bool:
+    """Whether code has made a tuple of the arguments itself, before the last of some steps.
+
+    Args:
+        steps: the code up to a call.
+        depths: how deep the stack is at each of them.
+        depth: how deep it is once the arguments are on it.
+    """
+    after = len(steps) - 1
+    while after and depths.get(steps[after].offset) != depth:
+        after -= 1  # it makes the dict of the arguments by name
+    before = steps[after - 1]
+    return not steps[after].is_jump_target and (
+        before.opname in ("LIST_TO_TUPLE", "BUILD_TUPLE")
+        or before.argrepr == "INTRINSIC_LIST_TO_TUPLE"
+    )
 
 
 def _effect(step: dis.Instruction, jump: bool) -> int:
