@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextvars
 import enum
 import functools
+import gc
 import hashlib
 import operator
 import sys
@@ -471,7 +472,9 @@ class _Reader:
     def _reduced(self, iterator: Any) -> Any:
         reduced = iterator.__reduce__()
         self._alive.append(reduced)
-        return self.values_of(reduced)
+        # Of a dict or set, that tells only what is left to come, not which one it is.
+        walked = (part for part in gc.get_referents(iterator) if isinstance(part, (dict, set)))
+        return self.values_of(reduced), self.values_of(walked)
 
     def _mapping(self, mapping: dict[Any, Any]) -> Any:
         return self.values_of(part for pair in mapping.items() for part in pair)
