@@ -326,7 +326,9 @@ class _Reader:
             if not is_array(base):
                 raise _Unreadable("an array shares memory that is not numpy's")
             place = _address(array) - _address(base)
-        content = str(array.dtype), array.shape, array.strides, array.tobytes()
+        content = (
+            str(array.dtype), array.shape, array.strides, array.tobytes(), array.flags.writeable,
+        )  # fmt: skip
         return "array", content, place, self.value(base)
 
     def _by_identity(self, value: Any) -> int:
