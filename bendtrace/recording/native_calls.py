@@ -37,15 +37,19 @@ def may_hide(stack: stacks.Stack, callee: FrameType | None, is_asking: bool) -> 
     if asks_here and _are_repeated(operands):
         hides = True  # it is not known which of them asks
     elif name in _CALLS:
-        hides = not operands or _call_hides(operands[0], callee)
+        hides = not operands or _call_hides(operands[0], operands[1:], callee)
         hides = hides or (is_asking and _numbers_in(operands) > 1)
+        # Python may still be making a tuple of what `f(*x)` is given.
+        hides = hides or (name == "CALL_FUNCTION_EX" and type(operands[1]) not in (tuple, list))
+    elif name in _TEXTS:
+        hides = not all(map(_shows_itself, operands))
     elif name in _TRANSPARENT or name.startswith("POP_JUMP"):
         hides = False
     elif name in _ON_VALUES:
         hides = not all(map(_is_single, operands)) or _numbers_in(operands) > 2
     elif name in _ON_ITEMS:
         container = operands[1] if name == "STORE_SUBSCR" and len(operands) > 1 else operands[0]
-        hides = isinstance(container, (dict, set)) or (is_asking and _numbers_in(operands) > 1)
+        hides = isinstance(container, (dict, set)) or _numbers_in(operands, objects=True) > 1
     elif name == "FOR_ITER":
         iterator = stack.below[-1] if stack.below else None
         hides = type(iterator) is not types.GeneratorType and not _is_of_python(iterator)
@@ -56,41 +60,85 @@ def may_hide(stack: stacks.Stack, callee: FrameType | None, is_asking: bool) -> 
     return hides
 
 
-def _call_hides(called: Any, callee: FrameType | None) -> bool:
+def _call_hides(called: Any, given: list[Any], callee: FrameType | None) -> bool:
     kind = type(called)
     if kind is functools.partial:
-        return _call_hides(called.func, callee)
-    if kind in (types.FunctionType, types.MethodType):
+        given = [*called.args, *called.keywords.values(), *given]
+        return _call_hides(called.func, given, callee)
+    if kind is types.MethodType:
+        return _call_hides(called.__func__, [called.__self__, *given], callee)
+    if kind is types.FunctionType:
         return False
     if isinstance(called, type):
         if called in _SINGLE:
-            return False
+            return _keeps_parts(called, given)
         return callee is None or callee.f_code.co_name != "__init__" or not _is_class(called)
+    # C code of torch may ask an object among its arguments for its number, more than once.
+    is_reported = callee is None or callee.f_code.co_name == "__torch_function__"
+    if kind in _METHODS:
+        return not (is_torchs_function(called) and is_reported)
     if is_torchs_function(called) and kind is not types.BuiltinFunctionType:
         return False
     if kind is types.BuiltinFunctionType:
+        if called in _SINGLE:
+            return _keeps_parts(called, given)
         module = called.__module__ or ""
         owner = called.__self__
-        return not (
-            called in _SINGLE
-            or module.split(".")[0] in ("torch", "_VariableFunctions")
+        is_torchs = (
+            module.split(".")[0] in ("torch", "_VariableFunctions")
             or isinstance(owner, Tensor)
             or getattr(owner, "__module__", "") in ("torch", "torch._C")
         )
+        return not (is_torchs and is_reported)
     found = next((vars(cls)["__call__"] for cls in kind.__mro__ if "__call__" in vars(cls)), None)
     return not isinstance(found, types.FunctionType)
 
 
-def _numbers_in(values: Iterable[Any]) -> int:
-    """Count the traced scalars among the arguments of a call."""
+def _keeps_parts(called: Any, given: list[Any]) -> bool:
+    """Return whether a C function that asks one question for each thing has several things."""
+    if called in _SHOWING:
+        return len(given) > 1 + (called is format) or not all(map(_shows_itself, given))
+    if called is range:
+        return _numbers_in(given, objects=True) > 1
+    return any(map(_joins_iterators, given))
+
+
+def _joins_iterators(value: Any) -> bool:
+    """Return whether an iterator keeps what one has given, while it asks another."""
+    kind = type(value)
+    if kind not in (zip, map, enumerate, filter):
+        return False
+    iterators = value.__reduce__()[1][kind in (map, filter) :]
+    walked = iterators[:1] if kind is enumerate else iterators
+    return len(walked) > 1 or any(map(_joins_iterators, walked))
+
+
+def _shows_itself(value: Any) -> bool:
+    """Return whether making a text of a value runs no C code that makes texts of other values."""
+    kind = type(value)
+    if kind is str or kind in _NUMBERS or kind in TRACED or kind in RETIRED:
+        return True
+    if isinstance(value, Tensor):
+        return True
+    ways = (getattr(kind, name) for name in ("__repr__", "__str__", "__format__"))
+    return all(isinstance(way, types.FunctionType) or way in _OF_OBJECT for way in ways)
+
+
+def _numbers_in(values: Iterable[Any], objects: bool = False) -> int:
+    """Count the traced scalars among the arguments of a call.
+
+    Args:
+        values: the arguments.
+        objects: whether to count also objects of Python, which may stand for numbers.
+    """
     count = 0
     for value in values:
-        if type(value) in TRACED:
+        if type(value) in TRACED or (objects and _is_of_python(value)):
             count += 1
         elif isinstance(value, slice):
-            count += _numbers_in((value.start, value.stop, value.step))
+            count += _numbers_in((value.start, value.stop, value.step), objects)
         elif isinstance(value, (tuple, list)):
-            count += _numbers_in(value)
+            count += _numbers_in(value, objects)
     return count
 
 
@@ -143,14 +191,17 @@ _SINGLE: frozenset[Any] = frozenset(
         int, float, range, super, callable, id, repr, str, format, print,
     }
 )  # fmt: skip
+_SHOWING: frozenset[Any] = frozenset({repr, str, format, print})
+_METHODS = frozenset({types.MethodDescriptorType, types.WrapperDescriptorType})
+_OF_OBJECT = (object.__repr__, object.__str__, object.__format__)
 # Instructions during which C holds nothing that is needed afterwards.
 _TRANSPARENT = frozenset(
     {
         "TO_BOOL", "UNARY_NOT", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP", "LOAD_ATTR",
         "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "LOAD_SUPER_ATTR", "BEFORE_WITH",
-        "LOAD_SPECIAL", "SEND", "FORMAT_VALUE", "FORMAT_SIMPLE", "UNARY_NEGATIVE",
-        "UNARY_POSITIVE", "UNARY_INVERT",
+        "LOAD_SPECIAL", "SEND", "UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT",
     }
 )  # fmt: skip
+_TEXTS = frozenset({"FORMAT_VALUE", "FORMAT_SIMPLE"})
 _ON_VALUES = frozenset({"BINARY_OP", "COMPARE_OP", "IS_OP"})
 _ON_ITEMS = frozenset({"BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR", "BINARY_SLICE"})
