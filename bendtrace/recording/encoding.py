@@ -56,6 +56,7 @@ __all__ = [
     "holds",
     "make_keys_plain",
     "make_plain",
+    "with_numbers",
     "without_traced",
 ]
 
@@ -346,6 +347,32 @@ def make_keys_plain(container: dict[Any, Any]) -> None:
     """Replace the traced scalars among the keys of a dict, in place."""
     if any(without_traced(key) is not key for key in container):
         refill(container, {without_traced(key): v for key, v in items_in(container)})
+
+
+def with_numbers(key: Any, number_of: Callable[[Any], Any]) -> Any:
+    """Return an index with the numbers that objects of Python stand for in its slices.
+
+    Args:
+        key: the index.
+        number_of: gives the number of an object.
+    """
+    kind = type(key)
+    if kind is tuple:
+        parts = tuple(with_numbers(part, number_of) for part in key)
+        return parts if any(map(operator.is_not, parts, key)) else key
+    if kind is not slice:
+        return key
+    given = (key.start, key.stop, key.step)
+    if PLAIN_TYPES.issuperset(map(type, given)):
+        return key
+    return slice(*(number_of(part) if _stands_for_number(part) else part for part in given))
+
+
+def _stands_for_number(value: Any) -> bool:
+    kind = type(value)
+    if kind in PLAIN_TYPES or kind in TRACED or kind in RETIRED:
+        return False
+    return isinstance(getattr(kind, "__index__", None), types.FunctionType)
 
 
 def _indices(parts: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -21,7 +21,13 @@ from torch.overrides import TorchFunctionMode
 
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.executed import ran
-from bendtrace.recording.encoding import Encoder, holds, make_plain, without_traced
+from bendtrace.recording.encoding import (
+    Encoder,
+    holds,
+    make_plain,
+    with_numbers,
+    without_traced,
+)
 from bendtrace.recording.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
 from bendtrace.recording.finish import Finish, Recording, raised_in
 from bendtrace.recording.lifting import Lifting
@@ -250,6 +256,8 @@ class Recorder(TorchFunctionMode):
             return func(*plain_in(args), **plain_in(kwargs))
         if self._compares and len(args) == 2:
             self._numbers.compared = frozenset(map(id, args))
+        if func in _ITEMS and type(args[1]) in (slice, tuple):
+            args = (args[0], with_numbers(args[1], self._number_of), *args[2:])
         if self._fast_path is not None and (not types or _PLAIN_CLASSES.issuperset(types)):
             out = self._fast_path(func, args, kwargs, frame)
             if out is not NOT_TAKEN:
@@ -259,6 +267,11 @@ class Recorder(TorchFunctionMode):
         if self._inserter is not None and func not in DESCEND:
             return self._inserter.op(func, args, kwargs, frame, self._reported)
         return self._reported(func, args, kwargs, frame)
+
+    def _number_of(self, thing: Any) -> Any:
+        """Return the number that an object of Python stands for, whose code is the model's."""
+        with self, self._ran.entered():
+            return type(thing).__index__(thing)
 
     def _reported(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -567,6 +580,7 @@ class Recorder(TorchFunctionMode):
 
 BEHIND.update({Recorder.run.__code__, Recorder._outcome.__code__})
 _PLAIN_CLASSES = frozenset({Tensor, nn.Parameter, nn.Buffer})
+_ITEMS = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 _GLOBAL_HOOKS = (
     "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks",
 )  # fmt: skip
