@@ -294,7 +294,9 @@ class Dispatcher:
             call.tree.ran_live(program, divergence)
             with self._called():
                 return call_itself(self._model, call.args, dict(call.kwargs))
-        lifting = program.lifting() if divergence.is_anew and call.plan is None else None
+        lifting = None
+        if divergence.is_anew and call.plan is None:
+            lifting = program.lifting(call.tree.lifts)
         try:
             recording = self._traced(call, divergence, prefix, lifting)
         finally:

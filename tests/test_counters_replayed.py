@@ -210,3 +210,19 @@ def test_a_count_that_is_handed_on_is_an_int(tell: Callable[[int], Any]) -> None
     bended = bt.BendedModule(function)
     for x in inputs(40):
         assert bits(bended(x, tell)) == bits(function(x, tell))
+
+
+def test_a_count_whose_use_raises_an_error_that_is_caught() -> None:
+    def model(x: Tensor) -> Any:
+        left = 3
+        while x.norm() > 1:
+            x = x * 0.5
+            left -= 1
+        try:
+            return x, 6 // left
+        except ZeroDivisionError:
+            return x, -1
+
+    bended = bt.BendedModule(model)
+    for x in inputs(60):
+        assert bits(bended(x)) == bits(model(x))

@@ -100,9 +100,14 @@ class Program:
         schedule = Schedule.of_run(recording, self.analysis, global_state.context)
         self.root = Stretch(recording, 1, code=write_run(schedule, direct))
 
-    def lifting(self) -> Lifting | None:
-        """Return what lifts counters of loops in the next run; None while that is not needed."""
-        if self.is_lifted or (self.graph is not None and len(self.graph.pieces()) >= _MANY):
+    def lifting(self, begins: bool = True) -> Lifting | None:
+        """Return what lifts counters of loops in the next run; None while that is not needed.
+
+        Args:
+            begins: whether to begin with it.
+        """
+        is_needed = begins and self.graph is not None and len(self.graph.pieces()) >= _MANY
+        if self.is_lifted or is_needed:
             return Lifting(self.excluded)
         return None
 

@@ -70,6 +70,9 @@ class TraceTree:
         limit: how many paths to keep; None for all.
         culprit: says what makes the model diverge so often, for the warning given when the
             limit is reached for the first time.
+
+    Attributes:
+        lifts: whether runs may begin to lift counters of loops.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class TraceTree:
     ) -> None:
         self.limit = limit
         self.forgotten = 0
+        self.lifts = True
         self.failures: Counter[Failure] = Counter()
         self._culprit = culprit
         self._programs: dict[tuple[str, ...], tuple[Program, ...]] = {}
@@ -180,13 +184,26 @@ class TraceTree:
             if (begins or more) and not blocked:
                 other = Program(recording, program.global_state, ties=self._ties)
                 other.follows(program, begins)
-                self._exchange(program, other)
+                if recording.tape.counters and other.graph is None:
+                    self._stop_lifting(program)
+                else:
+                    self._exchange(program, other)
             elif not program.grow(divergence, recording):
                 known = (program.root.recording, recording)
-                self._exchange(
-                    program, *(Program(run, program.global_state, joins=False) for run in known)
-                )
+                if any(run.tape.counters for run in known):
+                    self._stop_lifting(program)
+                else:
+                    self._exchange(
+                        program, *(Program(run, program.global_state, joins=False) for run in known)
+                    )
         self._keep_to_limit()
+
+    def _stop_lifting(self, program: Program) -> None:
+        """Drop a program whose paths cannot join: runs that are resumed lift no counters."""
+        self.lifts = False
+        for names, listed in list(self._programs.items()):
+            if program in listed:
+                self._drop(names, program)
 
     def _exchange(self, program: Program, *others: Program) -> None:
         """Put programs, one for each path, in the place of one whose paths cannot join."""
