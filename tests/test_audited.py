@@ -249,6 +249,128 @@ class ViewOrCopyOfABuffer(nn.Module):
         return y * 2 if x[2] > 0 else y * 3
 
 
+# Branches that join while code of C has something in hand
+
+
+@case(*SIGNS)
+def items_of_one_of_two_dicts(x: torch.Tensor) -> Any:
+    one = {"a": 1, "b": 2, "c": 3}
+    other, found = dict(one), 0
+    for value in (one if x[0] > 0 else other).values():
+        if x[1] > 0:
+            one["c"] = 9
+        found = found * 10 + value
+    return x, found
+
+
+@case(*SIGNS)
+def numbered_items_of_one_of_two_dicts(x: torch.Tensor) -> Any:
+    one = {"a": 1, "b": 2, "c": 3}
+    other, found = dict(one), 0
+    for place, (_, value) in enumerate((one if x[0] > 0 else other).items()):
+        if x[1] > 0:
+            one["c"] = 9
+        found = found * 10 + value * place
+    return x, found
+
+
+class Signed:
+    """Asks for the sign of a tensor whenever somebody wants to know something of it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "plus" if self.value > 0 else "minus"
+
+    def __index__(self) -> int:
+        return 1 if self.value > 0 else 2
+
+
+@case(*SIGNS)
+def a_text_of_a_list_of_objects(x: torch.Tensor) -> Any:
+    return x, str([Signed(x[0]), Signed(x[1])]), f"{(Signed(x[1]), Signed(x[2]))}"
+
+
+@case(*SIGNS)
+def a_text_of_a_dict_of_objects(x: torch.Tensor) -> Any:
+    return x, repr({"a": Signed(x[0]), "b": Signed(x[1])})
+
+
+@case(*SIGNS)
+def a_text_of_an_object_of_c(x: torch.Tensor) -> Any:
+    return x, repr(types.SimpleNamespace(a=Signed(x[0]), b=Signed(x[1])))
+
+
+@case(*SIGNS)
+def a_range_between_two_objects(x: torch.Tensor) -> Any:
+    return x, list(range(Signed(x[0]), 10, Signed(x[1])))
+
+
+@case(*SIGNS)
+def a_slice_between_two_objects(x: torch.Tensor) -> Any:
+    found = list(range(9))
+    found[Signed(x[0]) : Signed(x[1])] = [7, 7]
+    return x, found, found[Signed(x[1]) : 8 : Signed(x[2])]
+
+
+@case(*SIGNS)
+def what_several_generators_give(x: torch.Tensor) -> Any:
+    def one(value: torch.Tensor) -> Iterator[int]:
+        yield 1 if value > 0 else 2
+
+    pair = next(zip(one(x[0]), one(x[1]), strict=True))
+    return x, [*pair], next(map(lambda a, b: [a, b], one(x[1]), one(x[2])))
+
+
+@case(*SIGNS)
+def what_a_call_is_given_by_a_generator(x: torch.Tensor) -> Any:
+    def some() -> Iterator[int]:
+        for value in x:
+            yield 1 if value > 0 else 2
+
+    def told(*given: int, last: int = 0) -> Any:
+        return [*given, last]
+
+    return x, told(*some()), told(*some(), last=3)
+
+
+@case(*SIGNS * 4)
+def what_a_call_is_given_by_a_list(x: torch.Tensor) -> Any:
+    def told(*given: torch.Tensor) -> int:
+        found = 0
+        for value in given:
+            found = found * 2 + (1 if value > 0 else 0)
+        return found
+
+    return x, told(*[value * 2 for value in x]), told(*(value * 3 for value in x))
+
+
+@case(*SIGNS)
+def a_size_that_an_object_stands_for(x: torch.Tensor) -> Any:
+    return torch.zeros(Signed(x[0]), Signed(x[1])), x.view(1, -1).expand(Signed(x[2]), -1)
+
+
+@case(*SIGNS)
+def a_slice_of_a_tensor_up_to_an_object(x: torch.Tensor) -> Any:
+    y = x.clone()
+    y[Signed(x[1]) :] = 5
+    return x[: Signed(x[0])], x[None, Signed(x[1]) : Signed(x[2])], y
+
+
+@case(*SIGNS)
+def an_array_that_is_locked(x: torch.Tensor) -> Any:
+    array = np.arange(3.0)
+    if x[0] > 0:
+        array.flags.writeable = False
+    y = x * 2 if x[1] > 0 else x * 3
+    try:
+        array[0] = 7
+    except ValueError:
+        y = y + 1
+    return y, array.tolist()
+
+
 # Facts of a tensor that were asked before a write
 
 
