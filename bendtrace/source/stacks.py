@@ -173,10 +173,7 @@ def _lasts(first: int, instruction: _Instruction, code: CodeType, slots: list[An
     """Whether the arguments of `f(*x)` are there for as long as the call: x is a variable."""
     held = {*map(id, code.co_consts), *map(id, slots)}
     held.update(
-        id(item)
-        for cell in slots
-        if type(cell) is CellType
-        for item in gc.get_referents(cell)
+        id(item) for cell in slots if type(cell) is CellType for item in gc.get_referents(cell)
     )
     return _word(first + _WORD * (instruction.base + _ARGUMENTS)) & ~_MARKS in held
 
