@@ -911,6 +911,55 @@ class AHookOfAParameterInABackwardInForward(nn.Module):
         return self.last
 
 
+# What becomes of tensors in the autograd graph
+
+
+def frozen(*flags: bool) -> list[Call]:
+    """Calls of a model whose weight gets gradients, or not."""
+
+    def freeze(flag: bool) -> Call:
+        def call(model: Any) -> tuple[Any, ...]:
+            model.weight.requires_grad_(flag)
+            return (torch.ones(2),)
+
+        return call
+
+    return [freeze(flag) for flag in flags]
+
+
+@case(*frozen(False, False, True, True, False))
+class ABufferThatIsWrittenThroughAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("held", torch.zeros(2, 2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.held[0].add_(self.weight)
+        y = x * 2 if self.held.requires_grad else x * 3
+        self.held = self.held.detach()
+        return y
+
+
+@bt.opaque
+def graft(held: torch.Tensor, weight: torch.Tensor) -> None:
+    held.requires_grad_(weight.requires_grad)
+
+
+@case(*frozen(False, False, True, True, False))
+class ABufferThatOneOpMakesALeaf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("held", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        graft(self.held, self.weight)
+        y = x * 2 if self.held.requires_grad else x * 3
+        self.held = self.held.detach()
+        return y
+
+
 # Two that become one
 
 

@@ -25,11 +25,13 @@ from bendtrace.torch_rules.functions import (
     RANK_DEPENDS_ON_SIZES,
     RANKS,
     RESHAPES_IN_PLACE,
+    SETTERS,
     SHAPES,
     is_script,
     is_torchs_function,
     name_of,
 )
+from bendtrace.torch_rules.writes import works_in_place
 
 __all__ = ["Analysis", "GuardKind", "counts", "is_read", "tested_by"]
 
@@ -62,7 +64,7 @@ class Analysis:
             for op in tape.ops
         )
         self._reshaped: set[int] = set()  # by then: what may have another shape than before the run
-        self._written: set[int] = set()  # by then: what may have another version, or graph
+        self._is_untouched = True  # by then: no tensor may have another graph than before the run
         self._state: list[Captured] = []
         # Per op, as bits: the state tensors that its value came from.
         self._sources: list[int] = []
@@ -71,9 +73,10 @@ class Analysis:
         self.computable: set[int] = set()
         for op in tape.ops:
             self._follow(op)
-            self._written.update(op.writes)
             if op.kind is OpKind.CALL and _may_reshape(op):
                 self._reshaped.update(op.operands)
+            # A write to a view, or to what shares its memory, is a write to all of them.
+            self._is_untouched = self._is_untouched and not _may_touch(op)
         typed = ranked = 0
         self.kinds: list[GuardKind] = []
         for guard in tape.guards:
@@ -130,7 +133,7 @@ class Analysis:
             and name_of(op.target) != "_version"
             and all(self._ops[index].is_given for index in op.operands)
             and self._reshaped.isdisjoint(op.operands)
-            and (name_of(op.target) not in FLEETING or self._written.isdisjoint(op.operands))
+            and (name_of(op.target) not in FLEETING or self._is_untouched)
         )
 
     def _sort(self, guard: Guard) -> tuple[GuardKind, int, int]:
@@ -165,6 +168,17 @@ def _may_reshape(op: Op) -> bool:
     """Whether an op may change the shape of what it is given, though its name does not say so."""
     return "out" in op.kwargs or bool(
         op.writes and not is_torchs_function(op.target) and not is_script(op.target)
+    )
+
+
+def _may_touch(op: Op) -> bool:
+    """Whether an op may change the version of a tensor, or its place in the autograd graph."""
+    return op.kind is OpKind.CALL and bool(
+        op.writes
+        or op.target in SETTERS
+        or name_of(op.target) == "retain_grad"
+        or not is_torchs_function(op.target)
+        or works_in_place(op)
     )
 
 
