@@ -960,6 +960,44 @@ class ABufferThatOneOpMakesALeaf(nn.Module):
         return y
 
 
+def error_of_backward(model: Any, out: Any) -> Any:
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@case(*SOME, look=error_of_backward)
+def a_version_that_is_incremented(x: torch.Tensor) -> Any:
+    y = x.clone().requires_grad_() * 1
+    z = y * y
+    torch.autograd.graph.increment_version(y)
+    return z
+
+
+@case(*SOME, look=error_of_backward)
+def a_version_that_is_preserved(x: torch.Tensor) -> Any:
+    y = x.clone().requires_grad_() * 1
+    z = y * y
+    with torch.autograd._unsafe_preserve_version_counter(y):
+        y.add_(1)
+    return z
+
+
+def pair(one: bool) -> Call:
+    def make() -> tuple[Any, ...]:
+        made = torch.ones(2)
+        return made, made.view(2) if one else torch.ones(2)
+
+    return args(make)
+
+
+@case(*map(pair, (False, False, True, False)))
+def whether_arguments_share_memory(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return x * 2 if torch._C._is_alias_of(x, y) else x * 3
+
+
 # Two that become one
 
 

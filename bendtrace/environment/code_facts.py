@@ -238,6 +238,18 @@ _NAMES = {
     **dict.fromkeys(
         ("DisableTorchFunction", "DisableTorchFunctionSubclass"), "switches function modes off"
     ),
+    **dict.fromkeys(
+        ("increment_version", "_increment_version", "_unsafe_preserve_version_counter"),
+        "changes the version of a tensor, which torch does not report",
+    ),
+    **dict.fromkeys(
+        (
+            "_any_requires_grad", "_data_address", "_has_storage", "_is_alias_of",
+            "_is_cow_tensor", "_non_sym_sizes", "_overlaps", "_storage_address", "_storage_id",
+            "_use_count",
+        ),
+        "reads something of a tensor, which torch does not report",
+    ),
 }  # fmt: skip
 _STATES = frozenset(
     {"get_state", "set_state", "clone_state", "graphsafe_set_state", "seed", "manual_seed"}
