@@ -998,6 +998,14 @@ def whether_arguments_share_memory(x: torch.Tensor, y: torch.Tensor) -> Any:
     return x * 2 if torch._C._is_alias_of(x, y) else x * 3
 
 
+@case(*SOME)
+def whether_memory_has_become_shared(x: torch.Tensor) -> Any:
+    y = x.clone()
+    before = y.is_shared()
+    y.share_memory_()
+    return before, y.is_shared()
+
+
 # Two that become one
 
 

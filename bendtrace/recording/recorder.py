@@ -314,6 +314,7 @@ class Recorder(TorchFunctionMode):
                 f"{name_of(func)} at {user_place(frame)} passes the content of a tensor to "
                 "code that cannot be watched"
             )
+            self._values.facts.clear()  # it may now be shared with other processes, or pinned
             return func(*args, **kwargs)
         if func in CALLS_PYTHON:
             return self._opaque(func, args, kwargs, frame)
