@@ -1006,6 +1006,35 @@ def whether_memory_has_become_shared(x: torch.Tensor) -> Any:
     return before, y.is_shared()
 
 
+# Arrays in the memory of tensors
+
+
+@case(x(0, 0), x(0, 0), x(1, 2), x(0, 0), x(3, 4))
+class AnArrayInTheMemoryOfABuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.array = np.zeros(2, dtype=np.float32)
+        self.register_buffer("held", torch.from_numpy(self.array))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.held[:1].add_(x[:1])  # nothing, at first
+        return x + float(self.array[0])
+
+
+def array_and_tensor(one: bool) -> Call:
+    def make() -> tuple[Any, ...]:
+        array = np.ones(2, dtype=np.float32)
+        return array, torch.from_numpy(array if one else array.copy())
+
+    return args(make)
+
+
+@case(*map(array_and_tensor, (False, False, True, False, True)))
+def an_array_in_the_memory_of_an_argument(array: Any, x: torch.Tensor) -> Any:
+    x.add_(1)
+    return x * float(array[0])
+
+
 # Two that become one
 
 

@@ -39,6 +39,7 @@ from bendtrace.tape.tape import (
     map_refs,
     refs_in,
 )
+from bendtrace.torch_rules.arrays import overlap
 from bendtrace.torch_rules.distributed_forward import JOINT
 from bendtrace.torch_rules.functions import is_gate as may_be_gate
 from bendtrace.torch_rules.functions import is_torchs_function, name_of, said_of
@@ -234,6 +235,7 @@ class Finish:
         drew = list(map(operator.ne, self._generators, self._torchs_random_states()))
         recording.draws = any(drew)
         recording.writes_outside = self._encoder.writes_outside()
+        self._check_arrays()
         root.stop = len(self.tape.ops)
         self._writer.require_end()
         return recording, changes
@@ -292,6 +294,22 @@ class Finish:
                     break
                 site, scope = scope.site, scope.parent
         return False
+
+    def _check_arrays(self) -> None:
+        """Block if arrays may change with tensors that the run writes to.
+
+        Whether they do in this run can show nowhere: the same numbers may have been there.
+        """
+        parts = self.environment.parts
+        arrays = [part for part in parts if part.kind is CaptureKind.ARRAY]
+        if not arrays:
+            return
+        tensors = [part.value for part in parts if part.kind is CaptureKind.TENSOR]
+        written = [tensor for tensor in tensors if self._writer.writes.wrote_to(tensor)]
+        self.environment.shares_arrays = overlap(tensors, [part.value for part in arrays])
+        for part in arrays:
+            if overlap(written, [part.value]):
+                self.block(f"the run writes to a tensor in the memory of {part.label}", part.label)
 
     def _check_opaque_ops(self, changes: list[Change]) -> None:
         """Block if code that is called as one op might read the run's changes.

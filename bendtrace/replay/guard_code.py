@@ -24,6 +24,7 @@ from bendtrace.tape.captured import (
     slot_of,
     slots_of,
 )
+from bendtrace.torch_rules.arrays import overlap
 
 __all__ = ["AliasGuards", "Check", "GuardCode"]
 
@@ -231,6 +232,7 @@ class AliasGuards:
             if part.kind in kinds and part not in ignored
         ]
         self._given = [part for part in several if part.is_argument]
+        self._arrays = [part for part in several if part.kind is CaptureKind.ARRAY]
         self._held = [
             part for part in several if not part.is_argument and part.access is not Access.FIXED
         ]
@@ -270,6 +272,20 @@ class AliasGuards:
             source.line("number = distinct(A)")
             source.line("if number is not None: return number")
         self._ask_for_strangers(source)
+        self._ask_for_memory(source)
+
+    def _ask_for_memory(self, source: Source) -> None:
+        """Ask whether an argument is in the memory of an array, which would change with it."""
+        environment = self._recording.environment
+        tensors = [part for part in self._given if part.kind is CaptureKind.TENSOR]
+        if not tensors or not self._arrays or environment.shares_arrays:
+            return
+        source.take([part for part in self._arrays if part.access is not Access.FIXED])
+        source.names["overlap"] = overlap
+        given = "".join(f"{source.part(part)}, " for part in tensors)
+        arrays = "".join(f"{source.part(part)}, " for part in self._arrays)
+        number = self._questions.note("an argument shares its memory with an array now")
+        source.line(f"if overlap(({given}), ({arrays})): return {number}")
 
     def _ask_for_strangers(self, source: Source) -> None:
         """Ask whether an argument is something that the model holds now, if it might be asked."""

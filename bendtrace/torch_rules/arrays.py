@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bendtrace.errors import NondeterminismError
@@ -23,12 +24,41 @@ from bendtrace.tape.tape import Op, Tape
 from bendtrace.torch_rules.functions import SHARING
 from bendtrace.torch_rules.writes import storage_of
 
-__all__ = ["SharedArrays", "may_share"]
+__all__ = ["SharedArrays", "may_share", "overlap"]
 
 
 def may_share(function: Any) -> bool:
     """Return whether a torch function, or class, may return a tensor in the memory of an array."""
     return function in SHARING or isinstance(function, type)
+
+
+def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> bool:
+    """Return whether one of some tensors has memory that one of some arrays has, too."""
+    taken = [_extent(array) for array in arrays if array.nbytes]
+    with torch._C.DisableTorchFunction():
+        for tensor in tensors:
+            if storage_of(tensor) and tensor.is_cpu:
+                storage = tensor.untyped_storage()
+                try:
+                    first = storage.data_ptr()
+                except RuntimeError:  # there is none, as in transforms
+                    continue
+                last = first + storage.nbytes()
+                if any(first < end and begin < last for begin, end in taken):
+                    return True
+    return False
+
+
+def _extent(array: Any) -> tuple[int, int]:
+    """Return the address of the first byte of an array, and that after its last one."""
+    begin = array.__array_interface__["data"][0]
+    end = begin + array.itemsize
+    for size, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            begin += (size - 1) * stride
+        else:
+            end += (size - 1) * stride
+    return begin, end
 
 
 @dataclass(slots=True)

@@ -94,6 +94,10 @@ class Writes:
         if self.stale and not op.reads:
             op.reads = self.writers()
 
+    def wrote_to(self, tensor: Tensor) -> bool:
+        """Return whether an op wrote to the memory of a tensor."""
+        return storage_of(tensor) in self._writers
+
     def writers(self) -> dict[int, int]:
         """Return, for each argument written to since it was named, the last op that wrote."""
         found = {ref.index: self._writers.get(storage_of(tensor)) for ref, tensor in self.stale}
