@@ -1006,6 +1006,17 @@ def whether_memory_has_become_shared(x: torch.Tensor) -> Any:
     return before, y.is_shared()
 
 
+@bt.opaque
+def refill(held: torch.Tensor, x: torch.Tensor) -> None:
+    held.data = torch.ones(x.shape)
+
+
+@case(*[args(lambda n=n: (torch.ones(2, 2), torch.ones(n, 2))) for n in (2, 2, 3, 2, 4)])
+def a_tensor_whose_data_one_op_sets(held: torch.Tensor, x: torch.Tensor) -> Any:
+    refill(held, x)
+    return held * 2 if held.shape[0] == 2 else held * 3
+
+
 # Arrays in the memory of tensors
 
 

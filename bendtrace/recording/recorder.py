@@ -465,6 +465,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
             op, args, kwargs = self._write(function, args, kwargs, frame)
+            self._writer.writes.watch_memory()
             if self._values.holds_values(function, set()):
                 self.tape.block(
                     f"{name_of(function)} at {user_place(frame)} closes over values of the "

@@ -52,6 +52,7 @@ class Writes:
     def __init__(self) -> None:
         self.stale: list[tuple[Ref, Tensor]] = []
         self._given: list[tuple[Ref, Tensor, int]] = []
+        self._memory: list[int] = []  # of what the current op received, if that is watched
         self._writers: dict[int, int] = {}
         # Written to without a new version: by which op last.
         self._unseen: dict[int, int] = {}
@@ -72,6 +73,7 @@ class Writes:
     def begin(self) -> None:
         """Forget the arguments of the previous op."""
         self._given.clear()
+        self._memory.clear()
         self.stale.clear()
 
     def given(self, ref: Ref, tensor: Tensor, named_at: int) -> None:
@@ -84,6 +86,10 @@ class Writes:
             or ref.index in self._replaced
         ):
             self.stale.append((ref, tensor))
+
+    def watch_memory(self) -> None:
+        """Notice if the current op puts what it received into other memory, by `x.data = y`."""
+        self._memory = [storage_of(tensor) for _, tensor, _ in self._given]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the current op received."""
@@ -108,6 +114,9 @@ class Writes:
         if not self._given:
             return
         self._note_sharing(op)
+        for (ref, tensor, _), before in zip(self._given, self._memory, strict=False):
+            if storage_of(tensor) != before:
+                self._replaces(op, ref, tensor)
         statistics = _statistics_of(op)
         for ref, tensor, version in self._given:
             now = version_of(tensor)
@@ -129,9 +138,13 @@ class Writes:
         self._apart.update(filter(None, (storage_of(tensor) for _, tensor, _ in self._given)))
         if name == "__set__":
             ref, tensor, _ = self._given[0]
-            op.writes = (ref.index,)
-            self._replaced.add(ref.index)
-            self._writers[storage_of(tensor)] = self.latest_unseen = op.index
+            self._replaces(op, ref, tensor)
+
+    def _replaces(self, op: Op, ref: Ref, tensor: Tensor) -> None:
+        """Note that an op has put other memory into a tensor."""
+        op.writes = (*op.writes, ref.index)
+        self._replaced.add(ref.index)
+        self._writers[storage_of(tensor)] = self.latest_unseen = op.index
 
     def repeat(self, op: Op, before: Op) -> None:
         """Record the reads and writes of an op that is not run again."""
