@@ -1124,6 +1124,43 @@ def strides_of_an_array(x: torch.Tensor, array: Any) -> Any:
     return x * array.strides[0]
 
 
+def scale(x: torch.Tensor, a: float, b: float = 1) -> torch.Tensor:
+    return x * a + b
+
+
+GIVEN = functools.partial(scale, a=5)
+
+
+@case(*SIGNS)
+class APartialOfAPartial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = functools.partial(scale, a=3)
+        self.several = [functools.partial(scale, a=4)]
+
+    def forward(self, x: torch.Tensor, given: Any = GIVEN) -> Any:
+        made = functools.partial(scale, a=2) if x[0] > 0 else given
+        x = x * 2 if x[1] > 0 else x * 3
+        further = [functools.partial(f, b=2) for f in (self.held, *self.several, given, made)]
+        return x * sum(len(f.keywords) for f in further), further
+
+
+def set_tag(value: float) -> Callable[[Any], None]:
+    return lambda model: setattr(model.held, "tag", value)
+
+
+@case(*SOME, *[after(set_tag(tag)) for tag in (2, 2, 3)])
+class APartialThatGetsATag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: Any = functools.partial(scale, a=3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        tag = getattr(self.held, "tag", 1)
+        self.held.tag = 7
+        return x * tag
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs:UserWarning")
 @pytest.mark.filterwarnings("ignore:An output with one:UserWarning")
 @pytest.mark.parametrize("name", list(CASES))

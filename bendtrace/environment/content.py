@@ -47,7 +47,7 @@ from bendtrace.tape.captured import (
     module_of,
     slots_of,
 )
-from bendtrace.tape.structure import entries_of
+from bendtrace.tape.structure import entries_of, read_partial
 
 __all__ = ["MOST", "Finder", "TooMany", "WatchedContent"]
 
@@ -165,6 +165,10 @@ class WatchedContent:
             content = self._add_content(thing, functools.partial(read_slots, names), label)
             for name, held in zip(names, content.held(), strict=True):
                 self.add(held, f"{label}.{name}")
+
+    def add_partial(self, partial: functools.partial[Any], label: str) -> None:
+        """Watch the parts of a partial function, without what these hold."""
+        self._add_content(partial, read_partial, label)
 
     def add_owner(self, thing: Any) -> None:
         """Watch that a thing keeps its attributes in the same dict, whose content is no matter."""
@@ -292,7 +296,8 @@ class WatchedContent:
             self._finder.met_opaque(value, label)
         # What code of the user's does not name, it does not look at; other code may.
         form = "{}.{}" if is_users_class(kind) else "{}[{}]"
-        own = value.__dict__ if kind.__dictoffset__ else None
+        has_own = kind.__dictoffset__ and not isinstance(value, functools.partial)
+        own = value.__dict__ if has_own else None
         if type(own) is dict:
             self._note(value)
             self._owners.append(value)

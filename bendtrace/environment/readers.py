@@ -37,6 +37,7 @@ from bendtrace.tape.captured import (
     module_of,
     slot_of,
 )
+from bendtrace.tape.structure import read_partial
 
 __all__ = [
     "PYTHONS",
@@ -169,7 +170,7 @@ _BUILTIN_READERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (bytearray, _own_bytes),
     (array.array, lambda value: [value.typecode, value.tobytes()]),
     (types.MappingProxyType, lambda value: (*value.keys(), *value.values())),
-    (functools.partial, attrgetter("func", "args", "keywords")),
+    (functools.partial, read_partial),
     (functools.partialmethod, attrgetter("func", "args", "keywords")),
     (types.MethodType, attrgetter("__func__", "__self__")),
     (types.MethodWrapperType, lambda value: (value.__self__,)),

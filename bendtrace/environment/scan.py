@@ -55,7 +55,7 @@ from bendtrace.tape.captured import (
     has_attributes,
     is_array,
 )
-from bendtrace.tape.structure import entries_of, kept_in
+from bendtrace.tape.structure import entries_of, kept_in, read_partial
 from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.distributed_forward import gathered_names, hidden_of, is_joint_hook
 from bendtrace.torch_rules.monkeypatches import monkeypatches
@@ -334,8 +334,11 @@ class Scan(CodeScan):
                     found.watched_objects.add(kept, f"{route.label}(...)")
         elif isinstance(value, (types.MethodType, functools.partial)):
             self._scan_callable(value)
-            if isinstance(value, functools.partial) and id(vars(value)) not in found.by_id:
-                self._scan_mapping(vars(value), route.label)
+            if isinstance(value, functools.partial):
+                if (own := read_partial(value)[3]) is None:
+                    found.watched_objects.add_partial(value, route.label)
+                elif id(own) not in found.by_id:
+                    self._scan_mapping(own, route.label)
         elif isinstance(value, types.ModuleType):
             self._meet_module(value)
         elif type(value) is inspect.Signature:  # only the content of its defaults can change

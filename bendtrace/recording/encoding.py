@@ -45,6 +45,7 @@ from bendtrace.tape.structure import (
     items_in,
     make_function,
     make_partial,
+    read_partial,
     refill,
     tagged,
 )
@@ -223,8 +224,8 @@ class Encoder:
             return self._function(value, what, memo)
         if kind is types.MethodType:
             return Made(types.MethodType, inside(value.__func__), inside(value.__self__))
-        if kind is functools.partial and not vars(value):
-            return Made(make_partial, *map(inside, (value.func, value.args, value.keywords)))
+        if kind is functools.partial and not read_partial(value)[3]:
+            return Made(make_partial, *map(inside, read_partial(value)[:3]))
         if is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
             # The run's numpy computations on guarded values are as constant as the values; content
             # of tensors and random numbers do not get here (see ESCAPES and `_finish`).

@@ -46,7 +46,7 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import RETIRED, TRACED
-from bendtrace.tape.structure import can_build
+from bendtrace.tape.structure import can_build, read_partial
 from bendtrace.tape.tape import (
     OpKind,
     Ref,
@@ -482,8 +482,7 @@ class _Reader:
         return self.values_of(part for pair in mapping.items() for part in pair)
 
     def _partial(self, partial: functools.partial[Any]) -> Any:
-        parts = (partial.func, partial.args, partial.keywords, vars(partial))
-        return self.values_of(parts)
+        return self.values_of(read_partial(partial))
 
     def _token(self, token: contextvars.Token[Any]) -> Any:
         return self._by_identity(token.var), self.value(token.old_value)

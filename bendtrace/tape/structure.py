@@ -30,6 +30,7 @@ __all__ = [
     "kept_in",
     "make_function",
     "make_partial",
+    "read_partial",
     "refill",
     "tagged",
 ]
@@ -189,6 +190,16 @@ def make_partial(
 ) -> functools.partial[Any]:
     """Create a partial function from its parts."""
     return functools.partial(function, *args, **keywords)
+
+
+def read_partial(value: functools.partial[Any]) -> tuple[Any, Any, Any, Any]:
+    """Return function, arguments, keywords and attributes of a partial; None for no attributes.
+
+    Asking for its `__dict__` would make one, and `partial(value)` goes past `value` only if it has
+    none.
+    """
+    parts: Any = functools.partial.__reduce__(value)[2]
+    return parts
 
 
 def tagged(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
