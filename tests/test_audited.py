@@ -1124,6 +1124,65 @@ def strides_of_an_array(x: torch.Tensor, array: Any) -> Any:
     return x * array.strides[0]
 
 
+# Branches that join, with what they leave in objects that look alike
+
+
+def joins(name: str, one: Callable[[], Any], other: Callable[[], Any], use: Any) -> None:
+    """Add a program whose first branch leaves one of two objects, which is used at its end."""
+
+    def program(x: torch.Tensor) -> Any:
+        held = one() if x[0] > 0 else other()
+        x = x * 2 if x[1] > 0 else x * 3
+        x = x + 1 if x[2] > 0 else x - 1
+        return x * use(held)
+
+    program.__name__ = name
+    case(*[x(*s) for s in ((1, 1, 1), (-1, -1, -1), (1, -1, -1), (-1, 1, 1))], *SIGNS)(program)
+
+
+def says(name: str, value: Any) -> Any:
+    def said() -> None: ...
+
+    setattr(said, name, value)
+    return said
+
+
+def reads_a_cell(*kept: str) -> Any:
+    def read() -> Any:
+        try:
+            return value
+        except NameError:
+            return ""
+
+    for value in kept:  # noqa: B007 - it is read by the function
+        pass
+    return read
+
+
+def locked(array: Any) -> Any:
+    array.setflags(write=False)
+    return array
+
+
+def noted(note: float) -> Any:
+    return np.zeros(1, np.dtype("i4", metadata={"note": note}))
+
+
+joins("names_of_functions", lambda: says("__name__", "a"), lambda: says("__name__", "bb"),
+      lambda f: len(f.__name__))  # fmt: skip
+joins("texts_of_functions", lambda: says("__doc__", "a"), lambda: says("__doc__", "bb"),
+      lambda f: len(f.__doc__))  # fmt: skip
+joins("annotations_of_functions", lambda: says("__annotations__", {"a": 1}),
+      lambda: says("__annotations__", {"a": 2}), lambda f: f.__annotations__["a"])  # fmt: skip
+joins("empty_cells", reads_a_cell, lambda: reads_a_cell("empty"), lambda f: len(f()) + 1)
+joins("empty_cell_objects", types.CellType, lambda: types.CellType("empty"),
+      lambda cell: 2 if "empty" in repr(cell) else 3)  # fmt: skip
+joins("arrays_that_can_be_written", lambda: np.ones(1), lambda: locked(np.ones(1)),
+      lambda array: 2 if array.flags.writeable else 3)  # fmt: skip
+joins("notes_of_dtypes", lambda: noted(2.0), lambda: noted(3.0),
+      lambda array: array.dtype.metadata["note"])  # fmt: skip
+
+
 def scale(x: torch.Tensor, a: float, b: float = 1) -> torch.Tensor:
     return x * a + b
 

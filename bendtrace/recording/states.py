@@ -46,7 +46,7 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import RETIRED, TRACED
-from bendtrace.tape.structure import can_build, read_partial
+from bendtrace.tape.structure import SAID_OF_FUNCTIONS, can_build, read_partial
 from bendtrace.tape.tape import (
     OpKind,
     Ref,
@@ -326,9 +326,9 @@ class _Reader:
             if not is_array(base):
                 raise _Unreadable("an array shares memory that is not numpy's")
             place = _address(array) - _address(base)
-        content = (
-            str(array.dtype), array.shape, array.strides, array.tobytes(), array.flags.writeable,
-        )  # fmt: skip
+        dtype = array.dtype
+        kind = self._by_identity(dtype) if dtype.names or dtype.metadata else str(dtype)
+        content = kind, array.shape, array.strides, array.flags.writeable, array.tobytes()
         return "array", content, place, self.value(base)
 
     def _by_identity(self, value: Any) -> int:
@@ -449,13 +449,14 @@ class _Reader:
             self.values_of(cells or ()),
             self.value(function.__defaults__), self.value(function.__kwdefaults__),
             self.value(vars(function)),
+            self.values_of(getattr(function, name) for name in SAID_OF_FUNCTIONS),
         )  # fmt: skip
 
     def _cell(self, cell: types.CellType) -> Any:
         try:
             return self.value(cell.cell_contents)
         except ValueError:
-            return "empty"
+            return ("empty",)  # different from the text "empty"
 
     def _generator(self, generator: types.GeneratorType[Any, Any, Any]) -> Any:
         frame = generator.gi_frame

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -111,8 +112,11 @@ def make_function(
     return made
 
 
-# What `functools.wraps` takes over.
-SAID_OF_FUNCTIONS = ("__name__", "__qualname__", "__doc__", "__module__")
+# What `functools.wraps` takes over. Since Python 3.14 a function makes the annotations when asked.
+SAID_OF_FUNCTIONS = (
+    "__name__", "__qualname__", "__doc__", "__module__",
+    "__annotations__" if sys.version_info < (3, 14) else "__annotate__",
+)  # fmt: skip
 
 
 def held_by(function: Any) -> Iterator[Any]:
