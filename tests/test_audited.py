@@ -1183,6 +1183,27 @@ joins("notes_of_dtypes", lambda: noted(2.0), lambda: noted(3.0),
       lambda array: array.dtype.metadata["note"])  # fmt: skip
 
 
+@case(*SIGNS, look=lambda model, out: [out(3), out.__annotations__])
+def a_function_with_annotations(x: torch.Tensor) -> Any:
+    def scaled(k: int, *, way: str = "a", more: list[int] | None = None) -> torch.Tensor:
+        return x * k
+
+    return scaled
+
+
+@case(*SIGNS, look=lambda model, out: out(3))
+def a_function_that_says_it_is_another(x: torch.Tensor) -> Any:
+    @functools.wraps(nothing_to_read)
+    def scaled(k: int, x: torch.Tensor = x) -> torch.Tensor:
+        return x * k
+
+    return scaled
+
+
+def nothing_to_read(k: int = 1) -> float:
+    return k
+
+
 def scale(x: torch.Tensor, a: float, b: float = 1) -> torch.Tensor:
     return x * a + b
 

@@ -396,11 +396,13 @@ def _is_constant(value: Any) -> bool:
         return owner is None or isinstance(owner, (types.ModuleType, type))
     if isinstance(value, type):
         return not is_made_anew(value)
-    if isinstance(value, types.MethodDescriptorType):
+    if isinstance(value, (types.MethodDescriptorType, types.GenericAlias, types.UnionType)):
+        return True
+    if type(value).__module__ == "typing":  # in annotations
         return True
     if isinstance(value, types.FunctionType):
         # A nested function, and a lambda, can be created anew by each run.
-        return value.__closure__ is None and "<" not in value.__qualname__
+        return value.__closure__ is None and "<" not in value.__code__.co_qualname
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         return True
