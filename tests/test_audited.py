@@ -1204,6 +1204,71 @@ def nothing_to_read(k: int = 1) -> float:
     return k
 
 
+def two(k: int = 1) -> float:
+    return 2 * k
+
+
+def three(k: int = 1) -> float:
+    return 3 * k
+
+
+def reset(function: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        function.__code__, function.__defaults__ = nothing_to_read.__code__, (1,)
+
+    return change
+
+
+def with_code(k: int = 1) -> float:
+    return k
+
+
+def with_defaults(k: int = 1) -> float:
+    return k
+
+
+RESET = [after(reset(with_code), *s) for s in itertools.product((1, -1), repeat=3)] * 2
+RESET += [after(reset(with_defaults), *s) for s in itertools.product((1, -1), repeat=3)] * 2
+
+
+@case(*RESET, look=lambda model, out: [out, with_code()])
+def code_that_is_exchanged(x: torch.Tensor) -> Any:
+    if x[0] > 0:
+        with_code.__code__ = two.__code__ if x[1] > 0 else three.__code__
+    x = x * 2 if x[2] > 0 else x * 3
+    return x * with_code()
+
+
+@case(*RESET, look=lambda model, out: [out, with_defaults()])
+def defaults_that_are_exchanged(x: torch.Tensor) -> Any:
+    if x[0] > 0:
+        with_defaults.__defaults__ = (2,) if x[1] > 0 else (3,)
+    x = x * 2 if x[2] > 0 else x * 3
+    return x * with_defaults()
+
+
+class Once:
+    def factor(self) -> float:
+        return 1
+
+
+class Twice(Once):
+    def factor(self) -> float:
+        return 2
+
+
+@case(*SIGNS, look=lambda model, out: [out, type(model.held).__name__])
+class AnObjectThatGetsAnotherClass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Once()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.held.__class__ = Twice if x[0] > 0 else Once
+        x = x * 2 if x[1] > 0 else x * 3
+        return x * self.held.factor()
+
+
 def scale(x: torch.Tensor, a: float, b: float = 1) -> torch.Tensor:
     return x * a + b
 

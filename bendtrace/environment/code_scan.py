@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bendtrace.environment.code_facts import ASKING, names_in, other_names_in
+from bendtrace.environment.code_facts import ASKING, facts_in, names_in, other_names_in
 from bendtrace.environment.content import MOST, TooMany
 from bendtrace.environment.findings import Found, Route
 from bendtrace.environment.kinds import (
@@ -79,6 +79,7 @@ _LOADED = frozenset({"sys", "modules"})
 # Tables that Python keeps of functions and classes, and names in code that reads them.
 _TABLES = {
     "__annotations__": frozenset({"__annotations__", "get_type_hints", "get_annotations"}),
+    **{name: frozenset({name}) for name in ("__code__", "__defaults__", "__kwdefaults__")},
     "__dataclass_fields__": frozenset({"__dataclass_fields__", "fields"}),
     "__match_args__": frozenset({"__match_args__"}),
     "__signature__": frozenset({"signature", "getfullargspec"}),
@@ -108,6 +109,7 @@ _OPERATORS = (
     functools.partial, functools.partialmethod, staticmethod, classmethod, property,
     types.BuiltinFunctionType,
 )  # fmt: skip
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: objects of such classes can get another one
 # Tuples, not sets: hashing an Enum member takes longer than comparing a few.
 _NOT_FOUND = (CaptureKind.PLAIN, CaptureKind.NUMBER, CaptureKind.ALIAS)
 
@@ -487,6 +489,10 @@ class CodeScan:
             for part in [part for part in found.parts if part.kind is CaptureKind.MODULE]:
                 for name in _OF_STATE:
                     found.watched_objects.add(vars(part.value).get(name), f"{part.label}.{name}")
+        if any("__class__" in facts_in(function.__code__).stores for function in found.functions):
+            for value in [part.value for part in found.parts]:
+                if type(value).__flags__ & _HEAP_TYPE and not isinstance(value, torch.Tensor):
+                    found.watched_objects.add_kind(value)
         found.watched_objects.add_bases(found.depends.classes.values())
         for cls in {base for kind in self._kinds | self._met for base in kind.__mro__}:
             if is_installed_file(_file_of(cls)) and cls not in _INTERCEPTED:

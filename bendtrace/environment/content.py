@@ -170,6 +170,10 @@ class WatchedContent:
         """Watch the parts of a partial function, without what these hold."""
         self._add_content(partial, read_partial, label)
 
+    def add_kind(self, thing: Any) -> None:
+        """Watch of which class a thing is."""
+        self._note(thing)
+
     def add_owner(self, thing: Any) -> None:
         """Watch that a thing keeps its attributes in the same dict, whose content is no matter."""
         self._owners.append(thing)
