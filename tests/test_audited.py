@@ -1306,6 +1306,18 @@ class APartialThatGetsATag(nn.Module):
         return x * tag
 
 
+LOOKS = {"vars": vars, "locals": locals}
+
+
+@case(*SIGNS)
+def variables_that_are_looked_at_by_another_name(x: torch.Tensor) -> Any:
+    if x[0] > 0:
+        more = 1  # noqa: F841 - it is looked at
+    x = x * 2 if x[1] > 0 else x * 3
+    x = x + 1 if x[2] > 0 else x - 1
+    return x * len(LOOKS["vars"]()) * len(LOOKS["locals"]())
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs:UserWarning")
 @pytest.mark.filterwarnings("ignore:An output with one:UserWarning")
 @pytest.mark.parametrize("name", list(CASES))

@@ -310,6 +310,9 @@ class Scan(CodeScan):
             self._meet_installed(value)
         elif isinstance(value, types.BuiltinFunctionType) and value in _LOOKING_UP:
             found.computes = True
+            if value in (vars, dir, locals):
+                reason = f"{route.label} is {value.__name__}, which looks at variables"
+                found.block(reason, route.label)
         elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
             texts = [text for text in value.__reduce__()[1] if isinstance(text, str)]
             found.names |= {name for text in texts for name in text.split(".")}
@@ -523,7 +526,7 @@ _MORE = (
     functools._lru_cache_wrapper, contextvars.ContextVar,
 )  # fmt: skip
 # Functions that look names up; code may call them under other names.
-_LOOKING_UP = (getattr, hasattr, setattr, delattr, vars, dir)
+_LOOKING_UP = (getattr, hasattr, setattr, delattr, vars, dir, locals)
 # The most common types, which are never constants.
 _USUAL = frozenset({nn.Parameter, torch.Tensor, nn.Linear, nn.LayerNorm, nn.Dropout, dict, list})
 _TENSORS = (torch.Tensor, nn.Parameter)
