@@ -1306,6 +1306,22 @@ class APartialThatGetsATag(nn.Module):
         return x * tag
 
 
+@case(*SOME, look=lambda model, out: [out[0].fill(7), out])
+def arrays_that_share_memory(x: torch.Tensor) -> Any:
+    found = np.arange(6.0)
+    return found[:3], found
+
+
+@case(*SOME, look=lambda model, out: [out.fill(7), out, model.held.tolist()])
+class APartOfAnArrayThatTheModelHolds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = np.arange(6.0)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.held[:3]
+
+
 LOOKS = {"vars": vars, "locals": locals}
 
 

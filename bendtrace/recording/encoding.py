@@ -229,6 +229,15 @@ class Encoder:
         if is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
             # The run's numpy computations on guarded values are as constant as the values; content
             # of tensors and random numbers do not get here (see ESCAPES and `_finish`).
+            owner = value
+            while is_array(owner.base):
+                owner = owner.base
+            shared = memo.setdefault(-id(owner), value) is not value
+            if shared or (owner is not value and self._values.environment.find(owner) is not None):
+                self._values.tape.block(
+                    f"{what} contains an array that shares memory with another "
+                    f"({self._values.here()})"
+                )
             return Array(value)
         if isinstance(value, nn.Module) or not can_build(kind) or self._holds_values(kind):
             self._values.tape.block(
