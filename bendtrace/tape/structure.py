@@ -202,7 +202,8 @@ def read_partial(value: functools.partial[Any]) -> tuple[Any, Any, Any, Any]:
     Asking for its `__dict__` would make one, and `partial(value)` goes past `value` only if it has
     none.
     """
-    parts: Any = functools.partial.__reduce__(value)[2]
+    reduced: Any = functools.partial.__reduce__(value)
+    parts: tuple[Any, Any, Any, Any] = reduced[2]
     return parts
 
 
