@@ -567,6 +567,21 @@ def a_power_of_a_negative_number(x: torch.Tensor, base: Any, power: Any) -> Any:
     return x * 2 if isinstance(root, float) else x * 3
 
 
+POWERS = [(float("nan"), 0.5), (-4.0, 0.5), (-4.0, float("inf")), (-float("inf"), 0.5), (4.0, 0.5)]
+
+
+@case(*[args(lambda p=p: (torch.ones(1), *p)) for p in [*POWERS, (-8.0, 0.5), (-8.0, 2.0)]])
+def a_power_of_a_number_that_is_not_finite(x: torch.Tensor, base: Any, power: Any) -> Any:
+    root = base**power
+    return x * 2 if isinstance(root, float) else x * 3
+
+
+@case(*[x(*v) for v in ((2, 2), (2, 2), (1.5, 2), (-2, 2), (0.5, 2))])
+def a_power_that_is_returned(x: torch.Tensor) -> Any:
+    x.add_(0)  # so that the run cannot begin again
+    return (-2.0) ** x[0].item(), x[1].item() ** -x[0].item()
+
+
 @case(*SOME)
 def a_size_is_no_symbol(x: torch.Tensor) -> Any:
     return x * 2 if isinstance(x.shape[0], torch.SymInt) else x * 3

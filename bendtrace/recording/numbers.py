@@ -79,10 +79,13 @@ class Numbers:
         if self.compares:
             self.compared = frozenset(map(id, operands))
         traced = None
+        # Else it is within an op, which a replay does as a whole.
+        is_seen = current_watcher() is self._recorder
+        if is_seen and function in (pow, operator.pow):
+            self._guard_power(*operands[:2])
         try:
             result = function(*map(plain, operands))
-            # Else it is within an op, which a replay does as a whole.
-            if current_watcher() is self._recorder:
+            if is_seen:
                 traced = TRACED_AS.get(type(result))
         finally:
             if traced is None:  # it raised, or returned a value that cannot be traced
@@ -92,21 +95,29 @@ class Numbers:
         if traced is None:
             return result
         frame = outside_scalars()
-        if function in (pow, operator.pow):
-            # Signs decide whether the result is an int, a float or complex.
-            for operand in operands:
-                if type(operand) in TRACED:
-                    bool(operand >= 0)
-            base, exponent = operands[:2]
-            # A negative number to the power of a float is complex, unless the float is whole.
-            if type(exponent) is TracedFloat and plain(base) < 0:
-                bool(exponent % 1 == 0)
         encoded, _ = self._encoder.arguments(operands)
         if self._inserter is not None:
             self._inserter.scalar(function, frame)
         op = self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
         op.meta = result
         return self._values.traced(traced, result, Ref(op.index), frame)
+
+    def _guard_power(self, base: Any, exponent: Any) -> None:
+        """Guard what decides whether a power is an int, a float or complex."""
+        for operand in (base, exponent):
+            if type(operand) in TRACED:
+                bool(operand >= 0)
+        low, power = plain(base), plain(exponent)
+        if isinstance(low, complex) or low >= 0 or not isinstance(power, float):
+            return
+        if type(exponent) is TracedFloat:
+            bool(exponent % 1 == 0)
+        # A negative number to the power of a float is complex, unless the float is whole, or one of
+        # the two is not finite.
+        if not power.is_integer():
+            for operand in (base, exponent):
+                if type(operand) in TRACED:
+                    self.consume(operand, "pow")
 
     def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
         """Return the text of a traced scalar (see `scalars.Origin`)."""
