@@ -582,6 +582,13 @@ def a_power_that_is_returned(x: torch.Tensor) -> Any:
     return (-2.0) ** x[0].item(), x[1].item() ** -x[0].item()
 
 
+@case(*SOME, x(1, 2))
+def an_array_times_a_number(x: torch.Tensor) -> Any:
+    array, size, first = np.ones(2, np.float32), x.shape[0], x[0].item()
+    chosen = np.where(array > 0, array, size), np.clip(np.arange(3, dtype=np.int8), 0, size)
+    return array * size, first - array, np.float32(0.1) * size, size + np.int8(1), chosen
+
+
 @case(*SOME)
 def a_size_is_no_symbol(x: torch.Tensor) -> Any:
     return x * 2 if isinstance(x.shape[0], torch.SymInt) else x * 3

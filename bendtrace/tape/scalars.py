@@ -158,6 +158,16 @@ class TracedScalar:
 
         return numpy.asarray(self._consume("numpy"), dtype=dtype)
 
+    # What numpy asks of operands: it tells plain numbers from others, whose types count.
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        return getattr(function, method)(*_without_traced(inputs), **_without_traced(options))
+
+    def __array_function__(
+        self, function: Any, types: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return function(*_without_traced(args), **_without_traced(kwargs))
+
     def __round__(self, digits: Any = None) -> Any:
         return _arithmetic(round, (self,) if digits is None else (self, digits))
 
@@ -180,6 +190,17 @@ class TracedScalar:
         if not isinstance(other, _NUMBERS):
             return NotImplemented
         return _arithmetic(pow, (self, other) if modulus is None else (self, other, modulus))
+
+
+def _without_traced(value: Any) -> Any:
+    """Return arguments for numpy, with the traced scalars in them made plain and guarded."""
+    if isinstance(value, TracedScalar):
+        return value._consume("numpy")
+    if type(value) in (tuple, list):
+        return type(value)([_without_traced(item) for item in value])
+    if type(value) is dict:
+        return {key: _without_traced(item) for key, item in value.items()}
+    return value
 
 
 def plain(value: Any) -> Any:
