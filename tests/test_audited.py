@@ -589,6 +589,11 @@ def an_array_times_a_number(x: torch.Tensor) -> Any:
     return array * size, first - array, np.float32(0.1) * size, size + np.int8(1), chosen
 
 
+@case(*SOME, x(1, 2))
+def methods_of_the_types_of_numbers(x: torch.Tensor) -> Any:
+    return float.hex(x[0].item()), int.bit_length(x.shape[0])
+
+
 @case(*SOME)
 def a_size_is_no_symbol(x: torch.Tensor) -> Any:
     return x * 2 if isinstance(x.shape[0], torch.SymInt) else x * 3

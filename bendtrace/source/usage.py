@@ -121,12 +121,26 @@ def _keeps_tensor_class(code: CodeType) -> bool:
 def _has_such_code(code: CodeType) -> bool:
     if not _TELLING_NAMES.isdisjoint(code.co_names) or _keeps_tensor_class(code):
         return True
+    if not _NUMBER_TYPES.isdisjoint(code.co_names) and _asks_types(code):
+        return True
     return has(code, "IS_OP") and any(
         there == "IS_OP" and isinstance(constant_of(code, before, argument), bool)
         for (before, argument), (there, _) in itertools.pairwise(steps_of(code))
     )
 
 
+def _asks_types(code: CodeType) -> bool:
+    """Return whether code takes a method from a type of numbers: `float.hex`."""
+    return any(
+        one.name == "LOAD_GLOBAL"
+        and one.value in _NUMBER_TYPES
+        and then.name in ("LOAD_ATTR", "LOAD_METHOD")
+        and then.value not in ("from_bytes", "fromhex")
+        for one, then in itertools.pairwise(single_steps(code))
+    )
+
+
+_NUMBER_TYPES = frozenset({"int", "float", "bool"})
 _tests: dict[tuple[int, int, int], tuple[CodeType, bool | None]] = {}
 
 
