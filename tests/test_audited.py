@@ -594,6 +594,20 @@ def methods_of_the_types_of_numbers(x: torch.Tensor) -> Any:
     return float.hex(x[0].item()), int.bit_length(x.shape[0])
 
 
+def tripled(n: Any) -> Any:
+    return n * 3
+
+
+@case(*[number(n) for n in (2.0, 2.0, 2, 2, 3, 3.0, 3)])
+class NumbersAsKeysOfACache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tripled = functools.cache(tripled)
+
+    def forward(self, x: torch.Tensor, n: Any) -> Any:
+        return x * 2, self.tripled(n)
+
+
 @case(*SOME)
 def a_size_is_no_symbol(x: torch.Tensor) -> Any:
     return x * 2 if isinstance(x.shape[0], torch.SymInt) else x * 3

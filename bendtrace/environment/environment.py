@@ -77,10 +77,16 @@ class Environment(Found):
                 self._keep(earlier)
                 return
         plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
+        self._scan(arguments, plain_numbers)
+
+    def _scan(self, arguments: dict[str, Any], plain_numbers: bool) -> None:
         scan = self._begin(arguments, plain_numbers)
         is_repeatable = scan.is_untouched
         first, helpers = len(self.parts), tuple(self.helpers)
         scan.scan_model()
+        if self.tells_numbers and not plain_numbers:  # which names alone did not show
+            self._scan(arguments, True)
+            return
         self.places = Places(self.parts, self.held)
         self.contents = self.places.read()
         self.bare, self.alone = [], []
