@@ -608,6 +608,11 @@ class NumbersAsKeysOfACache(nn.Module):
         return x * 2, self.tripled(n)
 
 
+@case(*[number(n) for n in (0.5, 0.5, 2, -1.0)])
+def a_complex_number_whose_zero_has_a_sign(x: torch.Tensor, n: Any) -> Any:
+    return complex(n, -0.0), complex(x.shape[0], -0.0), x
+
+
 @case(*SOME)
 def a_size_is_no_symbol(x: torch.Tensor) -> Any:
     return x * 2 if isinstance(x.shape[0], torch.SymInt) else x * 3

@@ -125,9 +125,6 @@ class TracedScalar:
     def __float__(self) -> float:
         return float(self._consume("float"))
 
-    def __complex__(self) -> complex:
-        return complex(self._consume("complex"))
-
     def __hash__(self) -> int:
         return hash(self._consume("hash"))
 
