@@ -164,6 +164,7 @@ STRESS = """
         text = f"{a}{a:>3}" + str(len(a)) + repr(a.some.thing == a)
         made = {a: a, **{k: a for k in "ab"}}, {a}, sorted([Asks(2), Asks(1)]), a in [a]
         weak = weakref.ref(Asks(), lambda _: look())
+        keeps(*[a, a]); a(*[a, a]); keeps(*iter((a, a)), **{"key": a}); max(*[a, a])
         a[1:2]; a[a] = a; a.x(a, *a, **{"k": a})
         functools.reduce(lambda p, q: p + q, a); max(a); sum(a, a); all(a); [0, 1][a]
         while a:
