@@ -12,7 +12,9 @@ import enum
 import functools
 import io
 import itertools
+import math
 import signal
+import struct
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -1548,3 +1550,42 @@ def test_backward_hooks_are_no_reason_to_run_live_without_gradients() -> None:
     fired = len(ours)
     assert not any(compare(plain) for _ in range(3))
     assert len(ours) > fired
+
+
+NEGATIVE_NAN = struct.unpack("d", struct.pack("Q", 0xFFF8 << 48))[0]
+
+
+def test_the_sign_of_nan_in_a_container_is_noticed() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.few, self.many = [math.nan], dict.fromkeys(range(600), math.nan)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return [x * math.copysign(1.0, value) for value in (self.few[0], self.many[7])]
+
+    model, x = Model(), torch.ones(2)
+    bended = bt.BendedModule(model)
+    for where in ("nothing", "few", "many"):
+        if where != "nothing":
+            getattr(model, where)[0 if where == "few" else 7] = NEGATIVE_NAN
+        for _ in range(3):
+            assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.replays
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * scale_of.scale
+
+
+def scale_of() -> None:
+    """Has an attribute."""
+
+
+def test_attributes_of_a_function_that_are_replaced_as_a_whole_are_noticed() -> None:
+    bended, x = bt.BendedModule(scaled), torch.ones(2)
+    for scale in (2.0, 3.0):
+        scale_of.__dict__ = {"scale": scale}
+        for _ in range(3):
+            assert bits(bended(x)) == bits(scaled(x))
+    assert bended.stats.replays

@@ -284,6 +284,7 @@ class CodeScan:
 
     def _scan_attributes(self, function: types.FunctionType) -> None:
         if id(vars(function)) not in self.found.by_id:
+            self.found.watched_objects.add_owner(function)
             self._scan_mapping(vars(function), function.__name__, _OF_TOOLS)
 
     def _scan_defaults(self, values: Iterable[Any], owner: str) -> None:

@@ -41,6 +41,7 @@ from bendtrace.tape.captured import (
     PLAIN_TYPES,
     AttributeKey,
     attributes_of,
+    bits_of,
     is_array,
     requires_grad,
 )
@@ -504,9 +505,9 @@ class _Reader:
 def _plain(value: Any, kind: type) -> Any:
     """Return a plain value in a form that is equal only to the same value."""
     if kind is float:
-        return value.hex(), 0.0
+        return bits_of(value), 0.0
     if kind is complex:
-        return value.real.hex(), value.imag.hex()
+        return bits_of(value.real), bits_of(value.imag)
     return value
 
 

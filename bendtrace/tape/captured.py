@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import struct
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ __all__ = [
     "Change",
     "TensorFacts",
     "attributes_of",
+    "bits_of",
     "child_label",
     "content_of",
     "has_attributes",
@@ -380,13 +382,16 @@ Exact = tuple[tuple[Any, ...], tuple[type, ...], tuple[type, ...], tuple[Any, ..
 _COMPARED_BY_VALUE = frozenset({type(None), bool, int, str, bytes})
 
 
+bits_of = struct.Struct("d").pack  # of a float: nan has a sign that `==` and `hex` do not show
+
+
 def _bitwise(value: Any) -> Any:
     """Return a plain value in a form that is equal for the same bits only."""
     kind = type(value)
     if kind is float:
-        return value.hex()
+        return bits_of(value)
     if kind is complex:
-        return value.real.hex(), value.imag.hex()
+        return bits_of(value.real), bits_of(value.imag)
     if kind is range or kind is slice:  # range(0, 3, 2) == range(0, 4, 2)
         return tuple(map(_exact, (value.start, value.stop, value.step)))
     if kind is tuple:
@@ -455,7 +460,7 @@ def identical(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if type(a) is float:
-        return bool(a.hex() == b.hex())
+        return bits_of(a) == bits_of(b)
     if type(a) is complex:
         return identical(a.real, b.real) and identical(a.imag, b.imag)
     if isinstance(a, (list, tuple)):
