@@ -1589,3 +1589,26 @@ def test_attributes_of_a_function_that_are_replaced_as_a_whole_are_noticed() -> 
         for _ in range(3):
             assert bits(bended(x)) == bits(scaled(x))
     assert bended.stats.replays
+
+
+def mixed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = a * 2 if a.sum() > 0 else b * 3
+    return y + 1 if b.sum() > 0 else y
+
+
+UNPACKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a list": lambda x: mixed(*[x + 1, x - 1]),
+    "a generator": lambda x: mixed(*(x * k for k in (1, 2))),
+    "what torch returns": lambda x: mixed(*torch.max(x.view(2, 2), 0)),
+    "what torch returns, in C": lambda x: sum(mixed(a, b) for a, b in zip(*x.topk(3))),  # noqa: B905
+}
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_arguments_are_unpacked_of_what_python_frees_before_the_call(name: str) -> None:
+    """What they were is a pointer to freed memory on the stack; reading it ended the process."""
+    model = UNPACKED[name]
+    bended = bt.BendedModule(model)
+    for _ in range(12):
+        x = torch.randn(4)
+        assert bits(bended(x)) == bits(model(x))
