@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import re
 import types
 import weakref
@@ -59,7 +60,10 @@ def bits(value: Any, seen: dict[int, int] | None = None) -> Any:
 
 
 def _attributes(value: Any, seen: dict[int, int]) -> Any:
-    own = dict(getattr(value, "__dict__", {}))
+    if isinstance(value, functools.partial):  # asking for its `__dict__` would make one
+        own = value.__reduce__()[2][3] or {}
+    else:
+        own = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         for name in getattr(cls, "__slots__", ()):
             if hasattr(value, name):
