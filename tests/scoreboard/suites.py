@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -227,10 +228,13 @@ def _vision(name: str, _: Any) -> Case:
     return Case("torchvision", name, _driven(make, calls))
 
 
+_LARGE = re.compile("giant|gigantic|enormous|huge|large|_[0-9]+b_|so400m|so150m")  # takes minutes
+
+
 def _timm_names(_: Any) -> list[str]:
     import timm  # type: ignore[import-not-found]
 
-    return list(timm.list_models())
+    return [name for name in timm.list_models() if not _LARGE.search(name)]
 
 
 def _timm(name: str, _: Any) -> Case:
@@ -394,7 +398,8 @@ SUITES = (
           _hub_names, _hub, 1, 240.0, "transformers"),
     Suite("torchvision", "The models of torchvision, with random weights, on small images.",
           _vision_names, _vision, 1, 240.0, "torchvision"),
-    Suite("timm", "The models of timm, with random weights.", _timm_names, _timm, 1, 240.0, "timm"),
+    Suite("timm", "The models of timm, with random weights, but for the largest.",
+          _timm_names, _timm, 1, 240.0, "timm"),
     Suite("ParityBench", "Modules of GitHub, as ParityBench's generated files hold them; each file "
           "is a case. Run from a checkout beside the project.", _parity_names, _parity, 4, 600.0),
 )  # fmt: skip
