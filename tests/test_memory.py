@@ -21,6 +21,15 @@ from bendtrace.errors import TraceLimitWarning
 from tests.benchmarks.memory import Chain, Exits, peak_of
 
 Mode = Callable[[], AbstractContextManager[Any]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> None:
+    # Each measurement collects garbage. That looks through all that other tests have left alive.
+    gc.collect()
+    gc.freeze()
+
+
 MODES = pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 SIZE = 64 * 64 * 4  # bytes of one activation
 
