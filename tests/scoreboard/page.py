@@ -236,8 +236,8 @@ def _page(report: Report, picture: str, data: str) -> str:
         parts += ["## Where bendtrace is not right", "\n".join(
             f"- {fault['suite']}, `{fault['case']}`: {fault['outcome']}: {_code(fault['why'])}"
             for fault in report.faults)]  # fmt: skip
-    parts += ["## Where bendtrace runs the model itself", _LIVE, report.live_table().markdown()]
-    if report.why_live:
+    if report.live:
+        parts += ["## Where bendtrace runs the model itself", report.live_table().markdown(), _LIVE]
         told = [f"- {count}: {_code(why)}" for why, count in [*report.why_live.items()][:12]]
         parts.append("\n".join(told))
     if report.issues:
