@@ -1447,14 +1447,21 @@ class Box:
 MANY = collections.deque(Box(float(n)) for n in range(10_001))
 
 
-def test_more_objects_than_can_be_watched_make_a_model_run_live() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return x * MANY[-1].held
+def scaled_by_last(x: torch.Tensor, held: Any = MANY) -> torch.Tensor:
+    return x * held[-1].held
+
+
+@pytest.mark.parametrize(
+    "given", [(), (functools.partial(scaled_by_last, held=MANY),)], ids=["global", "argument"]
+)
+def test_more_objects_than_can_be_watched_make_a_model_run_live(given: Any) -> None:
+    def model(x: torch.Tensor, function: Callable[..., Any] = scaled_by_last) -> torch.Tensor:
+        return function(x)
 
     bended, x = bt.BendedModule(model), torch.ones(2)
     for number in range(4):
         MANY[-1].held = float(number)
-        assert bits(bended(x)) == bits(model(x))
+        assert bits(bended(x, *given)) == bits(model(x, *given))
     assert bended.stats.replays == 0
     assert "more than 10000 objects" in bended.why_live[0]
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from bendtrace.environment.code_facts import ASKING, facts_in, names_in, other_names_in
-from bendtrace.environment.content import MOST, TooMany
+from bendtrace.environment.content import MOST
 from bendtrace.environment.findings import Found, Route
 from bendtrace.environment.kinds import (
     is_plain_object,
@@ -320,7 +320,8 @@ class CodeScan:
         if is_pythons and not isinstance(namespace[name], types.FunctionType):
             return
         if len(self._names_scanned) >= MOST:
-            raise TooMany
+            found.watched_objects.is_full = True
+            return
         self._names_scanned.add((id(namespace), name))
         value = namespace[name]
         holder = found.by_id.get(id(namespace))

@@ -49,7 +49,7 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.structure import entries_of, read_partial
 
-__all__ = ["MOST", "Finder", "TooMany", "WatchedContent"]
+__all__ = ["MOST", "Finder", "WatchedContent"]
 
 
 class Finder(Protocol):
@@ -68,18 +68,18 @@ class Finder(Protocol):
 MOST = 10_000  # objects that are watched, and names that are scanned
 
 
-class TooMany(Exception):
-    """Code can reach more than can be watched."""
-
-
 class WatchedContent:
     """Objects that are watched by content.
 
     Args:
-        finder: is told of what else is met.
+        finder: lists tensors, functions and classes among what the objects hold.
+
+    Attributes:
+        is_full: whether there was more than can be watched, so that nothing was proven.
     """
 
     def __init__(self, finder: Finder) -> None:
+        self.is_full = False
         self._finder: Finder | None = finder
         self._seen: dict[int, Any] = {}
         self._tables: list[_Content] = []
@@ -104,17 +104,14 @@ class WatchedContent:
         )  # fmt: skip
 
     def add(self, value: Any, label: str) -> None:
-        """Watch a thing, and all that it holds.
-
-        Raises:
-            TooMany: it holds more than can be watched.
-        """
+        """Watch a thing, and all that it holds, unless that is more than can be watched."""
         waiting = [(value, label)]
         while waiting:
             value, label = waiting.pop()
             if id(value) not in self._seen:
                 if len(self._seen) >= MOST:
-                    raise TooMany
+                    self.is_full = True
+                    return
                 waiting += self._meet(value, label)
 
     def add_class(self, cls: type) -> None:
