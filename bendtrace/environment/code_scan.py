@@ -57,7 +57,7 @@ from bendtrace.tape.captured import (
     module_of,
 )
 
-__all__ = ["CodeScan"]
+__all__ = ["CodeScan", "TooManyError"]
 
 
 # Attributes of functions that no code of a model asks for (the second one is torch.compile's).
@@ -114,6 +114,10 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: objects of such classes can get anot
 _NOT_FOUND = (CaptureKind.PLAIN, CaptureKind.NUMBER, CaptureKind.ALIAS)
 
 
+class TooManyError(Exception):
+    """Code can reach more than can be watched."""
+
+
 class CodeScan:
     """Lists what code can read; a subclass says how values are scanned.
 
@@ -133,9 +137,16 @@ class CodeScan:
         self._modules: list[types.ModuleType] = []
         self._named: list[type] = []
         self._kinds: set[type] = set()
+        self._is_too_much = self._may_stop = False
         self._met: set[type] = set()
         self._registers: set[type] = set()
         self._is_finished = False  # whether the values being scanned belong to installed code
+
+    def met_too_many(self) -> None:
+        """Note that there is more than can be watched; all arguments are listed nevertheless."""
+        self._is_too_much = True
+        if self._may_stop:
+            raise TooManyError
 
     def _scan(self, value: Any, route: Route) -> None:
         """Scan a value, and all that can be reached from it."""
@@ -320,7 +331,7 @@ class CodeScan:
         if is_pythons and not isinstance(namespace[name], types.FunctionType):
             return
         if len(self._names_scanned) >= MOST:
-            found.watched_objects.is_full = True
+            self.met_too_many()
             return
         self._names_scanned.add((id(namespace), name))
         value = namespace[name]

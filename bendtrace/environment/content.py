@@ -64,6 +64,9 @@ class Finder(Protocol):
     def met_opaque(self, value: Any, label: str) -> None:
         """Note something whose content cannot be read."""
 
+    def met_too_many(self) -> None:
+        """Note that there is more than can be watched."""
+
 
 MOST = 10_000  # objects that are watched, and names that are scanned
 
@@ -73,13 +76,9 @@ class WatchedContent:
 
     Args:
         finder: lists tensors, functions and classes among what the objects hold.
-
-    Attributes:
-        is_full: whether there was more than can be watched, so that nothing was proven.
     """
 
     def __init__(self, finder: Finder) -> None:
-        self.is_full = False
         self._finder: Finder | None = finder
         self._seen: dict[int, Any] = {}
         self._tables: list[_Content] = []
@@ -110,7 +109,8 @@ class WatchedContent:
             value, label = waiting.pop()
             if id(value) not in self._seen:
                 if len(self._seen) >= MOST:
-                    self.is_full = True
+                    assert self._finder is not None
+                    self._finder.met_too_many()
                     return
                 waiting += self._meet(value, label)
 

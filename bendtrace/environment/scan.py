@@ -14,6 +14,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from itertools import filterfalse
 from typing import Any
@@ -23,7 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bendtrace.environment.code_facts import ASKING, names_in, undetectable_in
-from bendtrace.environment.code_scan import CodeScan
+from bendtrace.environment.code_scan import CodeScan, TooManyError
 from bendtrace.environment.content import MOST, WatchedContent
 from bendtrace.environment.executed import learned_of
 from bendtrace.environment.findings import WHOLE, Found, Route
@@ -120,6 +121,15 @@ class Scan(CodeScan):
 
     def scan_model(self) -> None:
         """Scan from the callable, and list what keeps a run from being repeated."""
+        self._may_stop = True
+        with suppress(TooManyError):  # the model runs live, whatever else there is
+            self._scan_model()
+        if self._is_too_much:
+            reason = f"the code can reach more than {MOST} objects or names, too many to watch"
+            self.found.block(reason, "")
+        self.found.watched_objects.close()
+
+    def _scan_model(self) -> None:
         found = self.found
         self._scan_callable(found.function)
         for patch in monkeypatches():
@@ -162,10 +172,6 @@ class Scan(CodeScan):
             if name in found.names or found.computes or not name.isidentifier():
                 what = f"{label} is a {kind.__qualname__}"
                 found.block(f"{what}, whose content cannot be guarded", name)
-        if found.watched_objects.is_full:
-            reason = f"the code can reach more than {MOST} objects or names, too many to watch"
-            found.block(reason, "")
-        found.watched_objects.close()
 
     def scan_late(self, value: Any, label: str) -> None:
         """List a value that the run reached only while it ran."""

@@ -344,7 +344,7 @@ class _Builder:
     def _writer(self, index: int, position: int) -> LayerEntry | None:
         """Return the entry of the last op before a position that wrote to a tensor by its name.
 
-        None if there is none, or its entry is another tensor, as that of `batch_norm`.
+        None if there is none, or its entry holds a different tensor, as for `batch_norm`.
         """
         writers = self._writers.get(index, [])
         before = bisect_left(writers, position)

@@ -493,7 +493,7 @@ class Capture:
             else:
                 value = self.reread.get((end, log.given_out[entry.label]))
                 writer = labels.get(entry.parents[0]) if len(entry.parents) == 1 else None
-                # The entry of some writers is another tensor, as that of `batch_norm`.
+                # The entry of some writers holds a different tensor, as for `batch_norm`.
                 if writer is not None and writer.inplace:
                     source = writer
             key = None if source.index is None else (source.index, source.element)
