@@ -329,7 +329,7 @@ class CheckWriter:
             source.line(f"if not all_kept(cached): return {cleared}")
         if environment.caches:  # which runs that are added later may fill
             source.names.update(filled=environment.filled_caches, agree=_agree)
-            other = self._questions.note("a cache holds other results than the run put into it")
+            other = self._questions.note("a cache does not hold what the run put into it")
             source.line(f"if filled and not agree(filled): return {other}")
 
     def _ask_for_world(self, source: Source, asking: str) -> None:
@@ -481,13 +481,13 @@ def _all_kept(cached: list[tuple[Any, Any]]) -> bool:
 
 
 def _agree(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:
-    """Whether caches hold what they held after the run, or nothing, for what they were asked.
+    """Whether caches hold what they held after the run.
 
-    What is not there is computed anew, from what is watched.
+    Where an entry is missing, the model would compute it anew, and keep it: a replay would not.
     """
     for cache, before in filled.items():
         now = dict(entries_of(cache))
-        if not all(identical(now.get(key, result), result) for key, result in before):
+        if not all(key in now and identical(now[key], result) for key, result in before):
             return False
     return True
 

@@ -432,6 +432,24 @@ def _times_factor(number: int) -> int:
     return number * _FACTOR[0]
 
 
+def test_a_cache_that_is_cleared_is_filled_again() -> None:
+    model = lambda x: x * _times_factor(x.shape[0])  # noqa: E731
+    _times_factor.cache_clear()
+    bended, x = bt.BendedModule(model), torch.ones(2)
+    assert [bended(x)[0].item() for _ in range(3)] == [4.0] * 3
+    assert bended.stats.replays == 2
+    _times_factor.cache_clear()
+    assert bended(x)[0].item() == 4.0  # the model keeps this result: so must this call
+    _FACTOR[0] = 7
+    try:
+        assert torch.equal(bended(x), model(x))
+        assert _times_factor.cache_info().currsize == 1
+        assert model(x)[0].item() == 4.0
+    finally:
+        _FACTOR[0] = 2
+        _times_factor.cache_clear()
+
+
 @pytest.mark.parametrize("first", [-1, 1])
 def test_a_cache_filled_behind_a_branch_and_then_with_other_results(first: int) -> None:
     def model(x: Tensor) -> Tensor:
