@@ -1076,6 +1076,41 @@ def a_tensor_whose_data_one_op_sets(held: torch.Tensor, x: torch.Tensor) -> Any:
 # Arrays in the memory of tensors
 
 
+class _SharesLater(nn.Module):
+    """Reads an array beside a buffer that it writes to: the two may be in one memory, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.put(False)
+
+    def put(self, shared: bool) -> None:
+        self.values = np.zeros(2, np.float32)
+        self.total = torch.from_numpy(self.values) if shared else torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x + self.total + torch.as_tensor(self.values)
+        self.total.add_(1)
+        return x + self.total + float(self.values[0])
+
+
+@pytest.mark.parametrize("signs", [(1, -1), (-1, 1)])
+@pytest.mark.parametrize("first", [False, True])
+def test_an_array_that_comes_to_share_memory_between_calls(
+    first: bool, signs: tuple[int, int]
+) -> None:
+    model, twin = _SharesLater(), _SharesLater()
+    bended = bt.BendedModule(model)
+    for shared in (first, not first, first, not first):
+        model.put(shared)
+        twin.put(shared)
+        for sign in (*signs, *signs):
+            x = sign * torch.ones(2)
+            assert torch.equal(bended(x), twin(x)), (shared, sign)
+            assert torch.equal(torch.from_numpy(model.values), torch.from_numpy(twin.values))
+    assert bended.stats.replays > 0
+
+
 @case(x(0, 0), x(0, 0), x(1, 2), x(0, 0), x(3, 4))
 class AnArrayInTheMemoryOfABuffer(nn.Module):
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ class Environment(Found):
 
     Attributes:
         is_repeated: whether all but the arguments was taken over from an earlier scan.
-        shares_arrays: whether a tensor shares its memory with an array, after the run.
+        shared_memory: which tensor shares its memory with which array, after the run.
         leaves_watched_objects: whether the run changed what is watched by content alone.
         read_caches: what tensors the run took from which `functools.lru_cache`.
         filled_caches: the keys and results of caches after a run that added some.
@@ -59,7 +59,8 @@ class Environment(Found):
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         self.function = function
         self.is_repeated = False
-        self.leaves_watched_objects = self.shares_arrays = False
+        self.leaves_watched_objects = False
+        self.shared_memory: set[tuple[Captured, Captured]] = set()
         self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         # A run around this one must not record what is asked of tensors here: it is not always

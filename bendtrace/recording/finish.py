@@ -304,12 +304,15 @@ class Finish:
         arrays = [part for part in parts if part.kind is CaptureKind.ARRAY]
         if not arrays:
             return
-        tensors = [part.value for part in parts if part.kind is CaptureKind.TENSOR]
-        written = [tensor for tensor in tensors if self._writer.writes.wrote_to(tensor)]
-        self.environment.shares_arrays = overlap(tensors, [part.value for part in arrays])
-        for part in arrays:
-            if overlap(written, [part.value]):
-                self.block(f"the run writes to a tensor in the memory of {part.label}", part.label)
+        tensors = [part for part in parts if part.kind is CaptureKind.TENSOR]
+        held = ([part.value for part in several] for several in (tensors, arrays))
+        for one, other in sorted(overlap(*held)):
+            tensor, array = tensors[one], arrays[other]
+            self.environment.shared_memory.add((tensor, array))
+            if self._writer.writes.wrote_to(tensor.value):
+                self.block(
+                    f"the run writes to a tensor in the memory of {array.label}", array.label
+                )
 
     def _check_opaque_ops(self, changes: list[Change]) -> None:
         """Block if code that is called as one op might read the run's changes.

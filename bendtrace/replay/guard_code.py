@@ -233,6 +233,11 @@ class AliasGuards:
         ]
         self._given = [part for part in several if part.is_argument]
         self._arrays = [part for part in several if part.kind is CaptureKind.ARRAY]
+        self._tensors = [
+            part
+            for part in recording.environment.parts
+            if part.kind is CaptureKind.TENSOR and not part.is_argument and part not in ignored
+        ]
         self._held = [
             part for part in several if not part.is_argument and part.access is not Access.FIXED
         ]
@@ -251,6 +256,8 @@ class AliasGuards:
             )
             names = ", ".join(f"id({source.part(part)})" for part in self._held)
             source.line(f"if len({{{names}}}) != {len(self._held)}: return {tied}")
+        if not any(part.is_argument for part in self._arrays):
+            self._ask_for_memory(source, self._tensors)
         source.line("return None")
 
     def ask(self, source: Source) -> None:
@@ -272,20 +279,31 @@ class AliasGuards:
             source.line("number = distinct(A)")
             source.line("if number is not None: return number")
         self._ask_for_strangers(source)
-        self._ask_for_memory(source)
+        given = [part for part in self._given if part.kind is CaptureKind.TENSOR]
+        is_given = any(part.is_argument for part in self._arrays)
+        self._ask_for_memory(source, [*given, *self._tensors] if is_given else given)
 
-    def _ask_for_memory(self, source: Source) -> None:
-        """Ask whether an argument is in the memory of an array, which would change with it."""
-        environment = self._recording.environment
-        tensors = [part for part in self._given if part.kind is CaptureKind.TENSOR]
-        if not tensors or not self._arrays or environment.shares_arrays:
+    def _ask_for_memory(self, source: Source, tensors: list[Captured]) -> None:
+        """Ask which tensors are in the memory of which arrays, and would change with them.
+
+        Also where the run writes to none: one that goes on from it may.
+        """
+        if not tensors or not self._arrays:
             return
-        source.take([part for part in self._arrays if part.access is not Access.FIXED])
+        used = [*tensors, *self._arrays]
+        source.take([p for p in used if not p.is_argument and p.access is not Access.FIXED])
+        known = self._recording.environment.shared_memory
+        pairs = {
+            (one, other)
+            for one, tensor in enumerate(tensors)
+            for other, array in enumerate(self._arrays)
+            if (tensor, array) in known
+        }
         source.names["overlap"] = overlap
-        given = "".join(f"{source.part(part)}, " for part in tensors)
+        held = "".join(f"{source.part(part)}, " for part in tensors)
         arrays = "".join(f"{source.part(part)}, " for part in self._arrays)
-        number = self._questions.note("an argument shares its memory with an array now")
-        source.line(f"if overlap(({given}), ({arrays})): return {number}")
+        number = self._questions.note("other tensors are in the memory of arrays now")
+        source.line(f"if overlap(({held}), ({arrays})) != {source.bound(pairs)}: return {number}")
 
     def _ask_for_strangers(self, source: Source) -> None:
         """Ask whether an argument is something that the model holds now, if it might be asked."""

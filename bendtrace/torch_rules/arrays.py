@@ -32,11 +32,16 @@ def may_share(function: Any) -> bool:
     return function in SHARING or isinstance(function, type)
 
 
-def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> bool:
-    """Return whether one of some tensors has memory that one of some arrays has, too."""
-    taken = [_extent(array) for array in arrays if array.nbytes]
+def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> set[tuple[int, int]]:
+    """Return which of some tensors have memory that which of some arrays have, too.
+
+    Returns:
+        The positions of a tensor and an array, for each pair.
+    """
+    taken = [(number, *_extent(array)) for number, array in enumerate(arrays) if array.nbytes]
+    found: set[tuple[int, int]] = set()
     with torch._C.DisableTorchFunction():
-        for tensor in tensors:
+        for position, tensor in enumerate(tensors):
             if storage_of(tensor) and tensor.is_cpu:
                 storage = tensor.untyped_storage()
                 try:
@@ -44,9 +49,10 @@ def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> bool:
                 except RuntimeError:  # there is none, as in transforms
                     continue
                 last = first + storage.nbytes()
-                if any(first < end and begin < last for begin, end in taken):
-                    return True
-    return False
+                for number, begin, end in taken:
+                    if first < end and begin < last:
+                        found.add((position, number))
+    return found
 
 
 def _extent(array: Any) -> tuple[int, int]:
