@@ -186,7 +186,7 @@ def test_what_the_time_is_not_enough_for_is_listed() -> None:
         (["--device", "cuda"], "to run without one, pass --device cpu"),
         (["--device", "gpu"], "'gpu' is no device: pass --device cuda or --device cpu"),
         (["--device", "meta"], "there is nothing for 'meta' here: pass --device cuda or"),
-        (["speed"], "no section 'speed': there are promise, streams, memory, compiled, waits"),
+        (["speed"], "no section 'speed': there are promise, programs, operators, streams"),
     ],
 )
 def test_where_it_cannot_run_it_says_what_to_do(

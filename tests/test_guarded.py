@@ -42,6 +42,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable, forward_ad
+from torch.cuda import memory_allocated
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
@@ -1551,6 +1552,22 @@ case("outputs that cannot be made again: modules, generators", live_at="def give
 def read(x: Tensor) -> Tensor:
     with open(__file__) as file:
         return x * len(file.readline())
+
+
+BUSY = (
+    "how much memory of a GPU is in use, and how far it is: `torch.cuda.memory_allocated()`, "
+    "`Event.query()`"
+)
+
+
+@case(BUSY, live_at="torch.cuda.memory_allocated()")
+def asks_for_memory(x: Tensor) -> Tensor:
+    return x * (2 if torch.cuda.memory_allocated() < 1 << 40 else 3)
+
+
+@case(BUSY, live_at="memory_allocated()")
+def asks_for_memory_by_name(x: Tensor) -> Tensor:
+    return x * (2 if memory_allocated() < 1 << 40 else 3)
 
 
 @case("files that forward opens", live_at="Path(")

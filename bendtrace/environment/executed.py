@@ -15,6 +15,7 @@ from typing import Any
 
 from bendtrace.environment.code_facts import codes_in
 from bendtrace.environment.provenance import is_finished_code
+from bendtrace.torch_rules.host_io import MEASURES
 
 __all__ = [
     "Ran",
@@ -70,7 +71,7 @@ class Ran:
         if caller is None or self._is_finished(caller.f_code, caller.f_globals):
             return
         module = str(frame.f_globals.get("__name__"))
-        if module.partition(".")[0] in sys.stdlib_module_names:
+        if module.partition(".")[0] in sys.stdlib_module_names or module in _OF_CUDA:
             key = module, code.co_name
             if key not in self.called:
                 self.called[key] = caller.f_code, caller.f_lineno
@@ -185,6 +186,8 @@ class _Monitored(Ran):
 
 _NATIVE = (types.BuiltinFunctionType,)
 _NOWHERE: Place = ((lambda: None).__code__, 0)
+# Where torch.cuda has functions that tell how busy a GPU is.
+_OF_CUDA = frozenset({"torch.cuda", "torch.cuda.memory", "torch.cuda.random"})
 # Where the modules of Python's own take randomness from.
 _ENTROPY = frozenset({"urandom", "getrandom", "seed", "uuid_generate_time_safe"})
 
@@ -287,6 +290,8 @@ def forbidden_in(ran: Ran) -> Iterator[str]:
 
 def _is_steady(module: str, name: str) -> bool:
     """Whether a function of Python's own gives the same, or only works on what it is given."""
+    if module in _OF_CUDA:
+        return name not in MEASURES
     if name in _READS_WORLD.get(module, ()):
         return False
     package = module.partition(".")[0].removeprefix("_")

@@ -71,6 +71,12 @@ def _of_cuda(module: Any) -> Any:
     ]  # fmt: skip
 
 
+def _used_of_cuda(module: Any) -> Any:
+    if not module.is_initialized():
+        return [None]
+    return [module.current_device(), module.is_current_stream_capturing()]
+
+
 # What code names, what has the setting, what reads it, and what it is called in messages.
 SETTINGS: tuple[tuple[frozenset[str], Any, Callable[[Any], Any], str], ...] = (
     (frozenset({"warn", "warn_explicit"}), warnings, _filters, "warnings.filters"),
@@ -115,6 +121,8 @@ SETTINGS: tuple[tuple[frozenset[str], Any, Callable[[Any], Any], str], ...] = (
         "preferred_linalg_library", "allow_fp16_reduced_precision_reduction",
         "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation",
     }), torch.backends.cuda, _of_cuda, "a setting of torch.backends.cuda"),
+    (frozenset({"current_device", "is_current_stream_capturing", "is_initialized"}), torch.cuda,
+     _used_of_cuda, "the current device of torch.cuda"),
     (frozenset({"get_sharing_strategy"}), torch.multiprocessing,
      lambda module: [module.get_sharing_strategy()], "get_sharing_strategy()"),
 )  # fmt: skip

@@ -1,9 +1,9 @@
 """Host I/O: a model's use of the clock, the environment and files.
 
 Each replay reads the clock again, environment variables are guarded by value, and reads and writes
-of files cannot be tracked. Each replay repeats the output to the screen. Only requests by the
-user's code or by packages count: torch and the standard library read such things for their own
-purposes, and so does an import.
+of files cannot be tracked, nor how busy a GPU is. Each replay repeats the output to the screen.
+Only requests by the user's code or by packages count: torch and the standard library read such
+things for their own purposes, and so does an import.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FrameType
 from typing import Any
 
+import torch
+
 from bendtrace.tape.watchers import Watcher, current_watcher
 
-__all__ = ["OFTEN_PATCHED", "entries_of_outside", "environ"]
+__all__ = ["MEASURES", "OFTEN_PATCHED", "entries_of_outside", "environ"]
 
 # Whoever puts something of their own here wants that to be asked: it is what `__wrapped__` of
 # those that are exchanged is set to.
@@ -31,6 +33,20 @@ _CLOCKS = tuple(
     for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
     for unit in ("", "_ns")
 )
+# What torch.cuda tells of memory and load, which other programs change as well.
+MEASURES = frozenset(
+    {
+        "clock_rate", "device_memory_used", "host_memory_stats", "host_memory_stats_as_nested_dict",
+        "list_gpu_processes", "max_memory_allocated", "max_memory_cached", "max_memory_reserved",
+        "mem_get_info", "memory_allocated", "memory_cached", "memory_reserved", "memory_snapshot",
+        "memory_stats", "memory_stats_as_nested_dict", "memory_summary", "memory_usage",
+        "power_draw", "seed", "seed_all", "temperature", "utilization",
+    }
+)  # fmt: skip
+# How far the device is.
+_PROGRESS = (
+    (torch.cuda.Event, "elapsed_time"), (torch.cuda.Event, "query"), (torch.cuda.Stream, "query"),
+)  # fmt: skip
 # Packages that only hand on what they are asked.
 _HANDING_ON = frozenset(
     {"os", "_collections_abc", "collections", "posixpath", "ntpath", "pathlib", "codecs"}
@@ -53,6 +69,12 @@ def entries_of_outside() -> Iterator[tuple[Any, str, Any]]:
     for owner in (builtins, io):
         yield owner, "open", _reports("open", open)
     yield builtins, "print", _prints
+    for name in sorted(MEASURES):
+        for owner in (torch.cuda, torch.cuda.memory):
+            if name in vars(owner):
+                yield owner, name, _reports(f"torch.cuda.{name}", vars(owner)[name])
+    for owner, name in _PROGRESS:
+        yield owner, name, _reports(f"torch.cuda.{owner.__name__}.{name}", vars(owner)[name])
 
 
 def environ(name: str) -> str | None:

@@ -328,6 +328,12 @@ _UNFOLLOWED: tuple[tuple[Any, str, str], ...] = (
 )
 
 
+_OF_CUDAS_GENERATORS = (
+    "manual_seed", "manual_seed_all", "initial_seed", "get_rng_state", "get_rng_state_all",
+    "set_rng_state", "set_rng_state_all",
+)  # fmt: skip
+
+
 class _EntryPoint(NamedTuple):
     """An attribute of `owner`, what it is exchanged for, and what it is otherwise."""
 
@@ -368,6 +374,10 @@ def _entry_points() -> Iterator[_EntryPoint]:
         ours = as_one_op(getattr(torch, name))
         yield entry(torch, name, ours)
         yield entry(torch.random, name, ours)
+    for name in _OF_CUDAS_GENERATORS:
+        ours = as_one_op(getattr(torch.cuda, name))
+        yield entry(torch.cuda, name, ours)
+        yield entry(torch.cuda.random, name, ours)
     for owner, name, ours in (
         *entries_of_outside(),
         *entries_of_constructors(),

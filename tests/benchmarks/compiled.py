@@ -27,7 +27,7 @@ _WARM = 6  # calls until a path is compiled, and again for each insertion
 
 
 def compared_with_insertions(
-    case: Case, kind: str, rounds: int, seconds: float, backend: str
+    case: Case, kind: str, rounds: int, seconds: float, backend: str, device: str = "cpu"
 ) -> dict[str, Any]:
     """Time calls with insertions of one kind, and return ratios of medians.
 
@@ -37,8 +37,9 @@ def compared_with_insertions(
         rounds: how many rounds there are.
         seconds: that a way may take in all, about.
         backend: what compiles.
+        device: where; on a GPU, the time is that until it has done all.
     """
-    model, args = case.make().eval(), inputs_of(case)
+    model, args = case.make().eval().to(device), tuple(x.to(device) for x in inputs_of(case))
     with torch.no_grad():
         names, vectors = _chosen(model, args)
         options = {"drop_slower": False}
@@ -64,12 +65,24 @@ def compared_with_insertions(
         found = (kept.get(way, []) for way in ("compiled", "native hooks"))
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-        times = interleaved(ways, rounds, seconds=seconds, clock=time.process_time)
+        clock = time.process_time
+        if torch.device(device).type == "cuda":
+            clock = time.perf_counter
+            ways = {name: _until_done(call) for name, call in ways.items()}
+        times = interleaved(ways, rounds, seconds=seconds, clock=clock)
     ours = times["compiled"]
     return {
         "median": ours.median,
         **{f"of {name}": ours.relative_to(other).median for name, other in times.items()},
     }
+
+
+def _until_done(call: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return run
 
 
 def _chosen(model: nn.Module, args: tuple[Any, ...]) -> tuple[list[str], list[Tensor]]:
@@ -97,7 +110,8 @@ def _chosen(model: nn.Module, args: tuple[Any, ...]) -> tuple[list[str], list[Te
         names = [names[number * len(names) // NODES] for number in range(NODES)]
     generator = torch.Generator().manual_seed(0)
     sizes = [found[name].shape[-1] for name in names]
-    return names, [torch.randn(size, generator=generator) * 0.01 for size in sizes]
+    vectors = [torch.randn(size, generator=generator) * 0.01 for size in sizes]
+    return names, [vector.to(found[names[0]].device) for vector in vectors]
 
 
 def _hooked(

@@ -1,7 +1,9 @@
 """What bendtrace does on a GPU: `python -m tests.cuda`.
 
-Without sections, all are run: promise, streams, memory, compiled, waits. It ends with an error if
-anything is wrong. Without a GPU, `--device cpu` runs what needs none.
+Without sections, all are run: promise, programs, operators, streams, memory, compiled, inserted,
+waits. It ends with an error if anything is wrong. Without a GPU, `--device cpu` runs what needs
+none. Where there are many cores, several processes may do a part each (`--share 0/8 --json FILE`),
+and what they write is shown together (`--from-json FILES --page docs/cuda.md`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from tests.cuda.page import SECTIONS, tables_of, write_page, wrong_in
 from tests.cuda.rows import RIGHT, Options, Row
 from tests.cuda.supervising import run_section
 
-__all__ = ["main", "tried"]
+__all__ = ["joined", "main", "tried"]
 
 _NO_GPU = "torch sees no CUDA device here; to run without one, pass --device cpu"
 _AT_THE_END = 20.0  # seconds for ending a process that hangs, and for writing
@@ -105,16 +107,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--here", action="store_true", help="in this process, without others")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write it as Markdown, and JSON")
-    parser.add_argument("--from-json", type=Path, metavar="FILE", help="show what was found before")
+    parser.add_argument("--share", default="0/1", help="of the cases: 0/4 is the first of four")
+    parser.add_argument(
+        "--from-json", type=Path, nargs="+", metavar="FILE", help="show what was found before"
+    )
     given = parser.parse_args(arguments)
     for name in given.sections:
         if name not in SECTIONS:
             parser.error(f"no section {name!r}: there are {', '.join(SECTIONS)}")
     if given.from_json is not None:
-        report = json.loads(given.from_json.read_text())
+        report = joined([json.loads(file.read_text()) for file in given.from_json])
     else:
         device = _device(given.device, parser)
-        options = Options(device, given.inductor, tuple(given.cases))
+        share = _share(given.share, parser)
+        options = Options(device, given.inductor, tuple(given.cases), share)
 
         def keep(report: dict[str, Any]) -> None:
             if given.json is not None:
@@ -132,6 +138,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wrong: {row.case}: {row.why}")
     print(f"{len(wrong)} wrong, in {report['minutes']} minutes on {report['device']}")
     return 1 if wrong else 0
+
+
+def joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one report of several, which were made beside each other or in turn."""
+    first, *others = reports
+    report = {**first, "sections": {}}
+    for section in SECTIONS:
+        found = [one["sections"][section] for one in reports if section in one["sections"]]
+        if found:
+            report["sections"][section] = [row for rows in found for row in rows]
+    for name in ("minutes", "allowed"):
+        report[name] = round(first[name] + sum(other[name] for other in others), 1)
+    return report
+
+
+def _share(text: str, parser: argparse.ArgumentParser) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    if not (number.isdigit() and parts.isdigit() and int(number) < int(parts)):
+        parser.error(f"--share takes two numbers, as 0/4 for the first of four; not {text!r}")
+    return int(number), int(parts)
 
 
 def _device(name: str | None, parser: argparse.ArgumentParser) -> str:

@@ -18,36 +18,55 @@ COMMAND = "python -m tests.cuda"
 # By name: the module, its share of the time, the title, and what there is to know.
 SECTIONS: dict[str, tuple[str, float, str, str]] = {
     "promise": (
-        "tests.cuda.promising", 0.36, "The promise",
+        "tests.cuda.promising", 0.30, "The promise",
         "Each model and its inputs are moved to the device. The model, its trace and its replays "
         "are called in turn. The test compares outputs, errors, arguments, state, and the random "
         "generators of the CPU and of each GPU, bit for bit. If two calls of the model itself "
         "differ, the comparison is repeated with deterministic algorithms.",
     ),
+    "programs": (
+        "tests.cuda.programs", 0.06, "What there is on GPUs alone",
+        "Casts, generators of the device, settings of kernels, streams, memory and CUDA graphs, in "
+        "models of their own.",
+    ),
+    "operators": (
+        "tests.cuda.operators", 0.08, "Operators",
+        "The operators of torch's own tests, with up to three of torch's sample inputs: as "
+        "functions, methods, operators and in place, without and with gradients, with other "
+        "values, and in front of a data guard that fails. The numbers are calls of the "
+        "`BendedModule`.",
+    ),
     "streams": (
-        "tests.cuda.streams", 0.14, "Streams",
+        "tests.cuda.streams", 0.10, "Streams",
         "A stream of random inputs leads a model with data-dependent control flow along many new "
         "paths. Each output is compared bit for bit. The ratios are the time of the "
         "`BendedModule`, including its traces, divided by that of the model. CUDA streams are a "
         "separate matter: `torch.cuda.stream` selects the one on which a call runs.",
     ),
     "memory": (
-        "tests.cuda.memory", 0.08, "Memory",
+        "tests.cuda.memory", 0.06, "Memory",
         "The peak of one call, minus the memory in use before it. Tensors are counted op by op. "
         "The allocator's peak is `torch.cuda.max_memory_allocated`: the model's, the replay's, and "
         "their ratio. Data guards may keep values alive. Without them, a case is wrong if its peak "
         "is more than 1.1 times the model's.",
     ),
     "compiled": (
-        "tests.cuda.compiling", 0.30, "Compiled paths",
+        "tests.cuda.compiling", 0.22, "Compiled paths",
         'Outputs are compared with the model\'s: bit for bit for `backend="eager"`, and within '
         "1e-3 relative and 1e-4 absolute otherwise. All outputs of a case are kept until its end, "
         "which would reveal a CUDA graph that overwrites them. A case is wrong if compiled code "
         "served none of its calls. `graphs passed over` counts how often torch.compile did not "
         "use CUDA graphs.",
     ),
+    "inserted": (
+        "tests.cuda.inserting", 0.10, "Insertions on compiled paths",
+        "At 12 nodes of a model, spread evenly, a vector is patched in or added, or outputs are "
+        "saved. The model with native hooks, a replay and a compiled call do the same, and are "
+        "compared before they are timed in turn. The ratios are the time of the compiled call, "
+        "divided by that of the other way.",
+    ),
     "waits": (
-        "tests.cuda.waiting", 0.12, "Waits",
+        "tests.cuda.waiting", 0.08, "Waits",
         "The number of synchronisations per call. On every device, the profiler counts the values "
         "that Python reads (`aten::_local_scalar_dense`) and the sizes that depend on values "
         "(`aten::nonzero`). On a GPU, `waits` is the number of warnings of "
@@ -97,6 +116,13 @@ def _counts(rows: Iterable[Row]) -> list[str]:
 def _of_section(name: str, rows: Sequence[Row], command: str) -> list[Table]:
     title = SECTIONS[name][2]
     made: list[Table] = []
+    if name == "operators":
+        totals = {
+            way: sum(row.numbers.get(way, 0) for row in rows)
+            for way in dict.fromkeys(way for row in rows for way in row.numbers)
+        }
+        counts = [str(len(rows)), *_counts(rows), *map(str, totals.values())]
+        made.append(Table(name, title, ["operators", *OUTCOMES, *totals], [counts], command))
     if name == "promise":
         groups = {group: [r for r in rows if r.case.startswith(f"{group}: ")] for group in GROUPS}
         headers = ["models", "cases", *OUTCOMES, "replays"]
@@ -106,7 +132,7 @@ def _of_section(name: str, rows: Sequence[Row], command: str) -> list[Table]:
             for group, found in groups.items() if found
         ]  # fmt: skip
         made.append(Table(name, title, headers, cells, command))
-    measured = [row for row in rows if row.numbers] if name != "promise" else []
+    measured = [row for row in rows if row.numbers and name not in ("promise", "operators")]
     # One table for each set of columns: no cell is empty.
     for number, headers in enumerate(dict.fromkeys(tuple(row.numbers) for row in measured)):
         cells = [

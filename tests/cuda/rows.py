@@ -28,11 +28,13 @@ class Options:
         device: where, as torch calls it.
         inductor: whether to compile with inductor on the CPU as well.
         only: beginnings of the names of cases; all if empty.
+        share: which part of the cases to try, and how many parts there are.
     """
 
     device: str = "cpu"
     inductor: bool = False
     only: tuple[str, ...] = ()
+    share: tuple[int, int] = (0, 1)
 
     @property
     def on_cuda(self) -> bool:
@@ -41,7 +43,9 @@ class Options:
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """Return the names of the cases that are asked for, in their order."""
-        return [name for name in names if not self.only or name.startswith(self.only)]
+        chosen = [name for name in names if not self.only or name.startswith(self.only)]
+        number, parts = self.share
+        return chosen[number::parts]
 
     def prepare(self) -> None:
         """Have the device, and its random generator, in use from the beginning."""

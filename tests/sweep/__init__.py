@@ -49,6 +49,8 @@ def untouched_torch() -> Iterator[None]:
 def seed_all(seed: int) -> None:
     """Seed every generator that sample inputs are drawn from."""
     torch.default_generator.manual_seed(seed)  # all there is on a CPU, and a lot quicker
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed)
 
@@ -137,7 +139,9 @@ def outcome(
         result = call(*args, **kwargs)
     except Exception as raised:
         error = type(raised).__name__, str(raised)
-    drawn = torch.get_rng_state().tolist()
+    drawn = [torch.get_rng_state().tolist()]
+    if torch.cuda.is_initialized():
+        drawn += [state.tolist() for state in torch.cuda.get_rng_state_all()]
     seen = look([result, args, kwargs])
     if backward is not None and error is None:
         grads = _gradients(backward(result), model, args, kwargs)

@@ -38,19 +38,21 @@ UNFILLED = frozenset(
 )  # fmt: skip
 
 
-def dtype_of(op: Any) -> torch.dtype | None:
-    """Return float32, or else the first dtype that the op takes on a CPU."""
-    dtypes = op.supported_dtypes("cpu")
+def dtype_of(op: Any, device: str = "cpu") -> torch.dtype | None:
+    """Return float32, or else the first dtype that the op takes on a device."""
+    dtypes = op.supported_dtypes(torch.device(device).type)
     if torch.float32 in dtypes:
         return torch.float32
     return min(dtypes, key=str, default=None)
 
 
-def samples(op: Any, seed: int, *, requires_grad: bool, limit: int = SAMPLES) -> list[Sample]:
+def samples(
+    op: Any, seed: int, *, requires_grad: bool, limit: int = SAMPLES, device: str = "cpu"
+) -> list[Sample]:
     """Draw the first, the last and others from between of the op's sample inputs."""
     seed_all(seed)
     # `op.sample_inputs` would seed before each of them, so that they came out the same each time.
-    drawn = list(op.sample_inputs_func(op, "cpu", dtype_of(op), requires_grad))
+    drawn = list(op.sample_inputs_func(op, device, dtype_of(op, device), requires_grad))
     step = (len(drawn) - 1) / (limit - 1)
     return [
         Sample((one.input, *one.args), one.kwargs, one.output_process_fn_grad, one.broadcasts_input)
@@ -102,18 +104,18 @@ def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
     return model
 
 
-def sweep(name: str) -> Iterator[tuple[str, Served]]:
+def sweep(name: str, device: str = "cpu") -> Iterator[tuple[str, Served]]:
     """Call an op in all its forms, without and with gradients, on all its samples."""
-    for label, call, drawn, gradients in _calls(name):
+    for label, call, drawn, gradients in calls_of(name, device):
         bended = bt.BendedModule(call)
         for number, (sample, twin) in enumerate(drawn):
             served = serve(bended, call, sample, twin, gradients=gradients)
             yield f"{label}, sample {number}", served
 
 
-def sweep_guarded(name: str) -> Iterator[tuple[str, Served, Served]]:
+def sweep_guarded(name: str, device: str = "cpu") -> Iterator[tuple[str, Served, Served]]:
     """Call an op in front of a guard that fails, and then on both sides of it."""
-    for label, call, drawn, gradients in _calls(name):
+    for label, call, drawn, gradients in calls_of(name, device):
         model = guarded(call)
         bended = bt.BendedModule(model)
         for number, (sample, _) in enumerate(drawn[-1:]):
@@ -130,14 +132,17 @@ def sweep_guarded(name: str) -> Iterator[tuple[str, Served, Served]]:
             yield f"{label}, sample {number}", resumed, known
 
 
-def _calls(
-    name: str,
+def calls_of(
+    name: str, device: str = "cpu"
 ) -> Iterator[tuple[str, Callable[..., Any], list[tuple[Sample, Sample]], bool]]:
     """Yield forms of an op, samples with their twins, and whether these require gradients."""
     op = OPS[name]
-    with_gradients = dtype_of(op) in op.supported_backward_dtypes("cpu")
+    kind = torch.device(device).type
+    with_gradients = dtype_of(op, device) in op.supported_backward_dtypes(kind)
     for gradients in (False, True)[: 1 + with_gradients]:
-        drawn, others = (samples(op, seed, requires_grad=gradients) for seed in (0, 1))
+        drawn, others = (
+            samples(op, seed, requires_grad=gradients, device=device) for seed in (0, 1)
+        )
         for form, variant in forms(op):
             in_place = "in place" in form
             call = calling(variant, clone=gradients and in_place)
