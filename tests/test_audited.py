@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch import manual_seed as seed_all
 from torch import nn
 
 import bendtrace as bt
@@ -1071,6 +1072,26 @@ def refill(held: torch.Tensor, x: torch.Tensor) -> None:
 def a_tensor_whose_data_one_op_sets(held: torch.Tensor, x: torch.Tensor) -> Any:
     refill(held, x)
     return held * 2 if held.shape[0] == 2 else held * 3
+
+
+# Random numbers
+
+
+def test_a_seed_that_forward_sets_under_another_name() -> None:
+    """It is the seed from before: neither the seed nor the numbers show it in the first call."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        seed_all(7)
+        return x + torch.rand(x.shape)
+
+    bended, value = bt.BendedModule(model), torch.ones(3)
+    for number in range(4):
+        drawn = []
+        for call in (model, bended):
+            torch.manual_seed(7)
+            torch.rand(number)
+            drawn.append((call(value).tolist(), torch.rand(2).tolist()))
+        assert drawn[0] == drawn[1], number
 
 
 # Arrays in the memory of tensors

@@ -234,7 +234,7 @@ _GENERATORS = "reads or sets the state of a random generator past the tracer"
 _NAMES = {
     "set_flush_denormal": "changes a setting of torch's that cannot be asked for",
     "geterr": "reads a setting of numpy's",
-    **dict.fromkeys(("initial_seed", "default_generator"), _GENERATORS),
+    **dict.fromkeys(("initial_seed", "default_generator", "default_generators"), _GENERATORS),
     **dict.fromkeys(
         ("DisableTorchFunction", "DisableTorchFunctionSubclass"), "switches function modes off"
     ),

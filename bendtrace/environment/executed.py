@@ -67,11 +67,12 @@ class Ran:
         code = frame.f_code
         if not self._is_finished(code, frame.f_globals):
             return
-        caller = frame.f_back
+        module, caller = str(frame.f_globals.get("__name__")), frame.f_back
+        while module in _OF_TORCH and caller is not None and _hands_on(caller):
+            caller = caller.f_back
         if caller is None or self._is_finished(caller.f_code, caller.f_globals):
             return
-        module = str(frame.f_globals.get("__name__"))
-        if module.partition(".")[0] in sys.stdlib_module_names or module in _OF_CUDA:
+        if module.partition(".")[0] in sys.stdlib_module_names or module in _OF_TORCH:
             key = module, code.co_name
             if key not in self.called:
                 self.called[key] = caller.f_code, caller.f_lineno
@@ -186,8 +187,25 @@ class _Monitored(Ran):
 
 _NATIVE = (types.BuiltinFunctionType,)
 _NOWHERE: Place = ((lambda: None).__code__, 0)
-# Where torch.cuda has functions that tell how busy a GPU is.
-_OF_CUDA = frozenset({"torch.cuda", "torch.cuda.memory", "torch.cuda.random"})
+# Functions of torch's that are recorded where they are asked for as attributes of torch, which is
+# not so where forward has them under a name of its own; and those that tell how busy a GPU is.
+_OF_GENERATORS = frozenset(
+    {
+        "get_rng_state", "get_rng_state_all", "manual_seed", "manual_seed_all", "set_rng_state",
+        "set_rng_state_all",
+    }
+)  # fmt: skip
+_OF_TORCH = {
+    "torch.random": _OF_GENERATORS, "torch.cuda.random": _OF_GENERATORS | MEASURES,
+    "torch.cuda": MEASURES, "torch.cuda.memory": MEASURES,
+}  # fmt: skip
+
+
+def _hands_on(frame: types.FrameType) -> bool:
+    """Whether code is of a wrapper of torch's, which calls what it wraps."""
+    return str(frame.f_globals.get("__name__")) in ("torch._compile", "torch._dynamo.eval_frame")
+
+
 # Where the modules of Python's own take randomness from.
 _ENTROPY = frozenset({"urandom", "getrandom", "seed", "uuid_generate_time_safe"})
 
@@ -281,7 +299,12 @@ def forbidden_in(ran: Ran) -> Iterator[str]:
     for name, (code, line) in ran.entropy.items():
         yield f"{name} at {code.co_filename}:{line} gives what nothing can give again"
     for (module, name), (code, line) in ran.called.items():
-        if not _is_steady(module, name):
+        if name in _OF_GENERATORS and module in _OF_TORCH:
+            yield (
+                f"{module}.{name} at {code.co_filename}:{line} is not recorded where forward has "
+                "another name for it"
+            )
+        elif not _is_steady(module, name):
             yield (
                 f"{module}.{name} at {code.co_filename}:{line} may give something else each time, "
                 "which cannot be watched"
@@ -290,8 +313,8 @@ def forbidden_in(ran: Ran) -> Iterator[str]:
 
 def _is_steady(module: str, name: str) -> bool:
     """Whether a function of Python's own gives the same, or only works on what it is given."""
-    if module in _OF_CUDA:
-        return name not in MEASURES
+    if module in _OF_TORCH:
+        return name not in _OF_TORCH[module]
     if name in _READS_WORLD.get(module, ()):
         return False
     package = module.partition(".")[0].removeprefix("_")

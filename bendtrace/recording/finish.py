@@ -184,9 +184,10 @@ class Finish:
         # If the run is the first to import numpy, its draws are unknown.
         if _python_random_states() != self._random_states:
             self.block("the run draws from Python's or numpy's random generator", *_RANDOM)
-        if self._seeds() != self._seeds_before and not any(
-            getattr(op.target, "__name__", "") == "manual_seed" for op in self.tape.ops
-        ):
+        # `torch.seed()` calls `torch.cuda.manual_seed_all`, and then seeds the CPU's by itself.
+        seeded = {getattr(op.target, "__name__", "") for op in self.tape.ops}
+        cpus, *others = map(operator.ne, self._seeds(), self._seeds_before)
+        if (cpus and "manual_seed" not in seeded) or (any(others) and not seeded & _SEEDING):
             self.block("the run seeds torch's random generator unseen")
         if self._modes() != self._entry:
             self.block("the run leaves grad mode, autocast or another setting of torch's changed")
@@ -279,8 +280,10 @@ class Finish:
 
     def _seeds(self) -> list[int]:
         """The seeds of the generators that the run knows; reseeding one is not always visible."""
-        known = (part.value for part in self.environment.generators)
-        return [torch.initial_seed(), *(g.initial_seed() for g in known if g is not None)]
+        known = [part.value for part in self.environment.generators if part.value is not None]
+        if torch.cuda.is_initialized():
+            known += torch.cuda.default_generators
+        return [torch.initial_seed(), *(generator.initial_seed() for generator in known)]
 
     def _has_ops_of(self, function: Any) -> bool:
         """Return whether torch functions were called from within a function of the model."""
@@ -480,6 +483,7 @@ def _python_random_states() -> tuple[Any, ...]:
     )
 
 
+_SEEDING = {"manual_seed", "manual_seed_all"}
 _RANDOM = ("random", "rand", "randn", "randint", "choice", "shuffle", "uniform", "normal", "sample")
 _CONTAINERS = frozenset({CaptureKind.LIST, CaptureKind.DICT, CaptureKind.TUPLE})
 _ITEMIZED = frozenset(

@@ -329,7 +329,7 @@ _UNFOLLOWED: tuple[tuple[Any, str, str], ...] = (
 
 
 _OF_CUDAS_GENERATORS = (
-    "manual_seed", "manual_seed_all", "initial_seed", "get_rng_state", "get_rng_state_all",
+    "manual_seed", "manual_seed_all", "get_rng_state", "get_rng_state_all",
     "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
 

@@ -27,7 +27,14 @@ _WARM = 6  # calls until a path is compiled, and again for each insertion
 
 
 def compared_with_insertions(
-    case: Case, kind: str, rounds: int, seconds: float, backend: str, device: str = "cpu"
+    case: Case,
+    kind: str,
+    rounds: int,
+    seconds: float,
+    backend: str,
+    device: str = "cpu",
+    *,
+    cuda_graphs: bool = False,
 ) -> dict[str, Any]:
     """Time calls with insertions of one kind, and return ratios of medians.
 
@@ -38,11 +45,12 @@ def compared_with_insertions(
         seconds: that a way may take in all, about.
         backend: what compiles.
         device: where; on a GPU, the time is that until it has done all.
+        cuda_graphs: whether kernels are launched as CUDA graphs.
     """
     model, args = case.make().eval().to(device), tuple(x.to(device) for x in inputs_of(case))
     with torch.no_grad():
         names, vectors = _chosen(model, args)
-        options = {"drop_slower": False}
+        options = {"drop_slower": False} | ({"cuda_graphs": True} if cuda_graphs else {})
         plain, with_them = (
             bt.BendedModule(model, backend=backend, backend_options=options) for _ in range(2)
         )

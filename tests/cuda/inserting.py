@@ -8,28 +8,33 @@ import torch
 
 from tests.benchmarks.compiled import KINDS, NODES, compared_with_insertions
 from tests.benchmarks.models import CASES, case_of
-from tests.cuda.rows import RIGHT, SKIPPED, Options, Row
+from tests.cuda.rows import RIGHT, SKIPPED, Options, Row, without_cuda
 
 __all__ = ["check", "names"]
 
 _MODELS = ("20 gated layers", "tiny transformer", "GPT-2 small", "ResNet-18")
+_GRAPHS = ", CUDA graphs"
 _ROUNDS, _SECONDS = 30, 1.0
 
 
 def names(options: Options) -> list[str]:
     """Return the names of the cases."""
     known = {case.name for case in CASES}
-    return [f"{kind}, {name}" for name in _MODELS if name in known for kind in KINDS]
+    cases = [f"{kind}, {name}" for name in _MODELS if name in known for kind in KINDS]
+    return [name + graphs for graphs in ("", _GRAPHS) for name in cases]
 
 
 def check(name: str, options: Options) -> Row:
     """Time a model with insertions at several nodes; all ways are compared first."""
-    kind, _, title = name.partition(", ")
+    kind, _, title = name.removesuffix(_GRAPHS).partition(", ")
+    graphs = name.endswith(_GRAPHS)
+    if graphs and not options.on_cuda:
+        return without_cuda(name, "CUDA graphs are its own")
     if not (options.on_cuda or options.inductor):
         return Row(name, SKIPPED, "on the CPU only with --inductor: it compiles for minutes")
     torch._dynamo.reset()
     found = compared_with_insertions(
-        case_of(title), kind, _ROUNDS, _SECONDS, "inductor", options.device
+        case_of(title), kind, _ROUNDS, _SECONDS, "inductor", options.device, cuda_graphs=graphs
     )
     if "reason" in found:
         return Row(name, SKIPPED, f"not compiled: {found['reason']}")
