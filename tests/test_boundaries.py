@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 
 import bendtrace as bt
 from bendtrace.errors import NotReplayableError
@@ -65,6 +67,22 @@ def test_the_fast_path_of_fused_layers_is_taken_as_in_eager() -> None:
         make, [randn_inputs(2, 5, 8), randn_inputs(3, 4, 8)], mode=torch.no_grad
     )
     assert bended.stats.replays == 1
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("cpu"), BaseTorchFunctionMode])
+def test_under_a_mode_of_the_caller_the_fused_layers_are_left_as_in_eager(
+    mode: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    def make() -> nn.Module:
+        return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
+
+    calls = [randn_inputs(2, 5, 8)] * 3
+    assert assert_promise(make, calls, mode=mode).stats.replays == 2
+    with mode():
+        trace = bt.trace(make(), torch.randn(2, 5, 8))
+    assert "_transformer_encoder_layer_fwd" not in {
+        getattr(op.target, "__name__", "") for op in trace.ops
+    }
 
 
 def test_attention_is_entered_so_that_its_weights_are_nodes() -> None:

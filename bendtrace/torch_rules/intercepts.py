@@ -140,11 +140,14 @@ _has_torch_function = torch.overrides.has_torch_function
 
 def _asks_for_torch_function(arguments: Any) -> bool:
     # Modules ask this to choose a fused path (nn.TransformerEncoderLayer). The recorder itself
-    # must not change their choice; tensor subclasses still do.
+    # must not change their choice; tensor subclasses and the caller's modes still do.
     watcher = current_watcher()
     if watcher is None or sys._getframe(1).f_code is _HIGHER_ORDER:
         return _has_torch_function(arguments)
     if watcher.wants_inside():  # as a hook would, which these modules ask for as well
+        return True
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    if any(type(mode) is not type(watcher) for mode in modes):
         return True
     with torch._C.DisableTorchFunction():
         return any(
