@@ -69,7 +69,10 @@ def test_the_fast_path_of_fused_layers_is_taken_as_in_eager() -> None:
     assert bended.stats.replays == 1
 
 
-@pytest.mark.parametrize("mode", [lambda: torch.device("cpu"), BaseTorchFunctionMode])
+_HANDS_ON = BaseTorchFunctionMode()
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("cpu"), lambda: _HANDS_ON])
 def test_under_a_mode_of_the_caller_the_fused_layers_are_left_as_in_eager(
     mode: Callable[[], AbstractContextManager[Any]],
 ) -> None:
