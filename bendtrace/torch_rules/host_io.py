@@ -73,8 +73,8 @@ def entries_of_outside() -> Iterator[tuple[Any, str, Any]]:
         for owner in (torch.cuda, torch.cuda.memory):
             if name in vars(owner):
                 yield owner, name, _reports(f"torch.cuda.{name}", vars(owner)[name])
-    for owner, name in _PROGRESS:
-        yield owner, name, _reports(f"torch.cuda.{owner.__name__}.{name}", vars(owner)[name])
+    for kind, name in _PROGRESS:
+        yield kind, name, _reports(f"torch.cuda.{kind.__name__}.{name}", vars(kind)[name])
 
 
 def environ(name: str) -> str | None:

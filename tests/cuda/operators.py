@@ -13,6 +13,8 @@ from tests.cuda.rows import INCOMPARABLE, Options, Row, line_of
 
 __all__ = ["check", "names"]
 
+_TIMES = 4  # that a model is compared with itself
+
 
 def names(options: Options) -> list[str]:
     """Return the names of the operators that torch has sample inputs of for the device."""
@@ -22,6 +24,12 @@ def names(options: Options) -> list[str]:
 
     found = sorted(name for name in OPS if dtype_of(OPS[name], options.device) is not None)
     return found if options.on_cuda else found[::40]  # tests/test_op_db.py tries all on the CPU
+
+
+def _stir(number: int, device: str) -> None:
+    """Leave other content in memory, which shows what is read before it is written."""
+    for size in (64, 1 << 12, 1 << 18):
+        torch.full((size,), number % 251, dtype=torch.uint8, device=device)
 
 
 def check(name: str, options: Options) -> Row:
@@ -38,10 +46,13 @@ def check(name: str, options: Options) -> Row:
     def comparison(wrap: Wrap) -> dict[str, Any]:
         if wrap is not bt.BendedModule:
             for label, call, drawn, gradients in calls_of(name, device):
-                for sample, _ in drawn:
+                for sample in (each for pair in drawn for each in pair):
                     backward = sample.backward if gradients else None
-                    one, other = (outcome(call, call, sample, 0, backward) for _ in range(2))
-                    assert one == other, label
+                    found = []
+                    for number in range(_TIMES):
+                        _stir(number, device)
+                        found.append(outcome(call, call, sample, 0, backward))
+                    assert all(one == found[0] for one in found), label
             return {}
         found = [served for _, served in sweep(name, device)]
         found += [served for _, *both in sweep_guarded(name, device) for served in both]

@@ -27,6 +27,7 @@ PROGRAMS: dict[str, Callable[[Options], Row]] = {}
 _DEVICE = "cuda"
 _seed = torch.cuda.manual_seed
 _KEPT: list[Tensor] = []
+_PARALLEL = nn.DataParallel(nn.Softmax(-1)) if torch.cuda.is_available() else nn.Softmax(-1)
 _MUCH = 1 << 30  # bytes
 
 
@@ -297,6 +298,41 @@ def _adds_at_indices(x: Tensor) -> Tensor:
     return total
 
 
+@program(*_several(0, 0, 1, 2))
+class _a_recurrent_network_of_cuDNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(16, 8, 2, batch_first=True, dropout=0.2, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Any:
+        self.layer.flatten_parameters()
+        y, (hidden, _) = self.layer(x[None])
+        return y * 2 if hidden.sum() > 0 else y
+
+
+@program(*_heads(0, 0, 1, 2))
+def _attention_with_dropout(q: Tensor) -> Tensor:
+    y = functional.scaled_dot_product_attention(q, q, q, dropout_p=0.2)
+    return y + 1 if y.float().mean() > 0 else y
+
+
+@program(mode=lambda: torch.device("cuda"))
+class _made_on_the_default_device(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.layer = layer.eval().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x[None]) + torch.arange(16)
+        return y if y.sum() > 0 else y + torch.ones(16)
+
+
+@program()
+def _data_parallel(x: Tensor) -> Any:
+    return _PARALLEL(x) * (2 if x.sum() > 0 else 3)
+
+
 # Devices
 
 
@@ -439,29 +475,60 @@ def _a_model_that_is_moved_between_calls() -> str:
 
 
 @_special
+def _a_model_that_changes_its_precision_between_calls() -> str:
+    model, twin = _gated(), _gated()
+    bended = bt.BendedModule(model)
+    pairs = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float16, torch.float64):
+        for _ in range(2):
+            x = _x(0, 16, 8, dtype=dtype)
+            model.to(dtype)
+            twin.to(dtype)
+            pairs.append((bended(x), twin(x)))
+    return _unlike(pairs)
+
+
+@_special
+def _many_calls_under_one_autocast() -> str:
+    model, twin = _gated(), _gated()
+    bended = bt.BendedModule(model)
+    found: list[list[Any]] = []
+    for call in (bended, twin):
+        with torch.autocast("cuda", torch.bfloat16):
+            outputs = [call(_x(seed, 16, 8)) for seed in (0, 0, 1, 2, 0)]
+            sum(out.float().sum() for out in outputs).backward()
+        found.append([*outputs, *(p.grad for p in call.parameters())])
+    return _unlike(list(zip(*found, strict=True)))
+
+
+def _captured(call: Model, x: Tensor) -> tuple[Any, Tensor]:
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            call(x)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        out = call(x)
+    return graph, out
+
+
+@_special
 def _captured_in_a_CUDA_graph() -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)).to(_DEVICE).eval()
     bended, x = bt.BendedModule(model), _x(0)
     with torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                bended(x)
-        torch.cuda.current_stream().wait_stream(side)
-        graph, before = torch.cuda.CUDAGraph(), bended.stats.replays
-        with torch.cuda.graph(graph):
-            out = bended(x)
-        if bended.stats.replays != before + 1:
+        captured = [_captured(call, x) for call in (bended, model)]
+        if bended.stats.replays != 4:
             return f"the call in the graph is no replay: {bended.why_live}"
         pairs = []
         for seed in range(3):
             x.copy_(_x(seed))
-            graph.replay()
-            pairs.append((out.clone(), model(x)))
-    torch.testing.assert_close(*pairs[0])
-    return ""
+            for graph, _ in captured:
+                graph.replay()
+            pairs.append(tuple(out.clone() for _, out in captured))
+    return _unlike(pairs)
 
 
 @_special

@@ -92,9 +92,9 @@ def corpus_case(name: str, case: Case, options: Options) -> Row:
         return _counted(assert_promise(make, calls, mode=mode, wrap=wrap))
 
     row = compared(name, comparison)
-    if row.outcome != RIGHT or not note:
+    if not note:
         return row
-    outcome = INCOMPARABLE if mode is nullcontext else RIGHT
+    outcome = INCOMPARABLE if mode is nullcontext and row.outcome == RIGHT else row.outcome
     if outcome == INCOMPARABLE:
         note += "; the BendedModule raises the same"
     return Row(name, outcome, "; ".join(filter(None, (note, row.why))), row.numbers)
