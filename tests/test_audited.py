@@ -29,7 +29,7 @@ from torch import manual_seed as seed_all
 from torch import nn
 
 import bendtrace as bt
-from tests.promise import bits, state
+from tests.promise import Inputs, assert_promise, bits, state
 
 Call = Callable[[Any], tuple[Any, ...]]
 Look = Callable[[Any, Any], Any]
@@ -1092,6 +1092,50 @@ def test_a_seed_that_forward_sets_under_another_name() -> None:
             torch.rand(number)
             drawn.append((call(value).tolist(), torch.rand(2).tolist()))
         assert drawn[0] == drawn[1], number
+
+
+# Kernels that write to what they are given, which torch does not count
+
+
+_aten = torch.ops.aten
+_ON = torch.tensor([1])
+UNCOUNTED: dict[str, Callable[..., torch.Tensor]] = {
+    "an overload of batch norm": lambda x, m, v: _aten.native_batch_norm.default(
+        x, None, None, m, v, True, 0.1, 1e-5
+    )[0],
+    "batch norm as exported": lambda x, m, v: _aten._native_batch_norm_legit(
+        x, None, None, m, v, True, 0.1, 1e-5
+    )[0],
+    "batch norm that always updates": lambda x, m, v: _aten._batch_norm_with_update(
+        x, None, None, m, v, 0.1, 1e-5
+    )[0],
+    "statistics of several devices": lambda x, m, v: (
+        x * torch.batch_norm_update_stats(x, m, v, 0.1)[0]
+    ),
+    "observers of quantization": lambda x, m, v: torch.fused_moving_avg_obs_fake_quant(
+        x, _ON, _ON, m[:1], v[:1], torch.ones(1), torch.zeros(1, dtype=torch.int32), 0.1, 0, 255, 0
+    ),
+    "noise of rrelu": lambda x, m, v: _aten.rrelu_with_noise(
+        x, m.expand(4, 3).contiguous(), 0.1, 0.3, True
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kernel", UNCOUNTED)
+def test_what_a_kernel_writes_uncounted_is_written_once(kernel: str, mode: Any) -> None:
+    call = UNCOUNTED[kernel]
+
+    def model(x: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> Any:
+        y = call(x, m, v)
+        return (y, m * 2) if gate > 0 else (y, v + m)
+
+    def calls(sign: float) -> Callable[[], Inputs]:
+        drawn = torch.randn(4, 3)
+        return lambda: ((drawn.clone(), torch.zeros(3), torch.ones(3), torch.tensor(sign)), {})
+
+    bended = assert_promise(lambda: model, list(map(calls, (1.0, 1.0, -1.0, -1.0, 1.0))), mode=mode)
+    assert (bended.stats.replays, bended.stats.resumes) == (3, 1)
 
 
 # Arrays in the memory of tensors

@@ -7,7 +7,10 @@ later readers.
 
 from __future__ import annotations
 
-from collections.abc import Set
+import functools
+import types
+from collections.abc import Iterable, Set
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,10 +120,10 @@ class Writes:
         for (ref, tensor, _), before in zip(self._given, self._memory, strict=False):
             if storage_of(tensor) != before:
                 self._replaces(op, ref, tensor)
-        statistics = _statistics_of(op)
+        uncounted = _uncounted_by(op)
         for ref, tensor, version in self._given:
             now = version_of(tensor)
-            unseen = ref.index in statistics or (
+            unseen = ref.index in uncounted or (
                 now == 0 and tensor.is_inference() and ref.index in _written_by_name(op)
             )
             if unseen or now != version:
@@ -168,34 +171,85 @@ _SHARING = {
     "set_": Tensor.set_,
 }
 _NONE: frozenset[int] = frozenset()
+# Kernels whose schemas do not say that they write to running statistics, or not when they do.
 _WITH_STATISTICS = frozenset(
     {
         "batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
-        "_batch_norm_impl_index",
+        "_batch_norm_impl_index", "_native_batch_norm_legit",
     }
 )  # fmt: skip
+_OF_SEVERAL = {
+    "batch_norm_update_stats": 1, "batch_norm_gather_stats": 3,
+    "batch_norm_gather_stats_with_counts": 3,
+}  # fmt: skip
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "use_input_stats")
 _POSITION = 5  # of the flag, among the arguments of all of them
 
 
-def _statistics_of(op: Op) -> Set[int]:
+def _uncounted_by(op: Op) -> Set[int]:
     """Return what an op writes to that torch does not count: statistics of batches, for one.
 
     Seen in torch 2.13 to 2.15; tests/test_validate.py would notice a change.
     """
-    name = getattr(op.target, "__name__", "")
+    name = getattr(op.target, "__name__", "").partition(".")[0]  # of an overload
     if name in _RECEIVING:
         return _received_by(op, _RECEIVING[name])
+    if name in _OF_SEVERAL:
+        first = _OF_SEVERAL[name]
+        return _refs_at(op, zip(range(first, first + 2), _STATISTICS, strict=True))
     if name not in _WITH_STATISTICS:
-        return _NONE
+        declared = _declared_by(op.target)
+        return _refs_at(op, declared) if declared else _NONE
     flags = [op.kwargs[flag] for flag in _TRAINING if flag in op.kwargs]
     if not any(flags or op.args[_POSITION : _POSITION + 1]):
         return _NONE
     # torch.batch_norm takes them after weight and bias, the function of torch.nn before.
     first = 1 if getattr(op.target, "__module__", "") == "torch.nn.functional" else 3
-    given = [*op.args[first : first + 2], *(op.kwargs.get(name) for name in _STATISTICS)]
-    return {value.index for value in given if isinstance(value, Ref)}
+    return _refs_at(op, zip(range(first, first + 2), _STATISTICS, strict=True))
+
+
+def _refs_at(op: Op, places: Iterable[tuple[int, str]]) -> set[int]:
+    """Return the values that an op is given at some positions, or by name."""
+    given = [
+        value
+        for position, name in places
+        for value in (*op.args[position : position + 1], op.kwargs.get(name))
+    ]
+    return {ref.index for ref in refs_in(given)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _declared_by(target: Any) -> tuple[tuple[int, str], ...]:
+    """Return which arguments an operator writes to, as its schema has it, whatever its name.
+
+    Those of torch's that are named in place are counted.
+    """
+    lists = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    if isinstance(target, torch._ops.OpOverload):
+        schemas = [target._schema]
+    elif lists:
+        schemas = [getattr(target, name)._schema for name in target.overloads()]
+    elif isinstance(target, types.BuiltinFunctionType) and target.__name__ not in _MARKING:
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{target.__name__}")
+    else:
+        return ()
+    found = {
+        (position, argument.name): None
+        for schema in schemas
+        if not (schema.name.startswith("aten::") and is_named_in_place(schema.name[6:]))
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and not argument.is_out
+        # `torch.sort` has a namesake that sorts a list of tensors.
+        and (lists or str(argument.type) in ("Tensor", "Optional[Tensor]"))
+    }
+    return tuple(found)
+
+
+# Methods of tensors that declare a write, and change no numbers.
+_MARKING = frozenset({"retain_grad", "record_stream", "set_data"})
 
 
 # Functions of torch.distributed that write what they receive into an argument: which one.

@@ -61,6 +61,4 @@ def check(name: str, options: Options) -> Row:
         ways = [way for served in found for way in (served.again, served.twin)]
         return {way: ways.count(way) for way in ("replay", "resume", "live", "raised")}
 
-    row = compared(name, comparison)
-    torch.use_deterministic_algorithms(False)
-    return row
+    return compared(name, comparison)

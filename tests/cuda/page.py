@@ -161,6 +161,7 @@ def page_of(report: Mapping[str, Any]) -> str:
         "where two calls of the model itself differ are listed as not comparable. Each has its "
         "reason.",
         f"{machine}; minutes: {report['minutes']}.",
+        *report.get("notes", ()),
         tables[0].markdown(),
     ]  # fmt: skip
     for name in report["sections"]:

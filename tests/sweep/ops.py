@@ -85,11 +85,14 @@ def calling(variant: Callable[..., Any], *, clone: bool = False) -> Callable[...
 @contextmanager
 def filled_memory(wanted: bool = True) -> Iterator[None]:
     """Have torch fill new memory, which it does where algorithms shall be deterministic."""
-    torch.use_deterministic_algorithms(wanted)
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if wanted:
+        torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
 
 def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
