@@ -32,7 +32,8 @@ _MUCH = 1 << 30  # bytes
 
 
 def _x(seed: int = 0, *size: int, sign: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    drawn = torch.randn(size or (8, 16), generator=torch.Generator().manual_seed(seed))
+    source = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(size or (8, 16), generator=source, device="cpu")
     return (drawn.abs() * sign if sign else drawn).to(_DEVICE, dtype)
 
 
