@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import itertools
+import math
 import operator
 import os
 import traceback
@@ -16,7 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_leaves_with_path,
+    tree_map,
+    tree_structure,
+)
 
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export import targets
@@ -66,12 +74,25 @@ class Exported:
     compared: int
     notes: tuple[str, ...]
     source: str = field(repr=False)
+    _form: Callable[[tuple[Any, ...], dict[str, Any]], TreeSpec] = field(repr=False)
+    _forms: tuple[TreeSpec, ...] = field(repr=False)
     _module: Any = field(default=None, repr=False, init=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the program."""
+        """Run the program.
+
+        Raises:
+            InputError: the containers are others than those that it was exported from, or have
+                other keys, or these in another order.
+        """
         if self._module is None:
             self._module = self.program.module()
+        form = self._form(args, kwargs)
+        if form not in self._forms:
+            raise InputError(
+                "the arguments have another structure than those that this was exported from: "
+                f"{form} in place of {self._forms[0]}"
+            )
         with torch.no_grad():
             return self._module(*args, **kwargs)
 
@@ -170,7 +191,11 @@ def _export(
         raise ExportError(f"inputs never took some sides:\n{listed}")
     tell("trace")
     program = _traced(written, signature, args, kwargs)
-    made = Exported(program, written.unseen, len(calls), written.told, written.text)
+    form = functools.partial(_form, signature)
+    made = Exported(
+        program, written.unseen, len(calls), written.told, written.text,
+        form, tuple({repr(found): found for found in itertools.starmap(form, calls)}.values()),
+    )  # fmt: skip
     compare(made, calls, recordings, tell=tell)
     if to is None:
         return made
@@ -188,6 +213,11 @@ def _export(
     within = "bit by bit" if target == "pt2" else f"within {_TOLERANCE:g}"
     made.notes = (*made.notes, f"written to {os.fspath(to)}, whose outputs are equal {within}")
     return made
+
+
+def _form(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeSpec:
+    """Return the structure of arguments, with the order of keys, which the model may go by."""
+    return tree_structure(signature.bind(args, kwargs))
 
 
 def _variable(name: str) -> str:
@@ -367,9 +397,32 @@ def _traced(
     try:
         # torch prints what it had traced of a program that it refuses (seen in 2.13).
         with targets.quiet(), contextlib.redirect_stderr(io.StringIO()):
-            return torch.export.export(module, args, given, dynamic_shapes=shapes, strict=False)
+            made = torch.export.export(module, args, given, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise ExportError(*_explained(error, written, file)) from error
+    made._guards_code += _fixed(values)
+    return made
+
+
+def _fixed(values: dict[str, Any]) -> list[str]:
+    """Return conditions on inputs that torch.export does not make.
+
+    It compares numbers by `==`, and lets anything take the place of None, None that of a tensor
+    that is not used, and tensors have other numbers of dimensions (torch 2.13).
+    """
+    found = []
+    for path, leaf in tree_leaves_with_path(values):
+        name = f"L{keystr(path)}"
+        if isinstance(leaf, Tensor):
+            found.append(f"isinstance({name}, torch.Tensor)")
+            found.append(f"{name}.dim() == {leaf.dim()}")
+        elif leaf is None:
+            found.append(f"{name} is None")
+        elif type(leaf) in (bool, int, float, str):
+            found.append(f"type({name}) is {type(leaf).__name__}")
+        if type(leaf) is float and leaf == 0:
+            found.append(f"math.copysign(1, {name}) == {math.copysign(1, leaf)}")
+    return found
 
 
 def _open(value: Any) -> Any:
