@@ -15,8 +15,17 @@ from torch import Tensor
 from bendtrace.errors import ExportError
 from bendtrace.export.machine import Question, told
 from bendtrace.export.ops import Scope
-from bendtrace.export.values import DTYPES, Constant, Number, Several, Static, Tensors, Value
-from bendtrace.tape.captured import Access, Captured, CaptureKind
+from bendtrace.export.values import (
+    DTYPES,
+    Constant,
+    Number,
+    Outdated,
+    Several,
+    Static,
+    Tensors,
+    Value,
+)
+from bendtrace.tape.captured import Access, Captured, CaptureKind, identical
 from bendtrace.tape.tape import Op
 
 __all__ = ["OWN", "Functions", "Unseen", "order", "said", "shared_in", "unaliased"]
@@ -24,7 +33,7 @@ __all__ = ["OWN", "Functions", "Unseen", "order", "said", "shared_in", "unaliase
 # What operators are given; what has another letter is closed over.
 _VARIABLE = re.compile(r"\b_[vnspaqfr]\d+\b")
 # Among the names, what is known of them.
-OWN = ("__memories__", "__bound__", "__memory_of__")
+OWN = ("__memories__", "__bound__", "__memory_of__", "__picked__")
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,9 @@ class Functions:
         self._parameters = parameters
         self._state = state
         self._flagged = flagged
-        self._names: dict[str, Any] = {"__memories__": [None], "__memory_of__": {}}
+        self._names: dict[str, Any] = {
+            "__memories__": [None], "__memory_of__": {}, "__picked__": set(),
+        }  # fmt: skip
         self._counter = 0
         self._parts: dict[Any, Value] = {}
         self._prelude: list[str] = []
@@ -256,15 +267,17 @@ class Functions:
 
         def merge(one: Value, other: Value) -> Any:
             if isinstance(one, Several) and isinstance(other, Several):
-                if len(one.items) == len(other.items) and one.keys == other.keys:
+                same = one.kind is other.kind and identical(one.keys, other.keys)
+                if same and len(one.items) == len(other.items):
                     items = [merge(a, b) for a, b in zip(one.items, other.items, strict=True)]
                     return one, items
+                found = [f"{said(several)} of {len(several.items)}" for several in (one, other)]
                 raise ExportError(
-                    f"the sides go on with {len(one.items)} and {len(other.items)} things: give "
-                    "both the same structure, padded where need be",
+                    f"the sides go on with {' and '.join(found)}: give both the same structure, "
+                    "in the same order, padded where need be",
                     question.place,
                 )
-            if one == other and not self._is_own(sides, one):
+            if _is_same(one, other) and not self._is_own(sides, one):
                 return one, None
             if isinstance(one, Tensors) and isinstance(other, Tensors):
                 outputs.append(([one, other], None))
@@ -343,6 +356,12 @@ class Functions:
         scope.loops |= side.loops
 
 
+def _is_same(one: Value, other: Value) -> bool:
+    if isinstance(one, Constant) and isinstance(other, Constant):
+        return identical(one.value, other.value)  # 1, True and 1.0 are equal
+    return one == other
+
+
 def _number_of(one: Value, other: Value) -> type | None:
     """Return the common type of two numbers, if they have one."""
     kinds = {
@@ -359,6 +378,8 @@ def said(value: Value) -> str:
         return "a tensor"
     if isinstance(value, Constant):
         return repr(value.value)
+    if isinstance(value, Outdated):
+        return "a part of a tensor that was written to"
     if isinstance(value, Several):
         return f"a {value.kind.__name__}"
     return f"a number ({value.type.__name__})"

@@ -13,6 +13,7 @@ from torch import Tensor
 from bendtrace.compiled.eligible import why_not_op
 from bendtrace.compiled.expressions import Expressions, wide_dtype
 from bendtrace.errors import ExportError
+from bendtrace.export import picked
 from bendtrace.export.machine import AnalysedRun, told
 from bendtrace.export.numbers import Kind
 from bendtrace.export.values import (
@@ -142,9 +143,11 @@ class SegmentOps(Expressions):
 
     def value_of(self, index: int) -> Value:
         """Return the value of an op; compute it, if it was left out before."""
-        if index in self.known:
-            return self.known[index]
         op = self._ops[index]
+        if index in self.known:
+            if picked.is_outdated(self.known[index]):
+                raise ExportError(picked.USED_LATE, told(op))
+            return self.known[index]
         if op.is_given:
             found = self._part(op.target, op)
             self.known[index] = found
@@ -159,6 +162,10 @@ class SegmentOps(Expressions):
             )
         self.emit(op)
         return self.known[index]
+
+    def handed(self, index: int) -> Value:
+        """Return the value of an op for what follows, which may leave it unused."""
+        return self.known[index] if index in self.known else self.value_of(index)
 
     # Ops
 
@@ -260,18 +267,23 @@ class SegmentOps(Expressions):
 
     def _emit_tensors(self, op: Op) -> None:
         is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__)
-        if is_index and any(map(self._is_index, refs_in(op.args[1]))):
+        is_picked = is_index and any(map(self._is_index, refs_in(op.args[1])))
+        if is_picked:
             text = self._indexed(op)
         else:
             args, kwargs = self._with_tensors(op)
             text = self.call(_like(op, args, kwargs))
         if op.target is Tensor.__setitem__:
             self._scope.add(text, op)
+            self._outdate(op)
             return
         name = self._new("v")
         self._scope.own.add(name)
         self._scope.add(f"{name} = {text}", op)
         memory = self._memory(op)
+        self._outdate(op)
+        if is_picked:
+            self.names["__picked__"] |= memory - picked.memory_of(self.value_of(op.args[0].index))
         if op.writes and isinstance(op.meta, TensorMeta):
             first = op.args[0] if op.args else None
             if type(first) is Ref and first.index in op.writes:  # it gives that very tensor back
@@ -306,6 +318,19 @@ class SegmentOps(Expressions):
                 if isinstance(leaf, Tensors):
                     own |= leaf.memory
         return own
+
+    def _outdate(self, op: Op) -> None:
+        """Forget the copies of what an op writes to, which are views in the model."""
+        written_to = op.writes
+        if written_to and name_of(op.target).endswith("_") and type(op.args[0]) is Ref:
+            written_to = (op.args[0].index,)  # not its views among the other arguments
+        copied = self.names["__picked__"]
+        for target in written_to if copied else ():
+            written = picked.memory_of(self.value_of(target))
+            if written & copied and not picked.is_stored_back(op, self._ops):
+                raise ExportError(picked.WRITTEN, told(op))
+            for index, value in self.known.items():
+                self.known[index] = picked.outdated(value, written, copied)
 
     # Numbers among the arguments of functions
 
@@ -553,7 +578,6 @@ _ADVICE = {
     "is asked for": "leave the question out, as its answer is the same for all inputs",
 }
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-# Compositions of operators that never return an argument.
 _ANEW = frozenset({"softmax", "log_softmax", "norm", "embedding", "cosine_similarity", "where"})
 _EXACT = 1 << 53
 _SMALL = 1 << 31

@@ -16,6 +16,7 @@ __all__ = [
     "DTYPES",
     "Constant",
     "Number",
+    "Outdated",
     "Several",
     "Static",
     "Tensors",
@@ -84,6 +85,11 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Outdated:
+    """A copy of a part of a tensor that was written to since, where the model has a view."""
+
+
+@dataclass(frozen=True)
 class Several:
     """A tuple, a list or a dict of values.
 
@@ -98,7 +104,7 @@ class Several:
     kind: type = tuple
 
 
-Value: TypeAlias = "Tensors | Number | Static | Constant | Several"
+Value: TypeAlias = "Tensors | Number | Static | Constant | Outdated | Several"
 
 
 def leaves(value: Value) -> Iterator[Value]:

@@ -259,7 +259,7 @@ class _Writer(Functions):
                 ops.emit(op)
         if way.stop is None:
             return (output_of(run.recording.root.output, ops, self._part, self._told),)
-        return tuple(ops.value_of(hole) for hole in tape.states[way.stop].holes)
+        return tuple(ops.handed(hole) for hole in tape.states[way.stop].holes)
 
     def _require_inputs(
         self, scope: Scope, ops: SegmentOps, run: AnalysedRun, position: int
