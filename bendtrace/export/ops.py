@@ -131,6 +131,7 @@ class SegmentOps(Expressions):
         if isinstance(value, Several):
             inner = ", ".join(map(self._text, value.items))
             return f"[{inner}]" if value.kind is list else f"({inner},)"
+        assert isinstance(value, Constant), "what is outdated is refused before it is used"
         return self.constant(value.value)
 
     def value(self, value: Any) -> str:
@@ -579,8 +580,7 @@ _ADVICE = {
 }
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _ANEW = frozenset({"softmax", "log_softmax", "norm", "embedding", "cosine_similarity", "where"})
-_EXACT = 1 << 53
-_SMALL = 1 << 31
+_EXACT, _SMALL = 1 << 53, 1 << 31
 _LONGEST = 64
 _COMPARED = frozenset({torch.equal, Tensor.equal, torch.allclose, Tensor.allclose})
 _NUMBERS = frozenset({Tensor.item, Tensor.__int__, Tensor.__index__, Tensor.__float__})

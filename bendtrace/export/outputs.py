@@ -83,6 +83,7 @@ def write_output(value: Value, names: dict[str, Any], told: list[str]) -> str:
             bound = f"c_{len(names)}"
             names[bound] = value.value
             return bound
+        assert isinstance(value, Several), "what is outdated is refused before it is returned"
         inner = [text(item) for item in value.items]
         if value.kind is dict:
             pairs = zip(value.keys, inner, strict=True)
