@@ -1640,3 +1640,219 @@ def test_an_insertion_may_return_a_new_dict_and_later_none() -> None:
     eager.inner.register_forward_hook(lambda module, args, out: now_and_then(out))
     for turn[0] in range(7):
         assert bits(bended(x)) == bits(eager(x)), turn
+
+
+# What an insertion and the model share, under whatever names
+
+
+PHASE = 0
+
+
+class Setting:
+    """An object that a model has, with a method."""
+
+    def __init__(self) -> None:
+        self.on, self.table = False, {"n": 0}
+
+    def turn(self, on: bool) -> None:
+        self.on = on
+
+
+class Sharing(nn.Module):
+    """Changes things before the node at which something is inserted, and reads others after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.act, self.drop = nn.Tanh(), nn.Dropout(0.25)
+        self.setting, self.log, self.flags = Setting(), [0.0], [0]
+        self.on, self.now, self.here = False, -1, [0]
+
+    def turn(self, on: bool) -> None:
+        self.on = on
+
+
+class Reads(Sharing):
+    """Reads after the node what an insertion has changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.act(layer(x))
+            if self.on or self.setting.on or self.flags[0] or self.setting.table["n"]:
+                x = x * 2
+        return x
+
+
+class Appends(Sharing):
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(1.0)
+        if len(self.log) > 2:
+            del self.log[:]
+        return self.act(self.layers[0](x))
+
+
+class Counts(Sharing):
+    def forward(self, x: Tensor) -> Tensor:
+        global PHASE
+        PHASE = 1 - PHASE
+        return self.act(self.layers[0](x))
+
+
+class Tags(Sharing):
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.layers[0].weight
+        weight.tag = 1 - getattr(weight, "tag", 0)
+        return self.act(self.layers[0](x))
+
+
+class Sets(Sharing):
+    def forward(self, x: Tensor) -> Tensor:
+        self.drop.p = 0.75 - self.drop.p
+        return self.act(self.layers[0](x))
+
+
+class Passes(Sharing):
+    """Leaves at its end what it found."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drop.eval()
+        for number, layer in enumerate(self.layers):
+            self.now = self.here[0] = number
+            x = self.act(layer(x))
+        self.now = self.here[0] = -1
+        self.drop.train()
+        return x
+
+
+class Removes(Sharing):
+    def forward(self, x: Tensor) -> Tensor:
+        self.extra = x.sum()
+        x = self.act(self.layers[0](x))
+        del self.extra
+        return x
+
+
+def _turned(turn: Callable[[bool], None]) -> Any:
+    def insertion(value: Tensor) -> None:
+        turn(bool(value.sum() > 0))
+
+    return insertion
+
+
+def _put(held: Any, key: Any) -> Any:
+    def insertion(value: Tensor) -> None:
+        held[key] = int(value.sum() > 0)
+
+    return insertion
+
+
+def _held(thing: Any, read: Callable[[Any], Any]) -> Any:
+    return lambda value: value * (1 + read(thing))
+
+
+def _of_list(held: list[float]) -> Any:
+    return lambda value: value * (1 + len(held))
+
+
+def _of_global(model: Any) -> Any:
+    return lambda value: value * (1 + PHASE)
+
+
+def _of_tag(weight: Any) -> Any:
+    return lambda value: value * (1 + weight.tag)
+
+
+def _of_attribute(model: Any) -> Any:
+    return lambda value: value * (2 + model.now)
+
+
+def _of_name(model: Any) -> Any:
+    return lambda value: value * (2 + getattr(model, "".join(("n", "ow"))))
+
+
+def _of_item(model: Any) -> Any:
+    return lambda value: value * (2 + model.here[0])
+
+
+def _of_extra(model: Any) -> Any:
+    return lambda value: value * model.extra
+
+
+def _of_rate(drop: nn.Dropout) -> Any:
+    return lambda value: value * drop.p
+
+
+SHARED: dict[str, tuple[type[Sharing], Callable[[Any], Any]]] = {
+    "a list of the model, held": (Appends, lambda m: _of_list(m.log)),
+    "a global": (Counts, _of_global),
+    "what is set on a parameter": (Tags, lambda m: _of_tag(m.layers[0].weight)),
+    "an attribute of a module of torch": (Sets, lambda m: _of_rate(m.drop)),
+    "a module of torch": (Passes, lambda m: m.drop),
+    "an attribute that is put back": (Passes, _of_attribute),
+    "the same, by a computed name": (Passes, _of_name),
+    "an item that is put back": (Passes, _of_item),
+    "a list whose item is put back, held": (Passes, lambda m: _held(m.here, lambda h: h[0])),
+    "an attribute that is removed": (Removes, _of_extra),
+    "changes by a method": (Reads, lambda m: _turned(lambda on: m.turn(on))),
+    "changes by a bound method": (Reads, lambda m: _turned(m.turn)),
+    "changes by a method of an object": (Reads, lambda m: _turned(m.setting.turn)),
+    "changes an item of what it holds": (Reads, lambda m: _put(m.flags, 0)),
+    "changes an item of a dict": (Reads, lambda m: _put(m.setting.table, "n")),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_an_insertion_shares_with_the_model_is_as_it_is_then(name: str) -> None:
+    global PHASE
+    kind, make = SHARED[name]
+    outputs: list[list[Any]] = []
+    for is_bended in (False, True):
+        torch.manual_seed(0)
+        PHASE = 0
+        model = kind()
+        what = make(model)
+        call: Callable[[Tensor], Any] = model
+        if is_bended:
+            call = bt.BendedModule(model)
+            call.interject("act", what)
+        else:
+            model.act.register_forward_hook(lambda _, inputs, output, what=what: what(output))
+        outputs.append([bits(call(torch.randn(4))) for _ in range(12)])
+    assert outputs[0] == outputs[1]
+
+
+def test_variables_of_a_function_that_an_insertion_changes_are_as_they_are_then() -> None:
+    is_on = False
+
+    def model(x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        return torch.sin(h) if is_on else torch.cos(h)
+
+    def switch(value: Tensor) -> None:
+        nonlocal is_on
+        is_on = bool(value.sum() > 0)
+
+    bended = bt.BendedModule(model)
+    bended.interject("tanh", switch)
+    for _ in range(12):
+        x = torch.randn(4)
+        h = torch.tanh(x)
+        assert bits(bended(x)) == bits(torch.sin(h) if h.sum() > 0 else torch.cos(h))
+
+
+def test_what_shares_nothing_with_the_model_is_replayed() -> None:
+    model = Reads()
+    bended = bt.BendedModule(model)
+    seen: list[Any] = []
+    sums: dict[str, Tensor] = {}
+
+    def note(value: Tensor) -> None:
+        seen.append(value.shape)
+        sums["last"] = value.sum()
+
+    bended.interject("act", note)
+    bended.interject("act", lambda value: value + model.layers[0].bias)
+    bended.interject("act", nn.Linear(4, 4))
+    for _ in range(6):
+        bended(torch.randn(4))
+    assert (bended.stats.live, bended.stats.replays) == (0, 5)

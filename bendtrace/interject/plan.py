@@ -170,7 +170,7 @@ class Plan:
         key: what makes the traces of two plans interchangeable.
         called_at: which entries the gates of traces call, as far as they were asked.
         compiled: what compiled paths know of it (see `compiling.py`).
-        stores: what the insertions might change (see `reading.py`).
+        reaches: what their code reaches (see `reading.py`).
     """
 
     def __init__(self, entries: Sequence[Entry], totals: dict[str, int] | None = None) -> None:
@@ -181,7 +181,7 @@ class Plan:
         # By the id of gates, with the gate itself so that its id is not reused.
         self.called_at: dict[int, tuple[Any, tuple[Entry, ...]]] = {}
         self.compiled: object = None
-        self.stores: object = None
+        self.reaches: object = None
         self._looked: dict[int, tuple[Recording, bool]] = {}
         self._entries_of: dict[tuple[Slot, ...], tuple[Entry, ...]] = {}
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from bendtrace._checks import required_choice, required_int
 from bendtrace.calls import Call, are_several, bended_of, calls_of, required_bended
 from bendtrace.errors import InputError, SiteError
+from bendtrace.interject.contained import is_contained
 from bendtrace.interject.effects import Effect, can_cast, effect_of_value
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.purity import effect_of_function
-from bendtrace.interject.reading import is_contained
 from bendtrace.interject.resolver import describe_where
 from bendtrace.module import BendedModule
 from bendtrace.tape.tape import TensorMeta
