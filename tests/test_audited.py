@@ -1138,6 +1138,59 @@ def test_what_a_kernel_writes_uncounted_is_written_once(kernel: str, mode: Any) 
     assert (bended.stats.replays, bended.stats.resumes) == (3, 1)
 
 
+# Results whose rank and dtype do not follow from the inputs of an operator
+
+
+_library = torch.library.Library("audited", "DEF")
+for _schema, _function in {
+    "dtype_by_values(Tensor x) -> Tensor": lambda x: x * 2 if float(x.sum()) > 0 else x.double(),
+    "rank_by_values(Tensor x) -> Tensor": lambda x: x * 2 if float(x.sum()) > 0 else x.sum(),
+    "relu(Tensor x) -> Tensor": lambda x: x + torch.rand_like(x),
+}.items():
+    _library.define(_schema)
+    _library.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
+_audited = torch.ops.audited
+
+
+def rank_in_a_script(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if bool(x.sum() > 0) else x.sum()
+
+
+def dtype_in_a_script(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if bool(x.sum() > 0) else x.double()
+
+
+_scripted: Any = torch.jit.script
+ranked, typed = _scripted(rank_in_a_script), _scripted(dtype_in_a_script)
+
+BY_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an overload of squeeze": lambda x: _aten.squeeze.default(x[None, x > 0]).ndim,
+    "another overload of squeeze": lambda x: len(_aten.squeeze.dim(x[None, x > 0], 1).shape),
+    "an overload of corrcoef": lambda x: _aten.corrcoef.default(x[x > 0][:, None]).ndim,
+    "the dtype of an operator": lambda x: _audited.dtype_by_values(x).dtype is torch.float64,
+    "the dtype of an overload": lambda x: _audited.dtype_by_values.default(x).element_size() > 4,
+    "the rank of an operator": lambda x: _audited.rank_by_values(x).ndim,
+    "the dtype of a script": lambda x: (typed(x) * 2).dtype is torch.float64,
+    "the rank of a script": lambda x: ranked(x).dim(),
+}
+
+
+@pytest.mark.parametrize("name", BY_VALUES)
+def test_results_that_depend_on_more_than_metadata(name: str) -> None:
+    asked = BY_VALUES[name]
+
+    def model(x: torch.Tensor) -> Any:
+        found = asked(x)
+        return (x * 2, found) if found == 1 else (x * 3, found)
+
+    def call(*values: float) -> Callable[[], Inputs]:
+        return lambda: ((torch.tensor(values),), {})
+
+    values = [(3, 1, 1), (2, 1, 3), (3, -1, -1), (-3, 1, -1), (-3, -1, 1), (1, 1, 1), (4, -1, 1)]
+    bended = assert_promise(lambda: model, [call(*map(float, some)) for some in values])
+    assert bended.stats.live == 0
+
+
 # Arrays in the memory of tensors
 
 
