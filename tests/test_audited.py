@@ -1191,6 +1191,53 @@ def test_results_that_depend_on_more_than_metadata(name: str) -> None:
     assert bended.stats.live == 0
 
 
+# What scripted and traced modules hold
+
+
+class CountsInBuffer(nn.Module):
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return x * self.seen
+
+
+class BranchesAfter(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = self.inner(x)
+        return (found, x * 2) if x.sum() > 0 else (found, x - 1)
+
+
+_torch_jit: Any = torch.jit
+HELD_BY_JIT: dict[str, Callable[[], Any]] = {
+    "traced": lambda: _torch_jit.trace(CountsInBuffer(), torch.ones(3, 2), check_trace=False),
+    "scripted": lambda: _torch_jit.script(nn.BatchNorm1d(2)),
+    "frozen": lambda: _torch_jit.freeze(_torch_jit.script(nn.Linear(2, 2).eval())),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+@pytest.mark.parametrize("kind", HELD_BY_JIT)
+def test_a_resume_writes_once_to_buffers_of_compiled_modules(kind: str, mode: Any) -> None:
+    def call(sign: float) -> Callable[[], Inputs]:
+        return lambda: ((torch.arange(6.0).reshape(3, 2) * sign,), {})
+
+    bended = assert_promise(
+        lambda: BranchesAfter(HELD_BY_JIT[kind]()),
+        list(map(call, (1.0, 1.0, -1.0, -1.0, 1.0))),
+        mode=mode,
+    )
+    assert (bended.stats.resumes, bended.stats.live) == (1, 0)
+
+
 # Arrays in the memory of tensors
 
 

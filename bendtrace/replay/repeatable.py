@@ -74,6 +74,8 @@ def _is_repeatable(function: Any) -> bool:
     """Whether all calls of a function of torch may be done again."""
     if _is_getter(function):
         return True
+    if isinstance(function, (torch.jit.ScriptModule, torch._C.ScriptMethod)):
+        return False  # it can write to buffers that no op is given
     return (is_torchs_function(function) or function is environ) and not _acts(function)
 
 
