@@ -1138,6 +1138,106 @@ def test_what_a_kernel_writes_uncounted_is_written_once(kernel: str, mode: Any) 
     assert (bended.stats.replays, bended.stats.resumes) == (3, 1)
 
 
+# Results whose rank and dtype do not follow from the inputs of an operator
+
+
+_library = torch.library.Library("audited", "DEF")
+for _schema, _function in {
+    "dtype_by_values(Tensor x) -> Tensor": lambda x: x * 2 if float(x.sum()) > 0 else x.double(),
+    "rank_by_values(Tensor x) -> Tensor": lambda x: x * 2 if float(x.sum()) > 0 else x.sum(),
+    "relu(Tensor x) -> Tensor": lambda x: x + torch.rand_like(x),
+}.items():
+    _library.define(_schema)
+    _library.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
+_audited = torch.ops.audited
+
+
+def rank_in_a_script(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if bool(x.sum() > 0) else x.sum()
+
+
+def dtype_in_a_script(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if bool(x.sum() > 0) else x.double()
+
+
+_scripted: Any = torch.jit.script
+ranked, typed = _scripted(rank_in_a_script), _scripted(dtype_in_a_script)
+
+BY_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an overload of squeeze": lambda x: _aten.squeeze.default(x[None, x > 0]).ndim,
+    "another overload of squeeze": lambda x: len(_aten.squeeze.dim(x[None, x > 0], 1).shape),
+    "an overload of corrcoef": lambda x: _aten.corrcoef.default(x[x > 0][:, None]).ndim,
+    "the dtype of an operator": lambda x: _audited.dtype_by_values(x).dtype is torch.float64,
+    "the dtype of an overload": lambda x: _audited.dtype_by_values.default(x).element_size() > 4,
+    "the rank of an operator": lambda x: _audited.rank_by_values(x).ndim,
+    "the dtype of a script": lambda x: (typed(x) * 2).dtype is torch.float64,
+    "the rank of a script": lambda x: ranked(x).dim(),
+}
+
+
+@pytest.mark.parametrize("name", BY_VALUES)
+def test_results_that_depend_on_more_than_metadata(name: str) -> None:
+    asked = BY_VALUES[name]
+
+    def model(x: torch.Tensor) -> Any:
+        found = asked(x)
+        return (x * 2, found) if found == 1 else (x * 3, found)
+
+    def call(*values: float) -> Callable[[], Inputs]:
+        return lambda: ((torch.tensor(values),), {})
+
+    values = [(3, 1, 1), (2, 1, 3), (3, -1, -1), (-3, 1, -1), (-3, -1, 1), (1, 1, 1), (4, -1, 1)]
+    bended = assert_promise(lambda: model, [call(*map(float, some)) for some in values])
+    assert bended.stats.live == 0
+
+
+# What scripted and traced modules hold
+
+
+class CountsInBuffer(nn.Module):
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return x * self.seen
+
+
+class BranchesAfter(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = self.inner(x)
+        return (found, x * 2) if x.sum() > 0 else (found, x - 1)
+
+
+_torch_jit: Any = torch.jit
+HELD_BY_JIT: dict[str, Callable[[], Any]] = {
+    "traced": lambda: _torch_jit.trace(CountsInBuffer(), torch.ones(3, 2), check_trace=False),
+    "scripted": lambda: _torch_jit.script(nn.BatchNorm1d(2)),
+    "frozen": lambda: _torch_jit.freeze(_torch_jit.script(nn.Linear(2, 2).eval())),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+@pytest.mark.parametrize("kind", HELD_BY_JIT)
+def test_a_resume_writes_once_to_buffers_of_compiled_modules(kind: str, mode: Any) -> None:
+    def call(sign: float) -> Callable[[], Inputs]:
+        return lambda: ((torch.arange(6.0).reshape(3, 2) * sign,), {})
+
+    bended = assert_promise(
+        lambda: BranchesAfter(HELD_BY_JIT[kind]()),
+        list(map(call, (1.0, 1.0, -1.0, -1.0, 1.0))),
+        mode=mode,
+    )
+    assert (bended.stats.resumes, bended.stats.live) == (1, 0)
+
+
 # Arrays in the memory of tensors
 
 

@@ -25,6 +25,7 @@ from bendtrace.torch_rules.functions import (
     METADATA,
     RESHAPES_IN_PLACE,
     SETTERS,
+    is_foreign,
     is_gate,
     is_torchs_function,
     name_of,
@@ -55,8 +56,6 @@ UNTOLD = frozenset(
         "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
     }
 )  # fmt: skip
-_SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
-_OWN = ("aten", "prim", "prims")  # namespaces of torch's own operators
 # What a tensor is asked for that a compiler would answer for its own stand-in.
 _UNANSWERED = (FLEETING - {"requires_grad"}) | {"names", "_base", "_grad", "is_inference"}
 
@@ -128,7 +127,7 @@ def why_not_op(op: Op, entry: Context) -> str | None:
     if op.kind is OpKind.CALL:
         if is_gate(op) or not (_is_getter(op.target) or is_torchs_function(op.target)):
             return f"{name} is not torch's, and may do more than it returns"
-        if _is_foreign(op.target):
+        if is_foreign(op.target):
             return f"{name} is a custom operator or a script, and may do more than it returns"
         module = str(getattr(op.target, "__module__", ""))
         name = name.partition(".")[0]  # of an operator: without its overload
@@ -172,17 +171,6 @@ def _may_draw(op: Op, name: str) -> bool:
         likely = op.args[chance[0]]
     never = type(likely) in (int, float) and likely == 0
     return not (on is False or never)
-
-
-def _is_foreign(target: Any) -> bool:
-    """Whether a function is a script, or an operator that somebody else has registered."""
-    if isinstance(target, _SCRIPTS):
-        return True
-    if isinstance(target, torch._ops.OpOverload):
-        return target.namespace not in _OWN
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return target._qualified_op_name.partition("::")[0] not in _OWN
-    return False
 
 
 def _is_getter(target: Any) -> bool:

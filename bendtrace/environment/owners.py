@@ -34,7 +34,7 @@ def module_of(model: Any) -> nn.Module | None:
     if not modules:
         return None
     made = nn.Module()
-    made.training = any(module.training for module in modules.values())
+    made.training = any(getattr(module, "training", False) for module in modules.values())
     for name, module in modules.items():
         made._modules[name] = module
     return made

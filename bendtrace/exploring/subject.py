@@ -174,7 +174,9 @@ class Subject:
         self._current.enter_context(shared_state_kept(self._model, self._twin))
         modules = self._twin.modules() if isinstance(self._twin, nn.Module) else ()
         # torch counts no writes to the statistics of a batch norm.
-        self._is_fleeting = any(module.training and module._buffers for module in modules)
+        self._is_fleeting = any(
+            getattr(module, "training", False) and module._buffers for module in modules
+        )
 
     def run(self, candidate: Candidate) -> CandidateRun:
         """Run the model itself on a candidate, and see which sides it takes."""

@@ -34,6 +34,7 @@ from bendtrace.torch_rules.functions import (
     UNINITIALIZED,
     VALUES,
     is_torchs_function,
+    known_as,
     name_of,
 )
 
@@ -178,7 +179,7 @@ class Validator:
         known = is_torchs_function(op.target) or isinstance(op.target, types.MethodWrapperType)
         if op.kind is OpKind.CALL and not known:
             return "it is not a torch function"
-        name = name_of(op.target)
+        name = known_as(op.target)
         if name in UNINITIALIZED or (isinstance(op.target, type) and self._gives_sizes(op)):
             return "it returns uninitialised memory"
         if name == "storage_offset":

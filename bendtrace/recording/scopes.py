@@ -71,7 +71,7 @@ class Scopes:
         self._calls_of[id(module)] = number + 1
         outer = self._writer.scope
         scope = ModuleCall(path, module, number, outer, len(self._tape.ops))
-        scope.training = module.training
+        scope.training = getattr(module, "training", False)  # not of a frozen script
         frame = sys._getframe(3)  # the caller of the module, behind `nn.Module.__call__`
         while frame.f_code.co_filename in _FX and frame.f_back is not None:
             frame = frame.f_back  # make_fx has replaced `nn.Module.__call__`

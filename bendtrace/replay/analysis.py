@@ -27,9 +27,9 @@ from bendtrace.torch_rules.functions import (
     RESHAPES_IN_PLACE,
     SETTERS,
     SHAPES,
-    is_script,
+    is_foreign,
     is_torchs_function,
-    name_of,
+    known_as,
 )
 from bendtrace.torch_rules.writes import works_in_place
 
@@ -60,7 +60,8 @@ class Analysis:
         self._ops = tape.ops
         self._counters = tape.counters
         self.fixed_metadata = not any(
-            op.kind is OpKind.CALL and (name_of(op.target) in RESHAPES_IN_PLACE or _may_reshape(op))
+            op.kind is OpKind.CALL
+            and (known_as(op.target) in RESHAPES_IN_PLACE or _may_reshape(op))
             for op in tape.ops
         )
         self._reshaped: set[int] = set()  # by then: what may have another shape than before the run
@@ -107,12 +108,12 @@ class Analysis:
         elif op.kind is OpKind.UNKNOWN:
             steady_type = steady_rank = False
         elif op.kind is OpKind.CALL:
-            known = is_torchs_function(op.target)
+            known = is_torchs_function(op.target) and not is_foreign(op.target)
             steady_type = steady_type and known and self.fixed_metadata
             steady_rank = (
-                steady_type and steady_rank and name_of(op.target) not in RANK_DEPENDS_ON_SIZES
+                steady_type and steady_rank and known_as(op.target) not in RANK_DEPENDS_ON_SIZES
             )
-            if steady_rank and name_of(op.target) in RANK_DEPENDS_ON_NUMBERS:
+            if steady_rank and known_as(op.target) in RANK_DEPENDS_ON_NUMBERS:
                 given = (self._ops[index].meta for index in op.operands)
                 steady_rank = all(isinstance(meta, TensorMeta) for meta in given)
         self._sources.append(sources)
@@ -130,10 +131,10 @@ class Analysis:
             is_read(op)
             and op.raised is None
             and self.fixed_metadata  # else it may be asked after a change
-            and name_of(op.target) != "_version"
+            and known_as(op.target) != "_version"
             and all(self._ops[index].is_given for index in op.operands)
             and self._reshaped.isdisjoint(op.operands)
-            and (name_of(op.target) not in FLEETING or self._is_untouched)
+            and (known_as(op.target) not in FLEETING or self._is_untouched)
         )
 
     def _sort(self, guard: Guard) -> tuple[GuardKind, int, int]:
@@ -153,7 +154,7 @@ class Analysis:
             sources = 0
             for index in refs:
                 sources |= self._sources[index]
-            name = name_of(op.target)
+            name = known_as(op.target)
             steady = all(self._steady_type[index] and self._steady_rank[index] for index in refs)
             if name in INHERITED and steady:
                 # Which dtype a sum has depends on whether one of the two is a scalar tensor.
@@ -167,7 +168,7 @@ class Analysis:
 def _may_reshape(op: Op) -> bool:
     """Whether an op may change the shape of what it is given, though its name does not say so."""
     return "out" in op.kwargs or bool(
-        op.writes and not is_torchs_function(op.target) and not is_script(op.target)
+        op.writes and (is_foreign(op.target) or not is_torchs_function(op.target))
     )
 
 
@@ -176,7 +177,7 @@ def _may_touch(op: Op) -> bool:
     return op.kind is OpKind.CALL and bool(
         op.writes
         or op.target in SETTERS
-        or name_of(op.target) == "retain_grad"
+        or known_as(op.target) == "retain_grad"
         or not is_torchs_function(op.target)
         or works_in_place(op)
     )

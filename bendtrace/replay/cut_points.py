@@ -18,7 +18,7 @@ from bendtrace.tape.tape import (
     Test,
     refs_in,
 )
-from bendtrace.torch_rules.functions import is_gate, name_of
+from bendtrace.torch_rules.functions import is_gate, known_as
 from bendtrace.torch_rules.writes import works_in_place
 
 __all__ = ["Cut", "Cuts", "Lack", "Memory", "argument_of"]
@@ -150,7 +150,7 @@ class Memory:
     def owner(self, index: int) -> int:
         """Return the op that gave the memory which a value is in, as far as names tell."""
         op = self._ops[index]
-        while op.is_work and (works_in_place(op) or name_of(op.target) in _VIEWS):
+        while op.is_work and (works_in_place(op) or known_as(op.target) in _VIEWS):
             given = next(iter(refs_in(op.args)), None)
             if given is None:
                 break

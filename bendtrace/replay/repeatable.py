@@ -23,7 +23,7 @@ from bendtrace.torch_rules.functions import (
     RESHAPES_IN_PLACE,
     SETTERS,
     is_torchs_function,
-    name_of,
+    known_as,
 )
 from bendtrace.torch_rules.host_io import environ
 from bendtrace.torch_rules.writes import works_in_place
@@ -65,7 +65,7 @@ def may_draw(recording: Recording) -> bool:
 
 def _is_idle(op: Op) -> bool:
     """Whether a dropout is switched off, whatever the call."""
-    position, name, off = _SWITCHES.get(name_of(op.target), (0, "", None))
+    position, name, off = _SWITCHES.get(known_as(op.target), (0, "", None))
     given = op.kwargs.get(name, op.args[position] if len(op.args) > position else off)
     return name != "" and type(given) in (bool, float, int) and not given
 
@@ -74,12 +74,14 @@ def _is_repeatable(function: Any) -> bool:
     """Whether all calls of a function of torch may be done again."""
     if _is_getter(function):
         return True
+    if isinstance(function, (torch.jit.ScriptModule, torch._C.ScriptMethod)):
+        return False  # it can write to buffers that no op is given
     return (is_torchs_function(function) or function is environ) and not _acts(function)
 
 
 def _acts(function: Any) -> bool:
     """Whether a function does more than give a value, going by its name."""
-    name = name_of(function)
+    name = known_as(function)
     return function in SETTERS or name in RESHAPES_IN_PLACE or name in _ACTS_OUTSIDE
 
 
@@ -110,7 +112,7 @@ def may_write_to(tape: Tape, values: set[int]) -> bool:
     for op in tape.ops:
         if op.kind is OpKind.CALL and not _sets_nothing(op):
             written = set(op.writes)
-            if works_in_place(op) or name_of(op.target) == "__setitem__":
+            if works_in_place(op) or known_as(op.target) == "__setitem__":
                 written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
             if not names.isdisjoint(written):
                 return True
@@ -135,7 +137,7 @@ def _is_getter(function: Any) -> bool:
 @functools.cache
 def _draws(function: Any) -> bool:
     """Whether a function may draw random numbers; what is not known may."""
-    name = name_of(function)
+    name = known_as(function)
     is_operator = name.startswith("__") and name.endswith("__")
     if _is_getter(function) or is_operator or name in _OF_PYTHON or function is environ:
         return False
@@ -150,7 +152,7 @@ def _draws(function: Any) -> bool:
 @functools.cache
 def makes_anew(function: Any) -> bool:
     """Whether what a function gives has memory of its own for sure."""
-    name = name_of(function)
+    name = known_as(function)
     if name in _ANEW:
         return True
     if name in _UNSAFE:

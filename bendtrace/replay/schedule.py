@@ -26,7 +26,7 @@ from bendtrace.tape.tape import (
     is_handled,
     refs_in,
 )
-from bendtrace.torch_rules.functions import FLEETING, VALUES, name_of
+from bendtrace.torch_rules.functions import FLEETING, VALUES, known_as
 
 __all__ = [
     "Schedule",
@@ -336,7 +336,7 @@ def is_droppable(op: Op, analysis: Analysis) -> bool:
         return True
     if op.raised is not None or not analysis.fixed_metadata:
         return False
-    if op.kind is OpKind.CALL and name_of(op.target) in FLEETING:
+    if op.kind is OpKind.CALL and known_as(op.target) in FLEETING:
         return False
     if op.kind is OpKind.SCALAR:
         return op.target in _HARMLESS

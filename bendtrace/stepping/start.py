@@ -19,7 +19,7 @@ from bendtrace.torch_rules.functions import (
     RESHAPES_IN_PLACE,
     SETTERS,
     is_named_in_place,
-    name_of,
+    known_as,
 )
 from bendtrace.torch_rules.writes import storage_of, version_of
 
@@ -131,7 +131,7 @@ class Start:
         Returns:
             Why the call could not be undone; "" if it can.
         """
-        name = name_of(function)
+        name = known_as(function)
         if function in _BACKWARD:
             return f"{name} adds to gradients outside of the run"
         # What is written to `data` is not counted.

@@ -34,7 +34,7 @@ from bendtrace.torch_rules.functions import (
     VALUES,
     is_named_in_place,
     is_torchs_function,
-    name_of,
+    known_as,
 )
 from bendtrace.torch_rules.writes import storage_of
 
@@ -179,7 +179,7 @@ class Visit:
         self._arrive(frame)
         with torch._C.DisableTorchFunction():
             self._refuse(self._start.before(function, args, kwargs))
-            if "out" in kwargs or name_of(function).startswith(("resize", "set_")):
+            if "out" in kwargs or known_as(function).startswith(("resize", "set_")):
                 for tensor in tensors_in((args, kwargs)):
                     materialize(tensor)
             memory = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
@@ -352,7 +352,7 @@ def _frames_of_model(frame: FrameType | None) -> list[FrameType]:
 
 def _can_be_kept(op: Op, args: Any, kwargs: dict[str, Any], out: Any, memory: set[int]) -> bool:
     """Return whether handing over the result of an op is all that the op does."""
-    function, name = op.target, name_of(op.target)
+    function, name = op.target, known_as(op.target)
     return (
         type(out) is Tensor
         and out.layout is torch.strided

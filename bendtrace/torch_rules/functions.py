@@ -35,13 +35,14 @@ __all__ = [
     "UNINITIALIZED",
     "VALUES",
     "entered",
+    "is_foreign",
     "is_gate",
     "is_loose",
     "is_named_in_place",
     "is_pure",
-    "is_script",
     "is_simple",
     "is_torchs_function",
+    "known_as",
     "may_vary",
     "name_of",
     "said_of",
@@ -305,9 +306,16 @@ def _branches(function: Any, seen: set[Any]) -> bool:
     )
 
 
-def is_script(function: Any) -> bool:
-    """Return whether a function was compiled by `torch.jit`, or is an operator of a library."""
-    return isinstance(function, _DECLARED[3:])
+def is_foreign(function: Any) -> bool:
+    """Return whether a function is a script, or an operator that somebody else has registered.
+
+    What it returns may depend on more than its inputs' metadata: values may decide on the dtype.
+    """
+    if isinstance(function, torch._ops.OpOverload):
+        return function.namespace not in _OWN
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return function._qualified_op_name.partition("::")[0] not in _OWN
+    return isinstance(function, _SCRIPTS)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -334,10 +342,11 @@ def _is_told(type_: Any) -> bool:
 
 
 _TOLD = frozenset({"TensorType", "IntType", "FloatType", "BoolType", "ComplexType", "NoneType"})
+_SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
+_OWN = frozenset({"aten", "prims", "prim"})  # of torch itself
 _DECLARED = (
     types.MethodWrapperType, types.MethodDescriptorType, types.WrapperDescriptorType,
-    torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.jit.ScriptFunction,
-    torch.jit.ScriptModule, torch._C.ScriptMethod,
+    torch._ops.OpOverload, torch._ops.OpOverloadPacket, *_SCRIPTS,
 )  # fmt: skip
 
 
@@ -371,6 +380,18 @@ def name_of(function: Any) -> str:
     if name == "apply" and isinstance(getattr(function, "__self__", None), type):
         return str(function.__self__.__name__)
     return str(name)
+
+
+def known_as(function: Any) -> str:
+    """Return the name of a function in tables of torch's: that of the operator, for an overload.
+
+    The operator of another library can be called like one of torch's, and has its library there.
+    """
+    if isinstance(function, torch._ops.OpOverload):
+        return str(function._schema.name).removeprefix("aten::")
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return str(function._qualified_op_name).removeprefix("aten::")
+    return name_of(function)
 
 
 def said_of(function: Any) -> str:

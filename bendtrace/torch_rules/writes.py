@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.tape.tape import Op, Ref, refs_in
-from bendtrace.torch_rules.functions import is_named_in_place
+from bendtrace.torch_rules.functions import is_named_in_place, known_as
 
 __all__ = ["Writes", "storage_of", "version_of", "works_in_place"]
 
@@ -289,5 +289,11 @@ def _written_by_name(op: Op) -> set[int]:
 
 def works_in_place(op: Op) -> bool:
     """Return whether an op, judging by its name, returns its argument, changed."""
+    if "out" in op.kwargs:
+        return True
     name = getattr(op.target, "__name__", "")
-    return "out" in op.kwargs or is_named_in_place(name)
+    if isinstance(op.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = known_as(op.target)
+        if "::" in name:
+            return False  # others may mean something else by their names
+    return is_named_in_place(name)
