@@ -1094,6 +1094,21 @@ def test_a_seed_that_forward_sets_under_another_name() -> None:
         assert drawn[0] == drawn[1], number
 
 
+def test_what_is_undetectable_is_so_under_a_computed_name() -> None:
+    def seed(x: torch.Tensor) -> torch.Tensor:
+        return x * (getattr(torch, "".join(["initial_", "seed"]))() % 7)
+
+    def address(x: torch.Tensor) -> torch.Tensor:
+        return x * (getattr(torch._C, "_data_" + "address")(x) % 7)
+
+    for model in (seed, address):
+        bended = bt.BendedModule(model)
+        for number in range(4):
+            torch.manual_seed(number)
+            value = torch.ones(3 + number)
+            assert torch.equal(bended(value), model(value))
+
+
 # Kernels that write to what they are given, which torch does not count
 
 

@@ -405,6 +405,21 @@ def test_counts_each_module_that_runs_the_same_code() -> None:
     assert "one side only in some iterations or modules" in str(coverage)
 
 
+def two_limits(x: torch.Tensor) -> torch.Tensor:
+    steps = 0
+    while x.norm() > 1 and steps < 5:
+        x, steps = x / 2, steps + 1
+    return x
+
+
+def test_counts_how_often_a_while_of_several_parts_is_entered_in_which_paths_join() -> None:
+    bended = called(two_limits, *(torch.ones(2) * size for size in (0.1, 4, 30, 3, 3, 0.2)))
+    assert bended.stats.replays > 0
+    assert "while x.norm() > 1 and steps < 5:  entered 6 times" in str(bended.tree)
+    (loop,) = (b for b in branches_of(bended).values() if "iterations" in b)
+    assert loop["iterations"] == {"entered": 6}
+
+
 def test_does_not_tell_iterations_of_a_while_apart_in_which_paths_join() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         while x.sum() < 10:

@@ -14,6 +14,7 @@ from bendtrace.source.features import names_off
 
 __all__ = [
     "ASKING",
+    "UNDETECTABLE",
     "CodeFacts",
     "cells_of",
     "codes_in",
@@ -231,7 +232,7 @@ def cells_of(function: types.FunctionType) -> Iterator[Any]:
 
 
 _GENERATORS = "reads or sets the state of a random generator past the tracer"
-_NAMES = {
+UNDETECTABLE = {
     "set_flush_denormal": "changes a setting of torch's that cannot be asked for",
     "geterr": "reads a setting of numpy's",
     **dict.fromkeys(("initial_seed", "default_generator", "default_generators"), _GENERATORS),
@@ -276,8 +277,8 @@ def undetectable_in(
         yield off[""]
     for name in sorted(names & off.keys()):
         yield f"{name} (see {place_naming(name, functions)}): {off[name]}"
-    for name in sorted(names & _NAMES.keys()):
-        yield f"{name} (see {place_naming(name, functions)}) {_NAMES[name]}"
+    for name in sorted(names & UNDETECTABLE.keys()):
+        yield f"{name} (see {place_naming(name, functions)}) {UNDETECTABLE[name]}"
     if (has_generator or "Generator" in names) and "default_generator" not in names:
         for name in sorted(names & _STATES):
             yield f"{name} (see {place_naming(name, functions)}) {_GENERATORS}"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from bendtrace.environment.code_facts import codes_in
+from bendtrace.environment.code_facts import UNDETECTABLE, codes_in
 from bendtrace.environment.provenance import is_finished_code
 from bendtrace.torch_rules.host_io import MEASURES
 
@@ -191,8 +191,8 @@ _NOWHERE: Place = ((lambda: None).__code__, 0)
 # not so where forward has them under a name of its own; and those that tell how busy a GPU is.
 _OF_GENERATORS = frozenset(
     {
-        "get_rng_state", "get_rng_state_all", "manual_seed", "manual_seed_all", "set_rng_state",
-        "set_rng_state_all",
+        "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all",
+        "set_rng_state", "set_rng_state_all",
     }
 )  # fmt: skip
 _OF_TORCH = {
@@ -304,6 +304,8 @@ def forbidden_in(ran: Ran) -> Iterator[str]:
                 f"{module}.{name} at {code.co_filename}:{line} is not recorded where forward has "
                 "another name for it"
             )
+        elif name in UNDETECTABLE and module.partition(".")[0] == "torch":
+            yield f"{name} at {code.co_filename}:{line} {UNDETECTABLE[name]}"
         elif not _is_steady(module, name):
             yield (
                 f"{module}.{name} at {code.co_filename}:{line} may give something else each time, "

@@ -85,7 +85,10 @@ def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
     event, hits = walk.events[number], walk.hits
     # Calls that reach one state are in the same iteration of a `for`, as the last segment shows.
     tells = walk.begin <= walk.path.last_under(number) < walk.stop
-    if event.iterations is not None and (not walk.is_part or (event.is_loop and tells)):
+    if walk.is_part and event.is_loop and event.kind == "while":  # its test has several parts
+        branch.is_joined, branch.is_counted = True, False
+        branch.entered += hits if walk.first <= number <= walk.stop else 0
+    elif event.iterations is not None and (not walk.is_part or (event.is_loop and tells)):
         branch.entered += hits
         branch.rounds += hits * event.iterations
         branch.most = max(branch.most, event.iterations)

@@ -110,6 +110,8 @@ class Branch:
         is_loop: whether it is a loop over an iterable, with a body instead of sides.
         is_joined: whether calls followed it in segments recorded in several runs, so that the
             fewest and the most iterations are unknown.
+        is_counted: whether the total number of iterations is known; not so for a `while` with a
+            test of several parts that is joined.
     """
 
     key: Key
@@ -130,6 +132,7 @@ class Branch:
     is_condition: bool = True
     is_loop: bool = False
     is_joined: bool = False
+    is_counted: bool = True
 
     def side(self, value: Any) -> Taken:
         """Return the side of an outcome; it is added if it is new."""
@@ -201,7 +204,9 @@ class Branch:
                 for (module, iteration), often in sorted(self.turns.items())
             ]  # fmt: skip
         if self.entered:
-            row["iterations"] = {"entered": self.entered, "total": self.rounds}
+            row["iterations"] = {"entered": self.entered}
+            if self.is_counted:
+                row["iterations"]["total"] = self.rounds
             if not self.is_joined:
                 row["iterations"] |= {"least": self.least, "most": self.most}
         return row
@@ -382,6 +387,8 @@ def value_text(value: Any) -> str:
 def _rounds(branch: Branch) -> str:
     least, most = branch.least, branch.most
     loops = counted(branch.entered, "time")
+    if not branch.is_counted:
+        return f"entered {loops}"
     if branch.is_joined:
         return f"{counted(branch.rounds, 'iteration')} in all, entered {loops}"
     each = f"{most}" if least == most else f"{least} to {most}"
