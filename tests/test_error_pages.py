@@ -112,7 +112,10 @@ def reasons() -> Iterator[tuple[str, str]]:
                 ]
                 if pieces:
                     yield max(pieces, key=len).strip(" ,({"), f"{path.name}:{node.lineno}"
-    for text in {*code_facts._NAMES.values(), *(what for _, _, what in intercepts._UNFOLLOWED)}:
+    for text in {
+        *code_facts.UNDETECTABLE.values(),
+        *(what for _, _, what in intercepts._UNFOLLOWED),
+    }:
         yield text, "a table"
 
 

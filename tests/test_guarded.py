@@ -1555,7 +1555,7 @@ def read(x: Tensor) -> Tensor:
 
 
 BUSY = (
-    "how much memory of a GPU is in use, and how far it is: `torch.cuda.memory_allocated()`, "
+    "how much GPU memory is in use, and how far the GPU has got: `torch.cuda.memory_allocated()`, "
     "`Event.query()`"
 )
 

@@ -319,7 +319,7 @@ def test_a_node_under_a_branch_that_the_example_did_not_take() -> None:
             assert torch.equal(pg(up), up.sin())
 
 
-def test_a_module_is_no_value_whether_it_was_called_or_not() -> None:
+def test_a_module_stands_for_its_output_once_it_was_called() -> None:
     class Either(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -329,8 +329,10 @@ def test_a_module_is_no_value_whether_it_was_called_or_not() -> None:
             return self.up(x) if x.sum() > 0 else self.down(x)
 
     pg = PatchableGraph(Either(), torch.ones(3))
-    with pytest.raises(NodePathError, match=r"'up' is a Graph\(5\), not a value"):
-        pg.patch({"up": ZeroPatch()})
+    with pg.patch({"up": ZeroPatch()}):
+        assert pg(torch.ones(3)).tolist() == [0.0] * 3
+    with pytest.raises(NodePathError, match=r"'\.up' is a Graph\(5\), not a value"):
+        pg.patch({".up": ZeroPatch()})
     with pytest.raises(
         NodePathError, match=r"'down' is a module, not a value, and no run has called it"
     ):
@@ -458,7 +460,7 @@ def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> 
     ) as caught:
         pg.patch({"no": ZeroPatch(), "x": ZeroPatch(), "output": ZeroPatch()})
     assert caught.value.path == "no"
-    for path in ("up", pg.graph.up, "output|sub_0|sub_0", "x|sub_0", "", "relu:2"):
+    for path in (".up", "output|sub_0|sub_0", "x|sub_0", "", "relu:2"):
         with pytest.raises(NodePathError):
             pg.patch({path: ZeroPatch()})
     for patches, message in (

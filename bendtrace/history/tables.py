@@ -15,6 +15,7 @@ from bendtrace._checks import required_choice
 from bendtrace._lazy import required_pandas, tabulate
 from bendtrace.flow import FlowSteps, LoopFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry
+from bendtrace.history.sizes import size_text
 
 if TYPE_CHECKING:
     import pandas
@@ -24,7 +25,6 @@ __all__ = [
     "data_frame",
     "facts_of",
     "hash_of",
-    "in_bytes",
     "in_percent",
     "in_seconds",
     "rounded",
@@ -232,7 +232,7 @@ def table_of(entries: Sequence[LayerEntry], modules: Iterable[ModuleEntry], what
                      first_uses[name].trainable, count)
             for name, count in times.items()
         ]  # fmt: skip
-    return Table(rows, {"nbytes": in_bytes})
+    return Table(rows, {"nbytes": size_text})
 
 
 def hash_of(entries: Iterable[LayerEntry], steps: FlowSteps) -> str:
@@ -273,8 +273,3 @@ def in_percent(value: float) -> str:
 def in_seconds(value: float) -> str:
     """Return seconds as milliseconds."""
     return f"{value * 1e3:.3g} ms"
-
-
-def in_bytes(value: int) -> str:
-    """Return a size in bytes or KiB."""
-    return f"{value / 1024:.3g} KiB" if value >= 1024 else f"{value} B"

@@ -16,7 +16,8 @@ from bendtrace._checks import required_choice
 from bendtrace._trace import Trace, trace
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry, Source
-from bendtrace.history.tables import Table, in_bytes, in_percent, in_seconds, rounded
+from bendtrace.history.sizes import size_text
+from bendtrace.history.tables import Table, in_percent, in_seconds, rounded
 from bendtrace.tape.tape import refs_in
 from bendtrace.torch_rules.writes import works_in_place
 
@@ -469,7 +470,7 @@ def recomputation(run: Trace) -> Table:
         if nbytes:
             rows.append(RecomputationRow(scope, nbytes, time, nbytes / max(time, 1e-9)))
     rows.sort(key=lambda row: -row.bytes_per_second)
-    return Table(rows, {"nbytes": in_bytes, "time": in_seconds, "bytes_per_second": rounded})
+    return Table(rows, {"nbytes": size_text, "time": in_seconds, "bytes_per_second": rounded})
 
 
 def _cost(entry: LayerEntry) -> CostRow:
@@ -484,4 +485,4 @@ def _place(source: Source) -> str:
     return f"{os.path.basename(source.file)}:{source.line}"
 
 
-_COSTS: dict[str, Callable[[Any], str]] = {"time": in_seconds, "nbytes": in_bytes}
+_COSTS: dict[str, Callable[[Any], str]] = {"time": in_seconds, "nbytes": size_text}

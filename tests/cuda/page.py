@@ -25,7 +25,7 @@ SECTIONS: dict[str, tuple[str, float, str, str]] = {
         "differ, the comparison is repeated with deterministic algorithms.",
     ),
     "programs": (
-        "tests.cuda.programs", 0.06, "What there is on GPUs alone",
+        "tests.cuda.programs", 0.06, "Features of GPUs",
         "Casts, generators of the device, settings of kernels, streams, memory and CUDA graphs, in "
         "models of their own.",
     ),
@@ -175,7 +175,8 @@ def _status(report: Mapping[str, Any]) -> str:
     rows = [row for section in report["sections"] for row in rows_of(report, section)]
     counts = Counter(row.outcome for row in rows)
     left = (
-        f"Of {len(rows)} cases {counts[WRONG]} are wrong, {counts[INCOMPARABLE]} not comparable, "
+        f"Of {len(rows):,} cases, {counts[WRONG]} {'is' if counts[WRONG] == 1 else 'are'} wrong, "
+        f"{counts[INCOMPARABLE]} not comparable, "
         f"{counts[SKIPPED]} skipped and {counts[NOT_RUN]} not run."
     )
     if _on_gpu(report):

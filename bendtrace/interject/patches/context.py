@@ -163,7 +163,11 @@ def _check_value(board: InsertionRegistry, known: Knowledge, where: Where) -> No
     text = name_of(where, known)
     places = _places(known, where, text)
     for root, node, chosen in places:
-        require_leaf(root, (node, chosen), describe_where(where).strip("'"))
+        said = describe_where(where).strip("'")
+        output = node.children.get("output")
+        if node.kind == "graph" and output is not None and text in modules_in(known.model):
+            node, said = output, f"{said}.output"  # the name of a module stands for its output
+        require_leaf(root, (node, chosen), said)
     board.make(where, Patch())
     has_run = any(True for _ in known.trees())
     if has_run and not places and text and text in modules_in(known.model):
