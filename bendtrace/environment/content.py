@@ -172,7 +172,7 @@ class WatchedContent:
         self._note(thing)
 
     def add_owner(self, thing: Any) -> None:
-        """Watch that a thing keeps its attributes in the same dict, whose content is no matter."""
+        """Watch that a thing keeps its attributes in the same dict, whatever its content."""
         self._owners.append(thing)
         self._own.append(vars(thing))
 
@@ -196,7 +196,7 @@ class WatchedContent:
         )
 
     def holds_same(self) -> bool:
-        """Whether all holds what it held of which no words tell."""
+        """Whether everything without memory words is unchanged."""
         return (not self._others or self._same_items()) and (
             not self._whole or all(content.same() for content in self._whole)
         )
@@ -324,7 +324,7 @@ class WatchedContent:
         return content
 
     def _watch(self, table: dict[Any, Any], read: Callable[[Any], Any], label: str) -> None:
-        """Watch what a reader finds in a dict, which it is asked for if the dict was written to."""
+        """Watch what a reader finds in a dict; it is called when the dict was written to."""
         self._tables.append(_Content(table, read, label))
         self._dicts.append(table)
         self._versions.append(version_of(table))

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-# What code a run comes by, noted while it runs.
+# Which code a run reaches, noted while it runs.
 #
 # What a run can read is estimated from the names in its code. Whether the estimate was right is
 # seen here: each function of the user's that runs, and each that this code calls of Python's own.
@@ -108,7 +108,7 @@ class Ran:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Note nothing meanwhile."""
+        """Pause within the context."""
         self.leave()
         try:
             yield

@@ -126,7 +126,7 @@ def is_settings(value: Any) -> bool:
 def is_constant(value: Any, kind: type) -> bool:
     """Whether a value means the same for ever: a slice of plain values, a number of numpy's.
 
-    And how a tensor is spread over ranks.
+    The placement of a tensor over ranks counts as well.
     """
     if kind is slice:
         return _is_plain(value)

@@ -1,4 +1,4 @@
-"""Settings of Python, of packages and of torch that decide what code does which names them.
+"""Settings of Python, of packages and of torch that influence code that names them.
 
 What a setting is set to is no global of the code that asks for it. It is watched where the code of
 the user names what reads it, or a package that has it.

@@ -189,7 +189,7 @@ class LiveInserter:
     # Being asked
 
     def begins(self, stage: Stage) -> None:
-        """Prepare for a run (see `recording.inserter.Inserter`)."""
+        """Prepare for a run (see `watchers.Inserter`)."""
         self.stage = stage
         prefix = "" if self._within is None else self._within.path
         self.names = LiveNames(self._registry, self._function, stage.scope, prefix, self._path_of)
@@ -198,7 +198,7 @@ class LiveInserter:
     def starts(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the inputs of a function (see `recording.inserter.Inserter`)."""
+        """Replace the inputs of a function (see `watchers.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return args, kwargs
         self.names.function(args, kwargs)
@@ -207,7 +207,7 @@ class LiveInserter:
         return self._before(spot, self.stage.scope, args, kwargs, frame)
 
     def ends(self, output: Any, frame: FrameType) -> Any:
-        """Replace the output of a function (see `recording.inserter.Inserter`)."""
+        """Replace the output of a function (see `watchers.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return output
         if self._states:
@@ -222,7 +222,7 @@ class LiveInserter:
         frame: FrameType,
         run: Run,
     ) -> Any:
-        """Run the call of a module (see `recording.inserter.Inserter`)."""
+        """Run the call of a module (see `watchers.Inserter`)."""
         path = self.names.call(scope, args, kwargs)
         if self._states:
             args, kwargs = self._states.exchanged((args, kwargs), frame)
@@ -247,7 +247,7 @@ class LiveInserter:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
         run: Run,
     ) -> Any:  # fmt: skip
-        """Run the call of a function (see `recording.inserter.Inserter`)."""
+        """Run the call of a function (see `watchers.Inserter`)."""
         given = args, kwargs
         if self._states:
             args, kwargs = self._states.exchanged(given, frame)
@@ -310,15 +310,15 @@ class LiveInserter:
             ) from error
 
     def scalar(self, function: Any, frame: FrameType) -> None:
-        """Name arithmetic (see `recording.inserter.Inserter`)."""
+        """Name arithmetic (see `watchers.Inserter`)."""
         self.names.op(self.stage.scope, self.stage.site(frame), function, ())
 
     def recomputed(self, entering: bool) -> None:
-        """Record that a checkpointed block begins or ends (see `recording.inserter.Inserter`)."""
+        """Record that a checkpointed block begins or ends (see `watchers.Inserter`)."""
         self._recomputed += 1 if entering else -1
 
     def wants_inside(self, scope: ModuleCall) -> bool:
-        """Return whether there are insertions below a call (see `recording.inserter.Inserter`)."""
+        """Return whether there are insertions below a call (see `watchers.Inserter`)."""
         if scope.module is None:
             return False
         below = f"{self.names.path(scope)}." if self.names.path(scope) else ""
@@ -354,7 +354,7 @@ class LiveInserter:
         return f"{self._within.name}.{path}" if path else self._within.name
 
     def inside(self, module: nn.Module, path: str) -> None:
-        """Raise if an insertion is at a place without gates (see `recording.inserter.Inserter`)."""
+        """Raise if an insertion is at a place without gates (see `watchers.Inserter`)."""
         slots = self._slots_at(module, path)
         slots += [
             slot

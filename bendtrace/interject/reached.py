@@ -20,10 +20,10 @@ from bendtrace.interject.insertion import Function
 from bendtrace.interject.interjection import Interjection
 from bendtrace.tape.captured import PLAIN_TYPES
 
-__all__ = ["Reach", "is_users", "reach_of", "stores_in"]
+__all__ = ["Reached", "is_users", "reached_by", "stores_in"]
 
 
-class Reach(NamedTuple):
+class Reached(NamedTuple):
     """What the code of one insertion reaches.
 
     Attributes:
@@ -42,7 +42,7 @@ class Reach(NamedTuple):
     is_contained: bool
 
 
-def reach_of(what: Interjection, own: Container[int]) -> Reach:
+def reached_by(what: Interjection, own: Container[int]) -> Reached:
     """Return what an insertion reaches.
 
     Args:
@@ -54,7 +54,7 @@ def reach_of(what: Interjection, own: Container[int]) -> Reach:
     holding = _Holding(own)
     holding.add(what, _DEPTH + 1)
     contained = isinstance(what, Function) and is_contained(what.function, own)
-    return Reach(what, codes, holding.found, frozenset(holding.numbers), contained)
+    return Reached(what, codes, holding.found, frozenset(holding.numbers), contained)
 
 
 class _Holding:

@@ -12,7 +12,7 @@ from bendtrace.environment.code_facts import codes_in, functions_of, names_in
 from bendtrace.environment.provenance import is_installed, is_installed_file
 from bendtrace.interject.contained import ANY
 from bendtrace.interject.plan import Plan
-from bendtrace.interject.reached import Reach, is_users, reach_of, stores_in
+from bendtrace.interject.reached import Reached, is_users, reached_by, stores_in
 from bendtrace.recording.one_op import assigned_in
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import Access, Captured, CaptureKind, Change
@@ -30,7 +30,7 @@ def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
     if plan.reaches is None:
         whats = {id(entry.what): entry.what for entry in plan.entries}.values()
         plan.reaches = [
-            reach_of(what, recording.environment.module_paths)
+            reached_by(what, recording.environment.module_paths)
             for what in whats
             if not what.self_contained or getattr(what, "handle", None) is not None
         ]
@@ -62,7 +62,7 @@ class _Run:
         ]
         self._members = _members_of(kinds)
 
-    def shared_with(self, reach: Reach) -> set[str]:
+    def shared_with(self, reach: Reached) -> set[str]:
         """Return what the run changes and an insertion might read, and the reverse."""
         models = {code for several in self._members.values() for code in several}
         codes = {code: helps or code in models for code, helps in reach.codes.items()}
@@ -125,7 +125,7 @@ class _Run:
         return found
 
     def _read_by(
-        self, reach: Reach, codes: Iterable[types.CodeType], aliases: set[str]
+        self, reach: Reached, codes: Iterable[types.CodeType], aliases: set[str]
     ) -> set[str]:
         """Return what the run changes, or changes for a while, and an insertion might read."""
         found: set[str] = set()
@@ -156,7 +156,7 @@ class _Run:
                 found.add(part.label)
         return found | (read & assigned)
 
-    def _changes_held(self, reach: Reach) -> bool:
+    def _changes_held(self, reach: Reached) -> bool:
         """Whether the run changes something that an insertion holds itself."""
         held = {*reach.held, *(id(vars(t)) for t in reach.held.values() if hasattr(t, "__dict__"))}
         return any(
@@ -167,7 +167,7 @@ class _Run:
         )
 
     @staticmethod
-    def _is_held_argument(change: Change, reach: Reach) -> bool:
+    def _is_held_argument(change: Change, reach: Reached) -> bool:
         return any(type(thing) is change.part.type for thing in reach.held.values())
 
     @functools.cached_property

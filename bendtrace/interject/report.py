@@ -166,7 +166,7 @@ class Tally:
             row.backward += 1
 
     def has_changed(self, path: str) -> bool:
-        """Record that a value was changed at a node."""
+        """Return whether a value was changed at a node."""
         row = self._rows.get(path)
         return row is not None and row.changed > 0
 

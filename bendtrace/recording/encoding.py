@@ -228,7 +228,7 @@ class Encoder:
             return Made(make_partial, *map(inside, read_partial(value)[:3]))
         if is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
             # The run's numpy computations on guarded values are as constant as the values; content
-            # of tensors and random numbers do not get here (see ESCAPES and `_finish`).
+            # of tensors and random numbers do not get here (see `ESCAPES` and `Finish`).
             owner = value
             while is_array(owner.base):
                 owner = owner.base

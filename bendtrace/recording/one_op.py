@@ -133,7 +133,7 @@ def _mutates(function: Any) -> bool:
     if isinstance(function, type) and not issubclass(function, torch.autograd.Function):
         return False
     if str(function.__module__).startswith("torch."):
-        return False  # as torch has it, nothing that it is given is changed
+        return False  # torch's own functions change no container
     entries = frozenset({"forward", "setup_context", "backward", "vjp", "jvp"})
     reach = (
         reachable_from(function, entries)

@@ -109,7 +109,7 @@ class CheckWriter:
         return source
 
     def _found_words(self) -> Reader | None:
-        """Return what reads words of all that `ask` asks for; None if not all has such."""
+        """Return a reader of the memory words for all that `ask` checks; None if some have none."""
         environment, settled = self._recording.environment, self._settled
         places = offsets()
         if places is None:
@@ -144,7 +144,7 @@ class CheckWriter:
     # What is asked each time, in the order of `check`.
 
     def _ask_for_words(self, source: Source, words: Reader) -> None:
-        """Ask for all at once that `ask` asks for one by one.
+        """Check at once everything that `ask` checks one by one.
 
         They are read before it is asked, so that a thread that writes meanwhile is noticed.
         """
@@ -158,7 +158,7 @@ class CheckWriter:
         source.line(f"    if now[{words.begin}:] == fixed: words[0] = now")
 
     def _ask_for_model(self, source: Source) -> None:
-        """Ask of what the model consists of, and of its code, what the words tell."""
+        """Check what the words show of the model's parts and code."""
         now = "map(version, chain((map(attributes, model_owners), model_dicts)))"
         self._ask_for_versions(source, "model", now)
         if empty := self._empty:
@@ -180,7 +180,7 @@ class CheckWriter:
         source.line(f"    {name}_seen[0] = now")
 
     def _ask_for_contents(self, source: Source) -> None:
-        """Ask of all parts at hand at once what no word tells."""
+        """Check at once everything at hand that no word shows."""
         settled = self._settled
         if settled.hollow:
             hosts = [part.parent.value for part in settled.hollow if part.parent is not None]
@@ -291,7 +291,7 @@ class CheckWriter:
             source.line(f"if list(map(tuple, classes_own)) != names_own: return {grown}")
 
     def _ask_for_order(self, source: Source, part: Captured) -> None:
-        """Ask for the order of what a dict has, which forward may walk."""
+        """Check the order of a dict's entries, since forward may iterate over them."""
         children = self._settled.children.get(part.index, ())
         if len(children) < 2 and not any(type(child.key) is not str for child in children):
             return
@@ -370,7 +370,7 @@ class CheckWriter:
     # What is asked in doubt.
 
     def _in_tables(self, *kinds: CaptureKind) -> list[Captured]:
-        """Return what is in the tables of parameters and buffers, of some kinds or any."""
+        """Return what is in the tables of parameters and buffers, of some kinds or of all."""
         children = self._settled.children
         inside = [part for table in self._settled.tables for part in children[table.index]]
         return [part for part in inside if not kinds or part.kind in kinds]

@@ -362,7 +362,7 @@ class SegmentWriter(RunWriter):
             source.indent -= 1
 
     def _departure(self, number: int, guard: Guard, answer: str) -> str:
-        """Return an expression for how a segment is left; of a condition it is made beforehand."""
+        """Return an expression for how a segment is left; for a condition, created in advance."""
 
         def made(value: bool) -> str:
             name = f"leave_{number}_{value}".lower()

@@ -53,7 +53,7 @@ class Mismatch:
 def explain_check(
     check: Check, program: Program, arguments: tuple[Any, ...]
 ) -> Callable[[], Mismatch]:
-    """Look at what an input guard finds now; return what says why it does not hold."""
+    """Look at what an input guard finds now; return a function that explains why it fails."""
     if check.guard is not None:
         guard = program.recording.tape.guards[check.guard]
         try:

@@ -222,7 +222,7 @@ class Holes(list[Any]):
         return True
 
     def may_enter(self, growths: Collection[Growth], taken: frozenset[_Place]) -> bool:
-        """Whether some code can go on, for which what has grown is as it was.
+        """Whether code that expects the tensors as they were can continue.
 
         Args:
             growths: what the run that the code is of makes longer.

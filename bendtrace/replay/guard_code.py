@@ -1,7 +1,7 @@
 """Guard code: writing the checks of single captured values, and that two names are one object.
 
 A run tells by identity which tensors and containers are one, and what follows from it: what is
-written to one of them shows in all. So those that were several have to be as many again.
+written to one of them shows in all. So objects that were distinct have to be distinct again.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class AliasGuards:
     def _ask_for_memory(self, source: Source, tensors: list[Captured]) -> None:
         """Ask which tensors are in the memory of which arrays, and would change with them.
 
-        Also where the run writes to none: one that goes on from it may.
+        Even if the run writes to none: a run that continues from it may.
         """
         if not tensors or not self._arrays:
             return

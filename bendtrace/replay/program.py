@@ -365,9 +365,9 @@ class Program:
                     waiting.append((side.target, stretch))
 
     def taken(self, finished: Finished) -> Stretch | None:
-        """Return where the run ends whose way a replay has gone from beginning to end.
+        """Return the end of the run that a replay followed throughout.
 
-        It is None if a replay has gone along parts that no run has put together so.
+        It is None if a replay has gone along parts that no single run combined in this way.
         """
         if self.graph is None or finished.way is None:
             return finished.stretch

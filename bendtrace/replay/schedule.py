@@ -249,7 +249,7 @@ class Schedule:
         return last
 
     def deaths(self, kept_until: int = -1) -> dict[int, list[int]]:
-        """Return which values nothing uses any more, by the moment from which on.
+        """Return, for each moment, the values that nothing uses from then on.
 
         Args:
             kept_until: the moment until which all values are kept.
@@ -317,7 +317,7 @@ class Schedule:
 
 
 def same_as_given(tape: Tape, last: int) -> dict[int, int]:
-    """Return the ops that gave back an argument or state, as guards have found up to some one.
+    """Return the ops that gave back an argument or state, by the guards up to a given one.
 
     A state knows such a tensor as what it was before the run, and by no op.
     """
@@ -340,7 +340,7 @@ def is_droppable(op: Op, analysis: Analysis) -> bool:
         return False
     if op.kind is OpKind.SCALAR:
         return op.target in _HARMLESS
-    # The text of a tensor can be made of any.
+    # Any tensor can be formatted without an error.
     only_writes = VALUES.get(op.target) == "format" and not any(op.args[1:])
     return is_read(op) or only_writes
 

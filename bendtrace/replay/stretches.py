@@ -124,7 +124,7 @@ class Stretch(Path):
         self.casts = any(op.context.autocast for op in self.recording.tape.ops)
 
     def ops_until(self, position: int) -> list[Op]:
-        """Return the ops that were carried out before a position, as those who did so know them."""
+        """Return the ops carried out before a position, as the runs that did so have them."""
         pieces: list[list[Op]] = []
         stretch: Stretch | None = self
         while stretch is not None:

@@ -207,7 +207,7 @@ def _settle(columns: Sequence[Column]) -> None:
             pushed[c] = max([wanted[c], *(pushed[o] + d for o, d in lefts[c])])
         for c in reversed(columns):
             wanted[c] = min([wanted[c], *(wanted[o] - d for o, d in rights[c])])
-        # Both keep all distances, so what lies in the middle of them does.
+        # Both keep all distances, so their average does, too.
         for c in columns:
             c.x = 0.5 * (wanted[c] + pushed[c])
     for sweep in range(6):

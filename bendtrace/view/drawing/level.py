@@ -268,7 +268,7 @@ def rank(level: Level) -> None:
     first = 1 if level.ports_in else 0
 
     def alone(vertex: Vertex) -> bool:
-        """Whether it is a box that nothing leads to or from: such stand below each other."""
+        """Whether it is a box that nothing leads to or from: such boxes are stacked."""
         is_box = vertex.shape is not None and vertex.shape.children is not None
         return is_box and not into[vertex] and not out[vertex]
 
