@@ -284,6 +284,8 @@ def test_a_call_that_does_not_come_by_says_why() -> None:
         bt.errors.NodePathError, match="there is no 'up' among these activations: 'act'"
     ):
         found["up"]
+    with pytest.raises(bt.errors.NodePathError, match=r"found by name, not by 0: write one of"):
+        found[0]  # type: ignore[index]
 
 
 def test_a_path_that_is_not_known_is_traced_with_the_values_taken() -> None:

@@ -83,6 +83,9 @@ class Activations(dict[str, Any]):
         return as_html(self)
 
     def __missing__(self, key: str) -> Any:
+        if not isinstance(key, str):
+            said = f"activations are found by name, not by {key!r}: write one of {list(self)}"
+            raise NodePathError(said, str(key), tuple(self))
         meant = self._names.get(key, [])
         if len(meant) == 1:
             return self[meant[0]]

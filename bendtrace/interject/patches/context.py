@@ -76,6 +76,20 @@ class PatchContext(ContextDecorator):
         """The handles of the active insertions."""
         return [handle for handles in self._entered for handle in handles]
 
+    def report(self) -> list[Any]:
+        """Return what each of the active insertions has done so far.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU()))
+            >>> with bended.patch({"0": bt.patches.ZeroPatch()}) as patched:
+            ...     _ = bended(torch.ones(2))
+            ...     print(*patched.report())
+            ZeroPatch at '0': called once at 1 node
+              sub_0: once, changed the value once
+        """
+        return [handle.report() for handle in self.insertions]
+
     def __enter__(self) -> Self:
         self._was_entered = True
         handles = [self._board.make(where, patch) for where, patch in self._placed]
