@@ -285,7 +285,7 @@ def test_a_call_that_does_not_come_by_says_why() -> None:
     ):
         found["up"]
     with pytest.raises(bt.errors.NodePathError, match=r"found by name, not by 0: write one of"):
-        found[0]  # type: ignore[index]
+        found[0]
 
 
 def test_a_path_that_is_not_known_is_traced_with_the_values_taken() -> None:
