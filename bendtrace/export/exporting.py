@@ -74,8 +74,9 @@ class Exported:
     compared: int
     notes: tuple[str, ...]
     source: str = field(repr=False)
-    _form: Callable[[tuple[Any, ...], dict[str, Any]], TreeSpec] = field(repr=False)
-    _forms: tuple[TreeSpec, ...] = field(repr=False)
+    # Gives the structure of arguments, and those that it was exported from.
+    _form: Callable[[tuple[Any, ...], dict[str, Any]], TreeSpec] = field(repr=False, init=False)
+    _forms: tuple[TreeSpec, ...] = field(default=(), repr=False, init=False)
     _module: Any = field(default=None, repr=False, init=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,11 +192,9 @@ def _export(
         raise ExportError(f"inputs never took some sides:\n{listed}")
     tell("trace")
     program = _traced(written, signature, args, kwargs)
-    form = functools.partial(_form, signature)
-    made = Exported(
-        program, written.unseen, len(calls), written.told, written.text,
-        form, tuple({repr(found): found for found in itertools.starmap(form, calls)}.values()),
-    )  # fmt: skip
+    made = Exported(program, written.unseen, len(calls), written.told, written.text)
+    made._form = form = functools.partial(_form, signature)
+    made._forms = tuple({repr(one): one for one in itertools.starmap(form, calls)}.values())
     compare(made, calls, recordings, tell=tell)
     if to is None:
         return made

@@ -38,7 +38,9 @@ def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
     if not plan.reaches:
         return frozenset()
     run = _Run(recording)
-    return frozenset(label for reach in plan.reaches for label in run.shared_with(reach))
+    found = {label for reach in plan.reaches for label in run.shared_with(reach)}
+    paths = {label.rpartition(".")[2] for label in found if "." in label}
+    return frozenset(found - paths)  # a name alone says less than the path that ends in it
 
 
 class _Run:

@@ -146,9 +146,10 @@ def _asks_for_torch_function(arguments: Any) -> bool:
         return _has_torch_function(arguments)
     if watcher.wants_inside():  # as a hook would, which these modules ask for as well
         return True
-    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    if any(type(mode) is not type(watcher) for mode in modes):
-        return True
+    if torch._C._is_torch_function_mode_enabled():
+        modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+        if any(type(mode) is not type(watcher) for mode in modes):
+            return True
     with torch._C.DisableTorchFunction():
         return any(
             type(argument).__torch_function__ is not torch._C._disabled_torch_function_impl
