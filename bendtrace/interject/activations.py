@@ -82,7 +82,7 @@ class Activations(dict[str, Any]):
     def _repr_html_(self) -> str:
         return as_html(self)
 
-    def __missing__(self, key: str) -> Any:
+    def __missing__(self, key: Any) -> Any:
         if not isinstance(key, str):
             said = f"activations are found by name, not by {key!r}: write one of {list(self)}"
             raise NodePathError(said, str(key), tuple(self))
