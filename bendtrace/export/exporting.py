@@ -406,8 +406,8 @@ def _traced(
 def _fixed(values: dict[str, Any]) -> list[str]:
     """Return conditions on inputs that torch.export does not make.
 
-    It compares numbers by `==`, and lets anything take the place of None, None that of a tensor
-    that is not used, and tensors have other numbers of dimensions (torch 2.13).
+    It compares numbers by `==`, and accepts anything for None, None for a tensor that is not used,
+    and tensors with other numbers of dimensions (torch 2.13).
     """
     found = []
     for path, leaf in tree_leaves_with_path(values):

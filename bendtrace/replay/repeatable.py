@@ -169,7 +169,7 @@ def makes_anew(function: Any) -> bool:
 _SET_DATA = getattr(torch.Tensor.data, "__set__")  # noqa: B009 - a slot of the descriptor
 # Whose results are views although their schemas do not say so.
 _UNSAFE = frozenset({"unsafe_split", "unsafe_split_with_sizes", "_unsafe_view", "lift"})
-# How a function that draws is told not to: the position of the argument, its name, and its default.
+# The argument that switches drawing off: its position, its name, and its default.
 _SWITCHES: dict[str, tuple[int, str, Any]] = {
     "dropout": (2, "training", True),
     "scaled_dot_product_attention": (4, "dropout_p", 0.0),

@@ -33,7 +33,8 @@ _CLOCKS = tuple(
     for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
     for unit in ("", "_ns")
 )
-# What torch.cuda tells of memory and load, which other programs change as well.
+# What torch.cuda tells of memory and load, which other programs change as well; and its seeds from
+# the system.
 MEASURES = frozenset(
     {
         "clock_rate", "device_memory_used", "host_memory_stats", "host_memory_stats_as_nested_dict",

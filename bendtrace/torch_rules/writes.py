@@ -192,7 +192,7 @@ def _uncounted_by(op: Op) -> Set[int]:
 
     Seen in torch 2.13 to 2.15; tests/test_validate.py would notice a change.
     """
-    name = getattr(op.target, "__name__", "").partition(".")[0]  # of an overload
+    name = known_as(op.target)
     if name in _RECEIVING:
         return _received_by(op, _RECEIVING[name])
     if name in _OF_SEVERAL:

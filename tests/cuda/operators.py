@@ -1,4 +1,4 @@
-"""The operators of torch's own tests, on the device: bit for bit what they give by themselves."""
+"""The operators of torch's own tests, on the device: compared bit for bit with eager."""
 
 from __future__ import annotations
 

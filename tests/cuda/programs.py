@@ -462,31 +462,27 @@ def _unlike(pairs: Sequence[tuple[Any, Any]]) -> str:
     )
 
 
-@_special
-def _a_model_that_is_moved_between_calls() -> str:
+def _cast_between_calls(*casts: Any) -> str:
+    """Call a model after each of some casts, twice, and its twin as well."""
     model, twin = _gated(), _gated()
     bended = bt.BendedModule(model)
     pairs = []
-    for device in ("cuda", "cuda", "cpu", "cpu", "cuda"):
-        x = _x(0, 16, 8).to(device)
-        model.to(device)
-        twin.to(device)
-        pairs.append((bended(x), twin(x)))
+    for cast in casts:
+        model.to(cast)
+        twin.to(cast)
+        pairs += [(bended(x), twin(x)) for x in [_x(0, 16, 8).to(cast)] * 2]
     return _unlike(pairs)
+
+
+@_special
+def _a_model_that_is_moved_between_calls() -> str:
+    return _cast_between_calls("cuda", "cpu", "cuda")
 
 
 @_special
 def _a_model_that_changes_its_precision_between_calls() -> str:
-    model, twin = _gated(), _gated()
-    bended = bt.BendedModule(model)
-    pairs = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float16, torch.float64):
-        for _ in range(2):
-            x = _x(0, 16, 8, dtype=dtype)
-            model.to(dtype)
-            twin.to(dtype)
-            pairs.append((bended(x), twin(x)))
-    return _unlike(pairs)
+    half, brain = torch.float16, torch.bfloat16
+    return _cast_between_calls(torch.float32, half, brain, half, torch.float64)
 
 
 @_special
