@@ -316,7 +316,8 @@ CELLS = [
 
 def table() -> dict[str, list[str]]:
     """Return the cells of the README's table, by row."""
-    text = (ROOT / "README.md").read_text("utf-8").split("## Beside others")[1].split("\n## ")[0]
+    readme = (ROOT / "README.md").read_text("utf-8")
+    text = readme.split("## Compared with other tools")[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
     return {first: rest for first, *rest in cells if not set(first) == {"-"}}

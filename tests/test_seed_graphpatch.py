@@ -280,9 +280,21 @@ def test_a_nested_part_is_reached_by_its_path() -> None:
 
 
 def test_what_is_no_leaf_cannot_be_patched(tuple_pg: PatchableGraph) -> None:
-    for path in ("output", tuple_pg.graph.output, "linear", tuple_pg.graph.linear, "liner.output"):
+    for path in ("output", tuple_pg.graph.output, "liner.output"):
         with pytest.raises(NodePathError), tuple_pg.patch({path: [ZeroPatch()]}):
             raise AssertionError("it was entered")
+
+
+def test_a_module_is_patched_at_its_output(tuple_pg: PatchableGraph) -> None:
+    """graphpatch refuses modules, which are no leaves; everything here takes their names."""
+    x = torch.randn(3, 2)
+    with tuple_pg.patch({"linear.output": [AddPatch(value=1)]}):
+        wanted = tuple_pg(x)
+    for path in ("linear", tuple_pg.graph.linear):
+        with tuple_pg.patch({path: [AddPatch(value=1)]}):
+            given = tuple_pg(x)
+        assert torch.equal(given[0], wanted[0])
+        assert not torch.equal(given[0], tuple_pg(x)[0])
 
 
 def test_each_use_of_a_weight_can_be_patched(tuple_pg: PatchableGraph) -> None:

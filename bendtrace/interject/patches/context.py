@@ -179,8 +179,8 @@ def _check_value(board: InsertionRegistry, known: Knowledge, where: Where) -> No
     for root, node, chosen in places:
         said = describe_where(where).strip("'")
         output = node.children.get("output")
-        if node.kind == "graph" and output is not None and text in modules_in(known.model):
-            node, said = output, f"{said}.output"  # the name of a module stands for its output
+        if node.kind == "graph" and output is not None and node is not root:
+            node, said = output, f"{said}.output"  # a module stands for its output
         require_leaf(root, (node, chosen), said)
     board.make(where, Patch())
     has_run = any(True for _ in known.trees())
