@@ -479,6 +479,7 @@ def fit(evaluation: AnalyserEvaluation | None, folder: Path, wrapped: bool = Fal
     ]  # fmt: skip
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["over a loader", "alongside", "alongside, wrapped", "a part"])
 def test_training_in_lightning_goes_on_bit_by_bit(kind: str, tmp_path: Path) -> None:

@@ -232,6 +232,7 @@ def test_sizes_that_depend_on_values_stay_outside() -> None:
     assert hits(bended) > 100
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("sign", some([1, -1], 2))
 def test_a_tensor_that_is_given_twice(sign: int) -> None:
     """A graph that was made for one tensor, given twice, is not right for two."""

@@ -91,6 +91,7 @@ def together(*jobs: Callable[[], Any]) -> list[Any]:
 # Threads
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("_often")
 @pytest.mark.parametrize("shared", [False, True], ids=["different modules", "the same module"])
 def test_two_threads_trace_and_call_at_once(shared: bool) -> None:
@@ -529,6 +530,7 @@ def _interrupted_everywhere(
         gc.enable()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "first", [INPUTS[:1], [*INPUTS[:1], INPUTS[1]], [INPUTS[0]] * 2],
     ids=["trace", "resume", "replay"],

@@ -86,6 +86,7 @@ def takes_other_kernels(name: str, kind: str) -> bool:
     return False
 
 
+@pytest.mark.more
 def test_models_that_take_other_kernels_when_they_are_looked_into_are_found() -> None:
     names = [name for name in (case.name for case in CASES) if "tten" in name or "trans" in name]
     found = {

@@ -86,6 +86,7 @@ def on(point: tuple[float, float], wire: Wire) -> bool:
     return False
 
 
+@pytest.mark.more
 @given(drawings())
 @settings(max_examples=150, deadline=None)
 def test_boxes_lie_in_their_boxes_and_do_not_overlap(drawing: tuple[Shape, list[Net]]) -> None:

@@ -127,6 +127,7 @@ def test_sides_that_calls_have_taken_are_not_searched_for() -> None:
     assert found.not_found == []
 
 
+@pytest.mark.more
 def test_a_search_with_the_same_seed_and_tries_finds_the_same() -> None:
     first, second = (explore("tokens", seconds=None, tries=25, seed=5)[2] for _ in range(2))
     assert first.runs == second.runs == 25
@@ -260,6 +261,7 @@ def test_masks_numbers_and_values_within_containers_are_searched() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.more
 def test_what_has_no_domain_stays_as_it_is_and_finds_lie_in_the_domain() -> None:
     def model(x: Tensor, y: Tensor) -> Tensor:
         if x.sum() > y.sum():
@@ -308,6 +310,7 @@ class Gate(nn.Module):
         return x
 
 
+@pytest.mark.more
 def test_each_module_that_asks_has_sides_of_its_own() -> None:
     model = nn.Sequential(Gate(15.0), Gate(9.0), Gate(1e3))
     found = bt.BendedModule(model).explore(

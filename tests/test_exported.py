@@ -433,6 +433,7 @@ def run_elsewhere(path: Path, load: str, off: float) -> None:
 INPUTS = [torch.tensor(v) for v in ([9.0, 1, 1], [-9.0, 1, 1], [0.1, 0, 0])]
 
 
+@pytest.mark.more
 def test_a_saved_program_runs_where_the_model_is_not(tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     made = exported(halved, *INPUTS, to=path)
@@ -447,6 +448,7 @@ def test_a_compiled_package_runs_where_the_model_is_not(tmp_path: Path) -> None:
     run_elsewhere(path, "torch._inductor.aoti_load_package({!r})", 1e-5)
 
 
+@pytest.mark.more
 def test_an_onnx_file_is_run_by_onnxruntime(tmp_path: Path) -> None:
     for extra in ("onnx", "onnxruntime", "onnxscript"):
         pytest.importorskip(extra)

@@ -53,6 +53,7 @@ def bring_to_the_floor(bended: bt.BendedModule) -> None:
     assert bended.why_live[-1].startswith("the paths of the model do not repeat")
 
 
+@pytest.mark.more
 def test_a_stream_without_repetition_is_not_traced_for_ever() -> None:
     model, same = pair()
     bended = bt.BendedModule(model, max_traces=None)
@@ -67,6 +68,7 @@ def test_a_stream_without_repetition_is_not_traced_for_ever() -> None:
     assert "known ones are tried again after" in reason
 
 
+@pytest.mark.more
 def test_paths_are_followed_again_once_they_repeat() -> None:
     model, same = pair()
     bended = bt.BendedModule(model, max_traces=None)

@@ -47,6 +47,7 @@ def own() -> dict[str, Any]:
     return dict(json.loads(json.dumps(dumps)))
 
 
+@pytest.mark.more
 def test_each_python_says_the_same_of_the_corpus(tmp_path: Path) -> None:
     if not others():
         pytest.skip("no other Python here has torch: name some in BENDTRACE_PYTHONS")

@@ -200,6 +200,7 @@ DRAWINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.more
 def test_a_sampler_draws_what_eager_draws() -> None:
     with torch.no_grad():
         bended = assert_promise(lambda: Sampler().eval(), DRAWINGS)

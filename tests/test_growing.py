@@ -90,6 +90,7 @@ def questions(x: Tensor, index: int) -> Any:
     return x * 2 if x.sum() > 0 else None
 
 
+@pytest.mark.more
 def test_a_cache_is_there_once() -> None:
     for ask in (lambda x, index: None, questions):
         model = Attends(ask)

@@ -827,6 +827,7 @@ def test_a_model_is_as_it_was(log: Log) -> None:
     assert log.events == []
 
 
+@pytest.mark.more
 def test_activations_are_freed_as_without_hooks(manager: bt.HookManager) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Identity(), nn.Flatten(0))
     count: list[int] = []
@@ -921,6 +922,7 @@ def test_copies_of_a_module_have_its_hooks_and_pickles_are_refused(
     assert pickle.loads(pickle.dumps(linear)).in_features == 2
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore")  # of torch._dynamo, about what it does not compile
 def test_under_torch_compile_hooks_are_called(manager: bt.HookManager, log: Log) -> None:
     torch._dynamo.reset()

@@ -122,6 +122,7 @@ PROGRAMS: dict[str, list[Step]] = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("inserted", [True, False], ids=["inserted", "native"])

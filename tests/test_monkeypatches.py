@@ -192,6 +192,7 @@ def test_what_was_exchanged_before_the_import_is_recorded_as_what_it_is() -> Non
     assert done.stdout == "the same\n", done.stderr
 
 
+@pytest.mark.more
 def test_a_stand_in_that_is_put_there_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     original = functional.layer_norm
 

@@ -163,6 +163,7 @@ def test_the_source_of_a_program_can_be_read() -> None:
         assert [step.text for step in trace.flow_steps] == ["x.sum() > 100"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("examples", some([15, 500], chosen=[15]))
 def test_random_programs_in_a_world_that_changes_do_what_eager_does(examples: int) -> None:
     seen: collections.Counter[str] = collections.Counter()

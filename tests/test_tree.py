@@ -567,6 +567,7 @@ def test_the_limit_is_a_positive_number(limit: Any) -> None:
         bt.BendedModule(halve, max_traces=limit)
 
 
+@pytest.mark.more
 def test_without_a_limit_all_paths_are_kept() -> None:
     def listed(x: torch.Tensor) -> list[torch.Tensor]:
         parts = []
@@ -593,6 +594,7 @@ def test_a_copy_starts_without_paths_but_with_the_limit(copied: Callable[[Any], 
         other(torch.ones(1, 1, 1, 5, 4))
 
 
+@pytest.mark.more
 def test_threads_that_take_and_forget_paths_at_once_get_what_eager_gives() -> None:
     wrong: list[Any] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -48,7 +49,7 @@ def test_no_file_has_a_name_that_was_given_up() -> None:
 
 @pytest.mark.parametrize("word", sorted(RETIRED))
 def test_no_code_uses_a_word_that_was_given_up(word: str) -> None:
-    users = [path for path, names in NAMES.items() if word in names]
+    users = [path for path, names in names_by_file().items() if word in names]
     assert [path for path in users if not allowed(path, word)] == []
 
 
@@ -56,7 +57,9 @@ def allowed(path: str, word: str) -> bool:
     return word in ELSEWHERE and path.startswith(ELSEWHERE[word])
 
 
-NAMES = {
-    path.relative_to(PACKAGE).as_posix(): set(named_in(ast.parse(path.read_text("utf-8"))))
-    for path in PACKAGE.rglob("*.py")
-}
+@functools.cache
+def names_by_file() -> dict[str, set[str]]:
+    return {
+        path.relative_to(PACKAGE).as_posix(): set(named_in(ast.parse(path.read_text("utf-8"))))
+        for path in PACKAGE.rglob("*.py")
+    }

@@ -178,7 +178,8 @@ def is_repeatable(case: Case, wanted: list[Step], *, times: int = 3) -> bool:
         wanted: what eager gave.
         times: how often to run it again.
     """
-    for _ in range(times):
+    for number in range(times):
+        _litter(number + 1.5)
         again = truth(case)
         if isinstance(again, Exception) or not all(
             agree(one.value, other.value, exact=True)
@@ -186,6 +187,13 @@ def is_repeatable(case: Case, wanted: list[Step], *, times: int = 3) -> bool:
         ):
             return False
     return True
+
+
+def _litter(value: float) -> None:
+    """Leave a number in much of the memory that tensors are given next."""
+    sizes = [*range(1, 257), *(2**power for power in range(9, 17))]
+    held = [torch.full((size,), value) for size in sizes for _ in range(8)]
+    held.clear()
 
 
 def _take(result: Result, given: Step, wanted: Step, number: int, exact: bool, way: Way) -> None:

@@ -7,6 +7,7 @@ import copy
 import importlib
 import re
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -333,6 +334,9 @@ def _example(name: str, _: Any) -> Case:
 # ParityBench, from a checkout beside the project
 
 
+_LONGEST = 0.5  # seconds that a call of a module may take in eager: some are very large
+
+
 def _parity_names(option: Any) -> list[str]:
     files = sorted(Path(option, "generated").glob("test_*.py"))
     return [file.stem for file in files]
@@ -345,16 +349,28 @@ def _parity(name: str, option: Any) -> Case:
         if place not in sys.path:
             sys.path.insert(0, place)
 
+    large: list[bool] = []  # whether each of its modules is left out; eager comes first
+
     def drive(wrap: Wrap) -> Iterator[Step]:
         sys.modules.pop(f"generated.{name}", None)  # what it holds may have been changed
         module = _imported(f"generated.{name}")
-        for cls, init, forward, *_ in module.TESTCASES:
+        for number, (cls, init, forward, *_) in enumerate(module.TESTCASES):
+            if number < len(large) and large[number]:
+                continue
             args, kwargs = init()
             model = seeded(cls, *args, **kwargs).eval()
             call = wrap(model)
             for kind in ("traced", "inputs", "change"):
                 model.train(kind == "change")
-                yield Step(kind, _called(call, seeded(forward)))  # type: ignore[arg-type]
+                begin = time.monotonic()
+                step = Step(kind, _called(call, seeded(forward)))  # type: ignore[arg-type]
+                if number == len(large):
+                    large.append(time.monotonic() - begin > _LONGEST)
+                    if large[number]:
+                        break
+                yield step
+        if large and all(large):
+            raise ValueError(f"all its modules take more than {_LONGEST} s a call")
 
     return Case("ParityBench", name, drive)
 
@@ -401,7 +417,8 @@ SUITES = (
     Suite("timm", "The models of timm, with random weights, but for the largest.",
           _timm_names, _timm, 1, 240.0, "timm"),
     Suite("ParityBench", "Modules of GitHub, as ParityBench's generated files hold them; each file "
-          "is a case. Run from a checkout beside the project.", _parity_names, _parity, 4, 600.0),
+          "is a case. Run from a checkout beside the project. Modules that take more than half a "
+          "second a call in eager are left out.", _parity_names, _parity, 4, 600.0),
 )  # fmt: skip
 
 

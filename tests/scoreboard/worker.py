@@ -10,10 +10,13 @@ import dataclasses
 import json
 import os
 import random
+import resource
 import sys
 from typing import Any
 
 __all__ = ["main"]
+
+_MEMORY = 10 << 30  # bytes that the cases may have at once
 
 
 def main() -> None:
@@ -22,6 +25,8 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
         os.dup2(nowhere, number)
+    # A program that wants more gets an error, before the machine ends what it pleases.
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
     import torch
 
     torch.set_num_threads(1)
