@@ -49,7 +49,7 @@ class ModuleProxy(nn.Module):
             del self.__dict__["training"]
         else:
             object.__setattr__(self, "training", owner.training)
-        if not isinstance(model, nn.Module):
+        if not issubclass(type(model), nn.Module):  # a wrapper may say that it is one
             return
         overridden = self._overridden(type(model))
         overridden |= {name for name in shared if hasattr(type(model), name)}

@@ -567,3 +567,61 @@ def test_make_fx_and_linearize_see_what_is_inserted() -> None:
             tangent = torch.func.linearize(bended, x)[1](x)
             assert torch.equal(tangent, torch.func.linearize(lambda x: model(x) * 2, x)[1](x))
             bended(x)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop, self.scale = nn.Linear(3, 3), nn.Dropout(0.5), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.linear(x)) * self.scale
+        return y + 1 if y.sum() > 0 else y
+
+
+class Wrapper:
+    """What wraps a model and says that it is one, as some training libraries do."""
+
+    factor = 1
+
+    def __init__(self, model: nn.Module) -> None:
+        self.__dict__["model"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.model, name, value)
+
+    @property
+    def __class__(self) -> Any:
+        return self.model.__class__
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.model(x) * self.factor
+
+
+def test_a_wrapper_that_says_it_is_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Wrapper(Inner())
+    bended = bt.BendedModule(model)
+    assert isinstance(model, nn.Module)
+    assert list(bended.state_dict()) == ["linear.weight", "linear.bias"]
+
+    def scaled() -> None:
+        model.scale = 3.0
+
+    changes: list[Callable[[], object]] = [
+        lambda: None, scaled, model.eval, lambda: bended.train(), lambda: model.linear.zero_grad(),
+        lambda: setattr(model.model, "linear", nn.Linear(3, 3)),
+        lambda: monkeypatch.setattr(Wrapper, "factor", 2),
+    ]  # fmt: skip
+    for change in changes:
+        change()
+        for x in (torch.ones(2, 3), -torch.ones(2, 3), torch.ones(2, 3)):
+            torch.manual_seed(0)
+            wanted, state = model(x), torch.get_rng_state()
+            torch.manual_seed(0)
+            assert torch.equal(bended(x), wanted)
+            assert torch.equal(torch.get_rng_state(), state)
+    assert bended.stats.replays > 0
+    assert bended.stats.live == 0
