@@ -57,7 +57,7 @@ class ModuleProxy(nn.Module):
             object.__setattr__(self, name, self._method(getattr(model, name)))
         object.__setattr__(self, "_untraced", self._untraced | overridden)
 
-    def _overridden(self, cls: type[nn.Module]) -> frozenset[str]:
+    def _overridden(self, cls: type[Any]) -> frozenset[str]:
         """The methods of nn.Module that a model has its own of, besides those dealt with here."""
         return frozenset(
             name

@@ -72,6 +72,7 @@ class World:
         found.add_empty(self.ordered)
         found.add_class(self.thing, Thing)
         found.add_attributes(self.thing, vars(self.thing))
+        found.add_attributes(self.function, vars(self.function))
         found.add_content(self.cell, self.cell.cell_contents)
         found.add_bases(self.derived, self.derived.__mro__)
         found.add_written(self.function)
@@ -88,6 +89,7 @@ CHANGES: dict[str, Callable[[World], object]] = {
     "an entry in an empty ordered dict": lambda w: w.ordered.__setitem__("a", 1),
     "another class": lambda w: setattr(w.thing, "__class__", Other),
     "other attributes": lambda w: setattr(w.thing, "__dict__", {}),
+    "other attributes of a function": lambda w: setattr(w.function, "__dict__", {}),
     "another content of a cell": lambda w: setattr(w.cell, "cell_contents", "other"),
     "no content of a cell": lambda w: delattr(w.cell, "cell_contents"),
     "another base": lambda w: setattr(w.derived, "__bases__", (Derived,)),
@@ -151,7 +153,7 @@ def test_what_has_no_such_words_is_refused():
         lambda: found.add_version(collections.OrderedDict()),
         lambda: found.add_version(types.MappingProxyType(Mapping())),
         lambda: found.add_empty(Mapping()),
-        lambda: found.add_attributes(function, vars(function)),
+        lambda: found.add_attributes(Other, vars(Other)),  # type: ignore[arg-type]
         lambda: found.add_attributes(Slotted(), {}),
         lambda: found.add_written(len),  # type: ignore[arg-type]
         lambda: found.add_content("no cell", 1),  # type: ignore[arg-type]
@@ -219,6 +221,74 @@ def test_a_model_is_checked_alike_with_words_and_without(monkeypatch, reads):
         change()
     for _ in range(3):
         assert bits(bended(x)) == bits(model(x))
+
+
+class Doubled(nn.Parameter):
+    """Counts double where the model asks for the class."""
+
+
+class Picky(nn.Module):
+    """Goes by the rank of a parameter, and by that of what it computes from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        y = y.sin() if y.dim() == 1 else y.cos()
+        return y.sum() * self.scale if self.scale.dim() == 1 else y.sum() + self.scale
+
+
+@pytest.mark.parametrize("reads", [False, pytest.param(True, marks=readable)])
+def test_classes_and_ranks_may_change_while_the_tables_do_not(monkeypatch, reads):
+    if not reads:
+        monkeypatch.setattr("bendtrace.replay.check.offsets", lambda: None)
+    model, x = Picky(), torch.randn(4, 3)
+    bended = bt.BendedModule(model)
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: None,
+        lambda: setattr(model.weight, "data", torch.full((3,), 2.0)),
+        lambda: setattr(model.weight, "data", torch.full((3, 3), 2.0)),
+        lambda: setattr(model.weight, "__class__", Doubled),
+        lambda: setattr(model.scale, "data", torch.ones(1, 3)),
+        lambda: setattr(model.scale, "data", torch.full((3,), 2.0)),
+    )
+    for change in changes:
+        change()
+        for _ in range(3):
+            assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.traces == 4  # the first, and one for each new rank or class
+    assert bended.stats.live == 0
+
+
+@readable
+def test_what_was_replaced_in_a_table_is_let_go_when_any_program_is_checked():
+    tables = [{"a": torch.ones(3), "b": None}, {"c": nn.Parameter(torch.ones(2, 2))}]
+    kinds, words = [Tensor, type(None), nn.Parameter], [[b"now"], [b"now"]]
+    one, other = (memory_words.Entries(tables, kinds, {0: 1, 2: 2}, cell) for cell in words)
+    assert not one.are_same()  # nothing is read yet
+    one.read(), other.read()
+    assert one.are_same()
+    assert other.are_same()
+    one.read()  # the same again: nobody has to read anew
+    assert words == [[b"now"], [b"now"]]
+    old = weakref.ref(tables[0]["a"])
+    tables[0]["a"] = torch.zeros(4)
+    one.read()
+    assert words == [[b"now"], [None]]
+    assert old() is None
+    assert one.are_same()
+    assert not other.are_same()
+    other.read()
+    assert other.are_same()
+    tables[1]["c"].data = torch.ones(2)
+    assert not one.are_same()
+    tables[1]["c"].data = torch.ones(2, 2)
+    assert one.are_same()
+    tables[1]["c"].__class__ = Doubled
+    assert not one.are_same()
 
 
 @readable

@@ -7,13 +7,15 @@ import operator
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
+
 from bendtrace.environment.provenance import is_installed
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, tested_by
 from bendtrace.replay.guard_classes import GuardClasses, may_change_class
 from bendtrace.replay.guard_code import AliasGuards, Check, GuardCode
 from bendtrace.replay.source import Source, define, fails, needed_for, test_of
-from bendtrace.source.memory_words import Reader, Unreadable, Words, offsets
+from bendtrace.source.memory_words import Entries, Reader, Unreadable, Words, offsets
 from bendtrace.source.versions import version_of
 from bendtrace.tape.captured import Access, Captured, CaptureKind, identical, same_keys
 from bendtrace.tape.structure import entries_of, kept_in
@@ -155,6 +157,13 @@ class CheckWriter:
         source.line("if now != words[0]:")
         source.line("    number = ask(A)")
         source.line("    if number is not None: return number")
+        if self._settled.tables:
+            parts, ranked = self._in_tables(), self._analysis.ranked_state
+            ranks = {n: part.size.rank for n, part in enumerate(parts) if part in ranked}
+            tables = [table.value for table in self._settled.tables]
+            kinds = [part.type for part in parts]
+            source.names["entries"] = Entries(tables, kinds, ranks, source.names["words"])
+            source.line("    entries.read()")
         source.line(f"    if now[{words.begin}:] == fixed: words[0] = now")
 
     def _ask_for_model(self, source: Source) -> None:
@@ -196,14 +205,23 @@ class CheckWriter:
             self._ask_for_order(source, part)
         self._ask_for_missing(source)
         self._ask_for_simple(source, "in_spaces", settled.simple)
-        tables = settled.tables
-        if tables:
+        if settled.tables and self._words is not None:
+            self._ask_in_doubt(source, "not entries.are_same()", "look()")
+        elif settled.tables:
+            parts = self._in_tables()
             source.names.update(
-                tables=[dict.values(table.value) for table in tables],
-                kinds=[part.type for part in self._in_tables()],
-            )  # fmt: skip
-            types_now = "list(map(type, chain(tables)))"
-            self._ask_in_doubt(source, f"{types_now} != kinds", "look()")
+                tables=[dict.values(table.value) for table in settled.tables],
+                kinds=[part.type for part in parts],
+            )
+            self._ask_in_doubt(source, "list(map(type, chain(tables))) != kinds", "look()")
+            if ranked := [part for part in parts if part in self._analysis.ranked_state]:
+                source.names.update(
+                    dim=Tensor.dim, ranks=[part.size.rank for part in ranked],
+                    ranked=[part.key for part in ranked],
+                    ranked_in=[part.parent.value for part in ranked if part.parent is not None],
+                )  # fmt: skip
+                now = "list(map(dim, map(getitem, ranked_in, ranked)))"
+                self._ask_in_doubt(source, f"{now} != ranks", "look()")
 
     def _ask_for_missing(self, source: Source) -> None:
         """Ask whether names that were in no namespace are there now."""

@@ -43,7 +43,7 @@ class GuardClasses:
             with what they hold that cannot change without another version.
         of_spaces: the same for namespaces of Python modules, to which all code may write.
         hollow: empty containers in such dicts.
-        tables: tables of parameters or buffers, which are asked for the types in them alone.
+        tables: tables of parameters or buffers, of which only classes and ranks are asked.
         simple: what else is usually the very object that it was, which the interpreter finds out
             without bytecode.
         in_classes: the same in namespaces of classes.
@@ -122,7 +122,7 @@ class GuardClasses:
         held = self.children.get(table.index, ())
         if len(held) != table.size:
             return False
-        asked = self._analysis.typed_state | self._analysis.ranked_state | self._marked
+        asked = self._analysis.typed_state | self._marked
         tensors = {part for part in held if part.kind is CaptureKind.TENSOR}
         nothing = all(part.value is None for part in held if part not in tensors)
         free = tensors.isdisjoint(asked) and self._ignored.isdisjoint(held)

@@ -17,14 +17,19 @@ import collections
 import ctypes
 import functools
 import gc
+import itertools
+import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
 
 from bendtrace.source.versions import TELLS_CHANGES, tells_changes, version_of
 
-__all__ = ["Offsets", "Reader", "Unreadable", "Words", "offsets", "reader_of_versions"]
+__all__ = ["Entries", "Offsets", "Reader", "Unreadable", "Words", "offsets", "reader_of_versions"]
 
 _WORD = 8
 _HEADER = object.__basicsize__
@@ -119,12 +124,12 @@ class Words:
 
     def add_attributes(self, thing: Any, table: dict[str, Any]) -> None:
         """Add that an object has its attributes in a dict."""
-        before = self._offsets.attributes < 0
-        if before and not type(thing).__flags__ & _HAS_DICT_BEFORE:
+        offset = self._offsets.attributes
+        if offset < 0 and not type(thing).__flags__ & _HAS_DICT_BEFORE:
+            offset = type(thing).__dictoffset__  # of functions and the like
+        if offset == 0 or _word(id(thing) + offset) != id(vars(thing)):
             raise Unreadable
-        if _word(id(thing) + self._offsets.attributes) != id(vars(thing)):
-            raise Unreadable
-        self._point(thing, self._offsets.attributes, table)
+        self._point(thing, offset, table)
 
     def add_bases(self, cls: type, bases: tuple[type, ...]) -> None:
         """Add that a class inherits from some, itself included."""
@@ -177,6 +182,63 @@ class Words:
         fixed = numpy.array([*self._fixed.values()], numpy.uint64).tobytes()
         begin = _WORD * len(self._changing)
         return Reader(words.take, places, fixed, begin, tuple(self._kept))
+
+
+class Entries:
+    """The classes and ranks of what tables hold, which may change while the tables do not.
+
+    What the tables hold is held here as well, for only such objects are read. Tensors that were
+    replaced in a table are let go when any program is checked next.
+
+    Args:
+        tables: tables of parameters and buffers.
+        kinds: the class that each entry has to be of.
+        ranks: how many dimensions some entries have to have, by their numbers.
+        words: a list of one item, set to None when `read` has to be called again.
+    """
+
+    _all: ClassVar[weakref.WeakSet[Entries]] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        tables: Iterable[dict[str, Any]],
+        kinds: list[type],
+        ranks: dict[int, int],
+        words: list[bytes | None],
+    ) -> None:
+        self._values = [table.values() for table in tables]
+        self._kinds, self._words = kinds, words
+        self._ranked, self._ranks = [*ranks], [*ranks.values()]
+        self._held: list[Any] = []
+        self._reading: tuple[Reader, list[Tensor]] | None = None
+        self._all.add(self)
+
+    def read(self) -> None:
+        """Read what the tables hold now."""
+        held = list(itertools.chain.from_iterable(self._values))
+        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+            return
+        if self._held:
+            for other in self._all - {self}:
+                other._forget()
+        self._held, self._reading = held, None
+        places = offsets()
+        if places is None or len(held) != len(self._kinds):
+            return
+        words = Words(places)
+        for entry, kind in zip(held, self._kinds, strict=True):
+            words.add_class(entry, kind)
+        self._reading = words.reader(), [held[number] for number in self._ranked]
+
+    def _forget(self) -> None:
+        self._held, self._reading, self._words[0] = [], None, None
+
+    def are_same(self) -> bool:
+        """Whether all entries have the classes and ranks that they have to have."""
+        if self._reading is None:
+            return False
+        (take, places, fixed, _, _), ranked = self._reading
+        return take(places).tobytes() == fixed and [*map(Tensor.dim, ranked)] == self._ranks
 
 
 def reader_of_versions(tables: Iterable[Mapping[Any, Any]]) -> Reader | None:
