@@ -55,7 +55,7 @@ class Dispatcher:
         latest_run: what the latest call has repeated, or made.
         floor: which calls run the model itself because its paths do not repeat; whoever has
             nothing inserted asks it before `call`.
-        passing: what the latest run could not be repeated for, if the next one may.
+        passing: why some runs could not be repeated, although later ones may.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Dispatcher:
         self._trees = trees
         self._called = called
         self._passing = 0  # runs that filled a cache
-        self.passing: tuple[str, ...] = ()
+        self.passing: dict[str, None] = {}
         self._auditor = auditor
         self.floor = Floor()
 
@@ -208,22 +208,28 @@ class Dispatcher:
         evolving = call.tree.outdated(call.names, call.arguments)
         _, mismatch = self._serving(call.tree, call.names, call.arguments, _NEAR)
         recording = self._traced(call)
-        if recording.is_transient and self._passing < _PASSING:
-            self._passing += 1
+        if self._passes(recording):
             self.stats.live += 1
-            self.passing = tuple(recording.tape.blockers)
             output, recording.result = recording.result, None
             self.latest = Trace(
                 recording, global_state, self._signature, self._model, registry=self._known.registry
             )
             return output
-        self.passing = ()
         program = call.tree.add(call.names, recording, global_state, evolving)
         self.stats.retraces += self.stats.traces > 0
         self.stats.traces += 1
         self.stats.live += program.live_only
         self._mismatch = mismatch
         return self._kept(recording, program)
+
+    def _passes(self, recording: Recording) -> bool:
+        """Whether a run could not be repeated, although later ones may; note why."""
+        if not recording.is_transient or self._passing >= _PASSING:
+            return False
+        self._passing += 1
+        reasons = recording.tape.blockers or ["the run fills a cache that later runs use"]
+        self.passing.update(dict.fromkeys(reasons))
+        return True
 
     def _look_again(self, call: _Call, live: Program) -> Any:
         """Record a call whose like could only be run live: it may go another way."""
@@ -304,8 +310,7 @@ class Dispatcher:
         self.stats.retraces += 1
         self.stats.resumes += 1
         self._mismatch = mismatch
-        if known_live or (recording.is_transient and self._passing < _PASSING):
-            self._passing += recording.is_transient
+        if self._passes(recording) or known_live:
             self.stats.live += 1
             call.tree.ran_live(program, divergence)
             return recording.result

@@ -625,3 +625,18 @@ def test_a_wrapper_that_says_it_is_a_module(monkeypatch: pytest.MonkeyPatch) -> 
             assert torch.equal(torch.get_rng_state(), state)
     assert bended.stats.replays > 0
     assert bended.stats.live == 0
+
+
+@functools.cache
+def steps(number: int) -> Tensor:
+    return torch.arange(float(number))
+
+
+def test_a_call_that_fills_a_cache_is_live_and_says_so_also_later() -> None:
+    steps.cache_clear()
+    bended, x = bt.BendedModule(lambda x: x + steps(len(x))), torch.ones(3)
+    for _ in range(3):
+        assert torch.equal(bended(x), x + steps(3))
+        (reason,) = bended.why_live
+        assert "steps" in reason
+    assert (bended.stats.live, bended.stats.replays) == (1, 1)
