@@ -56,6 +56,7 @@ from bendtrace.tape.captured import (
     has_attributes,
     module_of,
 )
+from bendtrace.tape.structure import is_heap_type
 
 __all__ = ["CodeScan", "TooManyError"]
 
@@ -109,7 +110,6 @@ _OPERATORS = (
     functools.partial, functools.partialmethod, staticmethod, classmethod, property,
     types.BuiltinFunctionType,
 )  # fmt: skip
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: objects of such classes can get another one
 # Tuples, not sets: hashing an Enum member takes longer than comparing a few.
 _NOT_FOUND = (CaptureKind.PLAIN, CaptureKind.NUMBER, CaptureKind.ALIAS)
 
@@ -504,7 +504,7 @@ class CodeScan:
                     found.watched_objects.add(vars(part.value).get(name), f"{part.label}.{name}")
         if any("__class__" in facts_in(function.__code__).stores for function in found.functions):
             for value in [part.value for part in found.parts]:
-                if type(value).__flags__ & _HEAP_TYPE and not isinstance(value, torch.Tensor):
+                if is_heap_type(type(value)) and not isinstance(value, torch.Tensor):
                     found.watched_objects.add_kind(value)
         found.watched_objects.add_bases(found.depends.classes.values())
         for cls in {base for kind in self._kinds | self._met for base in kind.__mro__}:

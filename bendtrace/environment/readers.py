@@ -37,7 +37,7 @@ from bendtrace.tape.captured import (
     module_of,
     slot_of,
 )
-from bendtrace.tape.structure import read_partial
+from bendtrace.tape.structure import has_state_of_c, is_heap_type, read_partial
 
 __all__ = [
     "PYTHONS",
@@ -234,8 +234,6 @@ _STEADY_KINDS = (
     operator.methodcaller, functools._lru_cache_wrapper, types.GenericAlias, types.UnionType,
     torch.Tensor, torch.Generator, torch.finfo, torch.iinfo, logging.Logger,
 )  # fmt: skip
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by newer C code
-_OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinMethodType)
 
 
 def is_opaque(value: Any) -> bool:
@@ -245,7 +243,7 @@ def is_opaque(value: Any) -> bool:
         return False
     if isinstance(value, (weakref.ref, weakref.finalize)):
         return True
-    if hasattr(kind, "__get__") and not kind.__flags__ & _HEAP_TYPE:
+    if hasattr(kind, "__get__") and not is_heap_type(kind):
         return False  # what a class has instead of an attribute
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ufunc)):
@@ -257,14 +255,7 @@ def is_opaque(value: Any) -> bool:
 
 def _is_pythons(base: type) -> bool:
     """Whether all that a class adds to its objects is in their attributes."""
-    return (
-        base is object
-        or base in _TRANSPARENT
-        or bool(
-            base.__flags__ & _HEAP_TYPE
-            and not any(type(member) in _OF_C for member in vars(base).values())
-        )
-    )
+    return base is object or base in _TRANSPARENT or not has_state_of_c(base)
 
 
 _TRANSPARENT = frozenset({types.SimpleNamespace, BaseException, Exception, property})

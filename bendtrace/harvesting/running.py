@@ -30,6 +30,7 @@ from bendtrace.harvesting.settings import Settings, state_of, sum_of
 from bendtrace.harvesting.shards import Shard, ShardFiles, shards_in
 from bendtrace.harvesting.workers import Workers, Writer
 from bendtrace.module import BendedModule
+from bendtrace.replay.stretches import have_drawn, random_states
 
 __all__ = ["HarvestRun", "refuse_repeats", "total_of"]
 
@@ -247,9 +248,9 @@ class HarvestRun:
         elif filling.draws:
             self._called(content)
         else:
-            before = _random_states()
+            before = random_states()
             self._called(content)
-            filling.draws = not all(map(torch.equal, before, _random_states()))
+            filling.draws = have_drawn(before)
 
     def _called(self, content: Any) -> None:
         if self._call is None:
@@ -299,14 +300,6 @@ class HarvestRun:
             for name, tensor in state_of(model)
             if not tensor.is_inference()
         }
-
-
-def _random_states() -> list[Tensor]:
-    """Return the states of torch's generators, of GPUs too if any has been used."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state_all()
-    return states
 
 
 class _Past:

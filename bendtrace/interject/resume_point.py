@@ -7,9 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from bendtrace.errors import DivergenceError, InputError, NodePathError, NondeterminismError
 from bendtrace.interject.cut_points import path_in
 from bendtrace.interject.gates import running
@@ -30,7 +27,14 @@ from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.replay.explain import Mismatch, explain_divergence
 from bendtrace.replay.program import Program
 from bendtrace.replay.source import test_of
-from bendtrace.replay.stretches import Divergence, Finished, Stretch
+from bendtrace.replay.stretches import (
+    Divergence,
+    Finished,
+    RandomStates,
+    Stretch,
+    have_drawn,
+    random_states,
+)
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import AutocastHold
@@ -66,14 +70,12 @@ class Left:
     position: int
     done: frozenset[int]
     slots: dict[str, Any]
-    random: list[Tensor]
+    random: RandomStates
 
     @property
     def has_effects(self) -> bool:
         """Whether anything besides the values of the run has been changed, or may have been."""
-        now = random_states()
-        same = len(now) == len(self.random) and all(map(torch.equal, now, self.random))
-        return not same or self.prepared.rest.memory.has_effects(self.done)
+        return have_drawn(self.random) or self.prepared.rest.memory.has_effects(self.done)
 
     @property
     def can_be_resumed(self) -> bool:
@@ -165,14 +167,6 @@ def is_before(number: int, guard: Guard, divergence: Divergence) -> bool:
     if left is None:
         return when <= -1 - divergence.number
     return (when, number) <= (max(left.position, start), divergence.number)
-
-
-def random_states() -> list[Tensor]:
-    """Return the states of torch's random generators."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state_all()
-    return states
 
 
 def from_activations(
@@ -366,7 +360,7 @@ class _Run:
         """Follow known paths as far as possible, and continue from there."""
         slots = self._rests.values_for(prepared)
         values = dict(slots)
-        random = [] if prepared.rest.is_straight else random_states()
+        random = () if prepared.rest.is_straight else random_states()
         passed: frozenset[Any] = frozenset()
         seen: set[tuple[int, int]] = set()
         while True:

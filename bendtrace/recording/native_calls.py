@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bendtrace.source import stacks
 from bendtrace.tape.scalars import RETIRED, TRACED
-from bendtrace.tape.structure import can_build
+from bendtrace.tape.structure import can_build, is_heap_type
 from bendtrace.torch_rules.functions import is_torchs_function
 
 __all__ = ["may_hide"]
@@ -168,7 +168,7 @@ def _is_of_python(value: Any) -> bool:
 
 
 def _is_class(kind: type) -> bool:
-    return bool(kind.__flags__ & _HEAP_TYPE) and can_build(kind)
+    return is_heap_type(kind) and can_build(kind)
 
 
 def _is_single(value: Any) -> bool:
@@ -180,7 +180,6 @@ def _is_single(value: Any) -> bool:
     )  # fmt: skip
 
 
-_HEAP_TYPE = 1 << 9
 _NUMBERS = frozenset({int, float, bool, complex, type(None)})
 _CONTAINERS = (tuple, list, dict, set, frozenset, str, bytes)
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})

@@ -12,6 +12,7 @@ from itertools import chain
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
 from bendtrace.tape.captured import Access, Captured, CaptureKind
+from bendtrace.tape.structure import is_heap_type
 
 __all__ = ["GuardClasses", "may_change_class"]
 
@@ -21,10 +22,7 @@ def may_change_class(part: Captured) -> bool:
     if part.kind is not CaptureKind.IDENTITY or part.access is Access.ROOT:
         return False
     steady = (type, types.ModuleType, types.FunctionType, types.MethodType)
-    return bool(part.type.__flags__ & _HEAP) and not isinstance(part.value, steady)
-
-
-_HEAP = 1 << 9  # of classes that were made by a class statement: only these can be exchanged
+    return is_heap_type(part.type) and not isinstance(part.value, steady)
 
 
 class GuardClasses:

@@ -23,6 +23,7 @@ __all__ = [
     "RandomStates",
     "Side",
     "Stretch",
+    "have_drawn",
     "random_states",
     "restore",
 ]
@@ -41,6 +42,12 @@ def random_states() -> RandomStates:
     if torch.cuda.is_initialized():
         generators += torch.cuda.default_generators
     return tuple((generator, generator.get_state()) for generator in generators)
+
+
+def have_drawn(states: RandomStates) -> bool:
+    """Return whether torch's generators have other states than they had."""
+    now = [state for _, state in random_states()]
+    return len(now) != len(states) or not all(map(torch.equal, now, [was for _, was in states]))
 
 
 def restore(states: RandomStates) -> None:

@@ -26,7 +26,9 @@ __all__ = [
     "can_build",
     "entries_of",
     "existing_in",
+    "has_state_of_c",
     "held_by",
+    "is_heap_type",
     "items_in",
     "kept_in",
     "make_function",
@@ -41,9 +43,19 @@ __all__ = [
 
 
 _BASES = frozenset({object, tuple, list, dict, OrderedDict, set, frozenset})
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by newer C code
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 # What only classes with a state of their own in C have as members.
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinMethodType)
+
+
+def is_heap_type(cls: type) -> bool:
+    """Return whether a class was made by a class statement, or by newer C code."""
+    return bool(cls.__flags__ & _HEAP_TYPE)
+
+
+def has_state_of_c(cls: type) -> bool:
+    """Return whether a class adds more to its objects than attributes."""
+    return not is_heap_type(cls) or any(type(member) in _OF_C for member in vars(cls).values())
 
 
 def can_build(cls: type) -> bool:
@@ -53,7 +65,7 @@ def can_build(cls: type) -> bool:
     for base in cls.__mro__:
         if base in _BASES:
             return cls is not object
-        if not base.__flags__ & _HEAP_TYPE or any(type(m) in _OF_C for m in vars(base).values()):
+        if has_state_of_c(base):
             return False
     return False
 
