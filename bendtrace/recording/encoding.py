@@ -51,6 +51,7 @@ from bendtrace.tape.structure import (
 )
 from bendtrace.tape.tape import Ref, Tape
 from bendtrace.torch_rules.collectives import is_wiring
+from bendtrace.torch_rules.functions import tells_sizes_from_tuples
 
 __all__ = [
     "Encoder",
@@ -90,10 +91,17 @@ class Encoder:
 
     Args:
         values: the mapping from values to ops.
+
+    Attributes:
+        called: the function that the arguments are for, if it is not one of the most usual.
     """
 
     def __init__(self, values: Values) -> None:
         self._values = values
+        self.called: Any = None
+
+    def _tells_sizes(self) -> bool:
+        return self.called is not None and tells_sizes_from_tuples(self.called)
 
     def writes_outside(self) -> bool:
         """Whether the run has written to tensors that existed before it."""
@@ -132,6 +140,10 @@ class Encoder:
             recorded, use = self.arguments(value)
             if use is not value:
                 use = kind(use)
+            if kind is torch.Size and self._tells_sizes():
+                size = Instance(torch.Size)
+                size.items = list(recorded)
+                return size, use
             return (list(recorded) if kind is list else recorded), use
         if kind is dict:
             recorded, use = self.arguments(tuple(value.values()))

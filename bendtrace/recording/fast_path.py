@@ -42,6 +42,7 @@ from bendtrace.torch_rules.functions import (
     is_pure,
     is_simple,
     may_vary,
+    tells_sizes_from_tuples,
 )
 from bendtrace.torch_rules.monkeypatches import may_be_patched
 
@@ -264,7 +265,8 @@ def hooks_around() -> bool:
 
 def _kind_of(func: Any) -> _Kind:
     # (Functions that may return None are guarded by `Values.bind`.)
-    if func in SPECIAL or func in OPTIONAL or may_vary(func) or may_be_patched(func):
+    is_special = func in SPECIAL or func in OPTIONAL or may_vary(func)
+    if is_special or may_be_patched(func) or tells_sizes_from_tuples(func):
         kind = _SPECIAL
     elif is_pure(func):
         kind = _SIMPLE if is_simple(func) else _PURE

@@ -364,12 +364,14 @@ class Recorder(TorchFunctionMode):
     ) -> tuple[Op, Any, dict[str, Any]]:
         """Record a call on the tape; return it and the arguments to call the function with."""
         self._writer.begin()
+        self._encoder.called = func
         encoded, args = self._encoder.arguments(args)
         named: dict[str, Any] = {}
         if kwargs:
             values, usable = self._encoder.arguments(tuple(kwargs.values()))
             named = dict(zip(kwargs, values, strict=True))
             kwargs = dict(zip(kwargs, usable, strict=True))
+        self._encoder.called = None
         if self._arrays:
             self._arrays.begins(self._writer.writes.tensors())
             if not self._arrays:

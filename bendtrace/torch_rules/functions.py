@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from bendtrace.source.bytecode import branches, named_in
 from bendtrace.tape.tape import Op
+from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.transforms import REGISTERS
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "may_vary",
     "name_of",
     "said_of",
+    "tells_sizes_from_tuples",
 ]
 
 
@@ -271,6 +273,16 @@ def is_torchs_function(function: object) -> bool:
     if isinstance(function, (types.FunctionType, types.MethodType)):
         return False  # made in a namespace without a name
     return owner is not None or module is None or isinstance(function, type(Tensor.add))
+
+
+def tells_sizes_from_tuples(function: Any) -> bool:
+    """Return whether a function may go by whether an argument is a `torch.Size` or a tuple.
+
+    `torch.FloatTensor(x.size())` and `x.new(x.size())` make tensors of that size, but others of
+    the numbers in a tuple. Other functions of torch take both for the same.
+    """
+    by_size = type(function) is LEGACY or function is torch.Tensor or function is Tensor.new
+    return by_size or not is_torchs_function(function)
 
 
 def may_vary(function: Any) -> bool:

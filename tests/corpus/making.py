@@ -60,3 +60,26 @@ class ModulesOfForward(nn.Module):
         if x.sum() > 0:
             y = nn.Dropout(0.3)(y) * nn.Parameter(torch.ones(3))
         return y * 2 if y.grad_fn is not None else y
+
+
+class _Spread(torch.autograd.Function):
+    """Goes by whether it is given a `torch.Size`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, size: object) -> Tensor:  # type: ignore[no-untyped-def]
+        return x / size.numel() if isinstance(size, torch.Size) else x * 0
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        return grad, None
+
+
+@register(
+    two=lambda: call(positive(2, 2)), three=lambda: call(positive(3, 3)),
+    negative=lambda: call(negative(2, 2)), none=lambda: call(randn(0, 2)),
+)  # fmt: skip
+def tensors_by_size(x: Tensor) -> Tensor:
+    noise = torch.FloatTensor(x.size()).normal_() + torch.Tensor(x.shape[1:]).fill_(2)
+    if x.sum() > 0:
+        return noise * x.new(x.size()).fill_(0.5) + torch.FloatTensor(x.sum().size()).fill_(1)
+    return _Spread.apply(noise + x, torch.Size([2]) + x.size())

@@ -70,6 +70,16 @@ def made(w: Writer, t: Tensor) -> str:
     return form.format(shape)
 
 
+@gives(Tensor, ranked(1, 9, "fi"), nested=False)
+def made_by_size(w: Writer, t: Tensor) -> str:
+    known = w.of_kind(t)
+    one = w.pick(known) if known else made(w, t)
+    old = w.pick(("torch.FloatTensor", "torch.Tensor") if t.dtype == "f" else ("torch.LongTensor",))
+    sizes = (f"torch.Size(({w.shape(t.dims)},))", f"{one}.size()", f"{one}.shape")
+    return one_of(w, "{old}({size}).fill_(2)", "{one}.new({size}).zero_()",
+                  old=old, one=one, size=w.pick(sizes))  # fmt: skip
+
+
 @gives(Tensor, ranked(1, 1, "i"), nested=False, weight=2)
 def arange(w: Writer, t: Tensor) -> str:
     return f"torch.arange({w.size(t.dims[0])})"
