@@ -434,9 +434,8 @@ class Values:
         known.graphless = False
         if self.tape.blockers:  # the known reason is more specific
             return
-        place = user_place(sys._getframe(1))
         self.tape.block(
-            f"a tensor used at {place} got its gradient function from code that torch does not "
+            f"a tensor used {self.here()} got its gradient function from code that torch does not "
             "let a tracer see (a C++ extension?)"
         )
 
