@@ -23,6 +23,7 @@ from bendtrace.recording.serving import call_itself
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.tape import Op, OpKind, refs_in
 from bendtrace.torch_rules.functions import said_of
+from bendtrace.torch_rules.owners import parts_of
 from bendtrace.torch_rules.writes import storage_of
 
 __all__ = ["Audit", "Auditor"]
@@ -195,7 +196,7 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
     while isinstance(model, functools.partial):
         model = model.func
     model = getattr(model, "__self__", model)
-    return iter(model.modules() if isinstance(model, nn.Module) else ())
+    return iter(parts_of(model) if isinstance(model, nn.Module) else ())
 
 
 def _state(model: Any) -> list[Any]:

@@ -34,6 +34,7 @@ from bendtrace.run import name_of_function
 from bendtrace.stats import Explanation, Stats
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.intercepts import opaque
+from bendtrace.torch_rules.owners import named_modules
 
 if TYPE_CHECKING:
     from bendtrace import auditing
@@ -552,7 +553,7 @@ class BaseModule(ModuleProxy):
         refuse_reading(plan, method)
         with ExitStack() as stack:
             if self._board and isinstance(model, nn.Module):
-                for name, module in model.named_modules():
+                for name, module in named_modules(model):
                     within = Within(model, name, self._known.path_of(name))
                     if name and (unknown or is_meant_within(plan, module, within)):
                         part = functools.partial(self._call_part, module, within)

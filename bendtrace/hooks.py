@@ -17,7 +17,6 @@ from typing import Any, Literal, Self, TypeAlias
 from torch import nn
 
 from bendtrace.base_module import BaseModule
-from bendtrace.environment.owners import module_of
 from bendtrace.errors import InputError
 from bendtrace.history.sizes import counted
 from bendtrace.interject.hooks import (
@@ -36,6 +35,7 @@ from bendtrace.interject.hooks import (
 )
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.native import Attached
+from bendtrace.torch_rules import owners
 
 __all__ = ["HookFunction", "HookHandle", "HookManager"]
 
@@ -86,7 +86,7 @@ class HookManager:
         if model is not None and not isinstance(model, nn.Module):
             raise InputError(f"a model has to be a module, not a {type(model).__name__}")
         self._board = model._board if isinstance(model, BaseModule) else None
-        self._model = module_of(model.model) if isinstance(model, BaseModule) else model
+        self._model = owners.module_of(model.model) if isinstance(model, BaseModule) else model
         self._modules: list[Registered] = []
         self._functions: list[HookFunction] = []
 
@@ -269,7 +269,8 @@ class HookManager:
                 name = self._second_name(known, f"module {name!r}", "the module")
             found[id(module)] = module, name, True
         whole = self._model if modules else None
-        own = {} if whole is None else {id(part): name for name, part in whole.named_modules()}
+        named = () if whole is None else owners.named_modules(whole)
+        own = {id(part): name for name, part in named}
         for module in modules:
             check_module(module, "a positional argument")
             if id(module) not in found:
@@ -555,7 +556,7 @@ class HookManager:
         """Make the module call a hook."""
         module, what = handle.module, interjection_of(handle)
         if self._board is not None and self._model is not None:
-            if any(module is part for part in self._model.modules()):
+            if any(module is part for part in owners.parts_of(self._model)):
                 return self._board.make(module, what)
         return Attached(module, what, handle.module_name)
 

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from torch import nn
 
-from bendtrace.environment.owners import module_of
 from bendtrace.recording.serving import in_steps, serving
+from bendtrace.torch_rules.owners import module_of
 
 __all__ = ["ModuleProxy"]
 

@@ -10,6 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from bendtrace.torch_rules.owners import parts_of
+
 __all__ = ["PreservedState"]
 
 
@@ -37,7 +39,7 @@ class PreservedState:
     def __init__(
         self, model: Callable[..., Any], *, modes: bool = False, loader: Any = None
     ) -> None:
-        modules = list(model.modules()) if isinstance(model, nn.Module) else []
+        modules = parts_of(model) if isinstance(model, nn.Module) else []
         self._modes = [(module, module.training) for module in modules] if modes else []
         self._buffers = [
             (module, name, buffer, None if buffer is None else buffer.detach().clone())

@@ -640,3 +640,73 @@ def test_a_call_that_fills_a_cache_is_live_and_says_so_also_later() -> None:
         (reason,) = bended.why_live
         assert "steps" in reason
     assert (bended.stats.live, bended.stats.replays) == (1, 1)
+
+
+class Equal(nn.Module):
+    """Is equal to all of its class, although each is scaled by another number."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(2, 2), scale
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return 7
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) * self.scale if x.sum() > 0 else x - self.scale
+
+
+class Incomparable(Equal):
+    def __eq__(self, other: object) -> bool:
+        raise NotImplementedError
+
+    __hash__ = Equal.__hash__
+
+
+class Unhashable(Equal):
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> Any:
+        return torch.ones(2) == 1
+
+
+class Shadowing(Equal):
+    """Has attributes under the names of methods of modules."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(scale)
+        self.modules: Any = [self.linear]
+        self.named_modules: Any = {"linear": self.linear}
+        self.parameters: Any = 3
+        self.named_parameters: Any = None
+        self.buffers: Any = None
+        self.named_buffers: Any = None
+
+
+class Several(nn.Module):
+    def __init__(self, *scales: float) -> None:
+        super().__init__()
+        kinds = (Equal, Equal, Incomparable, Unhashable, Shadowing)
+        self.parts = nn.ModuleList(map(lambda kind, scale: kind(scale), kinds, scales))
+
+    def forward(self, x: Tensor) -> Any:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Equal, Incomparable, Unhashable, Shadowing])
+def test_models_are_told_apart_by_identity_alone(kind: type[Equal]) -> None:
+    models: list[nn.Module] = [kind(1), kind(2), kind(3), Several(1, 2, 3, 4, 5)]
+    bendeds = [bt.BendedModule(model) for model in models]
+    for x in (torch.ones(2), -torch.ones(2)) * 2:
+        for model, bended in zip(models, bendeds, strict=True):
+            assert torch.equal(bended(x), model(x))
+    assert [(bended.stats.replays, bended.stats.live) for bended in bendeds] == [(2, 0)] * 4
+    for scale, (model, bended) in enumerate(zip(models[:3], bendeds, strict=False), 1):
+        with bended.interject("linear", lambda value: value * 0 + 1):
+            assert bended(torch.ones(2)).tolist() == [scale] * 2
+        assert "linear" in str(bt.trace(model, torch.ones(2)))

@@ -16,7 +16,6 @@ from bendtrace import bends
 from bendtrace.compat._torchbend_callbacks import BendingConfig, Lambda, flat_callbacks, name_by
 from bendtrace.compat._torchbend_methods import DEFAULT, ModuleWithMethods
 from bendtrace.compat._torchbend_names import At, Names, split
-from bendtrace.environment.owners import module_of
 from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.bends.bending import Bending
 from bendtrace.interject.bends.catalogue import Activation, near
@@ -25,6 +24,7 @@ from bendtrace.interject.bends.spec import BendSpec, compiled
 from bendtrace.interject.bends.versions import ORIGINAL
 from bendtrace.interject.resolver import flat
 from bendtrace.paths.text import Text
+from bendtrace.torch_rules.owners import module_of
 
 __all__ = ["BendingModule", "Bent"]
 

@@ -13,12 +13,12 @@ from torch import nn
 from bendtrace import module as core
 from bendtrace._trace import Trace
 from bendtrace.compat._torchbend_callbacks import running
-from bendtrace.environment.owners import module_of
 from bendtrace.errors import InputError
 from bendtrace.flow import LogicalFlowStep
 from bendtrace.graph.mirror import Graph
 from bendtrace.interject.bends.bending import Bending
 from bendtrace.interject.bends.handle import Source
+from bendtrace.torch_rules.owners import module_of
 
 __all__ = ["DEFAULT", "ModuleWithMethods"]
 

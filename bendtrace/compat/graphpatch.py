@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from bendtrace import patches
-from bendtrace.environment.owners import module_of
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
 from bendtrace.paths.nodes import NodePath
 from bendtrace.paths.view import Node, Tree
+from bendtrace.torch_rules.owners import module_of
 
 __all__ = ["ExtractionOptions", "PatchableGraph"]
 __all__ += patches.__all__

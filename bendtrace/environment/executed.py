@@ -8,10 +8,11 @@ import random
 import sys
 import threading
 import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace.environment.code_facts import UNDETECTABLE, codes_in
 from bendtrace.environment.provenance import is_finished_code
@@ -235,8 +236,8 @@ def ran() -> Ran:
 # run made, is known once it has run. From then on it belongs to what the model can reach.
 
 
-_learned: weakref.WeakKeyDictionary[Any, dict[types.CodeType, tuple[types.FunctionType, ...]]]
-_learned = weakref.WeakKeyDictionary()
+_learned: MutableMapping[Any, dict[types.CodeType, tuple[types.FunctionType, ...]]]
+_learned = WeakIdKeyDictionary()
 
 
 def learned_of(function: Callable[..., Any]) -> tuple[types.FunctionType, ...]:

@@ -21,6 +21,7 @@ from bendtrace.source.usage import needs_plain_numbers
 from bendtrace.tape.captured import PLAIN_TYPES, CaptureKind, is_scalar, module_of, slots_of
 from bendtrace.tape.structure import can_build
 from bendtrace.torch_rules.collectives import is_wiring
+from bendtrace.torch_rules.owners import parts_of
 
 __all__ = [
     "asks_for_plain",
@@ -180,7 +181,7 @@ def _is_plain_data(value: Any, depth: int = 0) -> bool:
 def tells_numbers_apart(function: Callable[..., Any]) -> bool:
     """Whether the code of a model asks for the exact type of a number."""
     if isinstance(function, nn.Module):
-        classes: set[Any] = {type(module) for module in function.modules()}
+        classes: set[Any] = {type(module) for module in parts_of(function)}
         return any(reachable_from(cls).tells_numbers for cls in classes)
     called = getattr(function, "__func__", function)
     return isinstance(called, types.FunctionType) and reachable_from(called).tells_numbers

@@ -60,6 +60,7 @@ from bendtrace.tape.structure import entries_of, kept_in, read_partial
 from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.distributed_forward import gathered_names, hidden_of, is_joint_hook
 from bendtrace.torch_rules.monkeypatches import monkeypatches
+from bendtrace.torch_rules.owners import named_modules
 
 __all__ = ["Scan"]
 
@@ -403,7 +404,7 @@ class Scan(CodeScan):
     def _scan_module(self, module: nn.Module, label: str) -> None:
         found = self.found
         if label == "self" and not self._names:  # the model, or the module of a bound method
-            self._names = {id(inner): name for name, inner in module.named_modules() if name}
+            self._names = {id(inner): name for name, inner in named_modules(module) if name}
         if id(module) in self._names:  # the scan may have reached it through another object
             label = f"self.{self._names[id(module)]}"
         found.module_paths[id(module)] = label.removeprefix("self").removeprefix(".")

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace.environment.executed import learned_of
 from bendtrace.environment.findings import Contents, Found
@@ -367,7 +368,7 @@ def _identities(contents: Contents) -> list[int]:
     return [*map(id, chain(contents.values, contents.named, contents.held))]
 
 
-_latest: weakref.WeakKeyDictionary[Any, weakref.ref[CachedScan]] = weakref.WeakKeyDictionary()
+_latest: MutableMapping[Any, weakref.ref[CachedScan]] = WeakIdKeyDictionary()
 
 
 def latest_walk(function: Callable[..., Any]) -> CachedScan | None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bendtrace.environment.owners import is_leaf_module
 from bendtrace.errors import ConversionError, DivergenceError
 from bendtrace.flow import steps_of
 from bendtrace.graph.mirror import Graph
@@ -51,6 +50,7 @@ from bendtrace.tape.tape import (
     map_refs,
     refs_in,
 )
+from bendtrace.torch_rules.owners import is_leaf_module
 
 __all__ = ["from_fx", "to_fx"]
 

@@ -297,7 +297,7 @@ class _Builder:
         entry = ModuleEntry(
             call.path, call.number + 1, 1, type(module).__name__ if module is not None else "",
             (self._scopes_of(owner) or ("",))[-1],
-            sum(p.numel() for p in module.parameters(recurse=False)) if module is not None else 0,
+            _own_parameters(module),
             call.training,
             source=self._source(owner, call.site), flow=flow,
         )  # fmt: skip
@@ -438,3 +438,10 @@ def _use(name: str, part: Captured, entry: LayerEntry, trainable: bool) -> Param
         name, entry.shape, entry.nbytes // itemsize, entry.nbytes,
         issubclass(part.type, nn.Parameter), trainable,
     )  # fmt: skip
+
+
+def _own_parameters(module: nn.Module | None) -> int:
+    """Return how many numbers the parameters of a module itself have."""
+    if module is None:
+        return 0
+    return sum(p.numel() for p in module._parameters.values() if p is not None)

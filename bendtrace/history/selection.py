@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bendtrace.environment.owners import modules_in
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import is_layer_name
@@ -21,6 +20,7 @@ from bendtrace.paths.view import Node
 from bendtrace.recording.names import NodeRef
 from bendtrace.tape.watchers import unwatched
 from bendtrace.torch_rules.functions import is_torchs_function
+from bendtrace.torch_rules.owners import modules_in
 
 __all__ = ["Selection", "Spec"]
 

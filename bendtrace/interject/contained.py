@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.environment.code_facts import names_in
+from bendtrace.torch_rules.owners import parts_of
 
 __all__ = ["ANY", "KNOWN", "UNCALLED", "is_contained"]
 
@@ -50,7 +51,7 @@ def _is_plain(thing: Any, search: _Search) -> bool:
     if isinstance(thing, type):
         return thing.__module__.split(".")[0] in KNOWN
     if isinstance(thing, nn.Module):
-        return all(_is_plain_module(inner, search) for inner in thing.modules())
+        return all(_is_plain_module(inner, search) for inner in parts_of(thing))
     if isinstance(thing, types.MethodType):
         return _is_plain(thing.__func__, search) and _is_plain(thing.__self__, search)
     if isinstance(thing, functools.partial):

@@ -39,6 +39,7 @@ from bendtrace.torch_rules.functions import (
     VALUES,
     name_of,
 )
+from bendtrace.torch_rules.owners import named_modules
 
 __all__ = ["LiveInserter", "Within", "is_meant_within", "refuse_reading"]
 
@@ -100,7 +101,7 @@ def is_meant_within(plan: Plan, module: nn.Module, within: Within) -> bool:
             path is not None and f"{path}.".startswith(f"{within.path}.") for path in paths
         ):
             return True
-        for name, inner in module.named_modules(prefix=within.name):
+        for name, inner in named_modules(module, within.name):
             path = ".".join(map(identifier, name.split(".")))
             base = path.rpartition(".")[2]
             scope = name.rpartition(".")[0]
@@ -322,7 +323,7 @@ class LiveInserter:
         if scope.module is None:
             return False
         below = f"{self.names.path(scope)}." if self.names.path(scope) else ""
-        inside = frozenset(identifier(name) for name, _ in scope.module.named_modules() if name)
+        inside = frozenset(identifier(name) for name, _ in named_modules(scope.module) if name)
         if any(slot.place.is_below(below, inside) for slot in self.plan.slots):
             return True
         # An observer of all places that match a function must not change the path.
@@ -331,7 +332,7 @@ class LiveInserter:
             for slot in self.plan.slots
             if not ("observes" in slot.forms and getattr(slot.place.matcher, "is_broad", False))
         }
-        inner = scope.module.named_modules(prefix=scope.path)
+        inner = named_modules(scope.module, scope.path)
         return any(
             not wanted.isdisjoint(self._slots_at(module, path))
             for path, module in inner

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from bendtrace._lazy import LazyModule
 from bendtrace.environment.environment import Environment
-from bendtrace.environment.owners import module_of, modules_in
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.names import Names
 from bendtrace.interject.inserter import LiveInserter
@@ -30,6 +29,7 @@ from bendtrace.recording.rank_sync import alone
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.run import Run
+from bendtrace.torch_rules.owners import module_of, modules_in, parts_of
 
 if TYPE_CHECKING:
     from bendtrace.interject import absence
@@ -91,7 +91,7 @@ def rehearse(
     recording.result = None
     run = Run(recording, twin, registry)
     if isinstance(model, nn.Module) and isinstance(twin, nn.Module):
-        own = dict(zip(map(id, twin.modules()), model.modules(), strict=True))
+        own = dict(zip(map(id, parts_of(twin)), parts_of(model), strict=True))
         for node in run.candidates:
             node.module = own.get(id(node.module), node.module)
             node.scope = own.get(id(node.scope), node.scope)

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from bendtrace.environment.owners import modules_in
 from bendtrace.errors import InputError
 from bendtrace.interject.selectors.algebra import Selector, as_selector
 from bendtrace.interject.selectors.naming import matches_path, matches_qualified_name
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
+from bendtrace.torch_rules.owners import modules_in
 
 __all__ = ["leaves_in", "outside"]
 

@@ -29,6 +29,7 @@ from bendtrace.recording.run import Signature, record
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.tape import Test
 from bendtrace.torch_rules.functions import is_torchs_function
+from bendtrace.torch_rules.owners import parts_of, states_of
 
 __all__ = ["Lifted", "built", "effect_of_function", "effect_of_pure", "lifted", "why_not_pure"]
 
@@ -249,9 +250,9 @@ class _Lifting:
     def _of_module(self, module: nn.Module) -> Hashable:
         """Return the key of a module, whose tensors become inputs."""
         keys: list[Hashable] = []
-        found = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        found = {id(t): t for t in [tensor for _, tensor in states_of(module)]}
         numbers = {key: number for number, key in enumerate(found)}
-        for inner in module.modules():
+        for inner in parts_of(module):
             if any(getattr(inner, table) for table in _HOOKS):
                 raise _Impure(f"it calls a {type(inner).__name__} with hooks")
             is_torchs = type(inner).__module__.startswith("torch.nn.")

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
-from bendtrace.environment.owners import modules_in, states_of
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import Meaning, Names, ambiguity
@@ -19,6 +18,7 @@ from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, NodePath, is_path_only
 from bendtrace.recording.names import NodeRef
+from bendtrace.torch_rules.owners import modules_in, states_of
 
 __all__ = [
     "Runs",

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
+from bendtrace.torch_rules.owners import parts_of
 
 __all__ = ["replaced", "shared_copy"]
 
@@ -24,7 +25,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
         InputError: a part of the model cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for module in model.modules():
+    for module in parts_of(model):
         for table in (module._parameters, module._buffers):
             memo.update((id(tensor), tensor) for tensor in table.values() if tensor is not None)
         for value in vars(module).values():
@@ -62,14 +63,14 @@ def replaced(model: nn.Module, targets: Collection[nn.Module], create: Create) -
     for module in known.values():
         if id(module) not in wanted:
             continue
-        _exchange((part for part in module.modules() if id(part) in known), new)
+        _exchange((part for part in parts_of(module) if id(part) in known), new)
         made = create(module)
         if not isinstance(made, nn.Module):
             raise InputError(
                 f"the replacement of a {type(module).__name__} has to be a module, but "
                 f"create_replacement returned {made!r}"
             )
-        for part in made.modules():
+        for part in parts_of(made):
             if id(part) not in known:
                 part.training = module.training
         new[id(module)] = made
@@ -82,7 +83,7 @@ def _inside_out(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     if id(module) in seen:
         return
     seen.add(id(module))
-    for child in module.children():
+    for child in filter(None, module._modules.values()):
         yield from _inside_out(child, seen)
     yield module
 

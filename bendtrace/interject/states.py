@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bendtrace.environment.owners import states_of
 from bendtrace.interject.gates import Gate, StateGate
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
@@ -19,6 +18,7 @@ from bendtrace.paths.naming import dotted
 from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Stage
+from bendtrace.torch_rules.owners import states_of
 
 __all__ = ["States"]
 

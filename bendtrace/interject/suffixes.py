@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace.errors import DivergenceError, InputError, NodePathError, NotReplayableError
 from bendtrace.history.copies import copied
@@ -234,7 +234,7 @@ def _told(tree: Tree, recording: Recording, index: int) -> str:
     return where or "an operation"
 
 
-_KEPT: WeakKeyDictionary[Any, OrderedDict[Any, Any]] = WeakKeyDictionary()
+_KEPT: MutableMapping[Any, OrderedDict[Any, Any]] = WeakIdKeyDictionary()
 
 
 def kept(model: Any, key: Any, make: Callable[[], Any]) -> Any:

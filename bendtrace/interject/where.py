@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from torch import nn
 
 from bendtrace._lazy import LazyModule
-from bendtrace.environment.owners import module_of, modules_in
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.names import near_names
 from bendtrace.interject.plan import Location, State
@@ -26,6 +25,7 @@ from bendtrace.paths.naming import dotted
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node, Tree, dug, find
 from bendtrace.torch_rules.functions import SHAPES, VALUES
+from bendtrace.torch_rules.owners import module_of, modules_in, parts_of
 
 if TYPE_CHECKING:
     from bendtrace.interject.selectors import naming
@@ -202,7 +202,7 @@ def _targets(where: Any, known: Known) -> tuple[Target, ...]:
         return (Target(where, Location("state", where, shown=where.name)),)
     if isinstance(where, nn.Module):
         owner = module_of(known.model)
-        if owner is not None and all(where is not module for module in owner.modules()):
+        if owner is not None and all(where is not module for module in parts_of(owner)):
             raise InputError(
                 f"the module {type(where).__name__} is not a submodule of the model: pass one "
                 "of its own submodules, a path or a class"

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from bendtrace.environment.owners import states_of
 from bendtrace.source.sites import Site
 from bendtrace.tape.tape import ModuleCall
+from bendtrace.torch_rules.owners import named_modules, states_of
 
 __all__ = ["Holders", "Registry", "dotted", "identifier"]
 
@@ -197,7 +197,7 @@ class Holders:
             known = self._modules.get(id(outer))
             if known is None:
                 known = self._modules[id(outer)] = {
-                    id(module): name for name, module in outer.named_modules()
+                    id(module): name for name, module in named_modules(outer)
                 }
             if id(call.module) in known:
                 return known[id(call.module)]

@@ -15,7 +15,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -26,6 +26,7 @@ import torch.distributed
 from torch import nn
 from torch.nn.parallel.distributed import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace.errors import InputError, RankDivergenceError
 from bendtrace.source.sites import BEHIND, is_users_file
@@ -78,10 +79,10 @@ def settings() -> Settings:
 
 
 # Known groups in which models communicate, however a call is served.
-_groups: weakref.WeakKeyDictionary[Any, tuple[Group, ...]] = weakref.WeakKeyDictionary()
-_asked: weakref.WeakKeyDictionary[Any, list[Group]] = weakref.WeakKeyDictionary()
+_groups: MutableMapping[Any, tuple[Group, ...]] = WeakIdKeyDictionary()
+_asked: MutableMapping[Any, list[Group]] = WeakIdKeyDictionary()
 _is_any_known = False  # whether these ever had an entry
-_calls: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
+_calls: MutableMapping[Any, tuple[str, int]] = WeakIdKeyDictionary()
 _named: Counter[str] = Counter()
 
 

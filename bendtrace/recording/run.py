@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import operator
 import types
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from bendtrace.recording.rank_sync import ENDS, recorded_call
 from bendtrace.recording.recorder import Prefix, Recorder, Recording
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.watchers import Inserter, Observer
+from bendtrace.torch_rules.owners import states_of
 
 __all__ = ["Signature", "record", "uninitialized_in"]
 
@@ -205,7 +205,7 @@ def _sees_forms(function: Any) -> bool:
 def uninitialized_in(function: Callable[..., Any]) -> bool:
     """Return whether a model has lazy modules that have not been called yet."""
     return isinstance(function, nn.Module) and any(
-        map(is_lazy, itertools.chain(function.parameters(), function.buffers()))
+        is_lazy(tensor) for _, tensor in states_of(function)
     )
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bendtrace.torch_rules.distributed_forward import gathered_by, tensors_in
+from bendtrace.torch_rules.owners import parts_of
 from bendtrace.torch_rules.ranks import Group
 
 __all__ = [
@@ -236,7 +237,7 @@ def groups_of(model: nn.Module) -> list[Group]:
     if tensor is None:
         return []
     meshes: dict[int, Any] = {}
-    for module in model.modules():
+    for module in parts_of(model):
         found = [*module._parameters.values(), *module._buffers.values()]
         found += [parameter.sharded_param for parameter in gathered_by(module)]
         for value in found:
@@ -256,7 +257,7 @@ def parameters_reached(model: Any, output: Any) -> str | None:
     """
     names: dict[int, str] = {}
     if isinstance(model, nn.Module):
-        for module in model.modules():
+        for module in parts_of(model):
             for parameter in gathered_by(module):
                 held = getattr(parameter, "_unsharded_param", None)
                 names[id(held)] = f"{len(names)}"

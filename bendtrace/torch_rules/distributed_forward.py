@@ -132,8 +132,9 @@ def gathered_names(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
 def gathered_by(module: nn.Module) -> Iterator[Any]:
     """Yield FSDP's record of each parameter that it gathers when a module is called."""
     states = _states()
-    state = None if states is None else states._get_module_fsdp_state(module)
-    for group in _groups_of(state):
+    if states is None or type(module).__hash__ is None:  # FSDP finds modules by their hash
+        return
+    for group in _groups_of(states._get_module_fsdp_state(module)):
         yield from group.fsdp_params
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from bendtrace._lazy import tabulate
-from bendtrace.environment.owners import is_leaf_module, modules_in, states_of
 from bendtrace.errors import InputError
 from bendtrace.history.names import is_layer_name, near_names
 from bendtrace.interject.bends.spec import BendSpec, compiled
@@ -31,6 +30,7 @@ from bendtrace.paths.text import Text
 from bendtrace.paths.view import Node, Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import OpKind, TensorMeta
+from bendtrace.torch_rules.owners import is_leaf_module, modules_in, states_of
 
 __all__ = [
     "Activation",

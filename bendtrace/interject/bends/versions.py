@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.environment.owners import states_of
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.affine import checked
 from bendtrace.interject.bends.catalogue import is_bendable_dtype, near
 from bendtrace.interject.bends.parameter import value_of
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.torch_rules.owners import states_of
 
 __all__ = ["ORIGINAL", "Versions"]
 

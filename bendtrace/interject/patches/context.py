@@ -8,7 +8,6 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, Self
 
-from bendtrace.environment.owners import modules_in
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.patches.base import Patch
@@ -18,6 +17,7 @@ from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, Tree, find, require_leaf
+from bendtrace.torch_rules.owners import modules_in
 
 __all__ = ["PatchContext", "Patches", "Where"]
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["is_leaf_module", "module_of", "modules_in", "states_of"]
+__all__ = [
+    "is_leaf_module",
+    "module_of",
+    "modules_in",
+    "named_modules",
+    "parts_of",
+    "states_of",
+]
 
 
 def module_of(model: Any) -> nn.Module | None:
@@ -45,18 +53,52 @@ def is_leaf_module(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
 
 
+def named_modules(
+    module: nn.Module, prefix: str = "", *, again: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and all in it with their qualified names.
+
+    As `nn.Module.named_modules`, but for models that compare modules by anything else than
+    identity, or have another attribute of that name.
+
+    Args:
+        module: the module.
+        prefix: its own name.
+        again: yield a module under each of its names, not only under the first one.
+    """
+    seen: set[int] = set()
+    waiting = [(prefix, module)]
+    while waiting:
+        name, this = waiting.pop()
+        if id(this) in seen and not again:
+            continue
+        seen.add(id(this))
+        yield name, this
+        inner = [(f"{name}.{key}" if name else key, part) for key, part in this._modules.items()]
+        waiting += [(key, part) for key, part in reversed(inner) if part is not None]
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """Return a module and all in it, each once."""
+    return [part for _, part in named_modules(module)]
+
+
 def modules_in(model: Any) -> dict[str, nn.Module]:
     """Return the modules of a model by all their qualified names, "" for itself."""
     owner = module_of(model)
-    return {} if owner is None else dict(owner.named_modules(remove_duplicate=False))
+    return {} if owner is None else dict(named_modules(owner, again=True))
 
 
 def states_of(model: Any) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers of a model, under all their names."""
-    owner = module_of(model)
-    if owner is None:
-        return []
+    named = modules_in(model).items()
     return [
-        *owner.named_parameters(remove_duplicate=False),
-        *owner.named_buffers(remove_duplicate=False),
+        (f"{name}.{key}" if name else key, tensor)
+        for tables in (
+            [(name, part._parameters) for name, part in named],
+            [(name, part._buffers) for name, part in named],
+        )
+        for name, table in tables
+        for key, tensor in table.items()
+        if tensor is not None
     ]
