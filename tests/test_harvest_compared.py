@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,11 +165,14 @@ def test_a_model_that_draws_on_a_gpu_alone_is_not_gone_on_with(
 ) -> None:
     drawn = [0]
 
-    def states() -> list[Tensor]:  # of two devices
-        return [torch.zeros(1), torch.full((1,), float(drawn[0]))]
-
+    generators = (  # of two devices
+        SimpleNamespace(get_state=lambda: torch.zeros(1), initial_seed=lambda: 0),
+        SimpleNamespace(
+            get_state=lambda: torch.full((1,), float(drawn[0])), initial_seed=lambda: 0
+        ),
+    )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", states)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
 
     def call(bended: Any, batch: Tensor) -> None:
         bended(batch)

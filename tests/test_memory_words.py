@@ -264,31 +264,36 @@ def test_classes_and_ranks_may_change_while_the_tables_do_not(monkeypatch, reads
 
 
 @readable
-def test_what_was_replaced_in_a_table_is_let_go_when_any_program_is_checked():
+@pytest.mark.parametrize("alone", [True, False], ids=["one thread", "two threads"])
+def test_entries_of_tables_are_read_without_keeping_them(monkeypatch, alone):
+    monkeypatch.setattr(memory_words.threading, "active_count", lambda: 1 if alone else 2)
     tables = [{"a": torch.ones(3), "b": None}, {"c": nn.Parameter(torch.ones(2, 2))}]
-    kinds, words = [Tensor, type(None), nn.Parameter], [[b"now"], [b"now"]]
-    one, other = (memory_words.Entries(tables, kinds, {0: 1, 2: 2}, cell) for cell in words)
-    assert not one.are_same()  # nothing is read yet
-    one.read(), other.read()
-    assert one.are_same()
-    assert other.are_same()
-    one.read()  # the same again: nobody has to read anew
-    assert words == [[b"now"], [b"now"]]
+    entries = memory_words.Entries(tables, [Tensor, type(None), nn.Parameter], {0: 1, 2: 2})
+    for _ in range(2):
+        assert entries.are_same()
+        entries.read()
+    (reader,) = entries._reader
     old = weakref.ref(tables[0]["a"])
     tables[0]["a"] = torch.zeros(4)
-    one.read()
-    assert words == [[b"now"], [None]]
     assert old() is None
-    assert one.are_same()
-    assert not other.are_same()
-    other.read()
-    assert other.are_same()
+    assert not entries._reader  # it would read what is no longer there
+    assert entries.are_same()
+    entries.read()
+    assert entries.are_same()
+    assert entries._reader[0].places.tolist() != reader.places.tolist()
+    kept = tables[0]["a"]
+    tables[0]["a"] = nn.Parameter(torch.zeros(4))  # of another class, and the old one lives on
+    entries.read()
+    assert not entries.are_same()
+    tables[0]["a"] = kept
+    entries.read()
+    assert entries.are_same()
     tables[1]["c"].data = torch.ones(2)
-    assert not one.are_same()
+    assert not entries.are_same()
     tables[1]["c"].data = torch.ones(2, 2)
-    assert one.are_same()
+    assert entries.are_same()
     tables[1]["c"].__class__ = Doubled
-    assert not one.are_same()
+    assert not entries.are_same()
 
 
 @readable

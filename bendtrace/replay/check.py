@@ -162,7 +162,7 @@ class CheckWriter:
             ranks = {n: part.size.rank for n, part in enumerate(parts) if part in ranked}
             tables = [table.value for table in self._settled.tables]
             kinds = [part.type for part in parts]
-            source.names["entries"] = Entries(tables, kinds, ranks, source.names["words"])
+            source.names["entries"] = Entries(tables, kinds, ranks)
             source.line("    entries.read()")
         source.line(f"    if now[{words.begin}:] == fixed: words[0] = now")
 

@@ -20,10 +20,11 @@ import gc
 import itertools
 import operator
 import sys
+import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -187,58 +188,59 @@ class Words:
 class Entries:
     """The classes and ranks of what tables hold, which may change while the tables do not.
 
-    What the tables hold is held here as well, for only such objects are read. Tensors that were
-    replaced in a table are let go when any program is checked next.
+    Only the tables keep their tensors alive. So words are read only while all tensors live that
+    were there when `read` was called, and no other thread could end one.
 
     Args:
-        tables: tables of parameters and buffers.
+        tables: tables of parameters and buffers, of which it is known that nothing was written to
+            them since `read` was called.
         kinds: the class that each entry has to be of.
         ranks: how many dimensions some entries have to have, by their numbers.
-        words: a list of one item, set to None when `read` has to be called again.
     """
 
-    _all: ClassVar[weakref.WeakSet[Entries]] = weakref.WeakSet()
-
     def __init__(
-        self,
-        tables: Iterable[dict[str, Any]],
-        kinds: list[type],
-        ranks: dict[int, int],
-        words: list[bytes | None],
+        self, tables: Sequence[dict[str, Any]], kinds: list[type], ranks: dict[int, int]
     ) -> None:
         self._values = [table.values() for table in tables]
-        self._kinds, self._words = kinds, words
-        self._ranked, self._ranks = [*ranks], [*ranks.values()]
-        self._held: list[Any] = []
-        self._reading: tuple[Reader, list[Tensor]] | None = None
-        self._all.add(self)
+        self._kinds, self._ranks = kinds, [*ranks.values()]
+        places = [(table, key) for table in tables for key in table]
+        self._tables = [places[number][0] for number in ranks]
+        self._keys = [places[number][1] for number in ranks]
+        self._identities: list[int] = []
+        self._alive: list[weakref.ref[Any]] = []
+        self._reader: list[Reader] = []  # nothing in it once a tensor has died
 
     def read(self) -> None:
-        """Read what the tables hold now."""
-        held = list(itertools.chain.from_iterable(self._values))
-        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+        """Look where the entries of the tables are now."""
+        entries = [*itertools.chain.from_iterable(self._values)]
+        identities = [*map(id, entries)]
+        if self._reader and identities == self._identities:
             return
-        if self._held:
-            for other in self._all - {self}:
-                other._forget()
-        self._held, self._reading = held, None
+        self._identities, self._reader, self._alive = identities, [], []
         places = offsets()
-        if places is None or len(held) != len(self._kinds):
+        if places is None or len(entries) != len(self._kinds):
             return
         words = Words(places)
-        for entry, kind in zip(held, self._kinds, strict=True):
+        for entry, kind in zip(entries, self._kinds, strict=True):
             words.add_class(entry, kind)
-        self._reading = words.reader(), [held[number] for number in self._ranked]
-
-    def _forget(self) -> None:
-        self._held, self._reading, self._words[0] = [], None, None
+        known = [words.reader()._replace(kept=())]
+        died = functools.partial(_clear, known)
+        self._alive = [weakref.ref(entry, died) for entry in entries if entry is not None]
+        self._reader = known
 
     def are_same(self) -> bool:
         """Whether all entries have the classes and ranks that they have to have."""
-        if self._reading is None:
-            return False
-        (take, places, fixed, _, _), ranked = self._reading
-        return take(places).tobytes() == fixed and [*map(Tensor.dim, ranked)] == self._ranks
+        if self._reader and threading.active_count() == 1:
+            take, places, fixed, _, _ = self._reader[0]
+            same = take(places).tobytes() == fixed
+        else:
+            same = [*map(type, itertools.chain.from_iterable(self._values))] == self._kinds
+        ranks = map(Tensor.dim, map(operator.getitem, self._tables, self._keys))
+        return same and [*ranks] == self._ranks
+
+
+def _clear(known: list[Reader], _: object) -> None:
+    known.clear()
 
 
 def reader_of_versions(tables: Iterable[Mapping[Any, Any]]) -> Reader | None:
