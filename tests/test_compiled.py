@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bendtrace as bt
 from bendtrace.compiled import path as path_module
 from bendtrace.compiled import speculation as speculation_module
-from bendtrace.compiled.shortcuts import Shortcuts
+from bendtrace.compiled.shortcuts import Backend, Shortcuts
 from bendtrace.errors import CompileWarning, InputError
 from tests.compiled.common import ALWAYS, assert_promise_with, states
 from tests.compiled.models import Assigned, Experts, Gated, Layered, MaskedExperts
@@ -792,6 +792,23 @@ def test_torch_s_own_guards_on_tensors_can_be_asked() -> None:
     for other in (torch.zeros(4), torch.zeros(6)[::2], torch.zeros(3).double(),
                   torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))):  # fmt: skip
         assert not known.fits((other,))
+
+
+def test_a_tensor_that_is_given_twice_has_a_shortcut_of_its_own() -> None:
+    backend = Backend(lambda graph, inputs: graph.forward)
+    ways = torch.compile(lambda a, b, n: (None, [a + b * n]), backend=backend)
+    shortcuts = Shortcuts(ways, backend)
+    one, other = torch.ones(3), torch.full((3,), 2.0)
+    for given in ((one, one, 3), (one, one, 3), (other, other, 3), (one, other, 3), (one, one, 3)):
+        result = shortcuts(*given)
+        assert result is not None
+        assert torch.equal(result.made[0], given[0] + given[1] * given[2])
+    twice, apart = reversed(shortcuts._known)
+    assert twice.fits((other, other, 3))
+    assert not twice.fits((one, other, 3))
+    assert not twice.fits((one, one, 4))
+    assert apart.fits((other, one, 3))
+    assert not apart.fits((one, one, 3))
 
 
 def test_the_report_says_why_paths_are_not_compiled() -> None:

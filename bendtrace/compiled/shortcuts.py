@@ -146,12 +146,18 @@ class _Shortcut:
         results: the positions among its results of the truth, and of the tensors.
     """
 
-    __slots__ = ("_numbers", "_slots", "_tensors", "check", "graph", "number", "results")
+    __slots__ = ("_numbers", "_same", "_slots", "_tensors", "check", "graph", "number", "results")
 
     def __init__(
         self, call: _GraphCall, slots: list[Any], results: list[Any], given: Sequence[Any]
     ) -> None:
-        tensors = [value for value in given if isinstance(value, Tensor)]
+        # A vector that is inserted at several nodes is given as often, which guards refuse.
+        first = {id(value): slot for slot, value in reversed([*enumerate(given)])}
+        slots_of_tensors = [slot for slot, value in enumerate(given) if isinstance(value, Tensor)]
+        self._tensors = [slot for slot in slots_of_tensors if first[id(given[slot])] == slot]
+        self._same = [(slot, first[id(given[slot])]) for slot in slots_of_tensors]
+        self._same = [(slot, other) for slot, other in self._same if slot != other]
+        tensors = [given[i] for i in self._tensors]
         self.number, self.graph = call.number, call.graph
         self.results = results
         # Mostly the arguments of the function are those of the graph.
@@ -162,14 +168,15 @@ class _Shortcut:
         guards: Any = torch._C._dynamo.guards
         made = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         self.check: Callable[..., bool] = made.check
-        self._tensors = [i for i, value in enumerate(given) if isinstance(value, Tensor)]
         self._numbers = [(i, v) for i, v in enumerate(given) if not isinstance(v, Tensor)]
 
     def fits(self, given: Sequence[Any]) -> bool:
         """Return whether arguments are similar to those that it was made for."""
-        if self._numbers:
-            if not all(identical(given[slot], value) for slot, value in self._numbers):
-                return False
+        if not all(identical(given[slot], value) for slot, value in self._numbers):
+            return False
+        if not all(given[slot] is given[first] for slot, first in self._same):
+            return False
+        if len(self._tensors) < len(given):
             given = [given[slot] for slot in self._tensors]
         return self.check(*given)
 
