@@ -268,7 +268,9 @@ def test_classes_and_ranks_may_change_while_the_tables_do_not(monkeypatch, reads
 def test_entries_of_tables_are_read_without_keeping_them(monkeypatch, alone):
     monkeypatch.setattr(memory_words.threading, "active_count", lambda: 1 if alone else 2)
     tables = [{"a": torch.ones(3), "b": None}, {"c": nn.Parameter(torch.ones(2, 2))}]
-    entries = memory_words.Entries(tables, [Tensor, type(None), nn.Parameter], {0: 1, 2: 2})
+    entries = memory_words.Entries(
+        tables, [Tensor, type(None), nn.Parameter], [(tables[0], "a", 1), (tables[1], "c", 2)]
+    )
     for _ in range(2):
         assert entries.are_same()
         entries.read()

@@ -158,11 +158,9 @@ class CheckWriter:
         source.line("    number = ask(A)")
         source.line("    if number is not None: return number")
         if self._settled.tables:
-            parts, ranked = self._in_tables(), self._analysis.ranked_state
-            ranks = {n: part.size.rank for n, part in enumerate(parts) if part in ranked}
             tables = [table.value for table in self._settled.tables]
-            kinds = [part.type for part in parts]
-            source.names["entries"] = Entries(tables, kinds, ranks)
+            kinds = [part.type for part in self._in_tables()]
+            source.names["entries"] = Entries(tables, kinds, self._ranks())
             source.line("    entries.read()")
         source.line(f"    if now[{words.begin}:] == fixed: words[0] = now")
 
@@ -208,20 +206,21 @@ class CheckWriter:
         if settled.tables and self._words is not None:
             self._ask_in_doubt(source, "not entries.are_same()", "look()")
         elif settled.tables:
-            parts = self._in_tables()
             source.names.update(
                 tables=[dict.values(table.value) for table in settled.tables],
-                kinds=[part.type for part in parts],
+                kinds=[part.type for part in self._in_tables()],
             )
             self._ask_in_doubt(source, "list(map(type, chain(tables))) != kinds", "look()")
-            if ranked := [part for part in parts if part in self._analysis.ranked_state]:
-                source.names.update(
-                    dim=Tensor.dim, ranks=[part.size.rank for part in ranked],
-                    ranked=[part.key for part in ranked],
-                    ranked_in=[part.parent.value for part in ranked if part.parent is not None],
-                )  # fmt: skip
+            if ranks := self._ranks():
+                tables, keys, numbers = zip(*ranks, strict=True)
+                source.names.update(dim=Tensor.dim, ranks=[*numbers], ranked_in=tables, ranked=keys)
                 now = "list(map(dim, map(getitem, ranked_in, ranked)))"
                 self._ask_in_doubt(source, f"{now} != ranks", "look()")
+
+    def _ranks(self) -> list[tuple[dict[str, Any], str, int]]:
+        """Return the tables, keys and ranks of the tensors in tables that have to have one."""
+        ranked = [part for part in self._in_tables() if part in self._analysis.ranked_state]
+        return [(p.parent.value, p.key, p.size.rank) for p in ranked if p.parent is not None]
 
     def _ask_for_missing(self, source: Source) -> None:
         """Ask whether names that were in no namespace are there now."""

@@ -195,17 +195,18 @@ class Entries:
         tables: tables of parameters and buffers, of which it is known that nothing was written to
             them since `read` was called.
         kinds: the class that each entry has to be of.
-        ranks: how many dimensions some entries have to have, by their numbers.
+        ranks: how many dimensions some entries have to have, after their tables and keys.
     """
 
     def __init__(
-        self, tables: Sequence[dict[str, Any]], kinds: list[type], ranks: dict[int, int]
+        self,
+        tables: Iterable[dict[str, Any]],
+        kinds: list[type],
+        ranks: Sequence[tuple[dict[str, Any], str, int]],
     ) -> None:
         self._values = [table.values() for table in tables]
-        self._kinds, self._ranks = kinds, [*ranks.values()]
-        places = [(table, key) for table in tables for key in table]
-        self._tables = [places[number][0] for number in ranks]
-        self._keys = [places[number][1] for number in ranks]
+        self._kinds, self._ranks = kinds, [rank for _, _, rank in ranks]
+        self._tables, self._keys = [one for one, _, _ in ranks], [key for _, key, _ in ranks]
         self._identities: list[int] = []
         self._alive: list[weakref.ref[Any]] = []
         self._reader: list[Reader] = []  # nothing in it once a tensor has died
