@@ -41,6 +41,10 @@ from bendtrace.tape.watchers import current_watcher
 __all__ = ["Environment"]
 
 
+# Of classes; whoever asks for it, `inspect` for example, makes it.
+_MADE_BY_ASKING = {"__annotations__"}
+
+
 class Environment(Found):
     """The parts that a run can read, found by scanning from its arguments and its callable.
 
@@ -219,7 +223,7 @@ class Environment(Found):
             if not space.keys().isdisjoint(names):
                 self._blocks_made(space, names)
         for owner, known in self.namespaces.values():
-            if len(owner) != len(known):
+            if len(owner) != len(known) and set(owner) ^ set(known) != _MADE_BY_ASKING:
                 self._blocks_made(owner, set(owner) - set(known))
         before = self.held
         now = self.places.read()
