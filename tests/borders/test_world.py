@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,13 @@ from tests.borders.world.world import Program, check, check_behind_a_branch
 from tests.shares import some
 
 _MADE = dict(programs())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ended() -> Iterator[None]:
+    """Run finalizers of what these programs have left, not in the runs of other tests."""
+    yield
+    gc.collect()
 
 
 @pytest.mark.parametrize("program", some(_MADE.values(), 8), ids=list(_MADE))
