@@ -227,7 +227,7 @@ class Dispatcher:
         if not recording.is_transient or self._passing >= _PASSING:
             return False
         self._passing += 1
-        reasons = recording.tape.blockers or ["the run fills a cache that later runs use"]
+        reasons = recording.tape.blockers or ["the run leaves something that later runs find"]
         self.passing.update(dict.fromkeys(reasons))
         return True
 

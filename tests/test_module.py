@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
 from bendtrace.errors import InputError
+from bendtrace.interject.sharing import replaced
 from tests.promise import assert_promise, bits, randn_inputs
 
 
@@ -699,7 +700,7 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Equal, Incomparable, Unhashable, Shadowing])
-def test_models_are_told_apart_by_identity_alone(kind: type[Equal]) -> None:
+def test_models_are_compared_by_identity_alone(kind: type[Equal]) -> None:
     models: list[nn.Module] = [kind(1), kind(2), kind(3), Several(1, 2, 3, 4, 5)]
     bendeds = [bt.BendedModule(model) for model in models]
     for x in (torch.ones(2), -torch.ones(2)) * 2:
@@ -710,3 +711,21 @@ def test_models_are_told_apart_by_identity_alone(kind: type[Equal]) -> None:
         with bended.interject("linear", lambda value: value * 0 + 1):
             assert bended(torch.ones(2)).tolist() == [scale] * 2
         assert "linear" in str(bt.trace(model, torch.ones(2)))
+
+
+def test_a_part_may_have_the_whole_as_a_part() -> None:
+    whole, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential()), torch.ones(2)
+    whole[0].whole = whole
+    bended = bt.BendedModule(whole)
+    for _ in range(2):
+        assert torch.equal(bended(x), whole(x))
+    assert bended.stats.replays == 1
+    with bended.interject("0", lambda value: value * 0 + 1):
+        assert bended(x).tolist() == [1, 1]
+
+
+def test_an_empty_container_is_replaced_like_any_part() -> None:
+    empty = nn.Sequential()
+    model = nn.Sequential(nn.Linear(2, 2), empty)
+    made = replaced(model, [empty], lambda module: nn.ReLU())
+    assert isinstance(made[1], nn.ReLU)

@@ -153,10 +153,9 @@ class _Shortcut:
     ) -> None:
         # A vector that is inserted at several nodes is given as often, which guards refuse.
         first = {id(value): slot for slot, value in reversed([*enumerate(given)])}
-        slots_of_tensors = [slot for slot, value in enumerate(given) if isinstance(value, Tensor)]
-        self._tensors = [slot for slot in slots_of_tensors if first[id(given[slot])] == slot]
-        self._same = [(slot, first[id(given[slot])]) for slot in slots_of_tensors]
-        self._same = [(slot, other) for slot, other in self._same if slot != other]
+        pairs = [(slot, first[id(v)]) for slot, v in enumerate(given) if isinstance(v, Tensor)]
+        self._tensors = [slot for slot, other in pairs if slot == other]
+        self._same = [(slot, other) for slot, other in pairs if slot != other]
         tensors = [given[i] for i in self._tensors]
         self.number, self.graph = call.number, call.graph
         self.results = results

@@ -41,10 +41,6 @@ from bendtrace.tape.watchers import current_watcher
 __all__ = ["Environment"]
 
 
-# Of classes; whoever asks for it, `inspect` for example, makes it.
-_MADE_BY_ASKING = {"__annotations__"}
-
-
 class Environment(Found):
     """The parts that a run can read, found by scanning from its arguments and its callable.
 
@@ -223,8 +219,12 @@ class Environment(Found):
             if not space.keys().isdisjoint(names):
                 self._blocks_made(space, names)
         for owner, known in self.namespaces.values():
-            if len(owner) != len(known) and set(owner) ^ set(known) != _MADE_BY_ASKING:
-                self._blocks_made(owner, set(owner) - set(known))
+            made = set(owner) - set(known)
+            if len(owner) != len(known) and not (
+                # An empty one is made by whoever asks a class for it, `inspect` for example.
+                made == {"__annotations__"} and owner["__annotations__"] == {}
+            ):
+                self._blocks_made(owner, made)
         before = self.held
         now = self.places.read()
         if now is not None and self.contents is not None and now.same_as(self.contents):

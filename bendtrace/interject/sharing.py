@@ -83,8 +83,9 @@ def _inside_out(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     if id(module) in seen:
         return
     seen.add(id(module))
-    for child in filter(None, module._modules.values()):
-        yield from _inside_out(child, seen)
+    for child in module._modules.values():
+        if child is not None:
+            yield from _inside_out(child, seen)
     yield module
 
 

@@ -67,15 +67,16 @@ def named_modules(
         again: yield a module under each of its names, not only under the first one.
     """
     seen: set[int] = set()
-    waiting = [(prefix, module)]
+    waiting: list[tuple[str, nn.Module, frozenset[int]]] = [(prefix, module, frozenset())]
     while waiting:
-        name, this = waiting.pop()
-        if id(this) in seen and not again:
+        name, this, around = waiting.pop()
+        if id(this) in (around if again else seen):  # a part may have the whole as a part
             continue
         seen.add(id(this))
         yield name, this
+        within = around | {id(this)} if again else around
         inner = [(f"{name}.{key}" if name else key, part) for key, part in this._modules.items()]
-        waiting += [(key, part) for key, part in reversed(inner) if part is not None]
+        waiting += [(key, part, within) for key, part in reversed(inner) if part is not None]
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
