@@ -800,7 +800,8 @@ def test_a_tensor_that_is_given_twice_has_a_shortcut_of_its_own() -> None:
     shortcuts = Shortcuts(ways, backend)
     one, other = torch.ones(3), torch.full((3,), 2.0)
     for given in ((one, one, 3), (one, one, 3), (other, other, 3), (one, other, 3), (one, one, 3)):
-        result = shortcuts(*given)
+        known = shortcuts.find(given)
+        result = shortcuts(*given) if known is None else known.call(given)
         assert result is not None
         assert torch.equal(result.made[0], given[0] + given[1] * given[2])
     twice, apart = reversed(shortcuts._known)

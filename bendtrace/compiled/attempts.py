@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bendtrace.compiled.gradients import Missing, missing
 from bendtrace.compiled.settings import Settings
-from bendtrace.compiled.shortcuts import Backend, Result, Shortcuts
+from bendtrace.compiled.shortcuts import Backend, Result, Shortcut, Shortcuts
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
 from bendtrace.torch_rules.writes import storage_of
 
@@ -117,12 +117,22 @@ class CompiledFunction:
         self._function = Shortcuts(compiled, self._backend)
         return self._backend
 
-    def call(self, given: Sequence[Any]) -> Result | None:
-        """Call it; return None if its guards cannot hold."""
+    def find(self, given: Sequence[Any]) -> Shortcut | None:
+        """Return the graph for some arguments (see `Shortcuts.find`)."""
+        assert self._function is not None
+        return self._function.find(given)
+
+    def call(self, given: Sequence[Any], found: Shortcut | None) -> Result | None:
+        """Call it; return None if its guards cannot hold.
+
+        Args:
+            given: its arguments.
+            found: the graph for them, if there is one.
+        """
         assert self._function is not None
         grad = torch.is_grad_enabled()
         try:
-            result = self._function(*given)
+            result = self._function(*given) if found is None else found.call(given)
         finally:
             if torch.is_grad_enabled() != grad:
                 torch._C._set_grad_enabled(grad)
@@ -133,8 +143,8 @@ class CompiledFunction:
         unmark(result.made)
         if self.settings.cuda_graphs:  # whose memory the next call writes to
             result = result._replace(made=[tensor.clone() for tensor in result.made])
-        if self._missing and (found := self._missing.get(result.graph)) is not None:
-            found.register(result.made)
+        if self._missing and (lost := self._missing.get(result.graph)) is not None:
+            lost.register(result.made)
         return result
 
     def in_order(self, result: Result) -> Sequence[Tensor]:

@@ -271,15 +271,18 @@ class CompiledPath(CompiledFunction):
         if self._needs_sizes and not self._knows_sizes(gathered, arguments, spliced):
             return self._missed()
         given = gathered[: self._count] if len(gathered) > self._count else gathered
+        models = given
         if spliced is not None:
-            if not spliced.identities.isdisjoint(map(id, given)):
+            given = (*given, *spliced.tensors)
+        found = self.find(given)
+        if found is None and spliced is not None:
+            if not spliced.identities.isdisjoint(map(id, models)):
                 self.reason = "a tensor of what is inserted is one of the model's own, or an input"
                 if raises:
                     raise Refusal(self.reason)
                 return self._missed()
-            given = (*given, *spliced.tensors)
         try:
-            result = self.call(given)
+            result = self.call(given, found)
             if result is None or not (result.truth is None or result.truth.item()):
                 return self._missed()
         except Exception as error:

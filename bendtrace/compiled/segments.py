@@ -150,7 +150,7 @@ class Body(CompiledFunction):
             self._compiling.release()
 
     def _called(self, given: Sequence[Any]) -> Result:
-        result = self.call(given)
+        result = self.call(given, self.find(given))
         assert result is not None
         return result
 

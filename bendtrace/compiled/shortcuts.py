@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from bendtrace.tape.captured import identical
 
-__all__ = ["Backend", "Result", "Shortcuts"]
+__all__ = ["Backend", "Result", "Shortcut", "Shortcuts"]
 
 _MOST = 8
 
@@ -137,7 +137,7 @@ def _assumes(graph: Any) -> bool:
     return False
 
 
-class _Shortcut:
+class Shortcut:
     """One graph, for similar arguments.
 
     Attributes:
@@ -199,13 +199,20 @@ class Shortcuts:
     def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
         self._function = function
         self._backend = backend
-        self._known: tuple[_Shortcut, ...] = ()
+        self._known: tuple[Shortcut, ...] = ()
 
-    def __call__(self, *given: Any) -> Result | None:
-        """Call the function; return None if its guards cannot hold."""
+    def find(self, given: Sequence[Any]) -> Shortcut | None:
+        """Return the graph for some arguments, if it has served similar ones.
+
+        No tensor is twice among them where it was not among those.
+        """
         for known in self._known:
             if known.fits(given):
-                return known.call(given)
+                return known
+        return None
+
+    def __call__(self, *given: Any) -> Result | None:
+        """Have torch.compile choose a graph and call it; return None if its guards cannot hold."""
         self._backend.take()
         result: tuple[Any, Sequence[Any]] | None
         with warnings.catch_warnings():
@@ -233,7 +240,7 @@ class Shortcuts:
             return
         results = results if result[0] is not None else [None, *results]
         try:
-            known = _Shortcut(call, slots, results, given)
+            known = Shortcut(call, slots, results, given)
         except (AttributeError, TypeError, SystemError):
             return
         self._known = (known, *self._known[: _MOST - 1])

@@ -115,7 +115,7 @@ class Environment(Found):
     @functools.cached_property
     def compares_identity(self) -> bool:
         """Whether code of the user's tests whether two objects are one."""
-        return any(
+        return self.tells_identity or any(
             compares_identity(one.__code__)
             for one in self.functions
             if not is_installed_file(one.__code__.co_filename)
@@ -134,7 +134,7 @@ class Environment(Found):
 
     def find_cached(self, tensor: torch.Tensor) -> Captured | None:
         """Return a new part for a tensor that comes from a `functools.lru_cache`, if it does."""
-        for label, cache, _ in self.caches:
+        for label, cache, *_ in self.caches:
             if any(kept is tensor for kept in kept_in(cache)):
                 known = len(self.parts)
                 Scan(self).scan_late(tensor, f"{label}(...)")
@@ -190,11 +190,15 @@ class Environment(Found):
             if part.kind is CaptureKind.SET and isinstance(part.value, set):
                 yield part.value
 
-    def misses(self) -> Iterator[tuple[str, functools._lru_cache_wrapper[Any]]]:
-        """Yield each `functools.lru_cache` that the run put something into."""
-        for label, cache, misses in self.caches:
+    def misses(self) -> Iterator[tuple[str, functools._lru_cache_wrapper[Any], bool]]:
+        """Yield each `functools.lru_cache` that the run put something into.
+
+        With it come the reason not to replay the run, and whether the cache had no entries before.
+        """
+        for label, cache, misses, was_empty in self.caches:
             if cache.cache_info().misses != misses:
-                yield f"the run fills the cache of {label} (see {self.place_of(label)})", cache
+                reason = f"the run fills the cache of {label} (see {self.place_of(label)})"
+                yield reason, cache, was_empty
 
     def _sort_out(self, parts: list[Captured]) -> None:
         """Tell what may change by itself from tensors that have no attributes of their own."""

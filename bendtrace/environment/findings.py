@@ -204,13 +204,15 @@ class Found:
         stores: names of the attributes that it assigns, likewise.
         functions: the code of the model, likewise.
         tells_numbers: whether some of that code asks for the exact type of a number.
+        tells_identity: whether it has `id` or `operator.is_` under another name.
         computes: whether some of that code looks attributes up by names that it computes.
         asks_tags: whether some of the user's asks for attributes that may not be there.
         missing: globals that some of it names and that are not there, by their namespace.
         sized: Python modules that code looks up computed names in, with the names in them.
         namespaces: those of the classes of the model, with the names in them.
         helpers: classes of other objects, with the members that are used.
-        caches: each `functools.lru_cache`, with its label and how often it had no answer.
+        caches: each `functools.lru_cache`, with its label, how often it had no answer, and whether
+            it had no entries.
         cached: what they held when the run began, as far as it is not known to stay: results of the
             user's functions, and objects.
         generators: the parts that are random generators.
@@ -238,13 +240,14 @@ class Found:
         self.stores: frozenset[str] = frozenset()
         self.functions: list[types.FunctionType] = []
         self.tells_numbers = False
+        self.tells_identity = False
         self.computes = False
         self.asks_tags = False
         self.missing: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self.sized: dict[int, tuple[Mapping[str, Any], frozenset[str]]] = {}
         self.namespaces: dict[int, tuple[Mapping[str, Any], tuple[str, ...]]] = {}
         self.helpers: dict[type, frozenset[str]] = {}
-        self.caches: list[tuple[str, functools._lru_cache_wrapper[Any], int]] = []
+        self.caches: list[tuple[str, functools._lru_cache_wrapper[Any], int, bool]] = []
         self.cached: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.generators: list[Captured] = []
         self.depends = Depends()

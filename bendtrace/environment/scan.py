@@ -316,6 +316,8 @@ class Scan(CodeScan):
             if value in (vars, dir, locals):
                 reason = f"{route.label} is {value.__name__}, which looks at variables"
                 found.block(reason, route.label)
+        elif isinstance(value, types.BuiltinFunctionType) and value in _TELLING:
+            found.tells_identity = True
         elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
             texts = [text for text in value.__reduce__()[1] if isinstance(text, str)]
             found.names |= {name for text in texts for name in text.split(".")}
@@ -323,7 +325,8 @@ class Scan(CodeScan):
             inner = value.__wrapped__
             if isinstance(inner, types.FunctionType):
                 self._scan_code(inner)
-            found.caches.append((route.label, value, value.cache_info().misses))
+            misses = value.cache_info().misses
+            found.caches.append((route.label, value, misses, not entries_of(value)))
             if not isinstance(inner, types.FunctionType) or not is_finished(inner):
                 # For the cache, a traced scalar is not the same key as the number.
                 found.tells_numbers = True
@@ -530,6 +533,7 @@ _MORE = (
 )  # fmt: skip
 # Functions that look names up; code may call them under other names.
 _LOOKING_UP = (getattr, hasattr, setattr, delattr, vars, dir, locals)
+_TELLING = (id, operator.is_, operator.is_not)  # objects apart by their identity, likewise
 # The most common types, which are never constants.
 _USUAL = frozenset({nn.Parameter, torch.Tensor, nn.Linear, nn.LayerNorm, nn.Dropout, dict, list})
 _TENSORS = (torch.Tensor, nn.Parameter)

@@ -142,6 +142,7 @@ class CachedScan:
                 "stores",
                 "functions",
                 "tells_numbers",
+                "tells_identity",
                 "computes",
                 "asks_tags",
                 "namespaces",
@@ -253,7 +254,7 @@ class CachedScan:
             or _identities(contents) != self._ids
             or [*map(type, self._typed)] != self._types
             or any(self._hook_dicts)
-            or any(cache.cache_info().misses != known for _, cache, known in self._caches)
+            or any(cache.cache_info().misses != known for _, cache, known, _ in self._caches)
         ):
             return False
         held: dict[int, dict[Any, Any]] = {}

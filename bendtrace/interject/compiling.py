@@ -50,6 +50,7 @@ class _Turn(NamedTuple):
         slots: the positions of the tensors in it.
         values: the arguments of the gate; observed tensors replace those at `slots`.
         look: called with the observed value.
+        is_alone: whether the observed value is one tensor.
     """
 
     entry: Entry
@@ -60,6 +61,7 @@ class _Turn(NamedTuple):
     slots: tuple[int, ...] = ()
     values: tuple[Any, ...] = ()
     look: Callable[[Any], Any] | None = None
+    is_alone: bool = False
 
 
 # A gate with the number of its op, and its insertions.
@@ -94,7 +96,7 @@ class PlannedInsertions:
         self._plan = plan
         self._turns: dict[int, tuple[Recording, list[_GateTurns] | str]] = {}
         # The splices of a path that stay the same while attributes of insertions do.
-        self._steady: dict[int, tuple[SplicedTurns, list[Steady]]] = {}
+        self._steady: dict[int, tuple[SplicedTurns, Steady]] = {}
         self._observers: dict[int, list[Interjection]] = {}
 
     def along(self, recording: Recording) -> SplicedTurns | str:
@@ -103,12 +105,8 @@ class PlannedInsertions:
             if not what.deferrable:  # any more: an attribute may say so
                 return _undeferrable(what.label)
         steady = self._steady.get(id(recording))
-        if steady is not None:
-            for one in steady[1]:
-                if not one.holds():
-                    break
-            else:
-                return steady[0]
+        if steady is not None and steady[1].holds():
+            return steady[0]
         known = self._turns.get(id(recording))
         if known is None:
             try:
@@ -138,13 +136,10 @@ class PlannedInsertions:
                 row.append(effect)
             effects.append(row)
         spliced = SplicedTurns(known[1], effects)
-        watched = [
-            Steady(turn.entry.what)
-            for _, _, turns in known[1]
-            for turn in turns
-            if turn.look is None
-        ]
-        if all(one.is_possible for one in watched):
+        watched = Steady(
+            turn.entry.what for _, _, turns in known[1] for turn in turns if turn.look is None
+        )
+        if watched.is_possible:
             self._steady[id(recording)] = spliced, watched
         return spliced
 
@@ -231,6 +226,9 @@ class SplicedTurns:
         """Show an insertion the values that it looks at or keeps."""
         if effect is None:
             assert turn.look is not None
+            if turn.is_alone:
+                turn.look(left.pop())
+                return
             values = list(turn.values)
             for slot in turn.slots:
                 values[slot] = left.pop()
@@ -370,7 +368,8 @@ def _looking(turn: _Turn, args: Any, said: str, recording: Recording) -> _Turn:
             slots.append(leaf.number)
         elif type(given) not in PLAIN_TYPES:
             raise _Refused(f"{said} looks at objects that are no tensors")
-    return turn._replace(slots=tuple(slots), values=tuple(args))
+    is_alone = type(turn.shape) is Leaf and slots == [turn.shape.number]
+    return turn._replace(slots=tuple(slots), values=tuple(args), is_alone=is_alone)
 
 
 def _undeferrable(said: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -55,27 +55,28 @@ def depends_on(*names: str) -> Callable[[_Method], _Method]:
 
 
 class Steady:
-    """Tells whether the attributes that an effect depends on are still the same objects.
+    """Tells whether the attributes that some effects depend on are still the same objects.
 
     Args:
-        what: the interjection.
+        whats: the interjections.
 
     Attributes:
-        is_possible: whether that says that the effect is the same.
+        is_possible: whether that says that the effects are the same.
     """
 
-    def __init__(self, what: Any) -> None:
-        self._what = what
-        getters = getattr(type(what).effect, "reads", None)
-        self._read = [(read, read(what)) for read in getters or ()]
-        self.is_possible = getters is not None and all(
-            _is_constant(value) for _, value in self._read
-        )
+    def __init__(self, whats: Iterable[Any]) -> None:
+        found: list[tuple[Callable[[Any], Any], Any, Any]] = []
+        self.is_possible = True
+        for what in whats:
+            getters = getattr(type(what).effect, "reads", None)
+            self.is_possible &= getters is not None
+            found += [(read, what, read(what)) for read in getters or ()]
+        self.is_possible = self.is_possible and all(_is_constant(value) for *_, value in found)
+        self._read = found
 
     def holds(self) -> bool:
         """Return whether they are."""
-        what = self._what
-        for read, value in self._read:
+        for read, what, value in self._read:
             if read(what) is not value:
                 return False
         return True

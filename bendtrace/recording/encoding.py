@@ -76,6 +76,9 @@ class Values(Protocol):
     def scalar_ref(self, scalar: TracedScalar) -> Ref:
         """Return the value number of a traced scalar."""
 
+    def made_as(self, tensor: Tensor) -> int | None:
+        """Return the op that made a tensor; None if it was there before the run, or is unknown."""
+
     def here(self) -> str:
         """Return the current place of the model, as text."""
 
@@ -106,6 +109,10 @@ class Encoder:
     def writes_outside(self) -> bool:
         """Whether the run has written to tensors that existed before it."""
         return self._values.writes_outside()
+
+    def made_as(self, tensor: Tensor) -> int | None:
+        """Return the op that made a tensor (see `Values.made_as`)."""
+        return self._values.made_as(tensor)
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """Return arguments as recorded, and as the function has to receive them."""

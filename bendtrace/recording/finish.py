@@ -208,18 +208,6 @@ class Finish:
                     f"{code.co_qualname} at {code.co_filename}:{code.co_firstlineno} was "
                     "called in an unforeseeable way"
                 )
-        for reason, cache in self.environment.misses():
-            # A result computed by a function in pure Python is the same when it comes from the
-            # cache.
-            if self._has_ops_of(cache.__wrapped__) or not all(map(is_value, kept_in(cache))):
-                self.tape.block(reason)
-                recording.is_transient = True
-            # No one may see a traced scalar after the run.
-            if any(type(kept) in TRACED for kept in kept_in(cache)):
-                cache.cache_clear()
-            inner = cache.__wrapped__
-            if not (isinstance(inner, types.FunctionType) and is_finished(inner)):
-                self.environment.filled_caches[cache] = entries_of(cache)
         memo: dict[int, Any] = {}
         for change in changes:
             change.key = self._encoder.key(change.key, f"what is assigned to {change.label}")
@@ -231,6 +219,7 @@ class Finish:
         root.output = self._encoder.output(output, "the output", memo)
         if any(id(given) in memo for given in self._writer.given):
             self.block("what the run returns, or keeps, is given to code that is called as one op")
+        self._look_at_caches(recording)
         recording.output_reads = self._writer.writes.writers()
         self._check_opaque_ops(recording.changes)
         drew = list(map(operator.ne, self._generators, self._torchs_random_states()))
@@ -284,6 +273,34 @@ class Finish:
         if torch.cuda.is_initialized():
             known += torch.cuda.default_generators
         return [torch.initial_seed(), *(generator.initial_seed() for generator in known)]
+
+    def _look_at_caches(self, recording: Recording) -> None:
+        """Record what the run put into each `functools.lru_cache`."""
+        kept = [recording.root.output, *((c.key, c.value) for c in recording.changes)]
+        outlive = {ref.index for ref in refs_in(kept)}
+        for reason, cache, was_empty in self.environment.misses():
+            entries = entries_of(cache)
+            lasting = [entry for entry in entries if not self._ends_with_run(entry[0], outlive)]
+            # A result computed by a function in pure Python is the same when it comes from the
+            # cache. Where no call can find an entry again, the cache is as good as empty.
+            if (lasting or not was_empty) and (
+                self._has_ops_of(cache.__wrapped__) or not all(map(is_value, kept_in(cache)))
+            ):
+                self.tape.block(reason)
+                recording.is_transient = True
+            # No one may see a traced scalar after the run.
+            if any(type(value) in TRACED for value in kept_in(cache)):
+                cache.cache_clear()
+            inner = cache.__wrapped__
+            if not lasting or not (isinstance(inner, types.FunctionType) and is_finished(inner)):
+                self.environment.filled_caches[cache] = lasting
+
+    def _ends_with_run(self, key: Any, outlive: set[int]) -> bool:
+        """Return whether a key contains a tensor that the run has made, and does not leave."""
+        if type(key) is not tuple:
+            return False
+        found = (self._encoder.made_as(item) for item in key if type(item) is torch.Tensor)
+        return any(index is not None and index not in outlive for index in found)
 
     def _has_ops_of(self, function: Any) -> bool:
         """Return whether torch functions were called from within a function of the model."""

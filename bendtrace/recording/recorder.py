@@ -52,6 +52,7 @@ from bendtrace.torch_rules.functions import (
     DESCEND,
     ESCAPES,
     FLEETING,
+    GIVES_BACK,
     GRAD_FN,
     METADATA,
     SHARING,
@@ -574,6 +575,12 @@ class Recorder(TorchFunctionMode):
         """Tell the inserter of a checkpointed block (see `watchers.Watcher`)."""
         if self._inserter is not None:
             self._inserter.recomputed(entering)
+
+    def identified(self, tensor: Tensor) -> None:
+        """Record that code tells a tensor by its identity (see `watchers.Watcher`)."""
+        index = self._values.made_as(tensor)
+        if index is None or self.tape.ops[index].target in GIVES_BACK:
+            self.unseen("a lookup of a tensor by its identity, in a dict, a set or a cache,")
 
     def unseen(self, what: str) -> None:
         """Record something that a replay could not repeat (see `watchers.Watcher`)."""

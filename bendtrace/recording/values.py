@@ -294,6 +294,14 @@ class Values:
             return None
         return (known.parent.index, known.key) if known.ref is None else known.ref.index
 
+    def made_as(self, tensor: Tensor) -> int | None:
+        """Return the op that made a tensor; None if it was there before the run, or is unknown."""
+        known = self.known_as(tensor)
+        if known is None:
+            return None
+        index = known[0] if isinstance(known, tuple) else known
+        return None if self.tape.ops[index].is_given else index
+
     def ref(self, tensor: Tensor) -> Ref:
         """Return the value number of a tensor."""
         known = self._writer.known.get(id(tensor))

@@ -501,9 +501,12 @@ def _agree(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:
     """Whether caches hold what they held after the run.
 
     Where an entry is missing, the model would compute it anew, and keep it: a replay would not.
+    Nor would it drop one that has come into an empty cache.
     """
     for cache, before in filled.items():
         now = dict(entries_of(cache))
+        if now and not before:
+            return False
         if not all(key in now and identical(now[key], result) for key, result in before):
             return False
     return True

@@ -32,19 +32,20 @@ __all__ = [
     "stores_outside",
 ]
 
+_IDENTITY = frozenset({"id", "is_", "is_not"})
 _identity: dict[int, tuple[CodeType, bool]] = {}
 
 
 def compares_identity(code: CodeType) -> bool:
     """Return whether code, or nested code, tests `x is y` with neither being a constant.
 
-    Asking for the `id` of objects counts as well.
+    Asking for the `id` of objects counts as well, and so does `operator.is_`.
     """
     known = _identity.get(id(code))
     if is_off("identity"):
         return True
     if known is None:
-        asks = "id" in code.co_names or (
+        asks = not _IDENTITY.isdisjoint(code.co_names) or (
             has(code, "IS_OP")
             and any(
                 there == "IS_OP" and before not in CONSTANTS

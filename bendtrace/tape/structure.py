@@ -6,6 +6,7 @@ import functools
 import gc
 import sys
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -170,7 +171,36 @@ def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
 
 
 def entries_of(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:
-    """Return the keys and results in a `functools.lru_cache`."""
+    """Return the keys and results in a `functools.lru_cache`, but for keys that are lost.
+
+    Tensors are compared by identity. Where nothing but a key holds one, no call can give that key.
+    """
+    return [(key, result) for key, result in _all_entries(cache) if not _is_lost(key)]
+
+
+_use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]  # missing in the stubs
+
+
+def _is_lost(key: Any) -> bool:
+    if type(key) is not tuple or torch.Tensor not in map(type, key):
+        return False
+    return any(
+        type(item) is torch.Tensor
+        and count == _ALONE
+        and _use_count(item) == 1  # which views and graphs add to
+        and not weakref.getweakrefcount(item)
+        for item, count in zip(key, _holders(key), strict=True)
+    )
+
+
+def _holders(items: tuple[Any, ...]) -> list[int]:
+    return [sys.getrefcount(item) for item in items]
+
+
+_ALONE = _holders((object(),))[0]
+
+
+def _all_entries(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:
     own = getattr(cache, "__dict__", None)
     waiting = [
         held

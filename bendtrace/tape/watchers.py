@@ -53,6 +53,9 @@ class Watcher(Protocol):
     def read(self, function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Query something of a tensor other than its values, and guard the answer."""
 
+    def identified(self, tensor: torch.Tensor) -> None:
+        """Record that code tells a tensor by its identity."""
+
     def unseen(self, what: str) -> None:
         """Record that the run reaches something that a replay could not repeat."""
 

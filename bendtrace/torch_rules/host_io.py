@@ -70,6 +70,7 @@ def entries_of_outside() -> Iterator[tuple[Any, str, Any]]:
     for owner in (builtins, io):
         yield owner, "open", _reports("open", open)
     yield builtins, "print", _prints
+    yield torch.Tensor, "__hash__", _hashes
     for name in sorted(MEASURES):
         for owner in (torch.cuda, torch.cuda.memory):
             if name in vars(owner):
@@ -137,6 +138,17 @@ def _prints(*args: Any, **kwargs: Any) -> Any:
     if watcher is None or not isinstance(function, BuiltinFunctionType):
         return function(*args, **kwargs)
     return watcher.printed(function, args, kwargs, frame)
+
+
+def _hashes(tensor: torch.Tensor) -> int:
+    """The hash of a tensor is its identity, by which dicts, sets and caches find it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _package_of(frame) in sys.stdlib_module_names - {"__main__"}:
+        frame = frame.f_back
+    watcher = None if frame is None else _asking(frame)[0]
+    if watcher is not None:
+        watcher.identified(tensor)
+    return id(tensor)
 
 
 def _asking(frame: FrameType) -> tuple[Watcher | None, FrameType]:

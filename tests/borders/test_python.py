@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import operator
 import threading
 import weakref
 from collections import Counter, defaultdict, namedtuple
@@ -473,6 +474,121 @@ def test_a_cache_filled_behind_a_branch_and_then_with_other_results(first: int) 
 @functools.lru_cache
 def _tensor_of_factor(size: int) -> Tensor:
     return torch.ones(size) * _FACTOR[0]
+
+
+HELD = torch.ones(2, 3)
+HELD_TOO = [torch.ones(2, 3), 1]
+TABLE = {HELD: 5.0}
+PAIRS = {(HELD, 1): 5.0}
+one_and_the_same = operator.is_
+
+
+@functools.lru_cache(maxsize=8)
+def _mean(x: Tensor) -> Any:
+    return x.mean()
+
+
+class ByIdentity:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __hash__(self) -> int:
+        return hash(self.x)
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is ByIdentity and self.x is other.x
+
+
+OBJECTS = {ByIdentity(HELD): 5.0}
+
+
+def _in_a_local_set(x: Tensor) -> Tensor:
+    y = x.contiguous()
+    return x + len({x, y})
+
+
+_LOOKUPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "in": lambda x: x + 1 if x in TABLE else x - 1,
+    "get": lambda x: x + TABLE.get(x, 1.0),
+    "tuples": lambda x: x + PAIRS.get((x, 1), 1.0),
+    "objects": lambda x: x + OBJECTS.get(ByIdentity(x), 1.0),
+    "hash": lambda x: x + 1 if hash(x) == hash(HELD) else x - 1,
+    "cache": lambda x: x - _mean(x),
+    "a local set": _in_a_local_set,
+}
+_TESTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "is_": lambda x: x + 1 if operator.is_(x, HELD) else x - 1,
+    "under another name": lambda x: x + 1 if one_and_the_same(x, HELD) else x - 1,
+    "in a list": lambda x: x + 1 if x is HELD_TOO[0] else x - 1,
+}
+
+
+@pytest.mark.parametrize("name", [*_LOOKUPS, *_TESTS])
+def test_a_tensor_that_is_told_from_others_by_its_identity(name: str) -> None:
+    _mean.cache_clear()
+    model = (_LOOKUPS | _TESTS)[name]
+    bended = bt.BendedModule(model)
+    odd = torch.arange(6.0).view(3, 2)
+    others = [torch.zeros(2, 3), torch.full((2, 3), 2.0), odd.t(), odd.t().contiguous()]
+    for x in [HELD, *others, HELD_TOO[0], HELD, *others]:
+        assert torch.equal(bended(x), model(x))
+    if name in _LOOKUPS:
+        assert bended.stats.replays == 0
+        assert any("by its identity" in reason for reason in bended.why_live), bended.why_live
+    else:
+        assert bended.stats.live == 0
+
+
+def _ranks(shape: torch.Size, mask: Tensor | None) -> Tensor:
+    return torch.ones(shape) if mask is None else mask.cumsum(0) / shape[0]
+
+
+@pytest.mark.parametrize("size", [1, 3, None])
+def test_a_cache_by_a_tensor_of_the_run_which_no_later_call_can_give(size: int | None) -> None:
+    ranks = functools.lru_cache(maxsize=size)(_ranks)
+
+    def model(x: Tensor, leave: bool = False) -> Any:
+        mask = x > 0
+        assert ranks(x.shape, mask) is ranks(x.shape, mask)
+        return (x * ranks(x.shape, mask), mask) if leave else x * ranks(x.shape, mask)
+
+    bended = bt.BendedModule(model)
+    for length in (2, 3, 2, 3, 2):
+        x = torch.randn(length, 4)
+        assert torch.equal(bended(x), x * _ranks(x.shape, x > 0))
+    assert (bended.stats.traces, bended.stats.replays, bended.stats.live) == (2, 3, 0)
+    left = [bended(torch.ones(2, 4), True) for _ in range(3)]  # the cache could be asked for these
+    for output, mask in left:
+        assert torch.equal(output, torch.ones(2, 4) * _ranks(mask.shape, mask))
+        assert ranks(mask.shape, mask) is ranks(mask.shape, mask)
+    assert bended.stats.live == 3
+
+
+def test_a_cache_by_a_tensor_of_the_caller() -> None:
+    ranks = functools.lru_cache(maxsize=2)(_ranks)
+    model = lambda x, mask: x * ranks(x.shape, mask)  # noqa: E731
+    bended = bt.BendedModule(model)
+    x, masks = torch.randn(2, 4), [torch.randn(2, 4) > 0 for _ in range(3)]
+    for number in (0, 0, 1, 0, 2, 1, 0, 0, 0):
+        mask = masks[number]
+        output = bended(x, mask)
+        hits = ranks.cache_info().hits
+        assert torch.equal(output, x * _ranks(x.shape, mask))
+        assert torch.equal(model(x, mask), output)
+        assert ranks.cache_info().hits == hits + 1  # the call has left it there
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_cache_by_a_tensor_of_the_run_beside_one_that_can_be_found(size: int) -> None:
+    ranks = functools.lru_cache(maxsize=size)(_ranks)
+    shape = torch.Size([2, 4])
+    bended = bt.BendedModule(lambda x: x * ranks(x.shape, x > 0))
+    for _ in range(3):
+        kept = ranks(shape, None)
+        x = torch.randn(2, 4)
+        assert torch.equal(bended(x), x * _ranks(x.shape, x > 0))
+        bended(-x)  # a run of two evicts the first entry of two
+        assert ranks(shape, None) is not kept
 
 
 @pytest.mark.parametrize("cached", [_times_factor, _tensor_of_factor])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
+import gc
+import importlib
 import multiprocessing
 import re
 import signal
@@ -40,6 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     shard, shards = map(int, options.shard.split("/"))
     options.out.mkdir(parents=True, exist_ok=True)
+    importlib.import_module("torch._dynamo.symbolic_convert")  # once, and not in each batch
     hunt = _Hunt(options.out, f"{options.seed}-{shard}", options.each)
     for batch in range(-(-options.examples // _BATCH)):
         if batch % shards != shard or batch * _BATCH < options.first:
@@ -109,6 +112,8 @@ def _batch(
     """Check so many programs: how many there were, what became of their calls, which failed."""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
+    gc.collect()
+    gc.freeze()  # torch's objects need not be looked through again for each program
     totals: collections.Counter[str] = collections.Counter()
     failed: list[tuple[str, Program]] = []
     done = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 import re
 import signal
 import sys
@@ -190,16 +191,12 @@ def _hub(name: str, _: Any) -> Case:
     from tests.hub.inputs import guessed
 
     def calls() -> list[tuple[str, Inputs]]:
-        made = []
-        for kind, seed, sizes in (
-            ("traced", 0, {}),
-            ("inputs", 1, {}),
-            ("inputs", 2, {"length": 11}),
-        ):
-            try:
-                made.append((kind, ((), guessed(build(name), seed, **sizes)[1])))
-            except ValueError:  # of this size only
-                continue
+        made = [
+            (kind, ((), guessed(build(name), seed)[1]))
+            for kind, seed in (("traced", 0), ("inputs", 1))
+        ]
+        with contextlib.suppress(ValueError):  # of this size there are none
+            made.append(("inputs", ((), guessed(build(name), 2, length=11)[1])))
         return made
 
     return Case("transformers", name, _driven(lambda: build(name), calls))
@@ -215,7 +212,9 @@ def _vision(name: str, _: Any) -> Case:
     from torchvision import models
 
     def make() -> nn.Module:
-        made: nn.Module = models.get_model(name, weights=None)
+        own = inspect.signature(models.get_model_builder(name)).parameters
+        options = dict.fromkeys({"weights", "weights_backbone"} & {*own})  # nothing is downloaded
+        made: nn.Module = models.get_model(name, **options)
         return made.eval()
 
     size = {"inception_v3": 96}.get(name, 64)
