@@ -34,8 +34,9 @@ from bendtrace.tape.captured import (
     content_of,
     identical,
     is_as_copied,
+    is_told_by_identity,
 )
-from bendtrace.tape.structure import kept_in
+from bendtrace.tape.structure import entries_of, flat, kept_in
 from bendtrace.tape.watchers import current_watcher
 
 __all__ = ["Environment"]
@@ -190,13 +191,36 @@ class Environment(Found):
             if part.kind is CaptureKind.SET and isinstance(part.value, set):
                 yield part.value
 
+    def given_by_identity(self) -> dict[int, Captured]:
+        """Return the arguments, and parts of them, that are told apart by their identity."""
+        return {
+            id(part.value): part
+            for part in self.parts
+            if part.is_argument
+            and part.kind is CaptureKind.OBJECT
+            and is_told_by_identity(part.type)
+        }
+
+    def held_as_given(self) -> Iterator[str]:
+        """Yield a reason for each argument that the model finds by its identity."""
+        given = self.given_by_identity()
+        found = [one for one in self.members if id(one) in given] if given else []
+        for _, cache, info, _ in self.caches:
+            if given and cache.cache_info() != info:
+                found += [
+                    one for key, _ in entries_of(cache) for one in flat(key) if id(one) in given
+                ]
+        for one in found:
+            label = given[id(one)].label
+            yield f"{label} is found in a dict, a set or a cache by its identity"
+
     def misses(self) -> Iterator[tuple[str, functools._lru_cache_wrapper[Any], bool]]:
         """Yield each `functools.lru_cache` that the run put something into.
 
         With it come the reason not to replay the run, and whether the cache had no entries before.
         """
-        for label, cache, misses, was_empty in self.caches:
-            if cache.cache_info().misses != misses:
+        for label, cache, info, was_empty in self.caches:
+            if cache.cache_info().misses != info.misses:
                 reason = f"the run fills the cache of {label} (see {self.place_of(label)})"
                 yield reason, cache, was_empty
 

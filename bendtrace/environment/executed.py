@@ -16,9 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace.environment.code_facts import UNDETECTABLE, codes_in
 from bendtrace.environment.provenance import is_finished_code
+from bendtrace.source.usage import asks_for_ids
 from bendtrace.torch_rules.host_io import MEASURES
 
 __all__ = [
+    "OWN_NUMBER",
     "Ran",
     "forbidden_in",
     "learn",
@@ -225,6 +227,10 @@ def _users_place(
     return None
 
 
+# What is said of an `id` and of a hash.
+OWN_NUMBER = "which no other object has, and none of another call"
+
+
 def ran() -> Ran:
     """Return what notes the code of a run."""
     return _Monitored() if sys.version_info >= (3, 12) else Ran()
@@ -297,6 +303,9 @@ def _functions_of(
 
 def forbidden_in(ran: Ran) -> Iterator[str]:
     """Yield a reason for each thing that a run has asked of the world outside."""
+    for code, space in ran.codes.items():
+        if space.get("id", id) is id and (line := asks_for_ids(code)) is not None:
+            yield f"the code at {code.co_filename}:{line} asks for an id, {OWN_NUMBER}"
     for name, (code, line) in ran.entropy.items():
         yield f"{name} at {code.co_filename}:{line} gives what nothing can give again"
     for (module, name), (code, line) in ran.called.items():

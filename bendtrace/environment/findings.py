@@ -211,8 +211,9 @@ class Found:
         sized: Python modules that code looks up computed names in, with the names in them.
         namespaces: those of the classes of the model, with the names in them.
         helpers: classes of other objects, with the members that are used.
-        caches: each `functools.lru_cache`, with its label, how often it had no answer, and whether
-            it had no entries.
+        caches: each `functools.lru_cache`, with its label, what it had been asked, and whether it
+            had no entries.
+        members: the objects, no plain values, that are keys of dicts, or members of sets.
         cached: what they held when the run began, as far as it is not known to stay: results of the
             user's functions, and objects.
         generators: the parts that are random generators.
@@ -247,7 +248,8 @@ class Found:
         self.sized: dict[int, tuple[Mapping[str, Any], frozenset[str]]] = {}
         self.namespaces: dict[int, tuple[Mapping[str, Any], tuple[str, ...]]] = {}
         self.helpers: dict[type, frozenset[str]] = {}
-        self.caches: list[tuple[str, functools._lru_cache_wrapper[Any], int, bool]] = []
+        self.caches: list[tuple[str, functools._lru_cache_wrapper[Any], Any, bool]] = []
+        self.members: list[Any] = []
         self.cached: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.generators: list[Captured] = []
         self.depends = Depends()

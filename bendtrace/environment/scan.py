@@ -6,6 +6,7 @@ names is found by its base class (`code_scan.py`). Each value is listed once.
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import functools
 import gc
@@ -56,7 +57,7 @@ from bendtrace.tape.captured import (
     has_attributes,
     is_array,
 )
-from bendtrace.tape.structure import entries_of, kept_in, read_partial
+from bendtrace.tape.structure import entries_of, flat, kept_in, read_partial
 from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.distributed_forward import gathered_names, hidden_of, is_joint_hook
 from bendtrace.torch_rules.monkeypatches import monkeypatches
@@ -318,6 +319,8 @@ class Scan(CodeScan):
                 found.block(reason, route.label)
         elif isinstance(value, types.BuiltinFunctionType) and value in _TELLING:
             found.tells_identity = True
+            if value is id:
+                found.block(f"{route.label} is id, which tells objects apart", route.label)
         elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
             texts = [text for text in value.__reduce__()[1] if isinstance(text, str)]
             found.names |= {name for text in texts for name in text.split(".")}
@@ -325,8 +328,7 @@ class Scan(CodeScan):
             inner = value.__wrapped__
             if isinstance(inner, types.FunctionType):
                 self._scan_code(inner)
-            misses = value.cache_info().misses
-            found.caches.append((route.label, value, misses, not entries_of(value)))
+            found.caches.append((route.label, value, value.cache_info(), not entries_of(value)))
             if not isinstance(inner, types.FunctionType) or not is_finished(inner):
                 # For the cache, a traced scalar is not the same key as the number.
                 found.tells_numbers = True
@@ -365,6 +367,8 @@ class Scan(CodeScan):
                     label = f"{holder.label}[...]"  # code can read what is in it without naming it
                 holder = holder.parent
             found.watched_objects.add(value, label)
+            if isinstance(value, (set, frozenset, collections.deque)):
+                found.members += flat(tuple(value))
 
     def _holds(self, value: Any) -> bool:
         """Whether an object that can be called has content."""
@@ -387,6 +391,7 @@ class Scan(CodeScan):
             self._scan_enumerated(value, route.label)
             for key in filterfalse(is_value, value):
                 if not route.is_argument:
+                    self.found.members += flat(key)
                     self.found.watched_objects.add(key, f"a key of {route.label}")
                 elif not isinstance(key, (torch.Tensor, nn.Module, type)):
                     self._unguarded.append(part)

@@ -151,6 +151,7 @@ class CachedScan:
                 "hook_tables",
                 "watched_objects",
                 "cached",
+                "members",
             )
         }
         self._watched_objects = found.watched_objects
@@ -254,7 +255,7 @@ class CachedScan:
             or _identities(contents) != self._ids
             or [*map(type, self._typed)] != self._types
             or any(self._hook_dicts)
-            or any(cache.cache_info().misses != known for _, cache, known, _ in self._caches)
+            or any(cache.cache_info()[1:] != known[1:] for _, cache, known, _ in self._caches)
         ):
             return False
         held: dict[int, dict[Any, Any]] = {}

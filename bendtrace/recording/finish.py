@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from bendtrace.environment.code_facts import codes_in, names_in
 from bendtrace.environment.environment import Environment
-from bendtrace.environment.executed import Ran, forbidden_in, learn
+from bendtrace.environment.executed import OWN_NUMBER, Ran, forbidden_in, learn
 from bendtrace.environment.kinds import is_value
 from bendtrace.environment.provenance import is_finished
 from bendtrace.environment.reachability import reachable_from
@@ -200,6 +200,8 @@ class Finish:
             if not self.tape.blockers or recording.is_transient:  # else it is known to be live
                 for reason in forbidden_in(ran):
                     self.tape.block(reason)
+                if ("builtins", "hash") in ran.called and self.environment.given_by_identity():
+                    self.block(f"the model asks for a hash, {OWN_NUMBER}", "hash")
             if self.tape.blockers:
                 ran.codes.clear()  # such runs are live in any case
             for code in learn(self._function, ran, self.environment.functions):
@@ -278,6 +280,8 @@ class Finish:
         """Record what the run put into each `functools.lru_cache`."""
         kept = [recording.root.output, *((c.key, c.value) for c in recording.changes)]
         outlive = {ref.index for ref in refs_in(kept)}
+        for reason in self.environment.held_as_given():
+            self.block(reason)
         for reason, cache, was_empty in self.environment.misses():
             entries = entries_of(cache)
             lasting = [entry for entry in entries if not self._ends_with_run(entry[0], outlive)]

@@ -25,6 +25,7 @@ from bendtrace.source.features import is_off
 __all__ = [
     "Asking",
     "asking_comparisons",
+    "asks_for_ids",
     "compares_identity",
     "compares_items",
     "needs_plain_numbers",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 _IDENTITY = frozenset({"id", "is_", "is_not"})
+_FILLING = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"})
+_ids: dict[int, tuple[CodeType, int | None]] = {}
 _identity: dict[int, tuple[CodeType, bool]] = {}
 
 
@@ -55,6 +58,42 @@ def compares_identity(code: CodeType) -> bool:
         asks = asks or any(map(compares_identity, _within(code)))
         known = _identity[id(code)] = (code, asks)
     return known[1]
+
+
+def asks_for_ids(code: CodeType) -> int | None:
+    """Return a line where code asks for the `id` of something.
+
+    None if it does so in comparisons `id(x) == id(y)` only, or not at all.
+    """
+    if "id" not in code.co_names:
+        return None
+    known = _ids.get(id(code))
+    if known is None:
+        known = _ids[id(code)] = (code, _line_of_ids(code))
+    return known[1]
+
+
+def _line_of_ids(code: CodeType) -> int | None:
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _FILLING]
+    calls = [place for place, step in enumerate(steps) if step.opname.startswith("CALL")]
+    asks = [
+        place
+        for place, step in enumerate(steps)
+        if step.argval == "id" and step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
+    while asks:
+        first, *rest = asks
+        later = [place for place in calls if rest and place > rest[0]]
+        is_compared = (
+            later
+            and [place for place in calls if first < place < rest[0]] == [rest[0] - 1]
+            and steps[min(later[0] + 1, len(steps) - 1)].opname == "COMPARE_OP"
+        )
+        if not is_compared:
+            where = steps[first].positions
+            return where.lineno if where and where.lineno else code.co_firstlineno
+        asks = rest[1:]
+    return None
 
 
 def _within(code: CodeType) -> Iterator[CodeType]:

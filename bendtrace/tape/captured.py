@@ -34,6 +34,7 @@ __all__ = [
     "is_array",
     "is_as_copied",
     "is_scalar",
+    "is_told_by_identity",
     "module_of",
     "put",
     "requires_grad",
@@ -348,6 +349,12 @@ def slot_of(value: Any, name: str) -> Any:
 def has_attributes(kind: type) -> bool:
     """Return whether instances of a container class also have attributes."""
     return kind not in _BARE and bool(kind.__dictoffset__)
+
+
+def is_told_by_identity(kind: type) -> bool:
+    """Return whether instances of a class are compared, or found in dicts, by their identity."""
+    own: Any = kind
+    return own.__eq__ is object.__eq__ or own.__hash__ is object.__hash__
 
 
 def module_of(kind: type) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bendtrace.tape.captured import AttributeKey, Captured
+from bendtrace.tape.captured import PLAIN_TYPES, AttributeKey, Captured
 from bendtrace.tape.tape import Container, leaves_in
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "can_build",
     "entries_of",
     "existing_in",
+    "flat",
     "has_state_of_c",
     "held_by",
     "is_heap_type",
@@ -179,6 +180,15 @@ def entries_of(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]
 
 
 _use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]  # missing in the stubs
+
+
+def flat(key: Any) -> Iterator[Any]:
+    """Yield what a key consists of, but for plain values."""
+    if type(key) in (tuple, frozenset):
+        for item in key:
+            yield from flat(item)
+    elif type(key) not in PLAIN_TYPES:
+        yield key
 
 
 def _is_lost(key: Any) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import contextvars
 import dataclasses
 import functools
 import operator
 import threading
+import types
 import weakref
 from collections import Counter, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
@@ -254,11 +257,17 @@ def weak_values(x: Tensor) -> Tensor:
     return kept["y"] + 1
 
 
-@border.replays
+@border.live("asks for an id", at="seen = {id(y)")
 def identities(x: Tensor) -> Tensor:
     y = x * 2
     seen = {id(y): y}
     return seen[id(y)] if y is not x else x
+
+
+@border.replays
+def compared_identities(x: Tensor) -> Tensor:
+    y = x * 2
+    return y if id(y) != id(x) and id(x) == id(x) else x
 
 
 @border.replays
@@ -537,6 +546,82 @@ def test_a_tensor_that_is_told_from_others_by_its_identity(name: str) -> None:
         assert any("by its identity" in reason for reason in bended.why_live), bended.why_live
     else:
         assert bended.stats.live == 0
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+@dataclasses.dataclass(eq=False)
+class Data:
+    scale: float = 2.0
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+def _removed(one: Any) -> int:
+    held = [1, HOLDER.items[0]]
+    with contextlib.suppress(ValueError):
+        held.remove(one)
+    return len(held)
+
+
+@functools.cache
+def _numbered(one: Any) -> float:
+    HOLDER.calls += 1
+    return float(HOLDER.calls)
+
+
+HOLDER = types.SimpleNamespace()
+the_id = id
+_FOUND: dict[str, tuple[bool, Callable[[Tensor, Any], Tensor]]] = {  # with whether it may replay
+    "==": (True, lambda x, one: x + (1 if one == HOLDER.items[0] else 2)),
+    "is": (True, lambda x, one: x + (1 if one is HOLDER.items[0] else 2)),
+    "two ids": (True, lambda x, one: x + (1 if id(one) == id(HOLDER.items[0]) else 2)),
+    "in a list": (True, lambda x, one: x + (1 if one in HOLDER.items else 2)),
+    "index": (True, lambda x, one: x + (HOLDER.items.index(one) if one in HOLDER.items else 5)),
+    "lists": (True, lambda x, one: x + (1 if [one] == HOLDER.items else 2)),
+    "remove": (True, lambda x, one: x + _removed(one)),
+    "contains": (True, lambda x, one: x + (1 if operator.contains(HOLDER.items, one) else 2)),
+    "a set": (False, lambda x, one: x + (1 if one in HOLDER.members else 2)),
+    "a dict": (False, lambda x, one: x + HOLDER.table.get(one, 1.0)),
+    "pairs": (False, lambda x, one: x + HOLDER.pairs.get((one, 1), 1.0)),
+    "deque": (False, lambda x, one: x + (1 if one in HOLDER.queue else 2)),
+    "a cache": (False, lambda x, one: x + _numbered(one)),
+    "id": (False, lambda x, one: x + HOLDER.ids.get(id(one), 1.0)),
+    "ids": (False, lambda x, one: x + len({*map(id, [one])} & HOLDER.ids.keys())),
+    "another name": (False, lambda x, one: x + HOLDER.ids.get(the_id(one), 1.0)),
+    "hash": (False, lambda x, one: x + HOLDER.hashes.get(hash(one), 1.0)),
+}
+
+
+@pytest.mark.parametrize("kind", [Plain, Data, Slotted, torch.Generator])
+@pytest.mark.parametrize("name", _FOUND)
+def test_an_object_that_is_told_from_others_by_its_identity(name: str, kind: Any) -> None:
+    may_replay, model = _FOUND[name]
+    several = [kind() for _ in range(3)]
+    first, x = several[0], torch.ones(2)
+
+    def all_of(call: Callable[..., Tensor]) -> list[Tensor]:
+        vars(HOLDER).clear()
+        vars(HOLDER).update(items=[first], calls=0)
+        if not may_replay:
+            vars(HOLDER).update(
+                members={first}, table={first: 5.0}, pairs={(first, 1): 5.0}, ids={id(first): 5.0},
+                hashes={hash(first): 5.0}, queue=collections.deque([first]),
+            )  # fmt: skip
+        _numbered.cache_clear()
+        return [call(x, several[number]) for number in (0, 0, 1, 2, 1, 0, 2, 2, 0)]
+
+    bended = bt.BendedModule(model)
+    assert bits(all_of(bended)) == bits(all_of(model))
+    assert bool(bended.stats.live) is not may_replay, bended.why_live
 
 
 def _ranks(shape: torch.Size, mask: Tensor | None) -> Tensor:

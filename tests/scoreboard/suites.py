@@ -237,18 +237,31 @@ def _timm_names(_: Any) -> list[str]:
     return [name for name in timm.list_models() if not _LARGE.search(name)]
 
 
+_SMALL = 96  # pixels: most take these too, where they were made for 224
+
+
 def _timm(name: str, _: Any) -> Case:
     import timm
 
-    def make() -> nn.Module:
-        made: nn.Module = timm.create_model(name, pretrained=False, num_classes=4)
-        return made.eval()
+    def made(**size: int) -> nn.Module:
+        model: nn.Module = timm.create_model(name, pretrained=False, num_classes=4, **size)
+        return model.eval()
+
+    def sized() -> tuple[dict[str, int], tuple[int, ...]]:
+        """The options of a model for small images, and their size; of its own, if there is none."""
+        options: dict[str, int]
+        for options in ({"img_size": _SMALL}, {}):
+            with contextlib.suppress(Exception), torch.no_grad():
+                made(**options)(torch.zeros(1, 3, _SMALL, _SMALL))
+                return options, (3, _SMALL, _SMALL)
+        return {}, made().default_cfg["input_size"]  # type: ignore[index, union-attr, return-value]
+
+    options, size = sized()
 
     def calls() -> list[tuple[str, Inputs]]:
-        size = make().default_cfg["input_size"]  # type: ignore[index, union-attr]
-        return [(kind, ((torch.randn(1, *size),), {})) for kind in ("traced", "inputs")]  # type: ignore[misc]
+        return [(kind, ((torch.randn(1, *size),), {})) for kind in ("traced", "inputs")]
 
-    return Case("timm", name, _driven(make, calls))
+    return Case("timm", name, _driven(lambda: made(**options), calls))
 
 
 # torch's own
