@@ -258,16 +258,20 @@ def inputs_of(case: Case, seed: int = 0) -> tuple[Tensor]:
 
 
 class Encoder(nn.Module):
-    """A tiny BERT of transformers, of which only tokens are asked for."""
+    """A tiny model of transformers, of which only tokens are asked for.
 
-    def __init__(self) -> None:
+    Args:
+        name: its name.
+    """
+
+    def __init__(self, name: str) -> None:
         super().__init__()
         from tests.hf_models import MODELS
 
-        self.model = next(model for model in MODELS if model.name == "bert").make()
+        self.model = next(model for model in MODELS if model.name == name).make()
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.model(ids, torch.ones_like(ids)).last_hidden_state
+        found: Tensor = self.model(ids, torch.ones_like(ids))[0]
         return found
 
 
@@ -281,7 +285,8 @@ CASES = (
     Case("20 gated layers", Gated, (4, 64), elsewhere=lambda x: -x, quick=True),
     Case("solver", Solver, (8, 32)),
     Case("greedy decoding", Decoder, (2, 4), 101),
-    Case("tiny BERT", Encoder, (2, 12), 99, package="transformers"),
+    Case("tiny BERT", lambda: Encoder("bert"), (2, 12), 99, package="transformers"),
+    Case("tiny Llama", lambda: Encoder("llama"), (2, 12), 99, package="transformers"),
 )
 
 
