@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import itertools
+import os
 import pickle
 import subprocess
 import sys
@@ -810,6 +811,26 @@ def test_a_tensor_that_is_given_twice_has_a_shortcut_of_its_own() -> None:
     assert not twice.fits((one, one, 4))
     assert apart.fits((other, one, 3))
     assert not apart.fits((one, one, 3))
+
+
+def test_a_variable_of_the_environment_is_asked_for_before_the_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def model(x: Tensor) -> Tensor:
+        scaled = x.relu() * float(os.environ.get("BENDTRACE_SCALE", "1"))
+        return scaled.sin() if scaled.sum() > 0 else scaled
+
+    bended, x = bended_with(model), torch.ones(4)
+    for number, value in enumerate((None, None, None, None, "2", None, "2", "3", None)):
+        if value is None:
+            monkeypatch.delenv("BENDTRACE_SCALE", raising=False)
+        else:
+            monkeypatch.setenv("BENDTRACE_SCALE", value)
+        assert torch.equal(bended(x), model(x))
+        if number == 3:
+            assert bended.compiled.hits == 2
+    (row,) = bended.compiled
+    assert (row["state"], row["hits"], row["failures"]) == ("used", 4, 3)
 
 
 def test_the_report_says_why_paths_are_not_compiled() -> None:

@@ -31,6 +31,7 @@ from bendtrace.torch_rules.functions import (
     name_of,
     said_of,
 )
+from bendtrace.torch_rules.host_io import environ
 
 __all__ = ["UNTOLD", "why_not", "why_not_op", "why_not_under"]
 
@@ -87,6 +88,8 @@ def why_not(
         if op.index in spliced:
             if op.context._replace(grad=global_state.context.grad) != global_state.context:
                 return f"{op.target.described} runs in another inference or autocast mode"
+            continue
+        if op.target is environ:  # which is asked before the graph is called
             continue
         if any(tape.ops[written].is_given for written in op.writes):
             reason = f"{said_of(op.target)} writes to what was there before the run"

@@ -28,6 +28,7 @@ from bendtrace.replay.source import Code, Source
 from bendtrace.replay.stretches import Stretch
 from bendtrace.tape.tape import TensorMeta, Test, refs_in
 from bendtrace.torch_rules.functions import name_of
+from bendtrace.torch_rules.host_io import environ
 
 __all__ = ["FAILED", "CompiledPath", "Served", "Unchecked"]
 
@@ -188,6 +189,7 @@ class CompiledPath(CompiledFunction):
         finish = Schedule.of_run(recording, analysis, self._entry, past, recording.tape, leaves)
         self._finish = write_run(finish).function
         self._picked = straight.picked
+        self._variables = [(op.args[0], op.meta) for op in ops if op.target is environ]
         self._needs_sizes = exactly or findings.writes or self._depends_on_identity(leaves)
         self._resizable = [
             slot for slot, i in enumerate(gathered) if isinstance(ops[i].meta, TensorMeta)
@@ -267,6 +269,8 @@ class CompiledPath(CompiledFunction):
             The output, for a path with splices in a `Served`; an `Unchecked` one if a graph was
             compiled in between; or `FAILED`.
         """
+        if any(environ(name) != value for name, value in self._variables):
+            return self._missed()
         gathered = self._gather(arguments)
         if self._needs_sizes and not self._knows_sizes(gathered, arguments, spliced):
             return self._missed()

@@ -41,6 +41,7 @@ from bendtrace.torch_rules.functions import (
     name_of,
     said_of,
 )
+from bendtrace.torch_rules.host_io import environ
 
 __all__ = ["Straight"]
 
@@ -142,7 +143,7 @@ class Straight(Expressions):
         elif op.kind is OpKind.CALL and (op.target in SHAPES or op.target is Tensor.__len__):
             depends = any(index in self._extents.varying for index in refs)
             self._kinds[op.index] = _Kind.SIZE if depends else _Kind.STATIC
-        elif op.kind is OpKind.CALL and op.target in METADATA:
+        elif op.kind is OpKind.CALL and (op.target in METADATA or op.target is environ):
             self._kinds[op.index] = _Kind.STATIC
         elif op.kind is OpKind.CALL and (op.target in VALUES or op.target is Tensor.tolist):
             self._kinds[op.index] = _Kind.VALUE
@@ -180,7 +181,8 @@ class Straight(Expressions):
     def _data_guards(self) -> Iterable[tuple[int, Guard]]:
         for number, guard in enumerate(self._tape.guards):
             if self._analysis.kinds[number] is GuardKind.DATA:
-                if not guard.is_on_identity:  # see `CompiledPath`
+                is_variable = self._tape.ops[guard.index].target is environ
+                if not (guard.is_on_identity or is_variable):  # see `CompiledPath`
                     yield number, guard
 
     # Writing
