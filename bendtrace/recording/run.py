@@ -49,8 +49,10 @@ class Signature:
         except (TypeError, ValueError):  # a builtin: positions have no names
             parameters = []
         gathering = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        self.parameters = frozenset(p.name for p in parameters if p.kind not in gathering)
-        self._order = {p.name: position for position, p in enumerate(parameters)}
+        # `*a` names no argument `a`: with `**others`, that is one like others.
+        named = [p.name for p in parameters if p.kind not in gathering]
+        self.parameters = frozenset(named)
+        self._order = {name: position for position, name in enumerate(named)}
         self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
 
