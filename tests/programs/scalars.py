@@ -239,6 +239,19 @@ def metadata(w: Writer, _: Any) -> str:
     )  # fmt: skip
 
 
+@gives(bool, lambda w, _: w.tensors(), nested=False)
+def identity(w: Writer, _: Any) -> str:
+    """Whether two tensors are one."""
+    names = [var.name for var in w.tensors()]
+    name, other = w.pick(names), w.pick(names)
+    forms = (
+        f"({name} in {{{other}}})", f"(len({{{name}, {other}}}) > 1)",
+        f"({{{name}: True}}.get({other}, False))", f"(id({name}) == id({other}))",
+        f"operator.is_({name}, {other})", f"({name} in {{{other}.contiguous()}})",
+    )  # fmt: skip
+    return w.pick(forms)
+
+
 @gives(bool, lambda w, _: w.in_method, nested=False, weight=2)
 def has_gradient(w: Writer, _: Any) -> str:
     return f"({_parameter(w)}.grad is {w.pick(('None', 'not None'))})"
