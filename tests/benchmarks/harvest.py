@@ -2,13 +2,16 @@
 
 Each way goes over the whole data set, round by round in turn, in one process and with one thread:
 the bare model under `torch.no_grad()` with the same loader, harvests of it, and the usual script
-with native hooks, a list and one file. Printed are medians over the rounds: samples per second,
-and those relative to the bare model. `--json` prints them as JSON.
+with native hooks, or with nnsight if that is installed, a list and one file. Printed are medians
+over the rounds: samples per second, and those relative to the bare model. `--json` prints them as
+JSON. With `--compiled` there is a harvest on compiled paths, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import importlib.util
 import itertools
 import json
 import statistics
@@ -102,20 +105,45 @@ def by_hand(model: nn.Module, loader: Loader, nodes: list[str], reduce: Any) -> 
 
         return hook
 
-    names = [name for name in nodes if name in dict(model.named_modules())]
+    names = _modules_among(model, nodes)
     handles = [model.get_submodule(name).register_forward_hook(noting(name)) for name in names]
     try:
         over(loader, model)
     finally:
         for handle in handles:
             handle.remove()
+    _write(found)
+
+
+def by_nnsight(model: Any, names: list[str], loader: Loader, reduce: Any) -> None:
+    """The same with nnsight, which saves what the nodes return."""
+    import nnsight  # type: ignore[import-not-found]
+
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    nodes = [model.get(name) for name in names]
+
+    def call(x: Tensor) -> None:
+        with model.trace(x):
+            outputs = nnsight.save([node.output for node in nodes])
+        for name, output in zip(names, outputs, strict=True):
+            found[name].append(output if reduce is None else output.mean(1))
+
+    over(loader, call)
+    _write(found)
+
+
+def _modules_among(model: nn.Module, nodes: list[str]) -> list[str]:
+    return [name for name in nodes if name in dict(model.named_modules())]
+
+
+def _write(found: dict[str, list[Tensor]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         joined = {name: torch.cat(parts) for name, parts in found.items()}
         save_file(joined, str(Path(directory) / "all.safetensors"))
 
 
 def measure(
-    case: Any, samples: int, batch: int, rounds: int, folder: str | None
+    case: Any, samples: int, batch: int, rounds: int, folder: str | None, compiled: bool = False
 ) -> list[dict[str, Any]]:
     """Return a row for each way; files are written below `folder`."""
     name, make, shape, nodes, reduce, share = case
@@ -128,7 +156,7 @@ def measure(
     items: Loader = DataLoader(Items(data), batch_size=batch)
     bended = bt.BendedModule(model)
 
-    def harvested(loader: Loader) -> None:
+    def harvested(loader: Loader, bended: bt.BendedModule = bended) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as directory:
             bt.harvest(bended, loader, where=nodes, reduce=reduce, out=directory, progress=False)
 
@@ -140,6 +168,15 @@ def measure(
         "items, harvest": lambda: harvested(items),
         "items, native hooks and a list": lambda: by_hand(model, items, nodes, reduce),
     }
+    if compiled:
+        fast = bt.BendedModule(model, backend="inductor")
+        ways["items, harvest, compiled"] = lambda: harvested(items, fast)
+    if importlib.util.find_spec("nnsight") is not None:
+        import nnsight
+
+        seen = nnsight.NNsight(copy.deepcopy(model))  # it changes the modules that it is given
+        names = _modules_among(model, nodes)
+        ways["items, nnsight and a list"] = lambda: by_nnsight(seen, names, items, reduce)
     spent: dict[str, list[float]] = {way: [] for way in ways}
     for number, (way, run) in itertools.product(range(rounds + 1), ways.items()):
         began = time.perf_counter()
@@ -166,6 +203,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 8])
     parser.add_argument("--models", nargs="+", default=[case[0] for case in CASES])
     parser.add_argument("--folder", help="where to write; the system's temporary one if left out")
+    parser.add_argument("--compiled", action="store_true", help="a harvest by inductor, too")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -174,7 +212,9 @@ def main() -> None:
         for batch in options.batches
         for case in CASES
         if case[0] in options.models
-        for row in measure(case, options.samples, batch, options.rounds, options.folder)
+        for row in measure(
+            case, options.samples, batch, options.rounds, options.folder, options.compiled
+        )
     ]
     if options.json:
         print(json.dumps(rows, indent=1))
