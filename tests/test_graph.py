@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
-from bendtrace.graph import NodeRef
+from bendtrace.graph import NodeRef, mirror
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.shares import some
@@ -602,3 +602,8 @@ def test_sources_outside_of_files_leave_no_text(tmp_path: Path) -> None:
     exec("def model(x):\n    return x + 1\n", namespace)
     node = graph_of(namespace["model"], ONES).nodes["add"]
     assert (node["site"], node["text"]) == ("<string>:2", "")
+
+
+def test_methods_that_libraries_add_to_object_are_not_looked_at() -> None:
+    # nnsight gives `object` a method that cannot be hashed.
+    assert not {id(member) for member in vars(object).values()} & set(map(id, mirror._METHODS))

@@ -284,10 +284,11 @@ def _called(op: Op, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
     return "call_function", target, args
 
 
-# Some methods are known to torch under another name (`__pow__` is a function called pow).
+# Some methods are known to torch under another name (`__pow__` is a function called pow). Those of
+# `object` are not torch's, and libraries may add some that cannot be hashed.
 _METHODS = {
     member: name
-    for cls in reversed(Tensor.__mro__)
+    for cls in reversed(Tensor.__mro__[:-1])
     for name, member in sorted(vars(cls).items())  # `abs` comes after `__abs__`
     if callable(member) and not isinstance(member, type)
 }
