@@ -257,7 +257,8 @@ class Change:
             return True
         inner: Captured | None = part
         while inner is not None:
-            if inner.parent is self.part and (self.key is None or inner.key == self.key):
+            # As a dict compares keys, which may be tensors.
+            if inner.parent is self.part and (self.key is None or inner.key in {self.key}):
                 return True
             inner = inner.parent
         return False

@@ -179,7 +179,8 @@ def entries_of(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]
     return [(key, result) for key, result in _all_entries(cache) if not _is_lost(key)]
 
 
-_use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]  # missing in the stubs
+# Private to torch (seen in 2.13): without it no key counts as lost, which tests/borders notice.
+_use_count: Any = getattr(torch.Tensor, "_use_count", lambda tensor: -1)
 
 
 def flat(key: Any) -> Iterator[Any]:

@@ -624,6 +624,51 @@ def test_an_object_that_is_told_from_others_by_its_identity(name: str, kind: Any
     assert bool(bended.stats.live) is not may_replay, bended.why_live
 
 
+class Remembers(nn.Module):
+    """Keeps what it was given, and tells what it meets again."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.last = way, None
+        self.met: set[Any] = set()
+        self.times: dict[Any, float] = {}
+        self.listed: list[Any] = []
+
+    def forward(self, x: Tensor, one: Any) -> Tensor:
+        if self.way == "the last one":
+            known, self.last = one == self.last, one
+        elif self.way == "the last tensor":
+            known, self.last = x is self.last, x
+        elif self.way == "a set":
+            known = (x, one) in self.met
+            self.met.add((x, one))
+        elif self.way == "a list":
+            known = one in self.listed
+            self.listed.append(one)
+        else:
+            key = x if self.way == "tensors" else one
+            known = key in self.times
+            self.times[key] = self.times.get(key, 1.0) + 1
+            x = x * self.times[key]
+        return x + 1 if known else x - 1
+
+
+@pytest.mark.parametrize(
+    "way", ["the last one", "the last tensor", "a set", "a list", "tensors", "objects"]
+)
+def test_what_a_call_was_given_and_later_calls_meet_again(way: str) -> None:
+    eager, model = Remembers(way), Remembers(way)
+    bended = bt.BendedModule(model)
+    several, tensors = [Plain() for _ in range(3)], [torch.full((2,), n + 1.0) for n in range(3)]
+    for number in (0, 0, 1, 1, 0, 2, 0, 0, 2, 2, 1, 0):
+        given = tensors[number], several[number]
+        assert torch.equal(bended(*given), eager(*given))
+        assert model.last is eager.last and len(model.met) == len(eager.met)
+        assert list(map(id, model.times)) == list(map(id, eager.times))
+        assert list(model.times.values()) == list(eager.times.values())
+        assert list(map(id, model.listed)) == list(map(id, eager.listed))
+
+
 def _ranks(shape: torch.Size, mask: Tensor | None) -> Tensor:
     return torch.ones(shape) if mask is None else mask.cumsum(0) / shape[0]
 
