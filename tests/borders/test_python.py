@@ -663,7 +663,8 @@ def test_what_a_call_was_given_and_later_calls_meet_again(way: str) -> None:
     for number in (0, 0, 1, 1, 0, 2, 0, 0, 2, 2, 1, 0):
         given = tensors[number], several[number]
         assert torch.equal(bended(*given), eager(*given))
-        assert model.last is eager.last and len(model.met) == len(eager.met)
+        assert model.last is eager.last
+        assert len(model.met) == len(eager.met)
         assert list(map(id, model.times)) == list(map(id, eager.times))
         assert list(model.times.values()) == list(eager.times.values())
         assert list(map(id, model.listed)) == list(map(id, eager.listed))
