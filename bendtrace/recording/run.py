@@ -63,8 +63,12 @@ class Signature:
         if names is None:
             given = self._positional[: len(args)]
             rest = [f"{self._rest}[{i}]" for i in range(len(args) - len(given))]
-            # A positional-only parameter leaves its name free for a keyword.
-            named = (f"**{name}" if name in given else name for name in kwargs)
+            # A positional-only parameter leaves its name free for a keyword, and a dict can have
+            # any text as a key.
+            named = (
+                name if name.isidentifier() and name not in given else f"**{name}"
+                for name in kwargs
+            )
             names = self._forms[form] = (*given, *rest, *named)
         return names
 

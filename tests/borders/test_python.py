@@ -743,11 +743,14 @@ def test_a_cache_that_others_fill_between_the_runs_of_two_paths(cached: Any) -> 
     assert torch.equal(bended(x), x * (10 if cached is _times_factor else 5))
 
 
-def test_the_order_of_an_argument_that_is_called_like_the_positional_ones() -> None:
+def test_arguments_that_are_called_like_others_or_by_no_name() -> None:
     def model(*a: float, **k: float) -> Tensor:
         return torch.ones(2) * sum(a) + sum(n * value for n, value in enumerate(k.values(), 1))
 
     bended = bt.BendedModule(model)
-    for given in ({"a": 1.0, "b": 2.0}, {"b": 1.0, "a": 2.0}, {"k": 1.0, "b": 3.0}) * 2:
+    for given in (
+        {"a": 1.0, "b": 2.0}, {"b": 1.0, "a": 2.0}, {"k": 1.0, "b": 3.0}, {"a[0]": 2.0}, {},
+        {"**a": 1.0, "a": 3.0}, {"a": 1.0, "**a": 3.0}, {"a b": 2.0, "": 1.0},
+    ) * 2:  # fmt: skip
         for positional in ((), (1.0,)):
             assert torch.equal(bended(*positional, **given), model(*positional, **given))
