@@ -65,8 +65,9 @@ class Signature:
             rest = [f"{self._rest}[{i}]" for i in range(len(args) - len(given))]
             # A positional-only parameter leaves its name free for a keyword, and a dict can have
             # any text as a key.
+            reserved = ("**", f"{self._rest}[")
             named = (
-                name if name.isidentifier() and name not in given else f"**{name}"
+                f"**{name}" if name in given or name.startswith(reserved) else name
                 for name in kwargs
             )
             names = self._forms[form] = (*given, *rest, *named)
