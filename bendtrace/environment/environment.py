@@ -192,7 +192,7 @@ class Environment(Found):
                 yield part.value
 
     def given_by_identity(self) -> dict[int, Captured]:
-        """Return the arguments, and parts of them, that are told apart by their identity."""
+        """Return the arguments, and parts of them, that Python compares by their identity."""
         return {
             id(part.value): part
             for part in self.parts

@@ -213,7 +213,7 @@ class Found:
         helpers: classes of other objects, with the members that are used.
         caches: each `functools.lru_cache`, with its label, what it had been asked, and whether it
             had no entries.
-        members: the objects, no plain values, that are keys of dicts, or members of sets.
+        members: the objects, no plain values, that are keys of dicts, or in sets and queues.
         cached: what they held when the run began, as far as it is not known to stay: results of the
             user's functions, and objects.
         generators: the parts that are random generators.

@@ -319,8 +319,9 @@ class Scan(CodeScan):
                 found.block(reason, route.label)
         elif isinstance(value, types.BuiltinFunctionType) and value in _TELLING:
             found.tells_identity = True
-            if value is id:
-                found.block(f"{route.label} is id, which tells objects apart", route.label)
+            if value in (id, hash):
+                reason = f"{route.label} is {value.__name__}, which tells objects apart"
+                found.block(reason, route.label)
         elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
             texts = [text for text in value.__reduce__()[1] if isinstance(text, str)]
             found.names |= {name for text in texts for name in text.split(".")}
@@ -538,7 +539,7 @@ _MORE = (
 )  # fmt: skip
 # Functions that look names up; code may call them under other names.
 _LOOKING_UP = (getattr, hasattr, setattr, delattr, vars, dir, locals)
-_TELLING = (id, operator.is_, operator.is_not)  # objects apart by their identity, likewise
+_TELLING = (id, hash, operator.is_, operator.is_not)  # objects apart by their identity, likewise
 # The most common types, which are never constants.
 _USUAL = frozenset({nn.Parameter, torch.Tensor, nn.Linear, nn.LayerNorm, nn.Dropout, dict, list})
 _TENSORS = (torch.Tensor, nn.Parameter)

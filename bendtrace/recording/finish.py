@@ -200,7 +200,8 @@ class Finish:
             if not self.tape.blockers or recording.is_transient:  # else it is known to be live
                 for reason in forbidden_in(ran):
                     self.tape.block(reason)
-                if ("builtins", "hash") in ran.called and self.environment.given_by_identity():
+                asks = any("hash" in code.co_names for code in ran.codes)
+                if asks and self.environment.given_by_identity():
                     self.block(f"the model asks for a hash, {OWN_NUMBER}", "hash")
             if self.tape.blockers:
                 ran.codes.clear()  # such runs are live in any case

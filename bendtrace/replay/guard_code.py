@@ -242,13 +242,6 @@ class AliasGuards:
         self._held = [
             part for part in several if not part.is_argument and part.access is not Access.FIXED
         ]
-        # Whose identities are known: the parts are guarded by them, and the members do not change.
-        known = [
-            part.value
-            for part in recording.environment.parts
-            if part.kind is CaptureKind.IDENTITY and not part.is_argument
-        ]
-        self._known = frozenset(map(id, [*known, *recording.environment.members]))
 
     def write_held(self, source: Source) -> None:
         """Write `distinct(A)`: whether the things that the model holds are still as many.
@@ -315,19 +308,25 @@ class AliasGuards:
 
     def _ask_for_strangers(self, source: Source) -> None:
         """Ask whether an argument is something that the model holds now, if it might be asked."""
-        given, held = self._given, self._held
+        given, held, environment = self._given, self._held, self._recording.environment
         objects = [
             part
             for part in given
             if part.kind is CaptureKind.OBJECT
-            and (self._recording.environment.compares_identity or is_told_by_identity(part.type))
+            and (environment.compares_identity or is_told_by_identity(part.type))
         ]
-        number = self._questions.note("an argument is now what the model holds itself")
-        if objects and self._known:
-            source.names["known"] = self._known
+        what = "an argument is now what the model holds itself"
+        if objects:
+            # Whose identities are known: the parts are guarded by them, and members do not change.
+            known = [
+                part.value
+                for part in environment.parts
+                if part.kind is CaptureKind.IDENTITY and not part.is_argument
+            ]
+            source.names["known"] = frozenset(map(id, [*known, *environment.members]))
             names = ", ".join(f"id({source.part(part)})" for part in objects)
-            source.line(f"if not known.isdisjoint(({names},)): return {number}")
-        if not (self._ties or self._recording.environment.compares_identity):
+            source.line(f"if not known.isdisjoint(({names},)): return {self._questions.note(what)}")
+        if not (self._ties or environment.compares_identity):
             # What is written to a container shows in whatever else is the same one.
             changes = bool(self._recording.changes) or bool(objects)
             held = [part for part in held if changes and part.kind is not CaptureKind.TENSOR]
@@ -337,6 +336,7 @@ class AliasGuards:
         source.take(held)
         names = ", ".join(f"id({source.part(part)})" for part in given)
         own = ", ".join(f"id({source.part(part)})" for part in held)
+        number = self._questions.note(what)
         source.line(f"if not {{{names}}}.isdisjoint(({own},)): return {number}")
 
 

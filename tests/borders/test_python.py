@@ -579,7 +579,7 @@ def _numbered(one: Any) -> float:
 
 
 HOLDER = types.SimpleNamespace()
-the_id = id
+the_id, the_hash = id, hash
 _FOUND: dict[str, tuple[bool, Callable[[Tensor, Any], Tensor]]] = {  # with whether it may replay
     "==": (True, lambda x, one: x + (1 if one == HOLDER.items[0] else 2)),
     "is": (True, lambda x, one: x + (1 if one is HOLDER.items[0] else 2)),
@@ -597,6 +597,8 @@ _FOUND: dict[str, tuple[bool, Callable[[Tensor, Any], Tensor]]] = {  # with whet
     "id": (False, lambda x, one: x + HOLDER.ids.get(id(one), 1.0)),
     "ids": (False, lambda x, one: x + len({*map(id, [one])} & HOLDER.ids.keys())),
     "another name": (False, lambda x, one: x + HOLDER.ids.get(the_id(one), 1.0)),
+    "hashes": (False, lambda x, one: x + len({*map(hash, [one])} & HOLDER.hashes.keys())),
+    "another hash": (False, lambda x, one: x + HOLDER.hashes.get(the_hash(one), 1.0)),
     "hash": (False, lambda x, one: x + HOLDER.hashes.get(hash(one), 1.0)),
 }
 
