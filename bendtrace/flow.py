@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, overload
 
 from bendtrace._lazy import tabulate
+from bendtrace._places import path_text, place_text
 from bendtrace.recording.finish import Recording
 from bendtrace.recording.iterations import Iterations, Mark, is_inside_comparison, marks_of
 from bendtrace.recording.probes import look_at_flow_once
@@ -127,7 +127,7 @@ class FlowStep:
         }
 
     def __repr__(self) -> str:
-        where = f"{self.file}:{self.place.function}.{self.line}"
+        where = f"{path_text(self.file)}:{self.place.function}.{self.line}"
         return f"{type(self).__name__}(name={self.name}, value={self.value!r}, file={where})"
 
 
@@ -290,7 +290,7 @@ class FlowSteps(Sequence[FlowStep]):
             value = repr(step.value)
             if isinstance(step, LoopFlowStep):
                 value = _iterations(step)
-            where = f"{os.path.basename(step.file)}:{step.line}"
+            where = place_text(step.file, step.line)
             iteration = ".".join(map(str, step.iteration))
             text = shorten(step.text, 60, placeholder=" ...")
             rows.append((step.name, step.kind, value, text, where, step.module_path, iteration))

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from bendtrace._compare import same_bits
 from bendtrace._lazy import tabulate
+from bendtrace._places import place_text
 from bendtrace.bisecting.again import Unable
 from bendtrace.bisecting.sides import Side, placed, side_of
 from bendtrace.calls import Call
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry
 from bendtrace.history.run_log import RunLog
-from bendtrace.history.sizes import counted, place_text
+from bendtrace.history.sizes import counted
 from bendtrace.view.diff.changes import (
     FlowChange,
     Parting,

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 import bendtrace
+from bendtrace._places import place_text
 from bendtrace._tracebacks import UsersError, one_line
 from bendtrace.cli.example import AdaptiveBlock
 from bendtrace.cli.exports import EPILOG, add_options, exported
@@ -21,7 +22,6 @@ from bendtrace.cli.report import as_json, as_text
 from bendtrace.cli.runs import run, seed_all
 from bendtrace.cli.targets import build, find
 from bendtrace.errors import BendtraceError, InputError
-from bendtrace.history.sizes import place_text
 from bendtrace.module import BendedModule
 
 __all__ = ["main"]

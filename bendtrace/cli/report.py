@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from bendtrace._lazy import tabulate
+from bendtrace._places import place_text
 from bendtrace._trace import Trace
 from bendtrace.cli.runs import Call, CommandRun
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
-from bendtrace.history.sizes import counted, number_text, place_text
+from bendtrace.history.sizes import counted, number_text
 
 __all__ = ["as_json", "as_text"]
 

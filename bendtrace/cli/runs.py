@@ -21,11 +21,11 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from bendtrace._compare import same_bits
+from bendtrace._places import place_text
 from bendtrace._trace import Trace
 from bendtrace._tracebacks import during, one_line
 from bendtrace.cli.inputs import Inputs
 from bendtrace.errors import BendtraceError, InputError
-from bendtrace.history.sizes import place_text
 from bendtrace.module import BendedModule
 from bendtrace.recording.run import Signature
 from bendtrace.replay.explain import Mismatch

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
+from bendtrace._places import full_place_text
 from bendtrace.source.bytecode import catches_all, computes_names, named_in
 from bendtrace.source.features import names_off
 
@@ -159,7 +160,7 @@ def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
         for code in codes_in(function.__code__):
             stores, line = _lines_naming(code, code.co_filename).get(name, (False, None))
             if line is not None:
-                place = f"{code.co_filename}:{line}"
+                place = full_place_text(code.co_filename, line)
                 if stores:
                     return place
                 mention = mention or place
@@ -167,7 +168,7 @@ def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
         for function in functions:
             if name in other_names_in(function):
                 code = function.__code__
-                return f"{code.co_filename}:{code.co_firstlineno}"
+                return full_place_text(code.co_filename, code.co_firstlineno)
     return mention
 
 

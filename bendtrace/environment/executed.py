@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bendtrace._places import full_place_text
 from bendtrace.environment.code_facts import UNDETECTABLE, codes_in
 from bendtrace.environment.provenance import is_finished_code
 from bendtrace.source.usage import asks_for_ids
@@ -301,24 +302,28 @@ def _functions_of(
     return {code: tuple(functions) for code, functions in found.items()}
 
 
+def _place(code: types.CodeType, line: int) -> str:
+    return full_place_text(code.co_filename, line)
+
+
 def forbidden_in(ran: Ran) -> Iterator[str]:
     """Yield a reason for each thing that a run has asked of the world outside."""
     for code, space in ran.codes.items():
         if space.get("id", id) is id and (line := asks_for_ids(code)) is not None:
-            yield f"the code at {code.co_filename}:{line} asks for an id, {OWN_NUMBER}"
+            yield f"the code at {_place(code, line)} asks for an id, {OWN_NUMBER}"
     for name, (code, line) in ran.entropy.items():
-        yield f"{name} at {code.co_filename}:{line} gives what nothing can give again"
+        yield f"{name} at {_place(code, line)} gives what nothing can give again"
     for (module, name), (code, line) in ran.called.items():
         if name in _OF_GENERATORS and module in _OF_TORCH:
             yield (
-                f"{module}.{name} at {code.co_filename}:{line} is not recorded where forward has "
+                f"{module}.{name} at {_place(code, line)} is not recorded where forward has "
                 "another name for it"
             )
         elif name in UNDETECTABLE and module.partition(".")[0] == "torch":
-            yield f"{name} at {code.co_filename}:{line} {UNDETECTABLE[name]}"
+            yield f"{name} at {_place(code, line)} {UNDETECTABLE[name]}"
         elif not _is_steady(module, name):
             yield (
-                f"{module}.{name} at {code.co_filename}:{line} may give something else each time, "
+                f"{module}.{name} at {_place(code, line)} may give something else each time, "
                 "which cannot be watched"
             )
 

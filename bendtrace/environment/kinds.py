@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bendtrace._places import full_place_text
 from bendtrace.environment.reachability import reachable_from
 from bendtrace.source.usage import needs_plain_numbers
 from bendtrace.tape.captured import PLAIN_TYPES, CaptureKind, is_scalar, module_of, slots_of
@@ -56,7 +57,9 @@ def code_of(function: Any) -> types.CodeType | None:
 def definitions(functions: Iterable[Any]) -> str:
     """Say where functions are defined, as far as they are Python's."""
     codes = map(code_of, functions)
-    places = [f"{code.co_filename}:{code.co_firstlineno}" for code in codes if code is not None]
+    places = [
+        full_place_text(code.co_filename, code.co_firstlineno) for code in codes if code is not None
+    ]
     return f" (see {', '.join(places)})" if places else ""
 
 

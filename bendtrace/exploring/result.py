@@ -8,7 +8,8 @@ from textwrap import shorten
 from typing import Any, overload
 
 from bendtrace._lazy import tabulate
-from bendtrace.history.sizes import counted, place_text
+from bendtrace._places import place_text
+from bendtrace.history.sizes import counted
 
 __all__ = ["Exploration", "Find", "Unfound"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bendtrace._places import file_text
 from bendtrace.flow import (
     EscapeFlowStep,
     FlowStep,
@@ -194,7 +194,7 @@ def _condition(step: FlowStep) -> Condition | None:
     if type(outcome) not in (bool, int):
         return None
     return Condition(
-        step.kind, " ".join(step.text.split()), outcome, os.path.basename(step.file), step.line,
+        step.kind, " ".join(step.text.split()), outcome, file_text(step.file), step.line,
         step.module_path, step.iteration, is_loop,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bendtrace._lazy import LazyMethod
+from bendtrace._places import full_place_text
 from bendtrace.tape.tape import Op, OpKind, TensorMeta
 from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 
@@ -79,7 +80,7 @@ class Source(NamedTuple):
     statement: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return full_place_text(self.file, self.line)
 
 
 class ParameterUse(NamedTuple):

@@ -1,10 +1,8 @@
-"""Sizes, counts and places in human-readable form."""
+"""Sizes and counts in human-readable form."""
 
 from __future__ import annotations
 
-import os
-
-__all__ = ["counted", "listed", "number_text", "place_text", "size_text"]
+__all__ = ["counted", "listed", "number_text", "size_text"]
 
 
 def size_text(nbytes: int) -> str:
@@ -28,11 +26,6 @@ def number_text(value: object) -> str:
     """
     text = repr(value)
     return f"{value:.6g}" if isinstance(value, float) and len(text) > 8 else text
-
-
-def place_text(file: str, line: int | None) -> str:
-    """Return the file name and the line: `model.py:12`."""
-    return f"{os.path.basename(file)}:{line}"
 
 
 def counted(number: int, noun: str) -> str:

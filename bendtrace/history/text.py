@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bendtrace._lazy import networkx as nx
 from bendtrace._lazy import tabulate
+from bendtrace._places import full_place_text
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
@@ -169,7 +170,7 @@ def step_text(step: FlowStep) -> str:
     if isinstance(step, LoopFlowStep):
         value = f"ran {step.how_often}"
     iteration = f", iteration {'.'.join(map(str, step.iteration))}" if step.iteration else ""
-    return f"{step.kind} `{step.text}` {value}{iteration} ({step.file}:{step.line})"
+    return f"{step.kind} `{step.text}` {value}{iteration} ({full_place_text(step.file, step.line)})"
 
 
 def _head(entry: LayerEntry, lookup: Lookup) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from bendtrace._places import place_text
 from bendtrace.flow import FlowStep, FlowSteps, steps_of
 from bendtrace.interject.selectors.source import Branch, branches_around
 from bendtrace.paths.candidates import Candidate
@@ -104,7 +104,7 @@ def _decisions(recording: Recording) -> list[tuple[int, Guard]]:
 
 
 def _told(step: FlowStep) -> str:
-    where = f"{os.path.basename(step.file)}:{step.line} `{step.text}`"
+    where = f"{place_text(step.file, step.line)} `{step.text}`"
     if isinstance(step.value, bool):
         return f"branch at {where} {'was' if step.value else 'was not'} taken for this input"
     return f"{step.kind} at {where} was {step.value!r} for this input"

@@ -6,7 +6,6 @@ run supplies its insertions, so that one trace also serves another patch at the 
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import weakref
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace._places import place_text
 from bendtrace.errors import InterjectionError
 from bendtrace.interject.gradients import CallGradients, ChecksGradients
 from bendtrace.interject.interjection import NO_INPUTS, Inputs, NodePass
@@ -100,7 +100,7 @@ def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
             name = getattr(what, "__name__", entry.what.label)
             code = getattr(what, "__code__", None)
             source = "" if code is None else (
-                f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+                f" ({place_text(code.co_filename, code.co_firstlineno)})"
             )  # fmt: skip
             was, now = (
                 f"{'' if old.dtype == new.dtype else f'{t.dtype} '}{tuple(t.shape)}"

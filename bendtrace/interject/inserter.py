@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, MethodType
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bendtrace._places import place_text
 from bendtrace.environment.code_facts import names_in
 from bendtrace.environment.provenance import is_torchs
 from bendtrace.errors import InputError, InterjectionError
@@ -546,7 +546,7 @@ def _place(site: Site | None, scope: ModuleCall | None) -> str:
         for place in () if site is None else site.places:
             if not place.in_torch:
                 line, column = place.span[:2]
-                found.append(f"{os.path.basename(place.file)}:{line}:{column}")
+                found.append(f"{place_text(place.file, line)}:{column}")
         if scope is None:
             return " < ".join(found)
         site, scope = scope.site, scope.parent

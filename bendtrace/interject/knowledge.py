@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import os
 import random
 import re
 import sys
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace._lazy import LazyModule
+from bendtrace._places import place_text
 from bendtrace.environment.environment import Environment
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.names import Names
@@ -324,7 +324,7 @@ class Knowledge:
         if not base or not found:
             return ""
         listed = ", ".join(
-            f"{os.path.basename(branch.file)}:{branch.line} `{branch.text}`" for branch in found[:3]
+            f"{place_text(branch.file, branch.line)} `{branch.text}`" for branch in found[:3]
         )
         return f"it may be in a branch that no run has taken: {listed}"
 

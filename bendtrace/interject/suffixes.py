@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bendtrace._places import place_text
 from bendtrace.errors import DivergenceError, InputError, NodePathError, NotReplayableError
 from bendtrace.history.copies import copied
 from bendtrace.interject.cut_points import (
@@ -228,7 +228,7 @@ def _told(tree: Tree, recording: Recording, index: int) -> str:
     where = ""
     if site is not None:
         place = site.place
-        where = f"{os.path.basename(place.file)}:{place.line} `{place.text}`"
+        where = f"{place_text(place.file, place.line)} `{place.text}`"
     if path:
         return f"{path!r} ({where})" if where else repr(path)
     return where or "an operation"

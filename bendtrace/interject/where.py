@@ -6,7 +6,6 @@ import builtins
 import itertools
 import math
 import operator
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from torch import nn
 
 from bendtrace._lazy import LazyModule
+from bendtrace._places import place_text
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.names import near_names
 from bendtrace.interject.plan import Location, State
@@ -263,7 +263,7 @@ def _where(node: TreeNode) -> tuple[Any, ...]:
 
 def _said(node: TreeNode) -> str:
     place = node.places[0]
-    return f"{os.path.basename(place.file)}:{place.line} `{place.text}`"
+    return f"{place_text(place.file, place.line)} `{place.text}`"
 
 
 def _named(text: str, known: Known, said: Any) -> tuple[Target, ...]:

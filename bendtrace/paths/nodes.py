@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from bendtrace._places import path_text
+
 __all__ = ["Kind", "NodePath", "Pass", "Place", "Role", "Step", "TreeNode", "Variant", "plain_keys"]
 
 Kind = Literal["graph", "container", "tensor", "number", "other"]
@@ -58,7 +60,9 @@ class Place(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        where = f'File "{self.file}", line {self.line}, in {self.function}'
+        path = path_text(self.file)
+        file = f'File "{path}"' if path == self.file else path
+        where = f"{file}, line {self.line}, in {self.function}"
         return f"{where}\n    {self.text}" if self.text else where
 
 

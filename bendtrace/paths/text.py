@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from textwrap import shorten
 from typing import NamedTuple
 
+from bendtrace._places import place_text
 from bendtrace.paths.nodes import Pass, Step, TreeNode
 
 __all__ = ["LIMIT", "Chosen", "Text", "children_of", "describe", "draw", "passes_in"]
@@ -211,7 +211,7 @@ def step_text(step: Step, chosen: Chosen = None) -> str:
         text if once else f"{text} {TIMES}{count}" for text, count in counts.items()
     )
     source = shorten(step.text, 60, placeholder=" ...")
-    return f"{step.kind} {source}: {outcomes}  ({os.path.basename(step.file)}:{step.line})"
+    return f"{step.kind} {source}: {outcomes}  ({place_text(step.file, step.line)})"
 
 
 def _shapes(passes: Sequence[Pass]) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch.nn.utils import parametrize
 
+from bendtrace._places import full_place_text
 from bendtrace.environment.code_facts import codes_in, names_in
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.executed import OWN_NUMBER, Ran, forbidden_in, learn
@@ -208,8 +209,9 @@ class Finish:
             for code in learn(self._function, ran, self.environment.functions):
                 recording.is_transient = True
                 self.tape.block(
-                    f"{code.co_qualname} at {code.co_filename}:{code.co_firstlineno} was "
-                    "called in an unforeseeable way"
+                    f"{code.co_qualname} at "
+                    f"{full_place_text(code.co_filename, code.co_firstlineno)} was called in an "
+                    "unforeseeable way"
                 )
         memo: dict[int, Any] = {}
         for change in changes:

@@ -9,7 +9,6 @@ on whether a rank traces, replays, resumes or runs live.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import threading
 import types
@@ -28,6 +27,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bendtrace._places import place_text
 from bendtrace.errors import InputError, RankDivergenceError
 from bendtrace.source.sites import BEHIND, is_users_file
 from bendtrace.tape.tape import Op, Tape
@@ -297,7 +297,7 @@ class JointCall:
                 elif code in BEHIND or code in ENDS:
                     found = ""
                 elif is_users_file(code.co_filename):
-                    found = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
+                    found = place_text(code.co_filename, frame.f_lineno)
             if code in ENDS:
                 break
             frame = frame.f_back
@@ -337,7 +337,7 @@ def _place_of(op: Op, tape: Tape) -> str:
     site, scope = op.site, op.scope
     while site is None and scope.parent is not None:
         site, scope = scope.site, scope.parent
-    return "" if site is None else f"{os.path.basename(site.place.file)}:{site.place.line}"
+    return "" if site is None else place_text(site.place.file, site.place.line)
 
 
 def ranks_of_process() -> Ranks:

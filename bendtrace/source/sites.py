@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bendtrace._places import full_place_text
 from bendtrace.source.features import is_off
 
 __all__ = [
@@ -92,7 +93,7 @@ def user_place(frame: FrameType | None) -> str:
     while frame is not None and frame.f_code not in BEHIND:
         file = frame.f_code.co_filename
         if not file.startswith((PACKAGE, TORCH)) and not _is_stdlibs(file):
-            return f"{file}:{frame.f_lineno}"
+            return full_place_text(file, frame.f_lineno)
         frame = frame.f_back
     return ""
 
@@ -113,7 +114,7 @@ def definition(function: Callable[..., Any]) -> str:
     while isinstance(called, functools.partial):
         called = called.func
     code = getattr(getattr(called, "__func__", called), "__code__", None)
-    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    return "" if code is None else full_place_text(code.co_filename, code.co_firstlineno)
 
 
 # Where in the source something happened: the chain of instructions that led to it.
@@ -179,7 +180,7 @@ class Place(NamedTuple):
         return self.span.text(self.file)
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return full_place_text(self.file, self.line)
 
 
 @dataclass(frozen=True, eq=False)

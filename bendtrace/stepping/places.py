@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from bendtrace._places import is_file, read_place
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.flow import FlowStep
@@ -16,9 +16,17 @@ from bendtrace.source.sites import Place, Site
 from bendtrace.stepping.visit import Event
 from bendtrace.tape.tape import ModuleCall, Tape
 
-__all__ = ["Places", "is_of", "place_of", "places_of"]
+__all__ = ["Line", "Places", "is_of", "place_of", "places_of"]
 
-_LINE = re.compile(r"(.*\.\w+):(\d+)")
+
+class Line(NamedTuple):
+    """A line of a file, or of any file if `file` is ""."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else f"line {self.line}"
 
 
 def places_of(event: Event, tape: Tape) -> tuple[Place, ...]:
@@ -82,7 +90,7 @@ class Places:
             number
             for number, event in enumerate(self._events)
             if any(
-                each.line == line[1] and each.file.endswith(line[0])
+                each.line == line.line and (not line.file or is_file(each.file, line.file))
                 for each in places_of(event, self._tape)
             )
         ]
@@ -207,12 +215,12 @@ class Places:
         return meant.places
 
 
-def _line(place: Any) -> tuple[str, int] | None:
-    match = _LINE.fullmatch(place) if isinstance(place, str) else None
-    if match is None or not match[1].endswith((".py", ">")):
-        return None
-    name = match[1] if match[1] != ".py" else ""
-    return name, int(match[2])
+def _line(place: Any) -> Line | None:
+    if isinstance(place, Line):
+        return place
+    found = read_place(place) if isinstance(place, str) else None
+    # `layers.relu:2` is a pass of an op.
+    return Line(*found) if found and found[0].endswith((".py", ">", "]")) else None
 
 
 class _Known:

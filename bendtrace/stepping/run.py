@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable
 from html import escape
 from typing import Any
 
 from torch import Tensor
 
+from bendtrace._places import place_text
 from bendtrace._trace import Trace
 from bendtrace.errors import BendtraceError, InputError
 from bendtrace.history.copies import copied, materialize, tensors_in
@@ -21,7 +21,7 @@ from bendtrace.replay.global_state import GlobalState
 from bendtrace.stepping.kept import Kept
 from bendtrace.stepping.looks import Looks
 from bendtrace.stepping.page import Version, stepped_data
-from bendtrace.stepping.places import Places, place_of
+from bendtrace.stepping.places import Line, Places, place_of
 from bendtrace.stepping.start import Start, cannot
 from bendtrace.stepping.visit import Edit, Event, Frame, Visit, require_tensor
 from bendtrace.tape.captured import requires_grad
@@ -114,9 +114,9 @@ class SteppedRun:
 
         Args:
             place: a position (from the end of the run if negative), a question as a step of
-                `trace.flow_steps`, a line as `"model.py:12"`, or an op or module in any form that
-                `interject` accepts for one node (`"relu"`, `"layers_0.relu:2"`, a layer of the
-                log, ...). What happens several times means the first time.
+                `trace.flow_steps`, a line as `"model.py:12"` or `"In[3]:7"`, or an op or module in
+                any form that `interject` accepts for one node (`"relu"`, `"layers_0.relu:2"`, a
+                layer of the log, ...). What happens several times means the first time.
             line: a line of a file of the model, whichever that is.
 
         Raises:
@@ -125,7 +125,7 @@ class SteppedRun:
         """
         if (place is None) == (line is None):
             raise InputError("goto takes a place, or line=")
-        self.position = self._numbers(place if line is None else f".py:{line}")[0]
+        self.position = self._numbers(place if line is None else Line("", line))[0]
         return self
 
     def forward(self, n: Any = 1) -> SteppedRun:
@@ -561,7 +561,7 @@ class SteppedRun:
     def _text(self, number: int) -> str:
         event = self._events[number]
         place = place_of(event, self._require_recording().tape)
-        where = "" if place is None else f"  {os.path.basename(place.file)}:{place.line}"
+        where = "" if place is None else f"  {place_text(place.file, place.line)}"
         if event.kind == "op":
             return f"{self._require_recording().names[event.index]}{where}"
         text = "" if place is None else place.text

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import bendtrace
+from bendtrace._places import add_cells, cells_among
 from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, fields_of
 from bendtrace.errors import BendtraceError, InputError, LoadError
 from bendtrace.graph.export import (
@@ -363,6 +364,7 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
             "facts": FACTS.write(history._facts),
             "entries": list(map(LAYERS.write, entries)),
             "modules": list(map(MODULES.write, history.modules)),
+            "cells": cells_among(_files(history)),
         }
         draft.write_json("log.json", content)
         flow = {
@@ -381,6 +383,12 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
             "passed": _write_passed(draft, log),
         }
         draft.write_json("tensors.json", values)
+
+
+def _files(history: RunLog) -> set[str]:
+    sources = [*(e.source for e in history.entries), *(call.source for call in history.modules)]
+    places = [place for node in history._tree.data.walk() for place in node.places]
+    return {one.file for one in (*sources, *places, *history.flow_steps) if one is not None}
 
 
 def _write_passed(draft: Draft, log: Log) -> dict[str, Any]:
@@ -477,6 +485,7 @@ def _load(opened: Opened, device: torch.device | None) -> RunLog:
     )
     files = open_files(opened.folder, opened.headers)
     try:
+        add_cells(contents.get("cells", {}))
         log = Log(
             decode(contents["name"]),
             LAYERS.read_all(contents["entries"]),

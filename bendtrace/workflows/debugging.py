@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bendtrace._checks import required_choice
+from bendtrace._places import place_text
 from bendtrace._trace import Trace, trace
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry, Source
@@ -475,14 +475,12 @@ def recomputation(run: Trace) -> Table:
 
 def _cost(entry: LayerEntry) -> CostRow:
     source = entry.source
-    where = (
-        "" if source is None else f"{source.text}  {os.path.basename(source.file)}:{source.line}"
-    )
+    where = "" if source is None else f"{source.text}  {_place(source)}"
     return CostRow(entry.label, entry.module, entry.time or 0.0, entry.nbytes, where)
 
 
 def _place(source: Source) -> str:
-    return f"{os.path.basename(source.file)}:{source.line}"
+    return place_text(source.file, source.line)
 
 
 _COSTS: dict[str, Callable[[Any], str]] = {"time": in_seconds, "nbytes": size_text}

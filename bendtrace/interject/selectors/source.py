@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from bendtrace._places import is_file, read_place
 from bendtrace.errors import InputError
 from bendtrace.interject.selectors.algebra import Selector
 from bendtrace.paths.candidates import Candidate
@@ -51,7 +51,7 @@ class Mark:
         """
         if self.line is not None and self.line not in lines:
             return False
-        if self.file is not None and not _is_file(file, self.file):
+        if self.file is not None and not is_file(file, self.file):
             return False
         if isinstance(self.text, re.Pattern):
             return self.text.search(text) is not None
@@ -77,9 +77,9 @@ def mark(where: Any, file: str | None, asked: str) -> Mark:
     if file is not None and not isinstance(file, str):
         raise InputError(f"{asked}() takes the path of a source file, or its end, not {file!r}")
     if isinstance(where, str):
-        at = re.fullmatch(r"(.+\.\w+):(\d+)", where)
+        at = read_place(where)
         if at is not None:
-            return Mark(None, int(at[2]), at[1])
+            return Mark(None, at[1], at[0])
         return Mark(where, None, file)
     if type(where) is int and where > 0:
         return Mark(None, where, file)
@@ -89,11 +89,6 @@ def mark(where: Any, file: str | None, asked: str) -> Mark:
         f"{asked}() takes text of the source, a regular expression, a line counted from 1, or "
         f"'file.py:41'; not {where!r}"
     )
-
-
-def _is_file(file: str, asked: str) -> bool:
-    file, asked = os.path.normpath(file), os.path.normpath(asked)
-    return file == asked or file.endswith(os.sep + asked)
 
 
 @functools.cache
@@ -190,7 +185,7 @@ def at_line(line: int | str, file: str | None = None) -> Selector:
     called there is at the line of the call, too.
 
     Args:
-        line: the line, counted from 1, or `"model.py:41"`.
+        line: the line, counted from 1, `"model.py:41"`, or `"In[3]:7"` of a notebook.
         file: the source file, or the end of its path; None for any.
 
     Raises:

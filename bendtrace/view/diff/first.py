@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from textwrap import shorten
 
+from bendtrace._places import place_text
 from bendtrace.flow import EscapeFlowStep, FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry
-from bendtrace.history.sizes import place_text
 from bendtrace.view.diff.changes import FlowChange, LayerChange, Parting
 from bendtrace.view.diff.matching import Matching, RunIndex, increasing
 

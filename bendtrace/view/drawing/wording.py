@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
+from bendtrace._places import place_text
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse
-from bendtrace.history.sizes import number_text, place_text
+from bendtrace.history.sizes import number_text
 from bendtrace.view.drawing.canvas import cut, printable
 from bendtrace.view.drawing.items import Box, Leaf
 

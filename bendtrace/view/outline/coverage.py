@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any, overload
 
 from bendtrace._lazy import tabulate
-from bendtrace.history.sizes import place_text
+from bendtrace._places import place_text
 from bendtrace.recording.iterations import running_code
 from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
+from bendtrace._places import place_text
 from bendtrace.errors import InputError
 from bendtrace.flow import _plain_json
-from bendtrace.history.sizes import counted, place_text
+from bendtrace.history.sizes import counted
 from bendtrace.recording.names import NodeRef
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.nodes import StateKey, key_of

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from bendtrace._lazy import networkx as nx
-from bendtrace.history.sizes import counted, place_text
+from bendtrace._places import place_text
+from bendtrace.history.sizes import counted
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.tree import TraceTree
 from bendtrace.view.drawing.canvas import cut

@@ -9,8 +9,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from textwrap import shorten
 from typing import Any
 
+from bendtrace._places import place_text
 from bendtrace.flow import _plain_json
-from bendtrace.history.sizes import counted, number_text, place_text
+from bendtrace.history.sizes import counted, number_text
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.source.sites import Place
 from bendtrace.view.outline.source import is_elif

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bendtrace._places import place_text
 from bendtrace.flow import (
     FlowStep,
     LogicalFlowStep,
@@ -16,7 +17,6 @@ from bendtrace.flow import (
     ShapeFlowStep,
     steps_of,
 )
-from bendtrace.history.sizes import place_text
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind

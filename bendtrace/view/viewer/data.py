@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from bendtrace._places import path_text
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source
 from bendtrace.history.run_log import RunLog
@@ -291,7 +292,9 @@ def _files(paths: list[str], wanted: Iterable[tuple[int, int, str]]) -> list[dic
             continue
         for near in range(max(1, line - _AROUND), min(len(read), line + _AROUND) + 1):
             lines[number][near] = _cut(read[near - 1].rstrip(), 300)
-    return [{"path": path, "lines": found} for path, found in zip(paths, lines, strict=True)]
+    return [
+        {"path": path_text(path), "lines": found} for path, found in zip(paths, lines, strict=True)
+    ]
 
 
 def _agree(line: str, told: str) -> bool:
