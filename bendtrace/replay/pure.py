@@ -19,20 +19,20 @@ import torch
 from bendtrace.source.bytecode import Step, single_steps
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import Op, Ref
+from bendtrace.torch_rules.intercepts import is_function_apply
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 
 __all__ = ["computes_only", "overloads"]
 
 _DEEPEST = 4
 _NO_SETUP = torch.autograd.Function.setup_context
-_APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
 
 def computes_only(op: Op) -> bool:
     """Whether an op is an `autograd.Function` that only computes, and is given plain values."""
     target = op.target
     cls = getattr(target, "__self__", None)
-    if getattr(target, "__func__", None) is not _APPLY or not isinstance(cls, type):
+    if not is_function_apply(target) or not isinstance(cls, type):
         return False
     if monkeypatches():  # torch's functions may be others' by now
         return False

@@ -44,7 +44,7 @@ from bendtrace.torch_rules.distributed_forward import after_ddp, before_ddp
 from bendtrace.torch_rules.host_io import OFTEN_PATCHED, entries_of_outside
 from bendtrace.torch_rules.transforms import as_one_op, entries_of_transforms
 
-__all__ = ["INTERCEPT_CODES", "REPLACED", "opaque", "watching"]
+__all__ = ["INTERCEPT_CODES", "REPLACED", "is_function_apply", "opaque", "watching"]
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,10 +113,11 @@ class _ModuleCall:
 # Where `apply` of an autograd.Function is exchanged. Until torch 2.13 that is what Function.apply
 # comes down to, so that one that was taken before the run (`relu = MyRelu.apply`) is met as well.
 # Since 2.14 Function.apply is written in C, and such a one goes past what is exchanged here.
+_Function = torch.autograd.Function
 _APPLIES = (
     torch.autograd.function._SingleLevelFunction
-    if isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
-    else torch.autograd.Function
+    if isinstance(vars(_Function).get("apply"), classmethod)
+    else _Function
 )
 
 
@@ -124,7 +125,18 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     watcher = current_watcher()
     if watcher is None:
         return super(_APPLIES, cls).apply(*args, **kwargs)
-    return watcher.opaque_call(cls.apply, args, kwargs)
+    # Not `cls.apply`: where a class has its own, which calls torch's, only torch's is the op.
+    bound = vars(_Function)["apply"].__get__(None, cls)
+    return watcher.opaque_call(bound, args, kwargs)
+
+
+# What is bound to a class there: torch's own function, or the above where torch's is written in C.
+_BOUND: Any = apply if _APPLIES is _Function else vars(_Function)["apply"].__func__
+
+
+def is_function_apply(target: Any) -> bool:
+    """Whether the target of an op is the `apply` of an `autograd.Function`."""
+    return getattr(target, "__func__", None) is _BOUND
 
 
 def _class_attribute(cls: Any, name: str) -> Any:
