@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within, 
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.trees import Trees
-from bendtrace.module_proxy import ModuleProxy
+from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
 from bendtrace.paths.naming import Registry
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
@@ -64,38 +63,8 @@ else:
 
 __all__ = ["BaseModule"]
 
-
-class _Forward(functools.partial[Any]):
-    """The `forward` of one module, with the signature of its model."""
-
-    __slots__ = ()
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        model = self.args[0].model
-        return inspect.signature(model.forward if isinstance(model, nn.Module) else model)
-
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        return self.func
-
-    @property
-    def __self__(self) -> Any:
-        return self.args[0]
-
-
-class _SignedMethod:
-    """A method that has the signature of the model where it is looked up on a module.
-
-    Trainers read it to see which columns of a data set a model takes.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.__doc__ = function.__doc__
-
-    def __get__(self, module: Any, owner: type | None = None) -> Callable[..., Any]:
-        return self._function if module is None else _Forward(self._function, module)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class _Method:
@@ -113,7 +82,7 @@ class _Method:
         return self._bendtrace_model(*args, **kwargs)
 
 
-class BaseModule(ModuleProxy):
+class BaseModule(ModuleProxy[ModelT]):
     """A model that is traced when called, and replayed when it would do the same again.
 
     What people use is the `BendedModule`, which can be cut into as well.
@@ -129,7 +98,7 @@ class BaseModule(ModuleProxy):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: ModelT,
         *,
         max_traces: int | None = 512,
         backend: str | Callable[..., Any] | None = None,
@@ -171,7 +140,7 @@ class BaseModule(ModuleProxy):
         self._as_one_op = opaque(self._called_inside)
         self._stand_in_for(model, self._shared)
 
-    _untraced = frozenset(
+    _untraced = ModuleProxy._untraced.union(
         {
             "stats", "last_mismatch", "_signature", "_trees", "_known", "_dispatcher", "_board",
             "_as_one_op",
@@ -187,7 +156,7 @@ class BaseModule(ModuleProxy):
         return self._trees.latest if self._board else self._trees.plain
 
     @property
-    def model(self) -> Callable[..., Any]:
+    def model(self) -> ModelT:
         """The wrapped model."""
         return self._model
 
@@ -222,7 +191,12 @@ class BaseModule(ModuleProxy):
         """What is traced where this is asked to be: the model, under its own names."""
         return self._model
 
-    @_SignedMethod
+    if TYPE_CHECKING:  # a function keeps its signature; what a module returns is not known
+
+        def __call__(self: BaseModule[Callable[P, R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
+            """Call the model, along recorded paths as far as they go."""
+
+    @SignedMethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, along recorded paths as far as they go."""
         if torch.compiler.is_dynamo_compiling():
@@ -252,6 +226,19 @@ class BaseModule(ModuleProxy):
     def _called_inside(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
+    @overload
+    def trace(
+        self, *args: Any, _return_out: Literal[False] = False, fn: str | None = None, **kwargs: Any
+    ) -> Trace: ...
+    @overload
+    def trace(
+        self: BaseModule[Callable[..., R]], *args: Any, _return_out: Literal[True],
+        fn: None = None, **kwargs: Any,
+    ) -> tuple[Trace, R]: ...  # fmt: skip
+    @overload
+    def trace(
+        self, *args: Any, _return_out: bool, fn: str | None = None, **kwargs: Any
+    ) -> Trace | tuple[Trace, Any]: ...
     def trace(
         self, *args: Any, _return_out: bool = False, fn: str | None = None, **kwargs: Any
     ) -> Any:
@@ -487,7 +474,7 @@ class BaseModule(ModuleProxy):
             reasons.append(plainly)
         return tuple(dict.fromkeys(reasons))
 
-    def audit(self, *args: Any, **kwargs: Any) -> Any:
+    def audit(self: BaseModule[Callable[P, R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the model; if that is a replay, let the model itself do it again, and compare.
 
         The model runs on copies of the inputs and of what it holds, with the same random numbers.
@@ -515,7 +502,9 @@ class BaseModule(ModuleProxy):
         """
         if self._board:
             raise InputError("the model itself has nothing inserted: take that away first")
-        return self._dispatcher.call(args, kwargs, None, auditing.Auditor(self._model, 1.0))
+        auditor = auditing.Auditor(self._model, 1.0)
+        output: R = self._dispatcher.call(args, kwargs, None, auditor)
+        return output
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Say which traces could serve some inputs, without running anything.

@@ -6,13 +6,13 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from bendtrace._lazy import LazyMethod, LazyModule
-from bendtrace.base_module import BaseModule
+from bendtrace.base_module import BaseModule, R
 from bendtrace.errors import InputError
 from bendtrace.hooks import HookManager
-from bendtrace.interject.activations import get_activations, inputs_of
+from bendtrace.interject.activations import Activations, get_activations, inputs_of
 from bendtrace.interject.bends.bending import Bending, Out
 from bendtrace.interject.bends.catalogue import Filter
 from bendtrace.interject.bends.config import BendingConfig
@@ -21,6 +21,7 @@ from bendtrace.interject.bends.parameter import Value
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.patches.context import PatchContext, Patches
 from bendtrace.interject.resume_point import from_activations, told
+from bendtrace.module_proxy import ModelT
 from bendtrace.paths.text import Text
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ else:
 __all__ = ["BendedModule"]
 
 
-class BendedModule(BaseModule):
+class BendedModule(BaseModule[ModelT]):
     """A model that is traced when called, and replayed when it would do the same again.
 
     It behaves like the model for every input. The first call, and each call that takes an unknown
@@ -82,7 +83,7 @@ class BendedModule(BaseModule):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: ModelT,
         *,
         max_traces: int | None = 512,
         backend: str | Callable[..., Any] | None = None,
@@ -380,6 +381,24 @@ class BendedModule(BaseModule):
         """
         return self._bending.print_weights(flt, exclude, out)
 
+    @overload
+    def get_activations(
+        self, *where: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+        passes: Any = None, detach: bool = True, bended: bool = True,
+        return_output: Literal[False] = False, allow_none: bool = False, **inputs: Any,
+    ) -> Activations: ...  # fmt: skip
+    @overload
+    def get_activations(
+        self: BendedModule[Callable[..., R]], *where: Any, args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None, passes: Any = None, detach: bool = True,
+        bended: bool = True, return_output: Literal[True], allow_none: bool = False, **inputs: Any,
+    ) -> tuple[Activations, R]: ...  # fmt: skip
+    @overload
+    def get_activations(
+        self, *where: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+        passes: Any = None, detach: bool = True, bended: bool = True, return_output: bool,
+        allow_none: bool = False, **inputs: Any,
+    ) -> Activations | tuple[Activations, Any]: ...  # fmt: skip
     def get_activations(
         self,
         *where: Any,
@@ -425,7 +444,9 @@ class BendedModule(BaseModule):
             bended=bended, return_output=return_output, allow_none=allow_none,
         )  # fmt: skip
 
-    def from_activations(self, *args: Any, _bended: bool = True, **kwargs: Any) -> Any:
+    def from_activations(
+        self: BendedModule[Callable[..., R]], *args: Any, _bended: bool = True, **kwargs: Any
+    ) -> R:
         """Run the rest of the model from given activations, and return its output.
 
         Args:
@@ -449,7 +470,8 @@ class BendedModule(BaseModule):
             >>> bended.from_activations({"relu": torch.tensor([3.0])})
             tensor([6.])
         """
-        return from_activations(self, *told(args, kwargs), bended=_bended)
+        output: R = from_activations(self, *told(args, kwargs), bended=_bended)
+        return output
 
     def step(self, *args: Any, budget: int = 2**30, **kwargs: Any) -> SteppedRun:
         """Run the model, and return the run as a place to experiment.

@@ -8,17 +8,20 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Self
+from typing import Any, Generic, Self
 
 from torch import nn
+from typing_extensions import TypeVar
 
 from bendtrace.recording.serving import in_steps, serving
 from bendtrace.torch_rules.owners import module_of
 
-__all__ = ["ModuleProxy"]
+__all__ = ["ModelT", "ModuleProxy", "SignedMethod"]
+
+ModelT = TypeVar("ModelT", bound=Callable[..., Any], covariant=True, default=Any)
 
 
-class ModuleProxy(nn.Module):
+class ModuleProxy(nn.Module, Generic[ModelT]):
     """A module that is called its own way, and in all else is the model that it has.
 
     Attributes:
@@ -26,10 +29,10 @@ class ModuleProxy(nn.Module):
     """
 
     # Attributes that a trace of a module around this one must not depend on.
-    _untraced: frozenset[str] = frozenset()
+    _untraced: frozenset[str] = frozenset({"__orig_class__"})
     # Attributes that are set on this one only.
-    _own: frozenset[str] = frozenset({"_is_full_backward_hook"})
-    _model: Callable[..., Any]
+    _own: frozenset[str] = frozenset({"__orig_class__", "_is_full_backward_hook"})
+    _model: ModelT
 
     def _stand_in_for(self, model: Callable[..., Any], shared: Iterable[str] = ()) -> None:
         """Take over a model.
@@ -228,6 +231,39 @@ class ModuleProxy(nn.Module):
         if owner is not None:
             owner.apply(fn)
         return self
+
+
+class _Forward(functools.partial[Any]):
+    """The `forward` of one module, with the signature of its model."""
+
+    __slots__ = ()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        model = self.args[0].model
+        return inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return self.func
+
+    @property
+    def __self__(self) -> Any:
+        return self.args[0]
+
+
+class SignedMethod:
+    """A method that has the signature of the model where it is looked up on a module.
+
+    Trainers read it to see which columns of a data set a model takes.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, module: Any, owner: type | None = None) -> Callable[..., Any]:
+        return self._function if module is None else _Forward(self._function, module)
 
 
 _TABLES = (

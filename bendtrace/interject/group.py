@@ -20,9 +20,12 @@ class Bended(Protocol):
 
     _board: InsertionRegistry
     _known: Knowledge
-    _model: Callable[..., Any]
     _signature: Signature
     _trees: Any
+
+    @property
+    def _model(self) -> Callable[..., Any]:
+        """The model that it has."""
 
     @property
     def stats(self) -> Any:

@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch._higher_order_ops.utils
@@ -46,8 +46,11 @@ from bendtrace.torch_rules.transforms import as_one_op, entries_of_transforms
 
 __all__ = ["INTERCEPT_CODES", "REPLACED", "is_function_apply", "opaque", "watching"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def opaque(function: Callable[P, R]) -> Callable[P, R]:
     """Record a function as one op, whatever it does inside.
 
     For code that torch does not let a tracer see: foreign kernels, numpy code that creates tensors,

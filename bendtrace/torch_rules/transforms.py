@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._functorch import apis, eager_transforms
@@ -20,6 +20,9 @@ __all__ = [
     "registers",
 ]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 # The transforms of torch.func: functions of functions, so each is one op.
 #
@@ -27,15 +30,16 @@ __all__ = [
 # tape has a tensor without content that carries it, and each of its calls is an op of that.
 
 
-def as_one_op(function: Callable[..., Any]) -> Callable[..., Any]:
+def as_one_op(function: Callable[P, R]) -> Callable[P, R]:
     """Record a function as one op wherever a run calls it."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         watcher = current_watcher()
         if watcher is None:
             return function(*args, **kwargs)
-        return watcher.opaque_call(function, args, kwargs)
+        result: R = watcher.opaque_call(function, args, kwargs)
+        return result
 
     return call
 

@@ -1,0 +1,86 @@
+"""What type checkers accept, with the types that they find; it also runs."""
+
+from __future__ import annotations
+
+from typing import Any, assert_type
+
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.fc(x))
+
+
+def doubled(x: Tensor, times: int = 2) -> Tensor:
+    return x.relu() * times
+
+
+X = torch.ones(1, 2)
+
+
+def test_a_bended_module_is_generic_in_its_model() -> None:
+    bended = bt.BendedModule(Net())
+    assert_type(bended, bt.BendedModule[Net])
+    assert_type(bended.model, Net)
+    assert_type(bended.model.fc, nn.Linear)
+    assert_type(bended(X), Any)
+    out: Tensor = bended(X)
+    assert out.shape == bended.fc(X).shape
+
+
+def test_a_function_keeps_its_signature() -> None:
+    bended = bt.BendedModule(doubled)
+    assert_type(bended(X), Tensor)
+    assert_type(bended(X, times=3), Tensor)
+    assert_type(bended.audit(X, 3), Tensor)
+    assert_type(bended.from_activations({"relu": X}, times=2), Tensor)
+    assert_type(bt.BendedModule(lambda x: x * 2)(X), Any)
+
+
+def test_a_class_that_is_not_said_is_any() -> None:
+    def model_of(bended: bt.BendedModule) -> Any:
+        return bended.model.fc
+
+    assert model_of(bt.BendedModule(Net()))
+
+
+def test_a_parameterized_class_can_be_called() -> None:
+    model = Net()
+    bended = bt.BendedModule[Net](model)
+    assert torch.equal(bended(X), model(X))
+    assert not hasattr(model, "__orig_class__")
+    around = bt.BendedModule(nn.Sequential(bended))
+    assert torch.equal(around(X), around(X))
+    assert around.stats.replays == 1
+
+
+def test_opaque_keeps_the_signature() -> None:
+    @bt.opaque
+    def scaled(x: Tensor, by: float = 2.0) -> tuple[Tensor, float]:
+        return x * by, by
+
+    assert_type(scaled(X), tuple[Tensor, float])
+    assert_type(scaled(X, by=1.5)[0], Tensor)
+
+
+def test_traces_have_types() -> None:
+    bended = bt.BendedModule(doubled)
+    assert_type(bt.trace(doubled, X), bt.Trace)
+    assert_type(bended.trace(X), bt.Trace)
+    assert_type(bended.trace(X, _return_out=True), tuple[bt.Trace, Tensor])
+    assert_type(bended.latest_trace, bt.Trace)
+
+
+def test_activations_have_types() -> None:
+    bended = bt.BendedModule(doubled)
+    assert_type(bended.get_activations("relu", args=(X,)), bt.Activations)
+    found = bended.get_activations("relu", args=(X,), return_output=True)
+    assert_type(found, tuple[bt.Activations, Tensor])
