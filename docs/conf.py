@@ -11,7 +11,9 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(DOCS)]
+
+import reference_pages  # noqa: E402
 
 import bendtrace  # noqa: E402 - from this checkout
 
@@ -21,8 +23,8 @@ copyright = "the developers of bendtrace"
 version = release = bendtrace.__version__
 
 extensions = [
-    "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode",
-    "sphinx_copybutton",
+    "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode", "sphinx_copybutton",
 ]  # fmt: skip
 exclude_patterns = ["_build", "**.ipynb_checkpoints", "texts"]
 html_theme = "furo"
@@ -47,9 +49,14 @@ nb_execution_show_tb = True
 nb_merge_streams = True
 
 # The reference
+reference_pages.write_pages(DOCS / "reference" / "api")
+autosummary_generate = False  # the pages are there
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature has them
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -58,16 +65,28 @@ default_role = "code"
 add_module_names = False
 
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+# Where links of the README, of CONTRIBUTING and of CHANGELOG lead to.
+_HERE = {"docs/": "", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
-def _mark_what_is_printed(app: Any, name: str, source: list[str]) -> None:
-    """Have blocks without a mark shown as they are, not coloured as Python."""
+def _as_page(app: Any, name: str, source: list[str]) -> None:
+    """Show blocks without a mark as they are, not coloured as Python."""
     source[0] = _FENCE.sub(lambda m: m[0] if m[1] else f"```text\n{m[2]}```", source[0])
+
+
+def _included(app: Any, path: Path, name: str, source: list[str]) -> None:
+    """Have a page that includes a file of the repository link to pages."""
+    for there, here in _HERE.items():
+        for link in f"](https://github.com/bendtrace/bendtrace/blob/main/{there}", f"]({there}":
+            source[0] = source[0].replace(link, f"]({here}")
+    _as_page(app, name, source)
 
 
 def setup(app: Any) -> None:
     """Connect what changes pages as they are read."""
-    app.connect("source-read", _mark_what_is_printed)
-    app.connect(
-        "include-read", lambda app, path, name, source: _mark_what_is_printed(app, name, source)
-    )
+    app.add_directive("public", reference_pages.Public)
+    app.add_directive("returned", reference_pages.Returned)
+    app.connect("source-read", _as_page)
+    app.connect("include-read", _included)
+    app.connect("missing-reference", reference_pages.link)
+    app.connect("autodoc-process-signature", reference_pages.signature)

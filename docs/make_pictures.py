@@ -184,6 +184,16 @@ class Refiner(nn.Module):
 # The model of the README
 
 
+def refine(x: torch.Tensor) -> torch.Tensor:
+    """Return what is left when the norm is at most 1."""
+    while x.norm() > 1:
+        x = x * x.sigmoid()
+    return x
+
+
+# The model of the pages on tracing and on the trace tree
+
+
 class Refine(nn.Module):
     """Shortens what is too long, and repeats a step until the norm is small."""
 
@@ -236,7 +246,7 @@ def halved() -> bt.BendedModule:
 
 
 def refined() -> tuple[bt.Trace, bt.BendedModule]:
-    """Return a run of the model of the README, and several of its paths."""
+    """Return a run of Refine, and several of its paths."""
     torch.manual_seed(0)
     bended = bt.BendedModule(Counted())
     for factor in (1, 9, 9, 0.1, 30):
@@ -271,7 +281,7 @@ def pictures(made: dict[str, bt.Trace]) -> dict[str, str]:
     for x in (loud, quiet, loud / 3, quiet):
         bended(x)
     gpt2, resnet = made["gpt2"], made["resnet18"]
-    refine, refine_paths = refined()
+    refined_run, refined_paths = refined()
     return {
         **{name: trace.draw().svg for name, trace in made.items()},
         "gpt2_overview": gpt2.draw(collapse=False, max_nodes=40).svg,
@@ -279,9 +289,9 @@ def pictures(made: dict[str, bt.Trace]) -> dict[str, str]:
         "resnet18_flops": resnet.draw(depth=1, overlay="flops").svg,
         "lstm_rolled": made["lstm"].draw(rolled=True).svg,
         "refiner_tree": bended.tree.draw().svg,
-        "refine": refine.draw().svg,
-        "refine_rolled": refine.draw(rolled=True).svg,
-        "refine_tree": refine_paths.tree.draw().svg,
+        "readme": bt.trace(refine, torch.ones(4)).draw(rolled=True).svg,
+        "refine": refined_run.draw().svg,
+        "refine_tree": refined_paths.tree.draw().svg,
         "states": halved().graph.draw().svg,
     }
 
