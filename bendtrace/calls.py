@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import assemble, describe, take_apart
+from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule
 
 __all__ = [
@@ -137,7 +138,7 @@ def differentiable(call: Call) -> Call:
     return Call(*assemble(shape, found))
 
 
-def seen_in(model: BendedModule, call: Call, where: Any, **options: Any) -> Any:
+def seen_in(model: BendedModule, call: Call, where: Where, **options: Any) -> Any:
     """Return the values of nodes in a call, as `BendedModule.get_activations` does."""
     return model.get_activations(
         where, args=call.args, kwargs=dict(call.kwargs), allow_none=True, **options

@@ -8,19 +8,24 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from torch import Tensor
+
 from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.base_module import BaseModule, R
 from bendtrace.errors import InputError
 from bendtrace.hooks import HookManager
 from bendtrace.interject.activations import Activations, get_activations, inputs_of
+from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.bends.bending import Bending, Out
 from bendtrace.interject.bends.catalogue import Filter
 from bendtrace.interject.bends.config import BendingConfig
 from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.bends.parameter import Value
-from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.insertion import Insertion, What
+from bendtrace.interject.passes import PassNumbers
 from bendtrace.interject.patches.context import PatchContext, Patches
 from bendtrace.interject.resume_point import from_activations, told
+from bendtrace.interject.where import Where
 from bendtrace.module_proxy import ModelT
 from bendtrace.paths.text import Text
 
@@ -101,10 +106,10 @@ class BendedModule(BaseModule[ModelT]):
 
     def interject(
         self,
-        where: Any,
-        what: Any,
+        where: Where,
+        what: What,
         *,
-        passes: Any = None,
+        passes: PassNumbers = None,
         every: int | None = None,
         allow_none: bool = False,
     ) -> Insertion:
@@ -213,8 +218,8 @@ class BendedModule(BaseModule[ModelT]):
 
     def bend(
         self,
-        callback: Any,
-        *where: Any,
+        callback: Bend | BendingConfig | Callable[[Tensor], Any],
+        *where: Where,
         weights: bool | None = None,
         activations: bool = True,
         allow_none: bool = False,
@@ -383,28 +388,28 @@ class BendedModule(BaseModule[ModelT]):
 
     @overload
     def get_activations(
-        self, *where: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
-        passes: Any = None, detach: bool = True, bended: bool = True,
+        self, *where: Where, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+        passes: PassNumbers = None, detach: bool = True, bended: bool = True,
         return_output: Literal[False] = False, allow_none: bool = False, **inputs: Any,
     ) -> Activations: ...  # fmt: skip
     @overload
     def get_activations(
-        self: BendedModule[Callable[..., R]], *where: Any, args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None, passes: Any = None, detach: bool = True,
+        self: BendedModule[Callable[..., R]], *where: Where, args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None, passes: PassNumbers = None, detach: bool = True,
         bended: bool = True, return_output: Literal[True], allow_none: bool = False, **inputs: Any,
     ) -> tuple[Activations, R]: ...  # fmt: skip
     @overload
     def get_activations(
-        self, *where: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
-        passes: Any = None, detach: bool = True, bended: bool = True, return_output: bool,
+        self, *where: Where, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+        passes: PassNumbers = None, detach: bool = True, bended: bool = True, return_output: bool,
         allow_none: bool = False, **inputs: Any,
     ) -> Activations | tuple[Activations, Any]: ...  # fmt: skip
     def get_activations(
         self,
-        *where: Any,
+        *where: Where,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-        passes: Any = None,
+        passes: PassNumbers = None,
         detach: bool = True,
         bended: bool = True,
         return_output: bool = False,

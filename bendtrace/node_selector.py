@@ -40,7 +40,7 @@ Activations.ReLU & ~in_loop()
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bendtrace.interject.selectors.algebra import (
     Nth,
@@ -69,7 +69,7 @@ from bendtrace.interject.selectors.naming import (
     with_shape,
 )
 from bendtrace.interject.selectors.source import at_line, in_loop, under_branch
-from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector, Selectable
 
 if TYPE_CHECKING:
     from bendtrace._trace import Trace
@@ -192,7 +192,7 @@ is_util = is_utility = Utility
 is_vis = is_vision = is_visual = Vision
 
 
-def nth(selector: Any, index: int) -> Selector:
+def nth(selector: Selectable, index: int) -> Selector:
     """Select one of the nodes that a selector selects, in the order in which they begin.
 
     Args:
@@ -209,7 +209,7 @@ def nth(selector: Any, index: int) -> Selector:
     return Nth(as_selector(selector), index)
 
 
-def first(selector: Any) -> Selector:
+def first(selector: Selectable) -> Selector:
     """Select the first of the nodes that a selector selects.
 
     Args:
@@ -224,7 +224,7 @@ def first(selector: Any) -> Selector:
     return nth(selector, 0)
 
 
-def last(selector: Any) -> Selector:
+def last(selector: Selectable) -> Selector:
     """Select the last of the nodes that a selector selects.
 
     Args:
@@ -240,7 +240,7 @@ def last(selector: Any) -> Selector:
 
 
 def match_slice(
-    selector: Any,
+    selector: Selectable,
     start: slice | int | None = None,
     stop: int | None = None,
     step: int | None = None,
@@ -266,7 +266,7 @@ def match_slice(
     return Slice(as_selector(selector), part.start, part.stop, part.step)
 
 
-def select_all(selector: Any) -> NodeSelector:
+def select_all(selector: Selectable) -> NodeSelector:
     """Select all the nodes that a selector selects.
 
     Args:
@@ -284,7 +284,7 @@ def select_all(selector: Any) -> NodeSelector:
     return as_selector(selector)
 
 
-def find(selector: Any, trace: Trace) -> list[Candidate]:
+def find(selector: Selectable, trace: Trace) -> list[Candidate]:
     """Return the nodes of a recorded run that a selector selects, in the order in which they began.
 
     Args:

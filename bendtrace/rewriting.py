@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.edges import Between, Edge, Sent
-from bendtrace.interject.insertion import Insertion, as_interjection
+from bendtrace.interject.insertion import Insertion, What, as_interjection
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.leaves import leaves_in, outside
+from bendtrace.interject.passes import PassNumbers
 from bendtrace.interject.plan import forms_of
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.sharing import replaced, shared_copy
 from bendtrace.interject.splicing import Splice, Spliced
 from bendtrace.interject.structure import describe
-from bendtrace.interject.where import near_misses
+from bendtrace.interject.where import Where, near_misses
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.naming import identifier
@@ -93,10 +94,10 @@ def _listed(given: dict[Any, Any]) -> str:
 
 def replace(
     bended: BendedModule,
-    where: Any,
+    where: Where,
     function: Callable[..., Any],
     *,
-    passes: Any = None,
+    passes: PassNumbers = None,
     every: int | None = None,
     allow_none: bool = False,
 ) -> Insertion:
@@ -136,10 +137,10 @@ def replace(
 
 def remove(
     bended: BendedModule,
-    where: Any,
+    where: Where,
     *,
     keep: int | str | Callable[[Inputs], Any] = 0,
-    passes: Any = None,
+    passes: PassNumbers = None,
     every: int | None = None,
     allow_none: bool = False,
 ) -> Insertion:
@@ -179,11 +180,11 @@ def remove(
 
 def between(
     bended: BendedModule,
-    a: Any,
-    b: Any,
-    what: Any,
+    a: Where,
+    b: Where,
+    what: What,
     *,
-    passes: Any = None,
+    passes: PassNumbers = None,
     every: int | None = None,
 ) -> Between:
     """Insert something on the edge between two nodes; other users of the first node do not see it.
@@ -234,12 +235,12 @@ def between(
 
 def splice(
     bended: BendedModule,
-    where: Any,
+    where: Where,
     module: Callable[..., Any],
     *,
     keep_error: bool = False,
     select: int | str | Callable[[Any], Any] | None = None,
-    passes: Any = None,
+    passes: PassNumbers = None,
     every: int | None = None,
     allow_none: bool = False,
 ) -> Splice:
@@ -296,7 +297,7 @@ def splice(
 
 def replace_module(
     model: Model,
-    selector: Any,
+    selector: Where,
     create_replacement: Callable[[nn.Module], nn.Module],
     tracer_kwargs: Mapping[str, Any] | None = None,
     *,

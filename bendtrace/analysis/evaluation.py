@@ -19,6 +19,7 @@ from bendtrace.calls import Call
 from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.native import Attached, Counts
 from bendtrace.interject.structure import take_apart
+from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule
 from bendtrace.preserved_state import PreservedState
 
@@ -112,7 +113,7 @@ class AnalyserEvaluation:
 
     def __init__(
         self,
-        where: Any,
+        where: Where,
         analyser: Analyser,
         *,
         loader: Iterable[Any] | None = None,

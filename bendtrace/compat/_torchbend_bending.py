@@ -23,6 +23,7 @@ from bendtrace.interject.bends.handle import BendHandle, Restoring
 from bendtrace.interject.bends.spec import BendSpec, compiled
 from bendtrace.interject.bends.versions import ORIGINAL
 from bendtrace.interject.resolver import flat
+from bendtrace.interject.where import Where
 from bendtrace.paths.text import Text
 from bendtrace.torch_rules.owners import module_of
 
@@ -113,7 +114,7 @@ class BendingModule(ModuleWithMethods):
     def bend(
         self,
         callback: Any,
-        *where: Any,
+        *where: Where,
         fn: str | Sequence[str] | None = None,
         verbose: bool = False,
         bend_param: bool = True,

@@ -32,6 +32,7 @@ from bendtrace.compat._torchbend_callbacks import flat_callbacks, further_argume
 from bendtrace.errors import BendShapeError, InputError
 from bendtrace.interject.bends.catalogue import near
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.where import Where
 from bendtrace.paths.nodes import NodePath
 
 __all__ = ["BendShapeError", "BendedModule", "BendedWrapper"]
@@ -83,7 +84,7 @@ class BendedModule(BendingModule):
 
     def get_activations(
         self,
-        *names: str,
+        *names: Where,
         fn: str = "forward",
         _return_graph: bool = False,
         _save_as_method: str | None = None,
@@ -105,13 +106,14 @@ class BendedModule(BendingModule):
         Raises:
             InputError: the method was not traced, or has no such activation.
         """
-        if inputs.keys() & _OPTIONS or not all(isinstance(name, str) for name in names):
+        patterns = [name for name in names if isinstance(name, str)]
+        if inputs.keys() & _OPTIONS or len(patterns) < len(names):
             return super().get_activations(*names, **inputs)
         part, known = self._traced(fn), self._names(fn)
         wanted: dict[str, str] = {}  # paths by name
         after: dict[str, str] = {}
         bent = {} if _filter_bended else self.bended_activations(fn)
-        for name in names:
+        for name in patterns:
             found = dict(known.matching(name))
             wanted |= {key: activation.name for key, activation in found.items()}
             over = [k for k in bent if re.match(name, f"{k}_bended") and k in known.by_name]

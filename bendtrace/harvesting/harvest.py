@@ -31,7 +31,9 @@ from bendtrace.harvesting.shards import (
     shards_in,
 )
 from bendtrace.harvesting.workers import Progress, Workers, Writer
+from bendtrace.interject.passes import PassNumbers
 from bendtrace.interject.resolver import flat
+from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule
 from bendtrace.storage.sealed import DirectoryLock, writing
 from bendtrace.storage.tensors import sync_directory
@@ -43,11 +45,11 @@ def harvest(
     model: nn.Module | BendedModule | Callable[..., Any],
     loader: Iterable[Any],
     *,
-    where: Any,
+    where: Where,
     out: str | os.PathLike[str],
     reduce: Any = None,
     feature_axis: int = -1,
-    passes: Any = None,
+    passes: PassNumbers = None,
     batch_axis: Any = 0,
     dtype: torch.dtype | None = None,
     call: Callable[[BendedModule, Any], Any] | None = None,

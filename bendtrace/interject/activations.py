@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from itertools import islice
 from typing import Any
@@ -22,10 +22,11 @@ from bendtrace.interject.bends.spec import compiled
 from bendtrace.interject.group import Bended
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.passes import Passes
+from bendtrace.interject.passes import Passes, PassNumbers
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.structure import assemble, describe, take_apart
+from bendtrace.interject.where import Where
 from bendtrace.paths.view import Node, NodePath
 
 __all__ = ["Activations", "as_html", "as_text", "get_activations", "inputs_of"]
@@ -175,11 +176,11 @@ def _snapshot(value: Any) -> Any:
 
 def get_activations(
     model: Bended,
-    where: Any,
+    where: Where | Sequence[Where],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    passes: Any = None,
+    passes: PassNumbers = None,
     detach: bool = True,
     bended: bool = True,
     return_output: bool = False,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
-from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.insertion import Insertion, What
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.registry import InsertionRegistry
+from bendtrace.interject.where import Where
 from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature
@@ -58,7 +59,12 @@ class InsertionGroup:
         return list(self._known.recordings())
 
     def make(
-        self, where: Any, what: Any, *, allow_none: bool = False, kind: type[Insertion] = Insertion
+        self,
+        where: Where,
+        what: What,
+        *,
+        allow_none: bool = False,
+        kind: type[Insertion] = Insertion,
     ) -> Insertion:
         """Create and check an insertion of the group, without activating it.
 
@@ -89,7 +95,7 @@ class InsertionGroup:
         self._board.remove(*others)
         self._board.add(*first, *others, *last)
 
-    def replace(self, number: int, where: Any) -> None:
+    def replace(self, number: int, where: Where) -> None:
         """Move an active insertion to other nodes."""
         old = self.insertions[number]
         old.remove()

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 from torch import nn
 
@@ -14,14 +14,18 @@ from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
+from bendtrace.interject.plan import State
 from bendtrace.interject.purity import effect_of_function
 from bendtrace.interject.report import Report, Tally
 from bendtrace.interject.resolver import describe_where
-from bendtrace.interject.where import Target
+from bendtrace.interject.where import Target, Where
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["Function", "Insertion", "as_interjection"]
+__all__ = ["Function", "Insertion", "What", "as_interjection"]
+
+# All that `BendedModule.interject` inserts: a function takes the value, or also the pass.
+What: TypeAlias = Interjection | Callable[[Any], Any] | Callable[[Any, NodePass], Any]
 
 
 class Owner(Protocol):
@@ -87,7 +91,7 @@ def _needed_by(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [p for p in parameters if p.kind not in several and p.default is p.empty]
 
 
-def as_interjection(what: Any) -> Interjection:
+def as_interjection(what: What) -> Interjection:
     """Return the interjection for an object.
 
     Raises:
@@ -137,7 +141,7 @@ class Insertion:
     def __init__(
         self,
         owner: Owner,
-        where: Any,
+        where: Where | State,
         targets: tuple[Target, ...],
         what: Interjection,
         passes: Passes,

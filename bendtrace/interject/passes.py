@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from bendtrace.errors import InputError
 
-__all__ = ["Passes"]
+__all__ = ["PassNumbers", "Passes"]
+
+# Numbers counted from 0, or from the end if negative; a predicate of the number; None for all.
+PassNumbers: TypeAlias = int | Iterable[int] | Callable[[int], bool] | None
 
 
 class Passes:
@@ -28,7 +31,7 @@ class Passes:
 
     def __init__(
         self,
-        numbers: int | Iterable[int] | Callable[[int], bool] | None = None,
+        numbers: PassNumbers = None,
         every: int | None = None,
     ) -> None:
         if every is not None and (type(every) is not int or every < 1):

@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.interject.insertion import Insertion, as_interjection
+from bendtrace.interject.insertion import Insertion, What, as_interjection
 from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.knowledge import Knowledge, Rehearsal
-from bendtrace.interject.passes import Passes
+from bendtrace.interject.passes import Passes, PassNumbers
 from bendtrace.interject.plan import Entry, Location, Plan, State, forms_of
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import (
@@ -25,6 +25,7 @@ from bendtrace.interject.where import (
     LocationText,
     OfModule,
     Target,
+    Where,
     near_misses,
     targets_of,
 )
@@ -70,10 +71,10 @@ class InsertionRegistry:
 
     def insert(
         self,
-        where: Any,
-        what: Any,
+        where: Where | State,
+        what: What,
         *,
-        passes: Any = None,
+        passes: PassNumbers | Passes = None,
         every: int | None = None,
         allow_none: bool = False,
     ) -> Insertion:
@@ -84,10 +85,10 @@ class InsertionRegistry:
 
     def make(
         self,
-        where: Any,
-        what: Any,
+        where: Where | State,
+        what: What,
         *,
-        passes: Any = None,
+        passes: PassNumbers | Passes = None,
         every: int | None = None,
         allow_none: bool = False,
     ) -> Insertion:

@@ -8,22 +8,30 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from torch import nn
 
 from bendtrace._lazy import LazyModule
 from bendtrace._places import place_text
 from bendtrace.errors import InputError, NodePathError
+from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import near_names
 from bendtrace.interject.plan import Location, State
 from bendtrace.interject.resolver import Runs, meant_by, name_of
-from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
+from bendtrace.paths.candidates import (
+    Candidate,
+    CandidateGraph,
+    NodeSelector,
+    OneSelectable,
+)
 from bendtrace.paths.naming import dotted
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node, Tree, dug, find
+from bendtrace.recording.names import NodeRef
 from bendtrace.torch_rules.functions import SHAPES, VALUES
 from bendtrace.torch_rules.owners import module_of, modules_in, parts_of
 
@@ -39,9 +47,14 @@ __all__ = [
     "LocationText",
     "OfModule",
     "Target",
+    "Where",
     "near_misses",
     "targets_of",
 ]
+
+_Nodes: TypeAlias = OneSelectable | NodeRef | LayerEntry | ModuleEntry
+# All that `BendedModule.interject` takes as a location.
+Where: TypeAlias = _Nodes | Sequence[_Nodes] | AbstractSet[_Nodes]
 
 
 @dataclass(frozen=True)
@@ -166,7 +179,7 @@ class Target:
         return Location("node", AtPaths(frozenset(self.said.select(graph))))
 
 
-def targets_of(where: Any, known: Known, *, lenient: bool = False) -> tuple[Target, ...]:
+def targets_of(where: Where | State, known: Known, *, lenient: bool = False) -> tuple[Target, ...]:
     """Parse a location.
 
     Args:

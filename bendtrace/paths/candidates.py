@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from bendtrace._lazy import networkx as nx
 from bendtrace.paths.build import Builder
 from bendtrace.paths.nodes import TreeNode
+from bendtrace.paths.view import Node
 from bendtrace.source.sites import Site
 from bendtrace.tape.tape import (
     ModuleCall,
@@ -24,7 +26,14 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES
 
-__all__ = ["Candidate", "CandidateGraph", "NodeSelector", "candidates_of"]
+__all__ = [
+    "Candidate",
+    "CandidateGraph",
+    "NodeSelector",
+    "OneSelectable",
+    "Selectable",
+    "candidates_of",
+]
 
 
 @dataclass(eq=False)
@@ -185,6 +194,14 @@ class NodeSelector:
     def select(self, graph: CandidateGraph) -> set[str]:
         """Return the paths of the selected nodes of a graph."""
         return {node.path for node in graph if self.matches(node)}
+
+
+# What converts to a selector. Classes of modules, torch functions and predicates of the `Candidate`
+# are callables.
+OneSelectable: TypeAlias = (
+    NodeSelector | str | Node | re.Pattern[str] | nn.Module | Callable[..., Any]
+)
+Selectable: TypeAlias = OneSelectable | Sequence[OneSelectable]
 
 
 def candidates_of(builder: Builder) -> CandidateGraph:

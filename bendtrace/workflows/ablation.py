@@ -19,8 +19,10 @@ from bendtrace.interject.contained import is_contained
 from bendtrace.interject.effects import Effect, can_cast, effect_of_value
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.passes import PassNumbers
 from bendtrace.interject.purity import effect_of_function
 from bendtrace.interject.resolver import describe_where
+from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule
 from bendtrace.tape.tape import TensorMeta
 from bendtrace.workflows._grids import (
@@ -53,7 +55,7 @@ Source = Callable[[str, int, Tensor], Tensor]
 
 def ablate(
     model: BendedModule,
-    where: Any,
+    where: Where,
     how: How = "zero",
     *,
     heads: int | None = None,
@@ -65,7 +67,7 @@ def ablate(
     reference: Any = None,
     over: int | tuple[int, ...] = 0,
     seed: int = 0,
-    passes: Any = None,
+    passes: PassNumbers = None,
     every: int | None = None,
     allow_none: bool = False,
 ) -> Insertion:

@@ -19,6 +19,7 @@ from bendtrace.interject.purity import Lifted, built, effect_of_function, lifted
 from bendtrace.interject.report import Report
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
+from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule
 from bendtrace.tape.tape import TensorMeta
 
@@ -392,7 +393,7 @@ class SplicedAutoencoder(InsertionHandle):
 
 def splice_autoencoder(
     model: BendedModule,
-    where: Any,
+    where: Where,
     autoencoder: Any,
     *,
     error_term: bool = False,

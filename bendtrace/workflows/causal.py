@@ -13,6 +13,7 @@ from bendtrace._checks import required_int, required_number
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.resolver import describe_where
+from bendtrace.interject.where import Where
 from bendtrace.workflows._grids import (
     Columns,
     Grid,
@@ -103,7 +104,7 @@ def causal_tracing(
     sites: Any,
     metric: Callable[[Any], Any],
     *,
-    where: Any,
+    where: Where,
     noise: float = 3.0,
     std: float | None = None,
     samples: int = 10,

@@ -14,6 +14,7 @@ from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
+from bendtrace.interject.where import Where
 from bendtrace.preserved_state import PreservedState
 from bendtrace.workflows._sites import At, Key, Sites, unlike
 
@@ -63,7 +64,7 @@ class NodeFunction:
     def __init__(
         self,
         model: Callable[..., Any],
-        where: Any,
+        where: Where,
         inputs: Any,
         *,
         output: Callable[[Any], Tensor] | None = None,
@@ -175,7 +176,7 @@ class NodeFunction:
 
 def attribute(
     model: Callable[..., Any],
-    where: Any,
+    where: Where,
     inputs: Any,
     method: str | Callable[[Any], Any] = "IntegratedGradients",
     *,

@@ -14,6 +14,7 @@ from bendtrace.analysis.matrices import ridge as closed_form
 from bendtrace.calls import Call, bended_of, rows_of, seen_in
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import describe
+from bendtrace.interject.where import Where
 
 __all__ = ["ProbeData", "RidgeProbe", "fit_ridge", "probe_data"]
 
@@ -93,7 +94,7 @@ class RidgeProbe:
 def probe_data(
     model: Callable[..., Any],
     loader: Iterable[Any],
-    where: Any,
+    where: Where,
     *,
     split: Callable[[Any], tuple[Any, Tensor]] | None = None,
     reduce: str | Callable[[Tensor, Call], Tensor] = "mean",

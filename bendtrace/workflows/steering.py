@@ -28,6 +28,7 @@ from bendtrace.interject.patches.regions import is_constant_index
 from bendtrace.interject.report import Report
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
+from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.serving import served_by
@@ -86,7 +87,7 @@ def steering_vector(
     model: Callable[..., Any],
     positive: Any,
     negative: Any,
-    where: Any,
+    where: Where,
     *,
     position: int | slice | Callable[[Tensor, Call], Tensor] | None = -1,
     reduce: str | Callable[[Tensor, Tensor], Tensor] = "mean",
@@ -472,7 +473,7 @@ class Steering(InsertionHandle):
 def steer(
     model: BendedModule,
     vectors: Tensor | Expression | Mapping[str, Tensor] | SteeringVectors,
-    where: Any = None,
+    where: Where | None = None,
     *,
     scale: float | Tensor | Expression = 1.0,
     positions: Any = None,

@@ -25,3 +25,18 @@ def opaque() -> None:
 
     scaled(X, "2")  # type: ignore[arg-type]
     bt.opaque(3)  # type: ignore[arg-type]
+
+
+def where_and_what() -> None:
+    bended = bt.BendedModule(Net())
+    bended.interject("fc", 3)  # type: ignore[arg-type]
+    bended.interject(3, torch.zeros_like)  # type: ignore[arg-type]
+    bended.interject(["fc", 3], torch.zeros_like)  # type: ignore[list-item]
+    bended.interject("fc", torch.zeros_like, passes="first")  # type: ignore[arg-type]
+    bended.get_activations(X)  # type: ignore[call-overload]
+    bended.get_activations("fc", passes=0.5, args=(X,))  # type: ignore[call-overload]
+    bended.bend(2.0, "fc")  # type: ignore[arg-type]
+    bended.bend(bt.bends.Scale(2.0), 3)  # type: ignore[arg-type]
+    bended.patch({"fc": 3})  # type: ignore[dict-item]
+    bt.rewriting.replace(bended, None, torch.relu)  # type: ignore[arg-type]
+    bt.workflows.ablate(bended, 3)  # type: ignore[arg-type]

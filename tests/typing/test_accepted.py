@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, assert_type
 
 import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.paths.nodes import NodePath
 
 
 class Net(nn.Module):
@@ -84,3 +86,39 @@ def test_activations_have_types() -> None:
     assert_type(bended.get_activations("relu", args=(X,)), bt.Activations)
     found = bended.get_activations("relu", args=(X,), return_output=True)
     assert_type(found, tuple[bt.Activations, Tensor])
+
+
+class Clipped(bt.Interjection):
+    def after(self, at: bt.NodePass, inputs: bt.Inputs, output: Any) -> Any:
+        return output.clamp(max=1)
+
+
+def test_whatever_interject_accepts_has_a_type() -> None:
+    bended = bt.BendedModule(Net())
+    trace = bended.trace(X)
+    for handle in (
+        bended.interject("fc", torch.zeros_like),
+        bended.interject("fc.weight", lambda value: value * 2, passes=0),
+        bended.interject(NodePath("fc"), lambda value, at: value, passes=[0, -1]),
+        bended.interject(trace.tree.fc, Clipped(), passes=lambda number: number > 0),
+        bended.interject(bt.graph.NodeRef("linear"), nn.Identity()),
+        bended.interject(trace[0], abs),
+        bended.interject(trace.modules[0], abs),
+        bended.interject(re.compile("fc"), abs),
+        bended.interject(bended.model.fc, abs),
+        bended.interject(nn.Linear, abs),
+        bended.interject(bt.node_selector.matches_name("fc") & "fc", abs),
+        bended.interject(torch.relu, abs),
+        bended.interject(lambda node: node.shape == (1, 2), abs),
+        bended.interject(["fc", torch.relu], abs),
+        bended.interject({"fc", "relu"}, abs),
+    ):
+        assert_type(handle, bt.Insertion)
+    bended.remove_all()
+    paths = list(bended.get_activations("fc", nn.Linear, args=(X,)))
+    assert_type(bended.get_activations(*paths, args=(X,)), bt.Activations)
+    assert_type(bended.get_activations(paths, args=(X,)), bt.Activations)
+    with bended.patch({"fc": bt.patches.ZeroPatch()}), bended.bend(bt.bends.Scale(2.0), "fc$"):
+        bended(X)
+    with bended.bend(torch.neg, re.compile("fc")):
+        bended(X)

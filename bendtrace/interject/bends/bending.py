@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TextIO, TypeAlias
 
@@ -34,6 +34,7 @@ from bendtrace.interject.bends.versions import ORIGINAL, Versions
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.resolver import flat
+from bendtrace.interject.where import Where
 from bendtrace.paths.text import Text
 from bendtrace.paths.view import Node
 
@@ -78,8 +79,8 @@ class Bending:
 
     def bend(
         self,
-        callback: Any,
-        *where: Any,
+        callback: Bend | BendingConfig | Callable[[Tensor], Any],
+        *where: Where,
         weights: bool | None = None,
         activations: bool = True,
         allow_none: bool = False,

@@ -6,23 +6,24 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.patches.base import Patch
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import describe_where, meant_by, name_of
+from bendtrace.interject.where import Where
 from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, Tree, find, require_leaf
 from bendtrace.torch_rules.owners import modules_in
 
-__all__ = ["PatchContext", "Patches", "Where"]
+__all__ = ["PatchContext", "Patches"]
 
-Where = Any  # all that `BendedModule.interject` takes
-Patches = Mapping[Where, Patch[Any] | Sequence[Patch[Any]]]
+# The key type of a mapping is invariant, so a union would refuse `dict[str, ...]`.
+Patches: TypeAlias = Mapping[Any, Patch[Any] | Sequence[Patch[Any]]]
 
 
 class PatchContext(ContextDecorator):

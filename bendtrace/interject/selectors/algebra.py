@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bendtrace.errors import InputError
-from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector, Selectable
 
 __all__ = [
     "Nth",
@@ -44,22 +44,22 @@ class Selector(NodeSelector):
         DeeperThan(levels=2) & matches_path('layers_0.mlp.relu')
     """
 
-    def __and__(self, other: Any) -> Selector:
+    def __and__(self, other: Selectable) -> Selector:
         return _combine("&", self, other)
 
-    def __rand__(self, other: Any) -> Selector:
+    def __rand__(self, other: Selectable) -> Selector:
         return _combine("&", other, self)
 
-    def __or__(self, other: Any) -> Selector:
+    def __or__(self, other: Selectable) -> Selector:
         return _combine("|", self, other)
 
-    def __ror__(self, other: Any) -> Selector:
+    def __ror__(self, other: Selectable) -> Selector:
         return _combine("|", other, self)
 
-    def __xor__(self, other: Any) -> Selector:
+    def __xor__(self, other: Selectable) -> Selector:
         return _combine("^", self, other)
 
-    def __rxor__(self, other: Any) -> Selector:
+    def __rxor__(self, other: Selectable) -> Selector:
         return _combine("^", other, self)
 
     def __invert__(self) -> Selector:
@@ -165,7 +165,7 @@ Sign = Literal["&", "|", "^"]
 _STRENGTH: dict[str, int] = {"|": 0, "^": 1, "&": 2, "~": 3}
 
 
-def _combine(sign: Sign, left: Any, right: Any) -> Selector:
+def _combine(sign: Sign, left: Selectable, right: Selectable) -> Selector:
     parts: list[NodeSelector] = []
     for operand in (left, right):
         part = as_selector(operand)
@@ -326,7 +326,7 @@ def _inside(part: NodeSelector, sign: str) -> str:
     return f"({part!r})" if weaker else repr(part)
 
 
-def has_following(selector: Any, *, within: int | None = 1) -> Selector:
+def has_following(selector: Selectable, *, within: int | None = 1) -> Selector:
     """Select nodes whose values lead to a certain node.
 
     Args:
@@ -348,7 +348,7 @@ def has_following(selector: Any, *, within: int | None = 1) -> Selector:
     return Near(as_selector(selector), _steps(within), forward=True)
 
 
-def has_preceding(selector: Any, *, within: int | None = 1) -> Selector:
+def has_preceding(selector: Selectable, *, within: int | None = 1) -> Selector:
     """Select nodes that use the values of a certain node, directly or indirectly.
 
     Args:
@@ -370,7 +370,7 @@ def has_preceding(selector: Any, *, within: int | None = 1) -> Selector:
     return Near(as_selector(selector), _steps(within), forward=False)
 
 
-def between(start: Any, end: Any) -> Selector:
+def between(start: Selectable, end: Selectable) -> Selector:
     """Select nodes that values pass on their way from certain nodes to others.
 
     The ends themselves, and nodes inside them, are not selected.
