@@ -23,7 +23,7 @@ from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log, writes_in_place
 from bendtrace.history.capture import Capture, SaveOptions
 from bendtrace.history.lookup import Lookup
-from bendtrace.history.selection import Selection
+from bendtrace.history.selection import Selection, Spec
 from bendtrace.history.sizes import counted
 from bendtrace.history.text import Facts
 from bendtrace.paths.naming import Registry
@@ -59,13 +59,13 @@ def trace(
     function: Callable[..., Any],
     /,
     *args: Any,
-    save: Any = None,
+    save: Spec | None = None,
     save_gradients: bool = False,
     save_device: torch.device | str | None = None,
     save_dtype: torch.dtype | None = None,
     save_to: str | os.PathLike[str] | None = None,
     keep_graph: bool = False,
-    stop_after: Any = None,
+    stop_after: Spec | None = None,
     **kwargs: Any,
 ) -> Trace:
     """Run a module, bound method or function on real inputs and record what it does.

@@ -105,6 +105,15 @@ def test_a_filter_takes_names_patterns_and_functions(
     assert bended.insertions == ()
 
 
+def test_a_filter_takes_entries_of_a_log() -> None:
+    bended = bt.BendedModule(made(Transformer))
+    log = bended.trace(tokens())
+    _, cache = run_with_cache(bended, tokens(), log["softmax_1"])
+    assert list(cache) == ["blocks_0.softmax"]
+    _, cache = run_with_cache(bended, tokens(), [log["softmax_1"], "ln_f"])
+    assert sorted(cache) == ["blocks_0.softmax", "ln_f"]
+
+
 def test_traces_are_shared_with_other_calls() -> None:
     bended = bt.BendedModule(made(Transformer))
     for _ in range(3):

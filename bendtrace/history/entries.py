@@ -7,7 +7,7 @@ again without the model.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -150,6 +150,8 @@ class LayerEntry:
         unsaved: why the kept value could not be stored, for a log that was loaded.
         gradient: the kept gradient; see `grad_contents`.
 
+    Iterating over it yields itself, so `for entry in log[key]` works for any key.
+
     Example:
         >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -261,6 +263,9 @@ class LayerEntry:
         """Its gradient in the latest backward pass; None if there was none, or it was not saved."""
         gradient: Tensor | None = _read(self.gradient)
         return gradient
+
+    def __iter__(self) -> Iterator[LayerEntry]:
+        yield self
 
     __treescope_repr__ = folded
 

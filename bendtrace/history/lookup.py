@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 from torch import nn
 
@@ -23,11 +23,15 @@ from bendtrace.history.names import (
     passes_of,
 )
 from bendtrace.history.sizes import counted, listed, size_text
+from bendtrace.paths.candidates import OneSelectable
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node, NodePath, Tree, is_path_only
 from bendtrace.recording.names import NodeRef
 
-__all__ = ["Entries", "Lookup"]
+__all__ = ["Entries", "Key", "Lookup"]
+
+# What finds one entry or several.
+Key: TypeAlias = int | OneSelectable | NodeRef | LayerEntry | ModuleEntry
 
 _NEAR = 6
 
@@ -189,8 +193,7 @@ class Lookup:
 
     def all(self, key: Any) -> list[LayerEntry]:
         """Return the entries for a key, as a list."""
-        found = self.find(key)
-        return [found] if isinstance(found, LayerEntry) else list(found)
+        return list(self.find(key))
 
     def _meant(self, key: Any) -> LayerEntry | Entries:
         """Return the entries of the nodes that a selector selects."""

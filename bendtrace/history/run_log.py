@@ -6,14 +6,14 @@ import os
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from bendtrace._lazy import networkx as nx
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.exports import Form, write_as
-from bendtrace.history.lookup import Entries, Lookup
+from bendtrace.history.lookup import Entries, Key, Lookup
 from bendtrace.history.tables import Table, data_frame, hash_of, table_of
 from bendtrace.history.text import (
     Facts,
@@ -152,9 +152,15 @@ class RunLog:
 
     # Looking things up
 
-    def __getitem__(self, key: Any) -> LayerEntry | Entries:
+    @overload
+    def __getitem__(self, key: int) -> LayerEntry: ...
+    @overload
+    def __getitem__(self, key: slice | list[Any]) -> Entries: ...
+    @overload
+    def __getitem__(self, key: Key) -> LayerEntry | Entries: ...
+    def __getitem__(self, key: Key | slice | list[Any]) -> LayerEntry | Entries:
         found = self._lookup.find(key)
-        for entry in (found,) if isinstance(found, LayerEntry) else found:
+        for entry in found:
             entry.belong(lambda: self)
         return found
 

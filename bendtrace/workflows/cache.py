@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
+from bendtrace.history.entries import LayerEntry
 from bendtrace.interject.activations import as_html, as_text
 from bendtrace.interject.group import InsertionGroup, is_root
 from bendtrace.interject.insertion import Insertion
@@ -319,7 +320,7 @@ class _Wanted:
             self._by(lambda name: names_filter.fullmatch(name) is not None)
         elif isinstance(names_filter, str):
             self._named(names_filter)
-        elif isinstance(names_filter, (nn.Module, type, NodeSelector)):
+        elif isinstance(names_filter, (nn.Module, type, NodeSelector, LayerEntry)):
             self._sources.append(_Source(names_filter))
         elif callable(names_filter):
             self._by(names_filter)

@@ -40,3 +40,10 @@ def where_and_what() -> None:
     bended.patch({"fc": 3})  # type: ignore[dict-item]
     bt.rewriting.replace(bended, None, torch.relu)  # type: ignore[arg-type]
     bt.workflows.ablate(bended, 3)  # type: ignore[arg-type]
+
+
+def logs() -> None:
+    log = bt.trace(Net(), X, save=1.5)  # type: ignore[arg-type]
+    log[1.5]  # type: ignore[call-overload]
+    log["fc"].parents + 1  # type: ignore[operator]
+    print(log[0].shapes)  # type: ignore[attr-defined]

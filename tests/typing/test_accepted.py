@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.history.entries import ModuleEntry, Source
 from bendtrace.paths.nodes import NodePath
 
 
@@ -122,3 +123,25 @@ def test_whatever_interject_accepts_has_a_type() -> None:
         bended(X)
     with bended.bend(torch.neg, re.compile("fc")):
         bended(X)
+
+
+def test_a_log_can_be_looped_over_whatever_the_key() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = x.softmax(-1)
+            return x + 1
+
+    log = bt.trace(Twice(), X, save="all")
+    assert_type(log[0], bt.LayerEntry)
+    assert [entry.label for entry in log["softmax_1"]] == ["softmax_1_1:1", "softmax_1_1:2"]
+    assert [entry.label for entry in log["add_1"]] == ["add_1_2"]
+    for entry in log["softmax_1"]:
+        assert_type(entry, bt.LayerEntry)
+    for entry in log[1:3]:
+        assert_type(entry, bt.LayerEntry)
+    assert [entry.shape for entry in log[["add_1", 0]]] == [(1, 2), (1, 2)]
+    for key in (log[0], log.tree.add, re.compile("add"), Tensor.softmax, lambda node: True):
+        assert len(list(log[key])) > 0
+    assert_type([entry.source for entry in log], list[Source | None])
+    assert_type(log.modules[0:1], list[ModuleEntry])
