@@ -66,7 +66,8 @@ add_module_names = False
 
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 # Where links of the README, of CONTRIBUTING and of CHANGELOG lead to.
-_HERE = {"docs/": "", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+_HERE = {"docs/": "", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+         "README.md": "index.md"}  # fmt: skip
 
 
 def _as_page(app: Any, name: str, source: list[str]) -> None:

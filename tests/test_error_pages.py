@@ -17,6 +17,8 @@ from tests.documents import ROOT, shown_in
 
 PAGES = ROOT / "docs" / "errors"
 CLASSES = bt.errors.__all__
+# What makes calls live is not an error; it has pages all the same.
+LIVE = sorted(path.name for path in PAGES.glob("live*.md"))
 INDEX = PAGES / "index.md"
 # A row of the table of messages: how it begins, and the page.
 _MESSAGE = re.compile(r"^\| `(.+?)` \| \[.*\]\((\w+\.md)\) \|$", re.MULTILINE)
@@ -68,7 +70,7 @@ def test_the_fields_are_those_of_the_docstrings() -> None:
 
 def test_there_are_no_other_pages() -> None:
     assert {path.name for path in PAGES.iterdir()} == {
-        "index.md", "live.md", *map(page_of, CLASSES)
+        "index.md", *LIVE, *map(page_of, CLASSES)
     }  # fmt: skip
 
 
@@ -92,7 +94,8 @@ def test_the_page_shows_a_message_that_begins_so(beginning: str, page: str) -> N
 
 def test_each_page_is_among_those_of_the_messages() -> None:
     named = {page for _, page in _MESSAGE.findall(INDEX.read_text("utf-8"))}
-    assert named == {path.name for path in PAGES.iterdir()} - {"index.md", "bendtrace_error.md"}
+    others = {"index.md", "live.md", "bendtrace_error.md"}
+    assert named == {path.name for path in PAGES.iterdir()} - others
 
 
 def reasons() -> Iterator[tuple[str, str]]:
@@ -119,8 +122,13 @@ def reasons() -> Iterator[tuple[str, str]]:
         yield text, "a table"
 
 
-def test_the_page_on_live_runs_has_every_reason() -> None:
+def test_the_pages_on_live_runs_are_listed() -> None:
     text = (PAGES / "live.md").read_text("utf-8")
+    assert {"live.md", *re.findall(r"\]\((live_\w+\.md)\) \|", text)} == set(LIVE)
+
+
+def test_the_pages_on_live_runs_have_every_reason() -> None:
+    text = "".join((PAGES / name).read_text("utf-8") for name in LIVE)
     found = list(reasons())
     assert len(found) > 30
     assert [(piece, place) for piece, place in found if piece not in text] == []
