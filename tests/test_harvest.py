@@ -20,6 +20,7 @@ import bendtrace as bt
 from bendtrace.errors import HarvestError, InputError, NodePathError
 from bendtrace.harvesting import Harvest
 from bendtrace.storage import LoadError, SaveError
+from bendtrace.storage.sealed import LOCK, DirectoryLock
 from tests.promise import bits
 
 ROOT = Path(__file__).parent.parent
@@ -742,6 +743,19 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
         go(torch.tanh, data, "tanh", tmp_path / "file" / "below")
     with pytest.raises(SaveError):
         go(torch.tanh, data, "tanh", Path("/proc/nowhere"))
+
+
+def test_a_harvest_is_written_by_one_process_and_can_be_read_by_many(tmp_path: Path) -> None:
+    data = [samples(4, 3)]
+    lock = DirectoryLock(str(tmp_path))
+    with pytest.raises(SaveError, match="something else is being saved there right now"):
+        go(torch.tanh, data, "tanh", tmp_path)
+    lock.release()
+    go(torch.tanh, data, "tanh", tmp_path)
+    assert LOCK not in files_of(tmp_path)
+    lock = DirectoryLock(str(tmp_path))
+    assert len(go(torch.tanh, data, "tanh", tmp_path)) == 4
+    lock.release()
 
 
 def test_another_harvest_is_refused_and_left_alone(tmp_path: Path) -> None:

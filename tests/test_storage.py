@@ -449,6 +449,30 @@ def test_files_that_others_put_into_a_save_stay(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 3
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the other writer is a forked process")
+def test_one_process_at_a_time_writes_to_a_directory_until_it_is_killed(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+
+    def write_forever() -> None:
+        writer = ShardWriter(tmp_path)
+        os.write(writing, b".")
+        signal.pause()
+        writer.close()
+
+    child = forked(write_forever)
+    os.read(reading, 1)
+    for write in (lambda: ShardWriter(tmp_path), lambda: save(history(), tmp_path)):
+        with pytest.raises(SaveError, match="something else is being saved there right now"):
+            write()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+    assert sealed.LOCK in os.listdir(tmp_path)
+    ShardWriter(tmp_path).close()
+    assert os.listdir(tmp_path) == ["stream.json"]
+
+
 def test_two_saves_to_one_directory_at_once_are_refused(tmp_path: Path) -> None:
     save(history(0), tmp_path / "log")
     with draft_in(str(tmp_path / "log"), {}), pytest.raises(SaveError, match="right now"):

@@ -250,8 +250,10 @@ class _Site:
             if os.path.lexists(self.directory) and not os.path.isdir(self.directory):
                 raise SaveError(self.directory, "it is a file; a harvest is a directory")
             os.makedirs(self.directory, exist_ok=True)
-            self._lock = DirectoryLock(self.directory)
             names = os.listdir(self.directory)
+            if INDEX not in names:  # a complete harvest is only read
+                self._lock = DirectoryLock(self.directory)
+                names = os.listdir(self.directory)
             others = sorted(name for name in names if not is_ours(name))
             if SETTINGS in names:
                 self._compare(read(path))

@@ -19,7 +19,7 @@ from bendtrace.errors import LoadError
 from bendtrace.harvesting.filling import Filling, Record
 from bendtrace.harvesting.formats import Form
 from bendtrace.harvesting.paths import Condition, Path
-from bendtrace.storage.sealed import read_sealed, replace_sealed, writing
+from bendtrace.storage.sealed import LOCK, read_sealed, replace_sealed, writing
 from bendtrace.storage.tensors import sync_directory
 
 __all__ = [
@@ -178,7 +178,7 @@ def _delete(path: str) -> None:
 
 def is_ours(name: str) -> bool:
     """Return whether a file in a directory is one that a harvest writes."""
-    known = (SETTINGS, INDEX, f"{SETTINGS}.tmp", f"{INDEX}.tmp")
+    known = (SETTINGS, INDEX, f"{SETTINGS}.tmp", f"{INDEX}.tmp", LOCK)
     return name in known or _NAME.fullmatch(name) is not None
 
 

@@ -12,12 +12,13 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from difflib import get_close_matches
 from typing import Any
 
 from bendtrace.errors import LoadError, SaveError
 from bendtrace.storage.sealed import (
+    LOCK,
     DirectoryLock,
     read_json,
     read_sealed,
@@ -84,9 +85,8 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
     """
     with writing(directory):
         _require_ours(directory)
-        made = _made(directory)
-        lock = DirectoryLock(directory)
-        try:
+        with _made(directory), ExitStack() as stack:
+            stack.callback(DirectoryLock(directory).release)
             _require_ours(directory)
             _clean(directory)
             draft = Draft(os.path.join(directory, f"data-{secrets.token_hex(6)}"))
@@ -97,13 +97,8 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
             except BaseException:
                 if not _is_current(directory, draft):
                     shutil.rmtree(draft.folder, ignore_errors=True)
-                    for path in made:
-                        with suppress(OSError):  # somebody put something there
-                            os.rmdir(path)
                 raise
             _clean(directory)
-        finally:
-            lock.release()
 
 
 def _commit(directory: str, draft: Draft, about: dict[str, Any]) -> None:
@@ -118,9 +113,10 @@ def _commit(directory: str, draft: Draft, about: dict[str, Any]) -> None:
     replace_sealed(os.path.join(directory, MANIFEST), manifest, draft.path(MANIFEST))
 
 
-def _made(directory: str) -> list[str]:
-    """Make a directory and those above it; return those that were made, innermost first."""
-    missing = []
+@contextmanager
+def _made(directory: str) -> Iterator[None]:
+    """Make a directory and those above it. If the body fails, remove those that are empty."""
+    missing: list[str] = []
     path = directory
     while not os.path.isdir(path):
         missing.append(path)
@@ -128,7 +124,13 @@ def _made(directory: str) -> list[str]:
     for path in reversed(missing):
         os.mkdir(path)
         sync_directory(os.path.dirname(path))
-    return missing
+    try:
+        yield
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):
+                os.rmdir(path)
+        raise
 
 
 def _require_ours(directory: str) -> None:
@@ -240,7 +242,7 @@ def open_manifest(directory: str) -> Opened:
             f"it holds a {STREAM_FORMAT} of activations, but the log was not saved there;"
             " bendtrace.storage.read_stream reads the activations",
         )
-    if names and all(map(_DATA.fullmatch, names)):
+    if names and all(name == LOCK or _DATA.fullmatch(name) for name in names):
         raise LoadError(directory, "the first save to it was interrupted: nothing is complete")
     raise LoadError(directory, f"it is no save of bendtrace: there is no {MANIFEST}")
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from bendtrace.errors import LoadError, SaveError
 from bendtrace.storage.tensors import BINARY, sync_directory, write_all
 
 __all__ = [
+    "LOCK",
     "DirectoryLock",
     "read_json",
     "read_sealed",
@@ -25,12 +26,7 @@ __all__ = [
 ]
 
 
-try:
-    import fcntl as _fcntl
-
-    _locks: ModuleType | None = _fcntl
-except ImportError:  # Windows has no such locks: two writers at once are not noticed there
-    _locks = None
+LOCK = ".lock"  # in a directory, as long as a writer holds it; a process that is killed leaves it
 
 
 class DirectoryLock:
@@ -44,22 +40,21 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: str) -> None:
-        if _locks is None:
-            return
-        fd = os.open(directory, os.O_RDONLY)
-        self._close = weakref.finalize(self, os.close, fd)
+        # A writer may be closed by another thread than the one that opened it.
+        self._lock = FileLock(os.path.join(directory, LOCK), timeout=0, thread_local=False)
         try:
-            _locks.flock(fd, _locks.LOCK_EX | _locks.LOCK_NB)
-        except BlockingIOError:
-            self.release()
+            self._lock.acquire()
+        except Timeout:
             raise SaveError(directory, "something else is being saved there right now") from None
-        except OSError:  # a file system without locks
-            pass
 
     def release(self) -> None:
         """Let others in; a second call does nothing."""
-        if _locks is not None:
-            self._close()
+        if self._lock.is_locked:
+            # filelock notices if it has locked a file that was removed in the meantime. On Windows,
+            # only filelock itself can remove it.
+            with suppress(OSError):
+                os.remove(self._lock.lock_file)
+            self._lock.release()
 
 
 def write_file(path: str, content: bytes) -> None:

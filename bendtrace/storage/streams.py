@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError, LoadError, SaveError
-from bendtrace.storage.sealed import DirectoryLock, read_sealed, replace_sealed, writing
+from bendtrace.storage.sealed import LOCK, DirectoryLock, read_sealed, replace_sealed, writing
 from bendtrace.storage.tensors import (
     DataFile,
     Extent,
@@ -339,7 +339,7 @@ class ShardWriter:
 
 
 def _make_room(directory: str) -> None:
-    names = os.listdir(directory)
+    names = [name for name in os.listdir(directory) if name != LOCK]
     if not names:
         return
     if not is_unfinished(directory) or not all(map(is_streamed, names)):
@@ -352,7 +352,7 @@ def _make_room(directory: str) -> None:
 def is_streamed(name: str) -> bool:
     """Whether a file in a directory is one that a `ShardWriter` writes."""
     is_shard = name.startswith("shard-") and name.endswith(".safetensors")
-    return is_shard or name in (STREAM, f"{STREAM}.new")
+    return is_shard or name in (STREAM, f"{STREAM}.new", LOCK)
 
 
 def is_unfinished(directory: str) -> bool:
