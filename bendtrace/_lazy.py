@@ -21,7 +21,15 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["LazyMethod", "LazyModule", "imported", "networkx", "required_pandas", "tabulate"]
+__all__ = [
+    "LazyMethod",
+    "LazyModule",
+    "imported",
+    "networkx",
+    "required",
+    "required_pandas",
+    "tabulate",
+]
 
 
 def imported(name: str) -> ModuleType:
@@ -42,16 +50,30 @@ def imported(name: str) -> ModuleType:
         gc.enable()
 
 
+def required(name: str, use: str, packages: str = "", error: type[Exception] = ImportError) -> Any:
+    """Return a module of an optional package, which is imported if necessary.
+
+    Args:
+        name: full name of the module.
+        use: what needs it, for the message.
+        packages: what to install, if it is more than the package that the module is in.
+        error: what to raise if it cannot be imported.
+    """
+    try:
+        return imported(name)
+    except ImportError as missing:
+        package = name.partition(".")[0]
+        text = f"{use} needs {package}: pip install {packages or package}"
+        raise error(text) from missing
+
+
 def required_pandas() -> Any:
     """Return the module pandas, which is an optional dependency.
 
     Raises:
         ImportError: it is not installed.
     """
-    try:
-        return imported("pandas")
-    except ImportError as error:
-        raise ImportError("tables need pandas: pip install 'bendtrace[pandas]'") from error
+    return required("pandas", "a data frame")
 
 
 class LazyModule(ModuleType):

@@ -225,9 +225,9 @@ def test_damaged_files_are_called_so(folder: Path, name: str, content: bytes) ->
     assert "damaged" in refusal(name)
 
 
-def test_without_safetensors_the_extra_is_named(
+def test_without_safetensors_the_package_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     message = refusal("batch.safetensors")
-    assert message.endswith("needs the safetensors package: pip install bendtrace[safetensors]")
+    assert message.endswith("needs safetensors: pip install safetensors")

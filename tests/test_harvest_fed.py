@@ -172,9 +172,9 @@ def test_what_has_no_form_for_sae_lens_is_an_error(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_without_datasets_the_error_names_the_extra(
+def test_without_datasets_the_error_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'bendtrace\[sae\]'"):
+    with pytest.raises(ImportError, match=r"needs datasets: pip install datasets$"):
         save_for_sae_lens(harvested(tmp_path / "a")["mul"], tmp_path / "b", hook_name="h")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bendtrace._lazy import required
+
 if TYPE_CHECKING:
     from bendtrace.analysis.evaluation import AnalyserEvaluation
 
@@ -19,14 +21,9 @@ def lightning_callback(evaluation: AnalyserEvaluation) -> Any:
     Raises:
         ImportError: Lightning is not installed.
     """
-    try:
-        from lightning.pytorch import Callback  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise ImportError(
-            "this callback needs Lightning: pip install 'bendtrace[lightning]'"
-        ) from error
+    base = required("lightning.pytorch", "this callback").Callback
 
-    class AnalyserCallback(Callback):  # type: ignore[misc, unused-ignore]
+    class AnalyserCallback(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             self.evaluation = evaluation
 
@@ -66,14 +63,9 @@ def trainer_callback(evaluation: AnalyserEvaluation) -> Any:
     Raises:
         ImportError: transformers is not installed.
     """
-    try:
-        from transformers import TrainerCallback  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise ImportError(
-            "this callback needs transformers: pip install 'bendtrace[transformers]'"
-        ) from error
+    base = required("transformers", "this callback").TrainerCallback
 
-    class AnalyserCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    class AnalyserCallback(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             self.evaluation = evaluation
 

@@ -29,7 +29,8 @@ inputs: --repeat makes random inputs several times.
 files
   model.pt2       for torch.export.load
   model.aoti.pt2  a package compiled by AOTInductor, for torch._inductor.aoti_load_package
-  model.onnx      for onnxruntime, by bendtrace.export.OnnxProgram; needs bendtrace[onnx]
+  model.onnx      for onnxruntime, by bendtrace.export.OnnxProgram; needs the packages
+                  onnx, onnxruntime and onnxscript
 
 exit status
   0 if the file was written, 2 for errors.

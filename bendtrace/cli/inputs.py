@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace._lazy import imported, required
 from bendtrace.errors import InputError
 
 __all__ = ["DTYPES", "MAKERS", "Inputs", "is_tensor_file", "load", "read"]
@@ -76,16 +77,10 @@ def _load_torch(path: str) -> Any:
 
 
 def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
+    safetensors = required("safetensors", f"reading {path!r}", error=InputError)
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise InputError(
-            f"reading {path!r} needs the safetensors package: pip install bendtrace[safetensors]"
-        ) from None
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(path)
-    except SafetensorError as error:
+        tensors: dict[str, torch.Tensor] = imported("safetensors.torch").load_file(path)
+    except safetensors.SafetensorError as error:
         raise InputError(f"cannot load {path!r}, it may be damaged: {error}") from None
     return tensors
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from bendtrace._lazy import required
 from bendtrace.compiled.attempts import Quiet
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export.distinct import with_distinct_outputs
@@ -251,12 +252,7 @@ def _onnx() -> Any:
 
 
 def _required(name: str) -> Any:
-    try:
-        return __import__(name)
-    except ImportError as error:
-        raise InputError(
-            f"{name} is missing: pip install 'bendtrace[onnx]' for ONNX files"
-        ) from error
+    return required(name, "an ONNX file", "onnx onnxruntime onnxscript", InputError)
 
 
 @contextlib.contextmanager

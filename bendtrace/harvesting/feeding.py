@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bendtrace._checks import required_int
+from bendtrace._lazy import required
 from bendtrace.errors import InputError
 from bendtrace.harvesting.column import Column
 
@@ -164,12 +165,7 @@ def save_for_sae_lens(
         ...     found = bt.harvest(torch.exp, data, where="exp", out=directory, progress=False)
         ...     bt.harvesting.save_for_sae_lens(found["exp"], "cached", hook_name="blocks.0.hook")
     """
-    try:
-        import datasets  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    except ImportError as error:
-        raise ImportError(
-            "the data sets of SAE-Lens need datasets: pip install 'bendtrace[sae]'"
-        ) from error
+    datasets = required("datasets", "a data set of SAE-Lens")
     shape = column.shape
     kind = str(dtype or column.dtype).removeprefix("torch.")
     if shape is None or len(shape) not in (2, 3):

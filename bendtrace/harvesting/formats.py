@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
+from bendtrace._lazy import required
 from bendtrace.errors import InputError, LoadError
 from bendtrace.storage.tensors import (
     BINARY,
@@ -26,6 +28,7 @@ from bendtrace.storage.tensors import (
 __all__ = ["Form", "Held", "checksum", "form_of"]
 
 _BLOCK = 1 << 16
+_ZARR = "3.0.8"  # earlier ones can delete data
 _CHUNK = 1 << 22  # bytes, about
 
 
@@ -192,13 +195,12 @@ class ZarrForm:
     ending = "zarr"
 
     def __init__(self) -> None:
-        try:
-            import zarr
-        except ImportError:
+        package = f"'zarr>={_ZARR}'"
+        self._zarr = required("zarr", "format='zarr'", package, InputError)
+        if TorchVersion(self._zarr.__version__) < _ZARR:
             raise InputError(
-                "format='zarr' needs the package zarr: pip install 'bendtrace[zarr]'"
-            ) from None
-        self._zarr: Any = zarr
+                f"zarr {self._zarr.__version__} can delete data: pip install {package}"
+            )
 
     def write(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Write a folder to the disk; return the facts needed to read it."""

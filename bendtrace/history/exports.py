@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bendtrace._checks import required_choice
-from bendtrace._lazy import imported, required_pandas
+from bendtrace._lazy import imported, required
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.tables import data_frame, facts_of, shape_text
@@ -97,11 +97,8 @@ def _node(entry: LayerEntry) -> dict[str, Any]:
 
 
 def _write_graph(directory: Path, entries: Sequence[LayerEntry]) -> None:
-    try:
-        protos = imported("tensorboard.compat.proto.graph_pb2")
-        writers = imported("torch.utils.tensorboard")
-    except ImportError as error:
-        raise ImportError(_MISSING.format("graphs for TensorBoard need")) from error
+    protos = required("tensorboard.compat.proto.graph_pb2", "a graph for TensorBoard")
+    writers = imported("torch.utils.tensorboard")
     names = {
         entry.label: "/".join(
             [*filter(None, entry.module.split(".")), entry.label.replace(":", "_")]
@@ -122,11 +119,8 @@ def _write_graph(directory: Path, entries: Sequence[LayerEntry]) -> None:
 
 
 def _write_parquet(path: str | os.PathLike[str], entries: Sequence[LayerEntry]) -> None:
-    required_pandas()
-    try:
-        imported("pyarrow")
-    except ImportError as error:
-        raise ImportError(_MISSING.format("parquet needs")) from error
+    for name in ("pandas", "pyarrow"):
+        required(name, "parquet", "pandas pyarrow")
     frame = data_frame([entry for entry in entries if entry.is_layer])
     for column in frame.columns:
         if frame[column].dtype == object:
@@ -140,6 +134,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return json.dumps(value, default=str)
     return str(value)
-
-
-_MISSING = "{} another package: pip install 'bendtrace[viewers]'"

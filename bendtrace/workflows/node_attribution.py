@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from bendtrace._lazy import required
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.resolver import describe_where
@@ -210,11 +211,8 @@ def attribute(
         ... )
         tensor([[1., 1., 1.]])
     """
-    try:
-        import captum.attr  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    except ImportError as error:
-        raise ImportError("attribute needs captum: pip install 'bendtrace[captum]'") from error
-    make = getattr(captum.attr, method, None) if isinstance(method, str) else method
+    methods = required("captum.attr", "attribute")
+    make = getattr(methods, method, None) if isinstance(method, str) else method
     if not callable(make):
         raise InputError(f"method= has to be the name of a class in captum.attr, not {method!r}")
     needed = list(inspect.signature(make).parameters) if inspect.isclass(make) else []

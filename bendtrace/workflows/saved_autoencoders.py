@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bendtrace._lazy import imported, required
 from bendtrace.errors import InputError, LoadError
 
 __all__ = ["SparseAutoencoder", "load_autoencoder"]
@@ -189,7 +190,7 @@ def load_autoencoder(folder: str | os.PathLike[str]) -> SparseAutoencoder:
 
     Raises:
         LoadError: a file or tensor is missing or unexpected, or the architecture is unknown.
-        ImportError: the extra `sae` is needed, and not installed.
+        ImportError: safetensors is not installed.
 
     Example:
         >>> import bendtrace as bt
@@ -211,16 +212,10 @@ def load_autoencoder(folder: str | os.PathLike[str]) -> SparseAutoencoder:
 
 
 def _of_sae_lens(config: dict[str, Any], path: str) -> SparseAutoencoder:
+    safetensors = required("safetensors", f"reading {path!r}")
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise ImportError(
-            f"reading {path!r} needs safetensors: pip install 'bendtrace[sae]'"
-        ) from error
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except (SafetensorError, OSError) as error:
+        tensors: dict[str, Tensor] = imported("safetensors.torch").load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
         raise LoadError(path, f"it may be damaged: {error}") from None
     architecture = config.get("architecture", "standard")
     k = config.get("k")

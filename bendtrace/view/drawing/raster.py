@@ -6,6 +6,7 @@ import io
 import warnings
 from typing import Any, Literal
 
+from bendtrace._lazy import required
 from bendtrace.errors import InputError
 from bendtrace.view.drawing.canvas import (
     Canvas,
@@ -37,15 +38,12 @@ def rasterize(canvas: Canvas, form: Literal["png", "pdf"], scale: float = 2.0) -
     Raises:
         InputError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.backends.backend_pdf import FigureCanvasPdf
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError(
-            f"a picture as {form.upper()} needs matplotlib: pip install 'bendtrace[draw]' "
-            "(SVG, HTML and DOT need nothing)"
-        ) from None
+    use = f"a picture as {form.upper()}, not as SVG, HTML or DOT,"
+    required("matplotlib", use, error=InputError)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_pdf import FigureCanvasPdf
+    from matplotlib.figure import Figure
+
     scale = min(scale, _LARGEST / max(canvas.width, canvas.height, 1.0))
     figure = Figure(figsize=(canvas.width / 96, canvas.height / 96), dpi=96 * scale)
     axes = figure.add_axes((0, 0, 1, 1))
