@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-from tests.documents import PAGES, ROOT, code_of, is_run, name_of, printed, shown_in
+from tests.documents import PAGES, ROOT, is_run, name_of, needs, printed, shown_in
+from tests.environments import modules_of, modules_outside
 from tests.shares import some
 
 # Pages that another test runs, in their own way.
@@ -26,10 +28,14 @@ RUN = [page for page in PAGES if is_run(page) and name_of(page) not in ELSEWHERE
 
 @pytest.mark.parametrize("page", some(RUN, chosen=BRIEF), ids=name_of)
 def test_the_examples_of_the_page_print_what_it_shows(page: Path, tmp_path: Path) -> None:
-    for package in ("captum", "transformers", "peft"):
-        if re.search(rf"^\s*(import|from) {package}\b", code_of(page), re.MULTILINE):
-            pytest.importorskip(package, reason=f"the page needs {package}")
-    assert printed(page, tmp_path) == shown_in(page)
+    named = needs(page.read_text("utf-8"))
+    try:
+        hidden = modules_outside(named)
+    except PackageNotFoundError as error:
+        pytest.skip(f"the page needs {error.name}")
+    assert printed(page, tmp_path, hidden) == shown_in(page)
+    imported = set((tmp_path / "modules").read_text("utf-8").split())
+    assert [name for name in named if not modules_of(name) & imported] == []
     made = MADE.get(name_of(page))
     assert made is None or (tmp_path / made).read_text().startswith("<svg")
 

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import json
-import linecache
 from pathlib import Path
-from typing import Any
 
-import matplotlib.pyplot as plt
 import pytest
+
+from tests.documents import ROOT, needs, run_forked
+from tests.environments import modules_of, modules_outside
 
 pytestmark = pytest.mark.all
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# As IPython does, so that source text can be found.
+RUN = """
+import json, linecache, sys
+namespace = {"__name__": "__main__"}
+for number, source in enumerate(json.load(open("cells.json"))):
+    name = f"<cell {number}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), namespace)
+"""
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs(path: Path) -> None:
-    cells = json.loads(path.read_text())["cells"]
+def test_runs(path: Path, tmp_path: Path) -> None:
+    cells = json.loads(path.read_text("utf-8"))["cells"]
     codes = [cell for cell in cells if cell["cell_type"] == "code"]
     assert codes
     assert not any(cell["outputs"] for cell in codes)
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for number, cell in enumerate(codes):
-        source = "".join(cell["source"])
-        name = f"<{path.stem} cell {number}>"
-        # As IPython does, so that source text can be found.
-        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-        exec(compile(source, name, "exec"), namespace)
-    plt.close("all")  # the figures of all notebooks would be too many
+    named = needs("".join(cells[0]["source"]))
+    (tmp_path / "cells.json").write_text(json.dumps(["".join(cell["source"]) for cell in codes]))
+    (tmp_path / "notebook.py").write_text(RUN)
+    hidden = modules_outside(["ipython", *named])  # whoever opens a notebook has IPython
+    status = run_forked(tmp_path, "notebook.py", hidden=hidden)
+    assert status == 0, (tmp_path / "stderr").read_text("utf-8")
+    imported = set((tmp_path / "modules").read_text("utf-8").split())
+    assert [name for name in named if not modules_of(name) & imported] == []
