@@ -487,6 +487,19 @@ def test_answers_to_questions_about_sizes_and_numbers_can_be_changed() -> None:
         run.answer(run.trace.flow_steps[1], 1)
 
 
+def test_a_module_begins_after_the_question_before_it() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) if x.sum() > -99 else x  # type: ignore[no-any-return]
+
+    run = bt.BendedModule(Asks()).step(torch.ones(2))
+    assert run.goto("linear").position == run.goto("linear.linear").position
+
+
 def test_places_are_named_as_everywhere() -> None:
     torch.manual_seed(0)
     model, x = Nested(), torch.randn(3, 4)

@@ -134,11 +134,15 @@ class Places:
         return sorted(found)
 
     def _first_in(self, call: ModuleCall) -> int:
-        inside = (
-            number for number, event in enumerate(self._events)
-            if call.start <= event.position < max(call.stop, call.start + 1)
-        )  # fmt: skip
-        return next(inside, len(self._events))
+        for number, event in enumerate(self._events):
+            records: Sequence[Any] = self._tape.ops if event.kind == "op" else self._tape.guards
+            scope = records[event.index].scope
+            while scope is not None and scope is not call:
+                scope = scope.parent
+            # A call without events is before the next op: it has asked nothing itself.
+            if scope is call or (event.kind == "op" and event.position >= call.stop):
+                return number
+        return len(self._events)
 
     def _values(self, place: Any, *, is_value: bool = True) -> list[tuple[int, tuple[Any, ...]]]:
         """Return the events that compute the values of a node, and where in their results.
