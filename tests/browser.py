@@ -38,6 +38,50 @@ for end, wanted in zip(ends, (3, 4)):
     os.dup2(end, wanted, inheritable=True)
 os.execv(sys.argv[3], sys.argv[3:])
 """
+# The texts of a page whose contrast with what is behind them is below a ratio, as WCAG has it.
+_FAINT = """(least => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgba = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const over = (top, below) =>
+    [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
+  const light = (colour) => {
+    const [r, g, b] = colour.map((c) =>
+      c / 255 <= 0.04045 ? c / 3294.6 : ((c / 255 + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    const layers = [];
+    for (let each = element; each; each = each.parentElement) {
+      const shape = each.matches("svg text") && each.parentElement.querySelector(".shape");
+      if (shape) layers.push(rgba(getComputedStyle(shape).fill));
+      if (!each.closest("svg") || each.matches("svg"))
+        layers.push(rgba(getComputedStyle(each).backgroundColor));
+    }
+    return layers.reduceRight((below, top) => over(top, below), [255, 255, 255, 1]);
+  };
+  const found = [];
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement;
+    const text = texts.currentNode.data.trim();
+    const unseen = "script, style, title, option, .later";
+    if (!text || element.closest(unseen) || !element.getClientRects().length) continue;
+    const { fill, color, opacity } = getComputedStyle(element);
+    const ground = behind(element);
+    const ink = rgba(element.closest("svg text") ? fill : color);
+    ink[3] *= opacity;
+    const [high, low] = [over(ink, ground), ground].map(light).sort((a, b) => b - a);
+    const ratio = (high + 0.05) / (low + 0.05);
+    if (ratio < least) found.push(`${text.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  }
+  return found;
+})"""
 _PATIENCE = 60.0  # seconds that an answer may take
 
 
@@ -157,6 +201,11 @@ class Browser:
             elif event["method"] == "Runtime.consoleAPICalled":
                 told.append(f"console.{params['type']}: {params['args']}")
         return told
+
+    def faint_texts(self, least: float = 4.5) -> list[str]:
+        """The texts that stand out too little from what is behind them, with their contrast."""
+        found: list[str] = self.evaluate(f"{_FAINT}({least})")
+        return found
 
     def requests(self) -> list[str]:
         """The addresses that the page asked for, itself included."""

@@ -596,3 +596,64 @@ def test_the_page_shows_both_sides_and_says_what_was_left_out(
     driver.press("Escape")
     assert "were left out: the budget is 200 characters" in page.panel
     assert driver.complaints() == []
+
+
+@needs_chromium
+def test_a_frame_that_gets_its_size_late_shows_the_position(
+    driver: Browser, tmp_path: Path
+) -> None:
+    frame = viewer_frame(walk().goto(-3), height=500)
+    assert frame is not None
+    file = tmp_path / "notebook.html"
+    file.write_text(f'<!DOCTYPE html><meta charset="utf-8"><div hidden>{frame}</div>')
+    driver.size(1200, 800)
+    driver.open(file.as_uri())
+    for _ in range(500):  # the frame loads on its own, after the page around it
+        if driver.evaluate("document.querySelector('#panel h2') !== null", frame=True):
+            break
+        driver.evaluate("new Promise(done => setTimeout(done, 10))")
+    stage = "document.getElementById('graph').getBoundingClientRect()"
+    assert driver.evaluate(f"{stage}.width", frame=True) == 0
+    driver.evaluate("document.querySelector('div').hidden = false")
+    driver.evaluate(
+        "new Promise(done => new ResizeObserver((_, observer) => {"
+        f" if ({stage}.width) {{ observer.disconnect(); setTimeout(done, 50); }}"
+        " }).observe(document.getElementById('graph')))",
+        frame=True,
+    )
+    box = "document.querySelector('[aria-selected=true][data-id] .shape').getBoundingClientRect()"
+    assert driver.evaluate(
+        f"(([box, stage]) => box.left >= stage.left && box.right <= stage.right"
+        f" && box.top >= stage.top && box.bottom <= stage.bottom)([{box}, {stage}])",
+        frame=True,
+    )
+    assert driver.complaints() == []
+
+
+@needs_chromium
+def test_numbers_of_lines_are_aligned_and_can_be_read(driver: Browser, tmp_path: Path) -> None:
+    page = Page(driver, walk().goto(3), tmp_path)
+    numbers = "[...document.querySelectorAll('.source .count')]"
+    assert page(f"{numbers}.some(each => each.matches('.link'))")
+    assert page(f"{numbers}.some(each => !each.matches('.link'))")
+    ends = page(
+        f"{numbers}.map(each => {{ const range = document.createRange();"
+        " range.selectNodeContents(each); return Math.round(range.getBoundingClientRect().right);"
+        " })"
+    )
+    assert len(set(ends)) == 1
+    for dark in (False, True):
+        driver.size(1200, 800, dark=dark)
+        assert driver.faint_texts() == []
+
+
+@needs_chromium
+def test_the_page_goes_on_from_a_module(driver: Browser, tmp_path: Path) -> None:
+    run = walk()
+    page = Page(driver, run.goto(0), tmp_path)
+    linear = run.goto("inner.linear").position
+    for key, position in (("ArrowRight", linear), ("ArrowLeft", linear - 1)):
+        page.open("#path=inner")
+        assert page.where == f"at {linear} of {len(run)}"
+        driver.press(key)
+        assert page.where == f"at {position} of {len(run)}"

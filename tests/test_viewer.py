@@ -249,6 +249,18 @@ def test_a_saved_value_is_told_in_a_few_numbers(contents: Any, told: dict[str, A
     json.dumps(found, allow_nan=False)
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bins_are_those_of_histc(dtype: torch.dtype, scale: float) -> None:
+    for size in (2, 3, 100, 5000):
+        values = torch.randn(size, dtype=dtype) * scale + 2
+        for some in (values, (values / scale).round()):
+            told = activation_data(some)
+            assert told is not None
+            if some.min() < some.max():
+                assert told["bins"] == some.histc(24).tolist()
+
+
 def test_nothing_is_told_of_what_was_not_saved() -> None:
     assert activation_data(None) is None
     assert not [entry for entry in viewer_data(walk(save=None))["entries"] if "saved" in entry]
@@ -317,6 +329,13 @@ class Page:
         box = f"document.getElementById({json.dumps(label)}).getBoundingClientRect()"
         x, y = self(f"(box => [box.x + box.width / 2, box.y + box.height / 2])({box})")
         self.driver.click(x, y)
+
+    def follow_address(self, fragment: str) -> None:
+        """Change the fragment of the address."""
+        self(
+            "new Promise(done => { addEventListener('hashchange', () => setTimeout(done, 0),"
+            f" {{ once: true }}); location.hash = {json.dumps(fragment)}; }})"
+        )
 
     def follow(self, name: str) -> None:
         """Click on a link of the panel."""
@@ -533,6 +552,85 @@ def test_stepping_goes_through_values_and_decisions_in_order(page: Page) -> None
     page.push("first")
     assert page.title == stops[0]
     assert page("document.querySelectorAll('#nodes .node:not(.later)').length") == 1
+
+
+@needs_chromium
+def test_stepping_goes_on_from_a_module(page: Page) -> None:
+    trace = walk()
+    page.open(trace)
+    page("document.getElementById('rolled').click()")
+    linear = trace["head.0:1"].label
+    before = next(e.label for e in trace.entries if e.layer_type == "neg")
+    for key, title in (("ArrowRight", linear), ("ArrowLeft", before)):
+        page.follow_address("#path=head")
+        assert page.title == "head:1"
+        page.driver.press(key)
+        assert page.title == title
+
+    # So does a module that begins with a decision, and one without ops of its own.
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp() if x.sum() > 0 else x
+
+    model = nn.Sequential(nn.Tanh(), nn.Identity(), Asks())
+    trace = bt.trace(model, torch.ones(2))
+    page.open(trace, "#path=1")
+    page.driver.press("ArrowRight")
+    assert page.title == trace["sum_1"].label
+    page.open(trace, "#path=2")
+    page.driver.press("ArrowRight")
+    assert page.title == trace["sum_1"].label
+
+
+@needs_chromium
+def test_boxes_that_are_drawn_again_keep_the_focus(page: Page) -> None:
+    page.open(walk())
+    focused = "document.activeElement.dataset.name"
+    page.click("head:1")
+    assert page(focused) == "head:1"
+    page.driver.press("Enter")
+    assert page(focused) == "head:1"
+    page.driver.press("n")
+    assert page(focused) == "head:1"
+    page("document.querySelector('[data-name=\"cell:1\"]').focus()")
+    page.driver.press("ArrowRight")
+    assert page(focused) == "cell:1"
+    # Unrolled there is another box of the name, or else the one that tab leads to.
+    page.driver.press("r")
+    assert page("document.activeElement.closest('#graph') !== null")
+
+
+@needs_chromium
+def test_controls_of_the_panel_keep_the_focus(page: Page) -> None:
+    page.open(walk(), "#path=tanh_1")
+    page("document.querySelector('[aria-label=\"Next pass\"]').focus()")
+    for number in (2, 3):
+        page.driver.press("Enter")
+        assert page.title == f"tanh_1_6:{number}" or page.title.endswith(f":{number}")
+    page("document.querySelector('#panel .links .link').focus()")
+    page.driver.press("Enter")
+    assert page("document.activeElement.id") == "panel"
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_all_texts_can_be_read(page: Page, dark: bool) -> None:
+    trace = walk()
+    for fragment in ("", "#path=cell", "#path=tanh_1&view=unrolled"):
+        page.open(trace, fragment, flops=True)
+        page.driver.size(1200, 800, dark=dark)
+        page("document.getElementById('numbers').click()")
+        assert page.driver.faint_texts() == []
+    for colour in ("time", "bytes", "flops"):
+        page(
+            f"(list => {{ list.value = '{colour}'; list.dispatchEvent(new Event('change')); }})"
+            "(document.getElementById('colour'))"
+        )
+        assert page.driver.faint_texts() == []
+    page.driver.press("/")
+    page.driver.type("linear")
+    page.driver.press("ArrowDown")
+    assert page.driver.faint_texts() == []
 
 
 @needs_chromium

@@ -30,6 +30,7 @@ function rebuild() {
 
 function refresh(anchor = null) {
   const before = anchor && state.boxes.get(anchor);
+  const focused = focusedId();
   const start = performance.now();
   const opened = new Set([...state.opened, ...state.passing]);
   const drawing = layOut(state.tree, opened, measure);
@@ -44,6 +45,16 @@ function refresh(anchor = null) {
     view.pan(x - nextX, y - nextY);
   }
   mark();
+  if (focused != null) focusAgain(focused);
+}
+
+// The box with the focus: all of them are drawn anew, and the keys have to go on from there.
+const focusedId = () =>
+  graph.contains(document.activeElement) ? document.activeElement.dataset.id : null;
+
+function focusAgain(id) {
+  const same = state.elements.get(shownOf(state.tree.byId.get(id)));
+  (same ?? graph.querySelector('[tabindex="0"]'))?.focus({ preventScroll: true });
 }
 
 function itemOf(thing) {
@@ -124,8 +135,15 @@ function goOn(thing) {
 }
 
 function fillPanel() {
+  const focused = panel.contains(document.activeElement) ? document.activeElement : null;
+  const label = focused?.getAttribute("aria-label");
   panel.replaceChildren(...panelFor(state.thing, itemOf(state.thing), goOn));
   panel.scrollTop = 0;
+  // A control that is there again keeps the focus; else it stays in the panel.
+  if (focused)
+    ((label && panel.querySelector(`[aria-label="${label}"]`)) || panel).focus({
+      preventScroll: true,
+    });
 }
 
 // Select a thing and make it visible. `passing` opens what is needed only until the next step.
@@ -148,8 +166,7 @@ function select(thing, { passing = false, anchored = false, focus = false } = {}
   const changed = needed.some((id) => !had.has(id)) || [...had].some((id) => !needed.includes(id));
   if (changed) refresh();
   else mark();
-  const box = state.boxes.get(shownOf(item));
-  if (box && !anchored && (changed || !view.isSeen(box))) view.centre(box);
+  if (!anchored) (changed ? view.centre : view.reveal)(shownOf(item));
   if (!passing) stepping.moveTo(thing);
   if (focus) state.elements.get(shownOf(item))?.focus({ preventScroll: true });
   fillPanel();

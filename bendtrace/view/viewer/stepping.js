@@ -5,7 +5,7 @@ const stepping = (() => {
   const where = document.getElementById("where");
   const play = document.getElementById("play");
   let stops = [];
-  let at = -1; // nothing has been stepped to
+  let at = -1; // nothing has been stepped to; halves are right before a stop
   let go = () => {};
   let timer = null;
 
@@ -16,7 +16,7 @@ const stepping = (() => {
       follow();
       return;
     }
-    const current = stops[at];
+    const [current, half] = [stops[Math.ceil(at)], at - Math.ceil(at)];
     stops = [];
     let next = 0;
     const addSteps = (until) => {
@@ -34,7 +34,7 @@ const stepping = (() => {
     for (const entry of run.entries) {
       if (places.has(entry.first)) places.set(entry, places.get(entry.first));
     }
-    at = current === undefined ? -1 : (places.get(current) ?? -1);
+    at = places.has(current) ? places.get(current) + half : -1;
     slider.max = Math.max(0, stops.length - 1);
     tell();
   }
@@ -42,20 +42,21 @@ const stepping = (() => {
   // The positions of a run that was stepped through, or of another side of a question.
   function follow() {
     stops = events.stops();
-    at = Math.max(0, Math.min(stops.length - 1, at));
+    at = at === -1 ? 0 : Math.min(stops.length - 1, at);
     slider.max = stops.length - 1;
     tell();
   }
 
   function tell() {
-    slider.value = Math.max(0, at);
-    where.textContent = at < 0 ? `${stops.length} steps` : `${at + 1} of ${stops.length}`;
-    if (events) where.textContent = `at ${at} of ${stops.length - 1}`;
+    const place = Math.ceil(at);
+    slider.value = Math.max(0, place);
+    where.textContent = place < 0 ? `${stops.length} steps` : `${place + 1} of ${stops.length}`;
+    if (events) where.textContent = `at ${Math.max(0, place)} of ${stops.length - 1}`;
     slider.setAttribute(
       "aria-valuetext",
-      at < 0 ? "before the run" : `${where.textContent}: ${nameOf(stops[at])}`,
+      place < 0 ? "before the run" : `${where.textContent}: ${nameOf(stops[place])}`,
     );
-    slider.closest("footer").classList.toggle("begun", at >= 0);
+    slider.closest("footer").classList.toggle("begun", place >= 0);
   }
 
   function to(place) {
@@ -77,15 +78,30 @@ const stepping = (() => {
     play.setAttribute("aria-pressed", "true");
     play.textContent = "Stop";
     timer = setInterval(() => {
-      to(at + 1);
+      to(Math.floor(at + 1));
       if (at >= stops.length - 1) stop();
     }, 450);
+  }
+
+  // A call stands right before what it does first; one that does nothing, after what it returns.
+  function beforeModule(call) {
+    const placeOf = (thing) => (events ? events.placeOf(thing) : (places.get(thing) ?? -1));
+    const known = (things) => things.map(placeOf).filter((place) => place >= 0);
+    const isInside = (index) =>
+      index != null && (index === call.index || isInside(run.modules[index].parent));
+    const inside = known([
+      ...call.inside.map((index) => run.entries[index]),
+      ...run.steps.filter((step) => isInside(step.call)),
+    ]);
+    if (inside.length) return Math.min(...inside) - 0.5;
+    const returned = known((call.outputs ?? []).map((index) => run.entries[index]));
+    return returned.length ? Math.max(...returned) : null;
   }
 
   const toggle = () => (timer ? stop() : start());
   const move = (distance) => {
     stop();
-    to(at + distance);
+    to(distance < 0 ? Math.ceil(at + distance) : Math.floor(at + distance));
   };
   const by = {
     first: () => move(-Infinity),
@@ -109,7 +125,8 @@ const stepping = (() => {
     connect: (goTo) => (go = goTo),
     // Selecting something by other means goes on from there.
     moveTo(thing) {
-      const place = events ? events.find(thing) : places.get(thing);
+      const own = events ? events.find(thing) : places.get(thing);
+      const place = own ?? (thing?.what === "module" ? beforeModule(thing) : null);
       if (place != null) at = place;
       if (events) follow();
       else tell();
@@ -122,7 +139,7 @@ const stepping = (() => {
     // Position in the run of each entry and step, for telling what is still to come.
     placeOf: (thing) => (events ? events.placeOf(thing) : (places.get(thing) ?? -1)),
     get reached() {
-      return events ? events.reached(at) : at;
+      return events ? events.reached(Math.ceil(at)) : Math.ceil(at);
     },
   };
 })();

@@ -10,7 +10,19 @@ const view = (() => {
   let current = null; // the item that the map marks
   let fitted = null; // how it was fitted, as long as nothing has moved it since
 
+  // What to show once there is room: a notebook's frame has no size when its script begins, and a
+  // hidden one none at all.
+  const waiting = [];
+
   const size = () => svg.getBoundingClientRect();
+
+  const whenMeasured =
+    (show) =>
+    (...args) => {
+      const { width, height } = size();
+      if (width && height) show(...args);
+      else waiting.push(() => show(...args));
+    };
 
   function apply() {
     world.setAttribute(
@@ -61,7 +73,9 @@ const view = (() => {
     apply();
   }
 
-  function centre(box) {
+  function centre(item) {
+    const box = drawing.boxes.find((each) => each.item === item);
+    if (!box) return;
     fitted = null;
     const { width, height } = size();
     if (scale < 0.6) scale = 0.9;
@@ -81,6 +95,11 @@ const view = (() => {
       left + Math.min(box.w * scale, width / 2) < width - 8 &&
       top + Math.min(box.h * scale, height / 2) < height - 8
     );
+  }
+
+  function reveal(item) {
+    const box = drawing.boxes.find((each) => each.item === item);
+    if (box && !isSeen(box)) centre(item);
   }
 
   const onScreen = (box) => [box.x * scale + x, box.y * scale + y];
@@ -196,7 +215,23 @@ const view = (() => {
   });
   map.addEventListener("pointermove", (event) => onMap && jump(event));
   map.addEventListener("pointerup", () => (onMap = false));
-  new ResizeObserver(() => (fitted === null ? drawMap() : fit(fitted))).observe(svg.parentElement);
+  new ResizeObserver(() => {
+    const { width, height } = size();
+    if (!width || !height) return;
+    for (const show of waiting.splice(0)) show();
+    if (fitted === null) drawMap();
+    else fit(fitted);
+  }).observe(svg.parentElement);
 
-  return { apply, zoom, pan, fit, centre, isSeen, onScreen, show, wasMoved: () => moved >= 5 };
+  return {
+    apply,
+    zoom,
+    pan,
+    fit: whenMeasured(fit),
+    centre: whenMeasured(centre),
+    reveal: whenMeasured(reveal),
+    onScreen,
+    show,
+    wasMoved: () => moved >= 5,
+  };
 })();
