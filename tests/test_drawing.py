@@ -709,8 +709,15 @@ def test_dot_has_clusters_nodes_and_edges() -> None:
 
 def test_pictures_show_themselves_in_notebooks() -> None:
     picture = draw(stack(3))
-    bundle = picture._repr_mimebundle_()
+    bundle, metadata = picture._repr_mimebundle_()
     assert bundle["image/svg+xml"] == picture.svg
+    alternative = "Stack: 7 nodes and 9 edges: input_1_0, "
+    assert metadata["image/svg+xml"]["alt"].startswith(alternative)
+    drawn = ElementTree.fromstring(picture.svg)
+
+    words = [drawn.findtext(f"{SVG}title"), drawn.findtext(f"{SVG}desc")]
+    assert ": ".join(map(str, words)) == metadata["image/svg+xml"]["alt"]
+    assert drawn.get("role") == "img"
     assert re.fullmatch(r"<Picture of Stack: 7 nodes, 9 edges, \d+×\d+>", bundle["text/plain"])  # noqa: RUF001
 
 

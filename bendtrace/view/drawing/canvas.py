@@ -209,12 +209,14 @@ class Canvas:
         height: its height.
         marks: its marks, from back to front.
         title: the title.
+        description: what is seen, for those who do not see it.
     """
 
     width: float
     height: float
     marks: list[Mark] = field(default_factory=list)
     title: str = ""
+    description: str = ""
 
 
 def svg(canvas: Canvas) -> str:
@@ -222,8 +224,9 @@ def svg(canvas: Canvas) -> str:
     wide, high = _n(canvas.width), _n(canvas.height)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
-        f'viewBox="0 0 {wide} {high}" font-family="{SANS}" stroke-linejoin="round">',
+        f'viewBox="0 0 {wide} {high}" font-family="{SANS}" stroke-linejoin="round" role="img">',
         f"<title>{_escaped(canvas.title)}</title>",
+        f"<desc>{_escaped(canvas.description)}</desc>",
         f'<rect width="{wide}" height="{high}" fill="#ffffff"/>',
     ]
     lines += [_mark(mark) for mark in canvas.marks]

@@ -198,7 +198,8 @@ def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
     head = _head(scene, scale)
     top = max((_bottom(mark) for mark in head), default=0.0) + 14
     wide = max([root.width, *(_right(mark) - _MARGIN for mark in head)])
-    canvas = Canvas(wide + 2 * _MARGIN, top + root.height + _MARGIN, title=scene.title)
+    canvas = Canvas(wide + 2 * _MARGIN, top + root.height + _MARGIN)
+    canvas.title, canvas.description = scene.title, scene.description
     canvas.marks += head
     depth = {scene.root: 0}
     for node in scene.root.walk():

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -87,6 +88,11 @@ class Picture:
         """The picture as SVG."""
         return svg(self.canvas)
 
+    @property
+    def alternative(self) -> str:
+        """The picture in words, for `alt=` of an image: its title, and what is in it."""
+        return f"{self.canvas.title}: {self.canvas.description}"
+
     def to_bytes(self, format: Format) -> bytes:
         """Return the picture as the content of a file.
 
@@ -131,8 +137,9 @@ class Picture:
     def _repr_svg_(self) -> str:
         return self.svg
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": repr(self), "image/svg+xml": self.svg}
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, str], dict[str, Any]]:
+        bundle = {"text/plain": repr(self), "image/svg+xml": self.svg}
+        return bundle, {"image/svg+xml": {"alt": self.alternative}}
 
     def __repr__(self) -> str:
         size = f"{self.canvas.width:.0f}\N{MULTIPLICATION SIGN}{self.canvas.height:.0f}"
@@ -179,7 +186,7 @@ def _write(path: Path, content: bytes) -> None:
 def _page(picture: Picture) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<title>bendtrace</title></head>\n"
+        f"<title>{escape(picture.canvas.title)}</title></head>\n"
         f'<body style="margin:0">{picture.svg}</body></html>\n'
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, IndexFlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry
+from bendtrace.history.sizes import counted, listed
 from bendtrace.view.drawing.items import (
     Box,
     Item,
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from bendtrace.history.run_log import RunLog
 
 __all__ = ["Edge", "Emitter", "Node", "Scene", "scene"]
+
+
+_NAMED = 30  # nodes of a description
 
 
 @dataclass(eq=False)
@@ -133,6 +137,13 @@ class Scene:
     def nodes(self) -> list[Node]:
         """Return all nodes that are not open boxes."""
         return [node for node in self.root.walk() if node.children is None]
+
+    @property
+    def description(self) -> str:
+        """What is seen, for those who do not see it."""
+        nodes = self.nodes()
+        counts = f"{counted(len(nodes), 'node')} and {counted(len(self.edges), 'edge')}"
+        return f"{counts}: {listed([node.title for node in nodes], _NAMED)}"
 
     def boxes(self) -> list[Node]:
         """Return all open boxes, outer ones first, except the one around everything."""
