@@ -72,6 +72,15 @@ def test_the_page_uses_the_words_of_the_design(page: Path) -> None:
         assert found is None, f"{found[0]!r} should be {word!r}"
 
 
+def test_a_page_cannot_import_what_it_does_not_name(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Frames\n\n```python\nimport pandas\n```\n", "utf-8")
+    with pytest.raises(AssertionError, match="No module named 'pandas'"):
+        printed(page, tmp_path, modules_outside(needs(page.read_text("utf-8"))))
+    says = "The code on this page also needs `pip install pandas safetensors`."
+    assert needs(f"# Frames\n\n{says}\n\nA frame") == ["pandas", "safetensors"]
+
+
 def test_no_page_is_left_out() -> None:
     assert {name_of(page) for page in PAGES} >= {*ELSEWHERE, *MADE}
     assert all((ROOT / name).exists() for name in MADE)

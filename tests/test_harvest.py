@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,6 +289,20 @@ def test_every_type_comes_back_as_it_was(dtype: torch.dtype, tmp_path: Path) -> 
         found = go(lambda x: x.flip(1), data.split(2), "flip", tmp_path / form, format=form)
         assert bits(found["flip"].tensor()) == bits(data.flip(1))
         found.verify()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [(None, "format='zarr' needs zarr"), ("3.0.7", "zarr 3.0.7 can delete data")],
+)
+def test_a_zarr_that_is_missing_or_deletes_data_is_refused(
+    version: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zarr = None if version is None else SimpleNamespace(__version__=version)
+    monkeypatch.setitem(sys.modules, "zarr", zarr)
+    with pytest.raises(InputError, match=rf"^{said}: pip install 'zarr>=3\.0\.8'$"):
+        go(torch.tanh, [samples(4, 3)], "tanh", tmp_path / "h", format="zarr")
+    assert not (tmp_path / "h").exists()
 
 
 def test_a_number_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
