@@ -1,5 +1,7 @@
 """What type checkers refuse: each error is expected, and an `ignore` without one is an error."""
 
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
 from __future__ import annotations
 
 import torch
