@@ -413,7 +413,7 @@ def test_models_are_chosen_among_those_of_all_sections(
 
     def look(names: Any, options: Options, keep: Any) -> dict[str, Any]:
         seen.append(options)
-        return {"machine": {}, "minutes": 0.0, "sections": {}}
+        return {"machines": {}, "minutes": 0.0, "sections": {}}
 
     monkeypatch.setattr("tests.benchmarks.__main__.measured", look)
     main(["streams", "--models", "MoE, 1", "solver"])
@@ -487,9 +487,14 @@ def test_what_was_not_measured_again_stays_in_the_page(
     (tmp_path / "performance.md").write_text((DOCS / "performance.md").read_text())
     page.write_docs(report, tmp_path)
     written = (tmp_path / "performance.md").read_text()
-    page.write_docs({**report, "sections": {"calls": report["sections"]["calls"]}}, tmp_path)
+    calls = {name: {"calls": report[name]["calls"]} for name in ("machines", "sections")}
+    page.write_docs({**report, **calls}, tmp_path)
     assert (tmp_path / "performance.md").read_text() == written
     assert json.loads((tmp_path / "performance.json").read_text()) == report
+    page.write_docs({**report, **calls, "machines": {"calls": {"peers": "none"}}}, tmp_path)
+    assert "- **calls.** peers: none" in (tmp_path / "performance.md").read_text()
+    machines = json.loads((tmp_path / "performance.json").read_text())["machines"]
+    assert machines == {**report["machines"], "calls": {"peers": "none"}}
 
 
 def test_what_was_measured_before_a_failure_is_kept(
@@ -512,13 +517,13 @@ def test_the_page_has_a_place_for_each_table(report: dict[str, Any]) -> None:
     made = {table.name for table in page.tables_of(report)}
     made = {"calls" if name.startswith("calls-") else name for name in made}
     assert made <= marked
-    assert marked - made == {"machine", "imports", "cold"}
+    assert marked - made == {"machines", "imports", "cold"}
 
 
 def test_the_committed_page_shows_its_data() -> None:
     kept = json.loads((DOCS / "performance.json").read_text())
     text = (DOCS / "performance.md").read_text()
-    assert page.filled(text, page.tables_of(kept), kept["machine"]) == text
+    assert page.filled(text, page.tables_of(kept), kept["machines"]) == text
     assert (DOCS / "measured" / "performance.svg").read_text() == page.figure(kept["sections"])
 
 

@@ -45,10 +45,11 @@ def measured(
         keep: is called with the report after each section, should a later one fail.
     """
     begun = time.perf_counter()
-    report: dict[str, Any] = {"machine": _machine(options), "minutes": 0.0, "sections": {}}
+    report: dict[str, Any] = {"machines": {}, "minutes": 0.0, "sections": {}}
     for section in SECTIONS:
         if section.name in names:
             report["sections"][section.name] = section.measure(options)
+            report["machines"][section.name] = _machine(options)
             report["minutes"] = round((time.perf_counter() - begun) / 60, 1)
             keep(report)
     return report
