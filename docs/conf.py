@@ -78,7 +78,10 @@ def _as_page(app: Any, name: str, source: list[str]) -> None:
 def _included(app: Any, path: Path, name: str, source: list[str]) -> None:
     """Have a page that includes a file of the repository link to pages."""
     for there, here in _HERE.items():
-        for link in f"](https://github.com/bendtrace/bendtrace/blob/main/{there}", f"]({there}":
+        for link in (
+            f"](https://github.com/bendtrace/bendtrace/blob/main/{there}",
+            f"]({there}",
+        ):
             source[0] = source[0].replace(link, f"]({here}")
     _as_page(app, name, source)
 

@@ -80,10 +80,14 @@ def _annotated(module: str) -> dict[str, Any]:
     """Return what annotations in a module can name, imports for type checkers included."""
     names = {**vars(builtins), **vars(sys.modules[module])}
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bendtrace"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "bendtrace"
+        ):
             source = importlib.import_module(str(node.module))
             for one in node.names:
-                names.setdefault(one.asname or one.name, getattr(source, one.name, None))
+                names.setdefault(
+                    one.asname or one.name, getattr(source, one.name, None)
+                )
     return names
 
 
@@ -96,12 +100,18 @@ def returned_by(thing: Any) -> Iterator[type]:
             for name, member in (
                 vars(base).items() if base.__module__.startswith("bendtrace") else ()
             ):
-                if not name.startswith("_") or name in ("__getitem__", "__iter__", "__enter__"):
+                if not name.startswith("_") or name in (
+                    "__getitem__",
+                    "__iter__",
+                    "__enter__",
+                ):
                     if not inspect.isclass(member):
                         yield from returned_by(member)
     elif inspect.isfunction(thing):
         known = _annotated(thing.__module__)
-        for name in re.findall(r"\b[A-Z]\w*", str(thing.__annotations__.get("return", ""))):
+        for name in re.findall(
+            r"\b[A-Z]\w*", str(thing.__annotations__.get("return", ""))
+        ):
             found = known.get(name)
             if inspect.isclass(found) and found.__module__.startswith("bendtrace"):
                 if found.__module__ not in INTERNAL:
@@ -158,7 +168,9 @@ def write_pages(folder: Path) -> None:
     for names in classes().values():
         for full_name, thing in names.items():
             module, _, name = full_name.rpartition(".")
-            others = [base.__name__ for base in thing.__mro__[1:] if id(base) in described]
+            others = [
+                base.__name__ for base in thing.__mro__[1:] if id(base) in described
+            ]
             page = (
                 f"{name}\n{'=' * len(name)}\n\n"
                 f".. currentmodule:: {module}\n\n.. autoclass:: {name}\n   :members:\n"
@@ -192,14 +204,19 @@ class Public(SphinxDirective):
         """Return the table, and the functions."""
         module = importlib.import_module(self.arguments[0])
         chosen = " ".join(self.content).split() or names_of(module.__name__)
-        functions = [name for name in chosen if inspect.isfunction(getattr(module, name))]
+        functions = [
+            name for name in chosen if inspect.isfunction(getattr(module, name))
+        ]
         full_names = [f"{module.__name__}.{name}" for name in chosen]
         lines = _table(
-            "Classes", [name for name in full_names if name in classes()[module.__name__]]
+            "Classes",
+            [name for name in full_names if name in classes()[module.__name__]],
         )
         if functions:
             lines += [".. rubric:: Functions", ""]
-            lines += [f".. autofunction:: {module.__name__}.{name}" for name in functions]
+            lines += [
+                f".. autofunction:: {module.__name__}.{name}" for name in functions
+            ]
         return self.parse_text_to_nodes("\n".join(lines))
 
 
@@ -217,7 +234,13 @@ class Returned(SphinxDirective):
 
 
 def signature(
-    app: Any, what: str, name: str, thing: Any, options: Any, args: str | None, returns: str | None
+    app: Any,
+    what: str,
+    name: str,
+    thing: Any,
+    options: Any,
+    args: str | None,
+    returns: str | None,
 ) -> tuple[str, str] | None:
     """Leave out what the constructor of a class is given, if its docstring does not tell.
 
@@ -231,7 +254,9 @@ def link(app: Any, env: Any, node: Any, content: nodes.Node) -> nodes.Node | Non
     """Return a link for a name of ours by its file, or of torch or Python; or nothing."""
     target = node.get("reftarget", "")
     if target in ELSEWHERE:
-        return nodes.reference("", "", content, internal=False, refuri=ELSEWHERE[target])
+        return nodes.reference(
+            "", "", content, internal=False, refuri=ELSEWHERE[target]
+        )
     name = documented_as().get(target)
     if name is None or name == target or node.get("refdomain") != "py":
         return None

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 __all__ = [
-    "PAGES", "ROOT", "code_of", "is_run", "name_of", "needs", "printed", "run_forked", "shown_in",
+    "PAGES", "ROOT", "blocks", "code_of", "is_run", "name_of", "needs", "printed", "run_forked",
+    "shown_in",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
@@ -40,23 +41,24 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def _blocks(page: Path) -> list[tuple[str, str]]:
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Return the mark and the text of each block."""
     return [(mark.strip(), body) for _, mark, body in _BLOCK.findall(page.read_text("utf-8"))]
 
 
 def is_run(page: Path) -> bool:
     """Whether there is anything to run."""
-    return any(mark == "python" for mark, _ in _blocks(page))
+    return any(mark == "python" for mark, _ in blocks(page))
 
 
 def code_of(page: Path) -> str:
     """Return the script that a page is."""
-    return "".join(body for mark, body in _blocks(page) if mark == "python")
+    return "".join(body for mark, body in blocks(page) if mark == "python")
 
 
 def shown_in(page: Path) -> list[str]:
     """Return the lines that a page says are printed."""
-    return "".join(body for mark, body in _blocks(page) if mark == "").splitlines()
+    return "".join(body for mark, body in blocks(page) if mark == "").splitlines()
 
 
 def needs(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import PAGES, ROOT, is_run, name_of, needs, printed, shown_in
+from tests.documents import PAGES, ROOT, blocks, is_run, name_of, needs, printed, shown_in
 from tests.environments import modules_of, modules_outside
 from tests.shares import some
 
@@ -48,6 +48,12 @@ def test_the_page_links_to_files_that_exist(page: Path) -> None:
             # Where the documentation is built, the notebooks are copied to.
             place = re.sub(r"^(\.\./)?notebooks/", r"\1../notebooks/", target)
             assert (page.parent / place).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_code_of_the_page_fits_beside_the_contents(page: Path) -> None:
+    lines = [line for mark, text in blocks(page) if mark for line in text.splitlines()]
+    assert [line for line in lines if len(line) > 88] == []
 
 
 # What the words of the design are not to be called, outside of code and of what others say.
