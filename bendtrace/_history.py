@@ -50,19 +50,24 @@ class ModelHistory(RunLog):
     to_html = viewer_html
     __treescope_repr__ = folded
 
-    if not TYPE_CHECKING:  # a checker would accept any name
-
-        def __getattr__(self, name: str) -> Any:
-            said = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name in _OF_TRACES and not hasattr(type(self), name):
-                said += ": a loaded log has no model to run. Trace the model again"
-            raise AttributeError(said, name=name, obj=self)
-
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         parts = [f"<pre>{escape(str(self))}</pre>"]
         if self.layers:
             parts.append(self.draw().svg if self.picture is None else self.picture.svg)
         return {"text/plain": str(self), "text/html": "\n".join(parts)}
+
+
+class LoadedHistory(ModelHistory):
+    """A log that was read from a file, which says so where someone asks for the run."""
+
+    # Not in `ModelHistory`: IPython completes nothing of an object that may compute its attributes.
+    if not TYPE_CHECKING:  # a checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            said = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _OF_TRACES:
+                said += ": a loaded log has no model to run. Trace the model again"
+            raise AttributeError(said, name=name, obj=self)
 
 
 _OF_TRACES = frozenset(
@@ -99,4 +104,4 @@ def load(
         True
     """
     log = storage.load(directory, device=device)
-    return ModelHistory(*log.parts())
+    return LoadedHistory(*log.parts())

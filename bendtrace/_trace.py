@@ -27,7 +27,7 @@ from bendtrace.history.selection import Selection, Spec
 from bendtrace.history.sizes import counted
 from bendtrace.history.text import Facts
 from bendtrace.paths.naming import Registry
-from bendtrace.paths.view import Tree
+from bendtrace.paths.view import LazyRoot, Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.replay.explain import GuardTable, explain_check, explain_divergence
@@ -269,7 +269,8 @@ class Trace(ModelHistory):
         self._global_state = global_state
         self._signature = signature
         self._capture = capture
-        self.run = Run(recording, function, registry)
+        run = self.run = Run(recording, function, registry)
+        self.tree = LazyRoot(lambda: run.tree)
         self._has_counted = False
         self.keeps: object = None  # what was inserted, for as long as the trace can be replayed
         if program is not None:

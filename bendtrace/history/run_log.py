@@ -52,6 +52,11 @@ class RunLog:
         ['input_1_0', 'linear_1_1', 'relu_1_2', 'output_1_3']
         >>> history["linear_1"].parents
         ['input_1_0']
+        >>> history.tree.sub_1
+        sub_1: Graph(3)
+        ├─input: Tensor(4, 3)
+        ├─relu: Tensor(4, 3)
+        └─output: Tensor(4, 3)
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class RunLog:
         guards: list[dict[str, Any]] | None = None,
     ) -> None:
         self.__dict__.update(_log=log, _tree=tree, graph=graph, _facts=facts)
+        self.tree = tree.root
         self._guard_rows = guards or []
         self._claim(log)
 
@@ -70,6 +76,8 @@ class RunLog:
     _tree: Tree
     _facts: Facts
     graph: Graph
+    tree: Node
+    """The tree of node paths: `history.tree.features.sub_6.conv2d`."""
 
     def _claim(self, log: Log) -> None:
         """Mark entries as those of this log."""
@@ -114,22 +122,6 @@ class RunLog:
     def flow_table(self) -> str:
         """The flow steps as a table that refers to values by label."""
         return flow_text(self._log)
-
-    @property
-    def tree(self) -> Node:
-        """The tree of node paths: `history.tree.features.sub_6.conv2d`.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-            >>> tree = bt.trace(model, torch.ones(4, 2)).tree
-            >>> tree.sub_1
-            sub_1: Graph(3)
-            ├─input: Tensor(4, 3)
-            ├─relu: Tensor(4, 3)
-            └─output: Tensor(4, 3)
-        """
-        return self._tree.root
 
     @property
     def seed(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import cached_property
 from keyword import iskeyword
@@ -17,6 +17,7 @@ from bendtrace.paths.nodes import NodePath, Pass, TreeNode, plain_keys
 from bendtrace.paths.text import LIMIT, Chosen, Text, children_of, describe, draw, passes_in
 
 __all__ = [
+    "LazyRoot",
     "Node",
     "NodePath",
     "Tree",
@@ -530,6 +531,32 @@ class Node:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return {"text/plain": repr(self)}
+
+
+class LazyRoot(Node):
+    """The root of a tree that is made when it is first looked at.
+
+    So it can be an attribute of a trace, whose names interactive shells complete: they do not
+    evaluate a property.
+
+    Args:
+        make: returns the tree.
+    """
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], Tree]) -> None:
+        object.__setattr__(self, "_make", make)
+        object.__setattr__(self, "_chosen", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Node.__slots__:
+            return super().__getattr__(name)
+        if name == "_tree":
+            object.__setattr__(self, "_tree", self._make())
+        else:
+            object.__setattr__(self, "_data", self._tree.data)
+        return getattr(self, name)
 
 
 def resolve(tree: Tree, path: str | Node, *, leaf: bool = True) -> Node:
