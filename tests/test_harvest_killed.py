@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bendtrace as bt
 from bendtrace.harvesting import Harvest
+from bendtrace.storage.sealed import LOCK
 
 pytestmark = pytest.mark.all
 
@@ -68,7 +69,8 @@ def harvested(
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    # If the last step, the removal of the lock, was not reached, the lock is still there.
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != LOCK)
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
