@@ -30,6 +30,7 @@ from bendtrace.recording.serving import call_itself, serving
 from bendtrace.replay.explain import Mismatch
 from bendtrace.replay.tree import TraceTree
 from bendtrace.run import name_of_function
+from bendtrace.source.internals import disable_dynamo
 from bendtrace.stats import Explanation, Stats
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.intercepts import opaque
@@ -584,6 +585,6 @@ class BaseModule(ModuleProxy[ModelT]):
                 yield LiveInserter(plan, registry, function, path_of=known.path_of)
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
+@disable_dynamo
 def _past_compiler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call(*args, **kwargs)

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from bendtrace.analysis.analyser import Analyser
 from bendtrace.analysis.matrices import Spectrum, check_tolerances, epsilon
@@ -29,6 +27,11 @@ from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
 from bendtrace.rewriting import unrun_modules
+from bendtrace.source.internals import Never, internal
+
+# Deprecated; torch has parametrizations that do the same.
+SpectralNorm = internal("torch.nn.utils.spectral_norm.SpectralNorm", Never)
+WeightNorm = internal("torch.nn.utils.weight_norm.WeightNorm", Never)
 
 __all__ = ["LayerWeightRank", "WeightRank", "weight_ranks"]
 
@@ -432,12 +435,13 @@ def _parametrized(chain: ParametrizationList) -> Tensor:
     return functional_call(chain, buffers, ())  # type: ignore[no-any-return]
 
 
-def _spectrally_normed(hook: SpectralNorm, module: nn.Module) -> Tensor:
+def _spectrally_normed(hook: Any, module: nn.Module) -> Tensor:
     # It writes to the vectors, and reads nothing else.
     vectors = {f"{hook.name}_{end}": getattr(module, f"{hook.name}_{end}").clone() for end in "uv"}
     source = {f"{hook.name}_orig": getattr(module, f"{hook.name}_orig")}
     copy: Any = SimpleNamespace(**vectors, **source)
-    return hook.compute_weight(copy, do_power_iteration=module.training)
+    weight: Tensor = hook.compute_weight(copy, do_power_iteration=module.training)
+    return weight
 
 
 def _adapters(module: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from bendtrace._compare import same_bits
 from bendtrace._places import place_text
@@ -29,6 +28,7 @@ from bendtrace.errors import BendtraceError, InputError
 from bendtrace.module import BendedModule
 from bendtrace.recording.run import Signature
 from bendtrace.replay.explain import Mismatch
+from bendtrace.source.internals import pytree
 from bendtrace.stats import Stats
 
 __all__ = ["Call", "CommandRun", "check", "describe", "run", "seed_all"]
@@ -240,7 +240,7 @@ class _Rival:
             self.error = f"no error when tracing; in call {number + 1} {one_line(error)}"
             return
         # What holds the tensors may be of another type; that is not the point here.
-        if not same_bits(tree_leaves(given), tree_leaves(wanted)):
+        if not same_bits(pytree.tree_leaves(given), pytree.tree_leaves(wanted)):
             self.error = f"no error, but a wrong result in call {number + 1}"
 
 

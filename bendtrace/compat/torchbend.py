@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from bendtrace import bends
 from bendtrace import module as core
@@ -34,6 +33,7 @@ from bendtrace.interject.bends.catalogue import near
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.where import Where
 from bendtrace.paths.nodes import NodePath
+from bendtrace.source.internals import pytree
 
 __all__ = ["BendShapeError", "BendedModule", "BendedWrapper"]
 __all__ += {*bends.__all__, *_torchbend_callbacks.__all__}
@@ -225,7 +225,7 @@ class _Seen(Interjection):
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
         """Keep a value."""
         with torch.inference_mode(False), torch.no_grad():
-            kept = tree_map_only(Tensor, lambda value: value.detach().clone(), output)
+            kept = pytree.tree_map_only(Tensor, lambda value: value.detach().clone(), output)
         self.kept.setdefault(at.path, []).append(kept)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bendtrace.compiled.eligible import UNTOLD
 from bendtrace.compiled.splices import Splice, applied
@@ -23,6 +22,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.stretches import random_states, restore
+from bendtrace.source.internals import TorchDispatchMode
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import ContextSwitch, current_context
 from bendtrace.tape.structure import Instance

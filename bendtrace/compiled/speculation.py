@@ -24,6 +24,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Finished
 from bendtrace.source.sites import users_level
+from bendtrace.tape.contexts import dispatch_modes
 
 __all__ = ["Guess", "Speculation"]
 
@@ -302,7 +303,7 @@ def _is_watched() -> bool:
     """Return whether something watches the ops of a call, or differentiates them forward."""
     # Seen in torch 2.13 to 2.15; tests/test_compiled.py would notice a change.
     return bool(
-        torch._C._len_torch_dispatch_stack()
+        dispatch_modes()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or forward_ad._current_level >= 0

@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 import torch
-from torch.utils import _pytree
+
+from bendtrace.source.internals import pytree
 
 __all__ = ["whole"]
 
@@ -38,4 +39,4 @@ def whole(value: Any) -> Any:
 
     if isinstance(value, torch.Tensor):
         return put_together(value)
-    return _pytree.tree_map(put_together, value)
+    return pytree.tree_map(put_together, value)

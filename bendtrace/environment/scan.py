@@ -60,6 +60,7 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.structure import entries_of, flat, kept_in, read_partial
 from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.distributed_forward import gathered_names, hidden_of, is_joint_hook
+from bendtrace.torch_rules.functions import ScriptModule
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 from bendtrace.torch_rules.owners import named_modules
 
@@ -417,7 +418,7 @@ class Scan(CodeScan):
         if id(module) in self._names:  # the scan may have reached it through another object
             label = f"self.{self._names[id(module)]}"
         found.module_paths[id(module)] = label.removeprefix("self").removeprefix(".")
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, ScriptModule):
             return  # a call of it is one op, which reads its content again
         kind = type(module)
         if kind not in self._kinds:

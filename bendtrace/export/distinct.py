@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from bendtrace.torch_rules.functions import OpOverload
+
 __all__ = ["with_distinct_outputs"]
 
 _ATEN = torch.ops.aten
@@ -35,7 +37,7 @@ def _separate(module: fx.GraphModule) -> None:
     known: dict[Any, int] = {}
     for node in module.graph.nodes:
         key: Any = node
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
             if node.target in _SAME or (node.target in _RESHAPED and _is_as_before(node)):
                 numbers[node] = numbers[node.args[0]]
                 continue

@@ -17,14 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_leaves_with_path,
-    tree_map,
-    tree_structure,
-)
 
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export import targets
@@ -37,6 +29,7 @@ from bendtrace.recording.run import Signature, record
 from bendtrace.replay.explain import explain_check
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
+from bendtrace.source.internals import pytree
 
 __all__ = ["Exported", "calls_in", "compare", "difference", "export", "tensors_in"]
 
@@ -75,8 +68,8 @@ class Exported:
     notes: tuple[str, ...]
     source: str = field(repr=False)
     # Gives the structure of arguments, and those that it was exported from.
-    _form: Callable[[tuple[Any, ...], dict[str, Any]], TreeSpec] = field(repr=False, init=False)
-    _forms: tuple[TreeSpec, ...] = field(default=(), repr=False, init=False)
+    _form: Callable[[tuple[Any, ...], dict[str, Any]], Any] = field(repr=False, init=False)
+    _forms: tuple[Any, ...] = field(default=(), repr=False, init=False)
     _module: Any = field(default=None, repr=False, init=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,9 +207,9 @@ def _export(
     return made
 
 
-def _form(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeSpec:
+def _form(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the structure of arguments, with the order of keys, which the model may go by."""
-    return tree_structure(signature.bind(args, kwargs))
+    return pytree.tree_structure(signature.bind(args, kwargs))
 
 
 def _variable(name: str) -> str:
@@ -263,7 +256,7 @@ def _recorded(
     first: Program | None = None
     for number, ((args, kwargs), lifting) in enumerate(zip(calls, liftings, strict=True), 1):
         tell("record")
-        own_args, own_kwargs = tree_map(_copied, (args, kwargs))
+        own_args, own_kwargs = pytree.tree_map(_copied, (args, kwargs))
         try:
             recording = record(
                 model, own_args, own_kwargs, signature, reads_states=True, lifting=lifting
@@ -275,7 +268,7 @@ def _recorded(
             raise ExportError(f"with input {number}, the model raises {error!r}{hint}") from error
         refuse(recording)
         recordings.append(recording)
-        arguments = tuple(signature.bind(*tree_map(_copied, (args, kwargs))).values())
+        arguments = tuple(signature.bind(*pytree.tree_map(_copied, (args, kwargs))).values())
         if first is None:
             first = Program(recording, GlobalState.current(), joins=False)
         else:
@@ -297,7 +290,7 @@ def _largest(calls: Sequence[Inputs]) -> Inputs:
     """Return the inputs with the largest sizes: sizes of 1 and 0 are no example of others."""
 
     def size(call: Inputs) -> int:
-        leaves = tree_flatten(call)[0]
+        leaves = pytree.tree_flatten(call)[0]
         return sum(min(t.shape, default=0) for t in leaves if isinstance(t, Tensor))
 
     return max(calls, key=size)
@@ -390,7 +383,7 @@ def _traced(
     names = signature.names(args, kwargs)
     named = [_variable(name) for name in names]
     given = dict(zip(named[len(args) :], kwargs.values(), strict=True))
-    args, given = tree_map(_copied, (tuple(args), given))
+    args, given = pytree.tree_map(_copied, (tuple(args), given))
     values = dict(zip(named, (*args, *given.values()), strict=True))
     shapes = {name: _open(value) for name, value in values.items()}
     try:
@@ -410,8 +403,8 @@ def _fixed(values: dict[str, Any]) -> list[str]:
     and tensors with other numbers of dimensions (torch 2.13).
     """
     found = []
-    for path, leaf in tree_leaves_with_path(values):
-        name = f"L{keystr(path)}"
+    for path, leaf in pytree.tree_leaves_with_path(values):
+        name = f"L{pytree.keystr(path)}"
         if isinstance(leaf, Tensor):
             found.append(f"isinstance({name}, torch.Tensor)")
             found.append(f"{name}.dim() == {leaf.dim()}")
@@ -426,7 +419,7 @@ def _fixed(values: dict[str, Any]) -> list[str]:
 
 def _open(value: Any) -> Any:
     """Return the open sizes: all that the program does not depend on."""
-    return tree_map(
+    return pytree.tree_map(
         lambda leaf: (torch.export.Dim.AUTO,) * leaf.dim() if isinstance(leaf, Tensor) else None,
         value,
     )
@@ -476,7 +469,7 @@ def compare(
         tell("compare")
         try:
             with torch.no_grad():
-                given = made(*tree_map(_copied, args), **tree_map(_copied, kwargs))
+                given = made(*pytree.tree_map(_copied, args), **pytree.tree_map(_copied, kwargs))
         except Exception as error:
             first = str(error).strip().split("\n")[0]
             raise ExportError(f"with input {number}, the program raises {first}") from error

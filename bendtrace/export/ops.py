@@ -31,7 +31,7 @@ from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import INFIX, gives_nothing
 from bendtrace.tape.structure import Existing, Instance
 from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, refs_in
-from bendtrace.torch_rules.functions import name_of, said_of
+from bendtrace.torch_rules.functions import OpOverload, OpOverloadPacket, name_of, said_of
 
 __all__ = ["Scope", "SegmentOps"]
 
@@ -578,7 +578,7 @@ _ADVICE = {
     "statistics": "call eval()",
     "is asked for": "leave the question out, as its answer is the same for all inputs",
 }
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OPERATORS = (OpOverload, OpOverloadPacket)
 _ANEW = frozenset({"softmax", "log_softmax", "norm", "embedding", "cosine_similarity", "where"})
 _EXACT, _SMALL = 1 << 53, 1 << 31
 _LONGEST = 64

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from bendtrace._lazy import required
 from bendtrace.compiled.attempts import Quiet
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export.distinct import with_distinct_outputs
+from bendtrace.source.internals import pytree
 
 __all__ = ["OnnxProgram", "quiet", "save_onnx", "save_package", "save_program", "target_of"]
 
@@ -234,7 +234,9 @@ class OnnxProgram:
         Raises:
             RuntimeError: the inputs lead to a side that was never seen.
         """
-        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        given = [
+            leaf for leaf in pytree.tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)
+        ]
         names = [one.name for one in self.session.get_inputs()]
         if len(given) != len(names):
             raise InputError(f"the model takes {len(names)} tensors, not {len(given)}")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import bisect
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
+from bendtrace.source.internals import internal
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.tape import Op, OpKind
 
 __all__ = ["GraphMarks"]
 
 Key = tuple[int, tuple[Any, ...]]
-_now = torch._C._autograd._get_sequence_nr
+_now: Callable[[], int] = internal(
+    "torch._C._autograd._get_sequence_nr", lambda: 0, "the ops of nodes of the backward pass"
+)
 
 
 class GraphMarks:

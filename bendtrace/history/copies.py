@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.history.entries import LayerEntry
+from bendtrace.source.internals import internal
 from bendtrace.tape.captured import requires_grad
 
 __all__ = [
@@ -31,8 +32,9 @@ _LAZY = frozenset(
         torch.int32, torch.int16, torch.int8, torch.uint8,
     }
 )  # fmt: skip
-_address = torch._C._data_address  # type: ignore[attr-defined]  # of the storage
-_is_shared = torch._C._is_cow_tensor  # type: ignore[attr-defined]  # missing in the stubs
+# Where they are missing, what is done makes copies of memory that is shared until a write.
+_address = internal("torch._C._data_address", lambda tensor: tensor.untyped_storage().data_ptr())
+_is_shared = internal("torch._C._is_cow_tensor", lambda tensor: True)
 
 
 def lazily_copied(value: Tensor) -> Tensor:

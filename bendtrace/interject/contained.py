@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.environment.code_facts import names_in
+from bendtrace.torch_rules.functions import OpOverload
 from bendtrace.torch_rules.owners import parts_of
 
 __all__ = ["ANY", "KNOWN", "UNCALLED", "is_contained"]
@@ -74,7 +75,7 @@ def _is_plain(thing: Any, search: _Search) -> bool:
             return False
         found += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
         return all(_is_plain(item, search) for item in found)
-    return isinstance(thing, (types.BuiltinFunctionType, torch._ops.OpOverload))
+    return isinstance(thing, (types.BuiltinFunctionType, OpOverload))
 
 
 def _is_plain_module(module: nn.Module, search: _Search) -> bool:

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.interjection import Interjection, NodePass
@@ -47,8 +46,11 @@ from bendtrace.interject.steps import (
     storage,
 )
 from bendtrace.interject.structure import describe
+from bendtrace.source.internals import internal
 
 __all__ = ["CallGradients", "ChecksGradients"]
+
+_engine = internal("torch.autograd.Variable._execution_engine")
 
 
 Told = tuple[Interjection, NodePass, Callable[[NodePass], object] | None]
@@ -227,7 +229,7 @@ class CallGradients:
         found = self._passes.get(task)
         if found is None:
             found = self._passes[task] = _BackwardPass([None] * self._size_out)
-            Variable._execution_engine.queue_callback(lambda: self._end(task))
+            _engine.queue_callback(lambda: self._end(task))
         for place in places:
             found.gradients[place] = gradient
         found.arrived += 1

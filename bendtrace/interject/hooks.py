@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar, get_args
 
-import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import HookNameError, InputError
@@ -24,6 +23,7 @@ from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.native import Attached
 from bendtrace.interject.steps import Gradients
 from bendtrace.interject.tensors import tensors_of, with_tensors
+from bendtrace.torch_rules.functions import ScriptModule
 
 __all__ = [
     "CATEGORIES",
@@ -544,7 +544,7 @@ def check_module(module: object, where: str) -> None:
     """Raise an `InputError` if hooks cannot be registered on an object."""
     if not isinstance(module, nn.Module):
         raise InputError(f"hooks are registered on modules; {where} is a {type(module).__name__}")
-    if isinstance(module, torch.jit.ScriptModule):
+    if isinstance(module, ScriptModule):
         raise InputError(
             f"hooks cannot be registered on a scripted module; {where} is a scripted module"
         )

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from bendtrace.source.internals import keeps_version
 
 __all__ = [
     "NOT_NUMBERED",
@@ -170,7 +171,7 @@ def _in_place(step: type[Function], tensor: Tensor, *others: Tensor) -> None:
     To autograd it is an in-place change, which would invalidate what ops have saved for their
     backward pass. Nothing is changed, so they may continue to use it.
     """
-    with _unsafe_preserve_version_counter(tensor):
+    with keeps_version(tensor):
         step.apply(tensor, *others)
     # A view looks up its history again if the change counter differs from the last look-up. It has
     # to do that now: at the next change the counter will be what it was in between.

@@ -51,7 +51,7 @@ from bendtrace.tape.structure import (
 )
 from bendtrace.tape.tape import Ref, Tape
 from bendtrace.torch_rules.collectives import is_wiring
-from bendtrace.torch_rules.functions import tells_sizes_from_tuples
+from bendtrace.torch_rules.functions import OPERATORS, tells_sizes_from_tuples
 
 __all__ = [
     "Encoder",
@@ -436,7 +436,7 @@ def _is_constant(value: Any) -> bool:
         return True
     if is_wiring(value):
         return True
-    return isinstance(value, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket))
+    return isinstance(value, OPERATORS)
 
 
 def is_made_anew(cls: type) -> bool:

@@ -22,10 +22,18 @@ from torch.nn.utils import parametrize
 from bendtrace.recording.encoding import Encoder
 from bendtrace.recording.values import Values
 from bendtrace.recording.writer import Known, Writer
+from bendtrace.source.internals import internal
 from bendtrace.source.sites import Site, users_code
 from bendtrace.source.usage import compares_identity
 from bendtrace.tape.captured import PLAIN_TYPES
-from bendtrace.tape.contexts import current_context, current_settings
+from bendtrace.tape.contexts import (
+    any_autocast,
+    current_context,
+    current_settings,
+    dispatch_modes,
+    mkldnn,
+    precision,
+)
 from bendtrace.tape.tape import (
     NOTHING,
     Op,
@@ -50,15 +58,20 @@ __all__ = ["NOT_TAKEN", "FastPath", "fast_path_for", "hooks_around"]
 
 FastPath = Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any]
 
+
+class _NeverTheSame:
+    """Takes the global state to have changed before each op, none of which is a usual one then."""
+
+    def check(self) -> bool:
+        return False
+
+
 # Checks in one call whether grad mode, autocast, default dtype, deterministic algorithms, TF32,
 # reduced precision and threads are unchanged since it was created. Seen in torch 2.13 to 2.15;
 # test_fast_path.py would notice a change.
-_GlobalState = torch._C._dynamo.guards.GlobalStateGuard
-_any_autocast = torch._C._is_any_autocast_enabled
+_GlobalState = internal("torch._C._dynamo.guards.GlobalStateGuard", _NeverTheSame)
 _inference = torch.is_inference_mode_enabled
-_precision = torch._C._get_float32_matmul_precision
-_mkldnn = torch._C._get_mkldnn_enabled
-_anomaly = torch._C.is_anomaly_enabled
+_anomaly = torch.is_anomaly_enabled
 
 
 class _Kind(Enum):
@@ -92,7 +105,7 @@ def fast_path_for(
     known_at = known_as.get
     boundaries, find, facts = writer.boundaries, writer.site, writer.facts
     sites: dict[tuple[int, ...], tuple[Site | None, bool]] = {}
-    settings, precision, mkldnn = current_settings(), _precision(), _mkldnn()
+    settings, product, mkl = current_settings(), precision(), mkldnn()
     on_cpu = not torch.cuda.is_available()  # where cuDNN and cuBLAS have no influence
     context, unchanged = current_context(), _GlobalState().check
     grad = context.grad
@@ -118,13 +131,13 @@ def fast_path_for(
         if is_behind:
             is_behind = writer.is_behind
             return NOT_TAKEN
-        if not unchanged() or _any_autocast() or _inference():
+        if not unchanged() or any_autocast() or _inference():
             renew()
             return NOT_TAKEN
         if _anomaly() or parametrize._cache_enabled:
             return NOT_TAKEN
         if kind is _PURE and on_cpu:
-            if _precision() != precision or _mkldnn() != mkldnn:
+            if precision() != product or mkldnn() != mkl:
                 return NOT_TAKEN
         elif kind is not _SIMPLE and current_settings() != settings:
             return NOT_TAKEN
@@ -258,7 +271,7 @@ def _never() -> bool:
 
 def hooks_around() -> bool:
     """Return whether ops call other Python: dispatch modes, hooks for saved tensors."""
-    if torch._C._len_torch_dispatch_stack():
+    if dispatch_modes():
         return True
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 

@@ -9,11 +9,10 @@ import operator
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch._library.custom_ops import OPDEFS
 from torch.nn.utils import parametrize
 
 from bendtrace._places import full_place_text
@@ -27,6 +26,7 @@ from bendtrace.recording.encoding import Encoder, make_keys_plain, without_trace
 from bendtrace.recording.names import node_names
 from bendtrace.recording.one_op import assigned_in
 from bendtrace.recording.writer import Writer
+from bendtrace.source.internals import internal
 from bendtrace.tape.captured import Access, CaptureKind, Change
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED
@@ -42,8 +42,14 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.arrays import overlap
 from bendtrace.torch_rules.distributed_forward import JOINT
+from bendtrace.torch_rules.functions import (
+    OpOverload,
+    OpOverloadPacket,
+    is_torchs_function,
+    name_of,
+    said_of,
+)
 from bendtrace.torch_rules.functions import is_gate as may_be_gate
-from bendtrace.torch_rules.functions import is_torchs_function, name_of, said_of
 
 __all__ = ["Finish", "Recording", "raised_in"]
 
@@ -490,11 +496,17 @@ class Finish:
 
 def _implementation(target: Any) -> Any:
     """Return the Python function behind a custom operator; None if there is none."""
-    if not isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if not isinstance(target, (OpOverload, OpOverloadPacket)):
         return None
-    name = target._name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
-    definition = OPDEFS.get(name.partition(".")[0])
+    name = target._name if isinstance(target, OpOverload) else target._qualified_op_name
+    definition = _OPDEFS.get(name.partition(".")[0])
     return None if definition is None else definition._init_fn
+
+
+# The operators that are defined by functions of Python.
+_OPDEFS: Mapping[str, Any] = internal(
+    "torch._library.custom_ops.OPDEFS", {}, "operators defined in Python", ""
+)
 
 
 def _python_random_states() -> tuple[Any, ...]:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from bendtrace.source.internals import TorchDispatchMode
 
 
 def shrinks(x: Tensor) -> Tensor:

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_function_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bendtrace.environment.environment import Environment
 from bendtrace.errors import IncompatibleVersionWarning
@@ -39,6 +37,7 @@ from bendtrace.source.usage import (
     only_tests,
     stores_outside,
 )
+from bendtrace.tape.contexts import dispatch_modes, function_modes
 from bendtrace.tape.tape import (
     Guard,
     OpKind,
@@ -60,6 +59,7 @@ __all__ = [
 
 def look_once() -> None:
     """Run the probes that a trace needs, once; warn of features that are switched off."""
+    warn_of(features.missed())
     if "python" not in _looked:
         _looked.add("python")
         warn_of(probe_python())
@@ -89,7 +89,7 @@ _looked: set[str] = set()
 
 
 def _is_inside_a_mode() -> bool:
-    return bool(_len_torch_function_stack()) or (_get_current_dispatch_mode() is not None)
+    return bool(function_modes() or dispatch_modes())
 
 
 def warn_of(failed: list[str]) -> None:
@@ -276,6 +276,8 @@ _PYTHON_PROBES = (
 
 def probe_torch() -> list[str]:
     """Record tiny models that use all parts of torch; return what was switched off."""
+    if "" in features.names_off():  # all calls run live anyway
+        return []
     models = {"followed": [], "seeds": [], "live": []}  # type: dict[str, list[_TorchProbe]]
     for probe in TORCH_PROBES:
         together = "live" if probe.reason else "followed"

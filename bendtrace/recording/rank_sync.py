@@ -23,12 +23,11 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
-from torch.nn.parallel.distributed import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace._places import place_text
 from bendtrace.errors import InputError, RankDivergenceError
+from bendtrace.source.internals import TorchDispatchMode, internal
 from bendtrace.source.sites import BEHIND, is_users_file
 from bendtrace.tape.tape import Op, Tape
 from bendtrace.tape.watchers import current_watcher
@@ -323,8 +322,8 @@ class JointCall:
 _NO_FLOW = ("", "metadata", "length", "iter")
 _OF_DDP = frozenset(
     {
-        DistributedDataParallel._pre_forward.__code__,
-        DistributedDataParallel._post_forward.__code__,
+        internal("torch.nn.parallel.DistributedDataParallel._pre_forward.__code__", None),
+        internal("torch.nn.parallel.DistributedDataParallel._post_forward.__code__", None),
     }
 )
 

@@ -45,7 +45,7 @@ from bendtrace.tape.captured import (
     is_array,
     requires_grad,
 )
-from bendtrace.tape.contexts import current_context, current_settings
+from bendtrace.tape.contexts import current_context, current_settings, dispatch_modes
 from bendtrace.tape.scalars import RETIRED, TRACED
 from bendtrace.tape.structure import SAID_OF_FUNCTIONS, can_build, read_partial
 from bendtrace.tape.tape import (
@@ -55,7 +55,7 @@ from bendtrace.tape.tape import (
     Test,
     map_refs,
 )
-from bendtrace.torch_rules.functions import name_of
+from bendtrace.torch_rules.functions import OPERATORS, name_of
 from bendtrace.torch_rules.writes import storage_of
 
 __all__ = ["States"]
@@ -88,7 +88,7 @@ class States:
         self._environment = environment
         self._outermost = outermost
         self._reads_all = reads_all
-        self._modes = torch._C._len_torch_dispatch_stack()  # those of the caller of the model
+        self._modes = dispatch_modes()  # those of the caller of the model
         self._left = _MOST_AT_FIRST
         self.unread: list[str] = []
         self._before: State | None = None
@@ -190,7 +190,7 @@ def _global_state(modes: int) -> tuple[Any, ...]:
         raise _Unreadable("autocast has cached casts")
     return (
         context, current_settings(), torch.get_default_dtype(),
-        torch._C._len_torch_dispatch_stack() - modes, torch.is_anomaly_enabled(),
+        dispatch_modes() - modes, torch.is_anomaly_enabled(),
     )  # fmt: skip
 
 
@@ -526,7 +526,7 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 
 _DEEPEST = 16
-_LASTING = (type, enum.Enum, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+_LASTING = (type, enum.Enum, *OPERATORS)
 _FIXED = frozenset(
     {
         types.ModuleType, types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType,

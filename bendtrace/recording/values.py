@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bendtrace.environment.environment import Environment
 from bendtrace.recording.writer import Known, Writer
+from bendtrace.source.internals import internal
 from bendtrace.source.sites import user_place, users_code
 from bendtrace.source.usage import compares_identity, needs_plain_numbers, only_tests
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, requires_grad
@@ -468,4 +469,4 @@ def structure_of(value: Any) -> tuple[Any, ...]:
     raise TypeError(f"a {kind.__qualname__} inside a container, which cannot be followed")
 
 
-_ITER_CODE = Tensor.__iter__.__code__
+_ITER_CODE: Any = internal("torch.Tensor.__iter__.__code__", None)

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed, may_be_caught
 from bendtrace.replay.source import Code, Departure, Source, define, fails, gives_nothing, outcome
 from bendtrace.tape.captured import (
@@ -22,6 +20,7 @@ from bendtrace.tape.captured import (
     Captured,
     Change,
 )
+from bendtrace.tape.contexts import dispatch_modes
 from bendtrace.tape.structure import Instance, Made, existing_in
 from bendtrace.tape.tape import (
     Guard,
@@ -41,7 +40,6 @@ from bendtrace.torch_rules.direct_calls import (
 __all__ = ["RunWriter", "SegmentWriter", "write_run"]
 
 # Seen in 2.13 to 2.15; test_direct_calls notices.
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def write_run(schedule: Schedule, direct: bool = False) -> Code:
@@ -100,7 +98,7 @@ class RunWriter:
             source.line("try:")
             source.indent = 2
         if any(call.gives_back is not None for call in self._direct.values()):
-            source.names["asked"] = _dispatch_modes
+            source.names["asked"] = dispatch_modes
             source.line("watched = asked()")
         for op in schedule.late:
             if op.index in schedule.same:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _len_torch_function_stack
 from torch.nn.modules import module as _module
-from torch.overrides import _get_current_function_mode_stack
 
 from bendtrace.recording.recorder import Recorder
-from bendtrace.tape.contexts import Context, current_context, current_settings
+from bendtrace.source.internals import internal
+from bendtrace.tape.contexts import (
+    Context,
+    any_autocast,
+    current_context,
+    current_settings,
+    function_modes,
+)
 from bendtrace.torch_rules.monkeypatches import Monkeypatches, monkeypatches
 
 __all__ = ["GlobalState"]
@@ -40,7 +46,7 @@ class GlobalState(NamedTuple):
     @classmethod
     def current(cls) -> GlobalState:
         """Return the state now."""
-        modes = _modes() if _len_torch_function_stack() else ()
+        modes = _modes() if function_modes() else ()
         hooked, fast = any(_global_hooks()), _fast_attention()
         dtype, settings = torch.get_default_dtype(), current_settings()
         return cls(current_context(), dtype, modes, hooked, fast, settings, monkeypatches())
@@ -52,7 +58,7 @@ class GlobalState(NamedTuple):
         counts is how much code that is.
         """
         context, dtype, modes, hooked, fast, settings, others = self
-        if context.autocast or modes or _any_autocast() or _len_torch_function_stack():
+        if context.autocast or modes or any_autocast() or function_modes():
             return self == GlobalState.current()
         return (
             _is_grad_enabled() is context.grad
@@ -81,7 +87,9 @@ class GlobalState(NamedTuple):
         return None
 
 
-_any_autocast = torch._C._is_any_autocast_enabled  # seen in 2.13 to 2.15; test_global_state notices
+_entered_modes: Callable[[], list[Any]] = internal(
+    "torch.overrides._get_current_function_mode_stack", list, "function modes", ""
+)
 _default_dtype = torch.get_default_dtype
 _mha = torch.backends.mha  # its global, seen in 2.13 to 2.15; test_global_state notices
 _fast_attention = torch.backends.mha.get_fastpath_enabled
@@ -119,6 +127,6 @@ def _modes() -> tuple[Any, ...]:
     # torch.set_default_device and `with torch.device(...)` push a DeviceContext.
     return tuple(
         getattr(mode, "device", None) or mode
-        for mode in _get_current_function_mode_stack()
+        for mode in _entered_modes()
         if not isinstance(mode, Recorder)  # of a run around this one
     )

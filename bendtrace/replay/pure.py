@@ -19,6 +19,7 @@ import torch
 from bendtrace.source.bytecode import Step, single_steps
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import Op, Ref
+from bendtrace.torch_rules.functions import OpOverloadPacket
 from bendtrace.torch_rules.intercepts import is_function_apply
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 
@@ -93,7 +94,7 @@ def _is_operator(name: str) -> bool:
 def overloads(name: str) -> tuple[Any, ...]:
     """Return the operators of torch that a function of that name comes down to."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return ()
     found = [getattr(packet, each) for each in packet.overloads()]
     exists = torch._C._dispatch_has_kernel  # those for lists and numbers are not torch's own

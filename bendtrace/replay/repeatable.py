@@ -22,6 +22,8 @@ from bendtrace.tape.tape import (
 from bendtrace.torch_rules.functions import (
     RESHAPES_IN_PLACE,
     SETTERS,
+    ScriptMethod,
+    ScriptModule,
     is_torchs_function,
     known_as,
 )
@@ -74,7 +76,7 @@ def _is_repeatable(function: Any) -> bool:
     """Whether all calls of a function of torch may be done again."""
     if _is_getter(function):
         return True
-    if isinstance(function, (torch.jit.ScriptModule, torch._C.ScriptMethod)):
+    if isinstance(function, (ScriptModule, ScriptMethod)):
         return False  # it can write to buffers that no op is given
     return (is_torchs_function(function) or function is environ) and not _acts(function)
 

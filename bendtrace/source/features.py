@@ -1,18 +1,20 @@
 """Features that are unreliable with this Python and this torch, according to the probes.
 
 The tracer reads Python's instructions, and intercepts parts of torch that are not public
-interfaces. Both change between versions without notice. At the first trace, `probes.py` checks that
-they behave as the tracer expects; features that do not are switched off here, one at a time.
+interfaces. Both change between versions without notice. When a module is imported, `internals.py`
+looks up the parts of torch that it reads; at the first trace, `probes.py` checks that they behave
+as the tracer expects. Features that lack something are switched off here, one at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["is_off", "names_off", "reasons", "switch_off", "switch_on"]
+__all__ = ["is_off", "missed", "names_off", "reasons", "switch_off", "switch_on"]
 
 _off: dict[str, str] = {}
 _names: dict[str, str] = {}
+_unreported: list[str] = []
 
 
 def switch_off(feature: str, reason: str, names: frozenset[str] = frozenset()) -> None:
@@ -32,6 +34,29 @@ def switch_on(feature: str) -> None:
     reason = _off.pop(feature, None)
     for name in [name for name, why in _names.items() if why == reason]:
         del _names[name]
+
+
+def miss(feature: str, path: str, names: frozenset[str]) -> None:
+    """Switch a feature off that needs a part of torch which is not there.
+
+    Args:
+        feature: as for `switch_off`.
+        path: the missing part.
+        names: code that uses one of these runs live from now on.
+    """
+    reason = f"{feature}: torch has no {path}"
+    if names:
+        reason += ", all calls run live" if "" in names else ", code that uses it runs live"
+    if feature not in _off:
+        _unreported.append(reason)
+    switch_off(feature, reason, names)
+
+
+def missed() -> list[str]:
+    """Return the reasons of the features that were missed since the last call."""
+    found = _unreported.copy()
+    _unreported.clear()
+    return found
 
 
 def is_off(feature: str) -> bool:

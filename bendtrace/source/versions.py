@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter, contains, getitem, is_
 from typing import Any
 
-from torch._C import _dynamo
+from bendtrace.source.internals import internal
 
 __all__ = [
     "TELLS_CHANGES",
@@ -60,7 +60,7 @@ def _found() -> Callable[[dict[Any, Any]], Any]:
     # CPython counts what it writes to dicts (up to 3.11), or tells those who watch them (since
     # 3.12); torch.compile's guards ask for it in either case. Seen in torch 2.13 to 2.15;
     # test_versions.py notices what does not hold any more, and so does this, at once.
-    version = getattr(_dynamo.guards, "dict_version", None)
+    version = internal("torch._C._dynamo.guards.dict_version", None)
     try:
         if version is not None and tells_changes(version):
             return version  # type: ignore[no-any-return]

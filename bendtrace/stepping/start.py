@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from bendtrace._compare import same_bits
 from bendtrace.environment.environment import Environment
 from bendtrace.errors import InputError
 from bendtrace.history.copies import copied, tensors_in
 from bendtrace.preserved_state import PreservedState
+from bendtrace.source.internals import keeps_version
 from bendtrace.tape.captured import AttributeKey, CaptureKind, Change
 from bendtrace.torch_rules.functions import (
     RESHAPES_IN_PLACE,
@@ -203,7 +203,7 @@ def _write(tensor: Tensor, content: Tensor, is_uncounted: bool) -> None:
     """
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if is_uncounted and not tensor.is_inference():
-            with _unsafe_preserve_version_counter(tensor):
+            with keeps_version(tensor):
                 tensor.copy_(content)
         else:
             tensor.copy_(content)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import parametrize
 
+from bendtrace.source.internals import internal
+
 __all__ = [
     "Autocast",
     "AutocastHold",
     "Context",
     "ContextSwitch",
+    "any_autocast",
+    "cudnn",
     "current_context",
     "current_settings",
+    "dispatch_modes",
     "forget_casts",
+    "function_modes",
+    "mkldnn",
+    "precision",
 ]
 
 
@@ -41,13 +50,23 @@ _PLAIN = {
     for grad in (False, True)
     for inference in (False, True)
 }
-_ANY_AUTOCAST = torch._C._is_any_autocast_enabled  # seen in 2.13 to 2.15; test_corpus notices
+any_autocast: Callable[[], bool] = internal(
+    "torch._C._is_any_autocast_enabled",
+    lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+)
+# How many modes are entered.
+function_modes: Callable[[], int] = internal(
+    "torch._C._len_torch_function_stack", lambda: 0, "function modes", ""
+)
+dispatch_modes: Callable[[], int] = internal(
+    "torch._C._len_torch_dispatch_stack", lambda: 0, "dispatch modes", ""
+)
 
 
 def current_context() -> Context:
     """Return the state for an op called now."""
     context = _PLAIN[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
-    if not _ANY_AUTOCAST():
+    if not any_autocast():
         return context
     device_types = ["cpu"]
     if torch.cuda.is_available():
@@ -64,23 +83,34 @@ def current_context() -> Context:
 forget_casts = torch.clear_autocast_cache
 
 
-# Seen in torch 2.13 to 2.15; test_guarded.py would notice a change. Each op asks for all of them.
-_deterministic = torch._C._get_deterministic_algorithms
-_only_warns = torch._C._get_deterministic_algorithms_warn_only
-_precision = torch._C._get_float32_matmul_precision
-_mkldnn = torch._C._get_mkldnn_enabled
-_flash = torch._C._get_flash_sdp_enabled
-_efficient = torch._C._get_mem_efficient_sdp_enabled
-_math = torch._C._get_math_sdp_enabled
-_anomaly = torch._C.is_anomaly_enabled
+# Each op asks for all of them, which takes several times as long by the public functions. Seen in
+# torch 2.13 to 2.15; test_guarded.py would notice a change.
+_cuda: Any = torch.backends.cuda
+_cudnn: Any = torch.backends.cudnn
+_deterministic = internal(
+    "torch._C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+_only_warns = internal(
+    "torch._C._get_deterministic_algorithms_warn_only",
+    torch.is_deterministic_algorithms_warn_only_enabled,
+)
+precision = internal("torch._C._get_float32_matmul_precision", torch.get_float32_matmul_precision)
+mkldnn = internal("torch._C._get_mkldnn_enabled", lambda: torch.backends.mkldnn.enabled)
+_flash = internal("torch._C._get_flash_sdp_enabled", _cuda.flash_sdp_enabled)
+_efficient = internal("torch._C._get_mem_efficient_sdp_enabled", _cuda.mem_efficient_sdp_enabled)
+_math = internal("torch._C._get_math_sdp_enabled", _cuda.math_sdp_enabled)
+_anomaly = torch.is_anomaly_enabled
 _threads = torch.get_num_threads
-_cudnn = torch._C._get_cudnn_enabled
-_benchmark = torch._C._get_cudnn_benchmark
-_cudnn_deterministic = torch._C._get_cudnn_deterministic
-_cudnn_tf32 = torch._C._get_cudnn_allow_tf32
-_cublas_tf32 = torch._C._get_cublas_allow_tf32
+cudnn = internal("torch._C._get_cudnn_enabled", lambda: _cudnn.enabled)
+_benchmark = internal("torch._C._get_cudnn_benchmark", lambda: _cudnn.benchmark)
+_cudnn_deterministic = internal("torch._C._get_cudnn_deterministic", lambda: _cudnn.deterministic)
+_cudnn_tf32 = internal("torch._C._get_cudnn_allow_tf32", lambda: _cudnn.allow_tf32)
+_cublas_tf32 = internal("torch._C._get_cublas_allow_tf32", lambda: _cuda.matmul.allow_tf32)
 _Distribution = torch.distributions.Distribution
-_sparse = torch._C._check_sparse_tensor_invariants  # seen in 2.13; test_global_state notices
+_sparse = internal(
+    "torch._C._check_sparse_tensor_invariants",
+    torch.sparse.check_sparse_tensor_invariants.is_enabled,
+)
 
 
 def current_settings() -> tuple[Any, ...]:
@@ -91,8 +121,8 @@ def current_settings() -> tuple[Any, ...]:
     distributions and of sparse tensors.
     """
     return (
-        _deterministic(), _only_warns(), _precision(), _mkldnn(), _flash(), _efficient(), _math(),
-        _anomaly(), _threads(), _cudnn(), _benchmark(), _cudnn_deterministic(), _cudnn_tf32(),
+        _deterministic(), _only_warns(), precision(), mkldnn(), _flash(), _efficient(), _math(),
+        _anomaly(), _threads(), cudnn(), _benchmark(), _cudnn_deterministic(), _cudnn_tf32(),
         _cublas_tf32(), parametrize._cache_enabled, _Distribution._validate_args, _sparse(),
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bendtrace.source.internals import Never, internal
 from bendtrace.tape.watchers import current_watcher
 
 __all__ = ["GONE", "LEGACY", "entries_of_constructors"]
@@ -23,15 +24,16 @@ __all__ = ["GONE", "LEGACY", "entries_of_constructors"]
 # What an attribute is exchanged for that is not there while a run is recorded.
 GONE: Any = object()
 
-_variable: Any = torch.autograd.Variable
-_base_new: Any = torch._C.TensorBase.__new__
+_variable: Any = internal("torch.autograd.Variable", Never)
+_base_new: Any = torch.Tensor.__new__
 _parameter_new: Any = nn.Parameter.__new__
 _from_numpy = torch.from_numpy
 
 
 def entries_of_constructors() -> Iterator[tuple[Any, str, Any]]:
     """Yield the replacements during recording: owner, attribute and replacement."""
-    yield type(_variable), "__call__", _makes_variable
+    if _variable is not Never:
+        yield type(_variable), "__call__", _makes_variable
     yield torch.Tensor, "__new__", _New()
     yield nn.Parameter, "__new__", staticmethod(_makes_parameter)
     yield torch, "from_numpy", _takes_array
@@ -48,7 +50,8 @@ def entries_of_constructors() -> Iterator[tuple[Any, str, Any]]:
         yield owner, "__getattr__", _attribute_of(owner, classes)
 
 
-LEGACY: Any = type(torch.FloatTensor)  # of the classes of old, such as `torch.FloatTensor`
+# Of the classes of old, such as `torch.FloatTensor`.
+LEGACY: Any = type(internal("torch.FloatTensor", None))
 
 
 def _makes_variable(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bendtrace.source.internals import internal
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
+from bendtrace.tape.contexts import cudnn
 from bendtrace.tape.tape import (
     Op,
     OpKind,
@@ -95,7 +97,7 @@ _ASKING = frozenset(
         "handle_torch_function", "torch", "_C", "_nn", "_VF",
     }
 )  # fmt: skip
-_cudnn_enabled = Asked(torch._C._get_cudnn_enabled)  # what torch.backends.cudnn.enabled asks for
+_cudnn_enabled = Asked(cudnn)  # what torch.backends.cudnn.enabled asks for
 
 
 def _normalized(given: _Given) -> Call:
@@ -189,8 +191,8 @@ def _is_int(value: Any) -> bool:
     return type(value) is int
 
 
-_nn: Any = torch._C._nn
-_functions: Any = torch._C._VariableFunctions
+_nn: Any = internal("torch._C._nn", functional)
+_functions: Any = internal("torch._C._VariableFunctions", torch)
 
 
 def _entries() -> dict[Any, Entry]:

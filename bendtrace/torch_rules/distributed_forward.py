@@ -12,19 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel
 
+from bendtrace.source.internals import internal, pytree
 from bendtrace.tape.watchers import current_watcher
-
-if torch.distributed.is_available():
-    from torch.distributed.utils import _apply_to_tensors
 
 __all__ = [
     "JOINT",
-    "after_ddp",
-    "before_ddp",
+    "entries_of_ddp",
     "gathered_by",
     "gathered_names",
     "has_joint_hooks",
@@ -36,7 +32,10 @@ __all__ = [
 
 # DDP
 
-_before, _after = DistributedDataParallel._pre_forward, DistributedDataParallel._post_forward
+# Without them, runs are reported not to be repeatable.
+_before: Any = internal("torch.nn.parallel.DistributedDataParallel._pre_forward", None)
+_after: Any = internal("torch.nn.parallel.DistributedDataParallel._post_forward", None)
+_forward: Any = DistributedDataParallel.forward
 # All else that a DDP module has is read only in what is one op here.
 _OF_COMPOSABLE = "__composable_api_"  # what `fully_shard` and `replicate` keep in a module
 _READ_BY_FORWARD = frozenset({"training", "_delay_all_reduce_all_params", "_use_python_reducer"})
@@ -51,6 +50,22 @@ def hidden_of(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name in vars(module) if name.startswith(_OF_COMPOSABLE))
 
 
+def entries_of_ddp() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the replacements during recording: owner, attribute and replacement."""
+    if _before is None or _after is None:
+        yield DistributedDataParallel, "forward", _reported_forward
+        return
+    yield DistributedDataParallel, "_pre_forward", _before_ddp
+    yield DistributedDataParallel, "_post_forward", _after_ddp
+
+
+def _reported_forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
+    watcher = current_watcher()
+    if watcher is not None:
+        watcher.unseen("DistributedDataParallel")
+    return _forward(module, *inputs, **kwargs)
+
+
 def prepare_forward(module: Any, *tensors: Tensor) -> Any:
     """Do DDP's work before the forward; return the tensors on the right device."""
     args, _ = _before(module, *tensors)
@@ -63,7 +78,7 @@ def prepare_backward(module: Any, *tensors: Tensor) -> Any:
     return tuple(out) if tensors else None
 
 
-def before_ddp(module: Any, *inputs: Any, **kwargs: Any) -> Any:
+def _before_ddp(module: Any, *inputs: Any, **kwargs: Any) -> Any:
     """Replaces `DistributedDataParallel._pre_forward`."""
     watcher = current_watcher()
     if watcher is None:
@@ -75,7 +90,7 @@ def before_ddp(module: Any, *inputs: Any, **kwargs: Any) -> Any:
     return rebuilt(watcher.opaque_call(prepare_forward, (module, *tensors), {}))
 
 
-def after_ddp(module: Any, output: Any) -> Any:
+def _after_ddp(module: Any, output: Any) -> Any:
     """Replaces `DistributedDataParallel._post_forward`."""
     watcher = current_watcher()
     if watcher is None:
@@ -239,6 +254,13 @@ def with_joint_hooks(module: nn.Module) -> Iterator[None]:
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in a value, in the kinds of containers that models return."""
     return _apart(value)[0]
+
+
+# Whatever of torch.distributed does something with all tensors of a value uses it.
+_apply_to_tensors: Any = internal(
+    "torch.distributed.utils._apply_to_tensors",
+    lambda function, value: pytree.tree_map_only(Tensor, function, value),
+)
 
 
 def _apart(value: Any) -> tuple[list[Tensor], Callable[[Any], Any]]:

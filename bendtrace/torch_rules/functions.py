@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bendtrace.source.bytecode import branches, named_in
+from bendtrace.source.internals import Never, internal
 from bendtrace.tape.tape import Op
 from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.transforms import REGISTERS
@@ -26,6 +27,7 @@ __all__ = [
     "GRAD_FN",
     "IN_PLACE_OPERATORS",
     "METADATA",
+    "OPERATORS",
     "OPTIONAL",
     "RANK_DEPENDS_ON_NUMBERS",
     "RESHAPES_IN_PLACE",
@@ -35,6 +37,11 @@ __all__ = [
     "SPECIAL",
     "UNINITIALIZED",
     "VALUES",
+    "OpOverload",
+    "OpOverloadPacket",
+    "ScriptFunction",
+    "ScriptMethod",
+    "ScriptModule",
     "entered",
     "is_foreign",
     "is_gate",
@@ -49,6 +56,15 @@ __all__ = [
     "said_of",
     "tells_sizes_from_tuples",
 ]
+
+
+# The classes of operators, of their overloads, of either, and of scripts.
+OpOverloadPacket: Any = type(torch.ops.aten.add)
+OpOverload: Any = type(torch.ops.aten.add.Tensor)
+OPERATORS: Any = (internal("torch._ops.OperatorBase", OpOverload), OpOverloadPacket)
+ScriptFunction: Any = internal("torch.jit.ScriptFunction", Never)
+ScriptModule: Any = internal("torch.jit.ScriptModule", Never)
+ScriptMethod: Any = internal("torch._C.ScriptMethod", Never)
 
 
 # Which torch functions need more than being recorded, and why.
@@ -151,12 +167,14 @@ SETTERS = frozenset(
 # Carried out but not recorded: each op knows the context that it ran under.
 CONTEXT = frozenset(
     {
-        torch._C._set_grad_enabled, Tensor.__dir__, torch.device,
+        internal("torch._C._set_grad_enabled", None, "grad modes", ""),
+        Tensor.__dir__, torch.device,
         # What torch.profiler.record_function comes down to: names for stretches of time.
         *(
             entry
             for name in ("_record_function_enter_new", "_record_function_exit")
-            for packet in (getattr(torch.ops.profiler, name),)
+            for packet in (getattr(torch.ops.profiler, name, None),)
+            if packet is not None
             for entry in (packet, *(getattr(packet, kind) for kind in packet.overloads()))
         ),
     }
@@ -203,11 +221,13 @@ UNINITIALIZED = frozenset(
 # Compositions of torch's that one wants to look and cut inside of.
 DESCEND: frozenset[Callable[..., Any]] = frozenset({functional.multi_head_attention_forward})
 
+_BASE: Any = internal("torch._C.TensorBase", Tensor.__base__)
+
 # What is there or None, by what has become of the tensor that is asked.
 OPTIONAL: frozenset[Any] = frozenset(
-    getattr(vars(torch._C.TensorBase)[name], "__get__")  # noqa: B009
+    getattr(vars(_BASE)[name], "__get__")  # noqa: B009
     for name in ("grad", "_grad", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
-    if name in vars(torch._C.TensorBase)
+    if name in vars(_BASE)
 )
 
 # What gives back the tensor that it is given where nothing has to be done.
@@ -323,9 +343,9 @@ def is_foreign(function: Any) -> bool:
 
     What it returns may depend on more than its inputs' metadata: values may decide on the dtype.
     """
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         return function.namespace not in _OWN
-    if isinstance(function, torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverloadPacket):
         return function._qualified_op_name.partition("::")[0] not in _OWN
     return isinstance(function, _SCRIPTS)
 
@@ -336,9 +356,9 @@ def is_loose(function: Any) -> bool:
 
     That is so for what may be None, and for texts.
     """
-    if isinstance(function, torch.jit.ScriptModule):
+    if isinstance(function, ScriptModule):
         function = getattr(function, "forward", None)
-    if isinstance(function, torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverloadPacket):
         schemas = [getattr(function, name)._schema for name in function.overloads()]
     else:
         found = getattr(function, "schema", None) or getattr(function, "_schema", None)
@@ -354,11 +374,11 @@ def _is_told(type_: Any) -> bool:
 
 
 _TOLD = frozenset({"TensorType", "IntType", "FloatType", "BoolType", "ComplexType", "NoneType"})
-_SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
+_SCRIPTS = (ScriptFunction, ScriptModule, ScriptMethod)
 _OWN = frozenset({"aten", "prims", "prim"})  # of torch itself
 _DECLARED = (
     types.MethodWrapperType, types.MethodDescriptorType, types.WrapperDescriptorType,
-    torch._ops.OpOverload, torch._ops.OpOverloadPacket, *_SCRIPTS,
+    OpOverload, OpOverloadPacket, *_SCRIPTS,
 )  # fmt: skip
 
 
@@ -399,9 +419,9 @@ def known_as(function: Any) -> str:
 
     The operator of another library can be called like one of torch's, and has its library there.
     """
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         return str(function._schema.name).removeprefix("aten::")
-    if isinstance(function, torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverloadPacket):
         return str(function._qualified_op_name).removeprefix("aten::")
     return name_of(function)
 
@@ -414,7 +434,6 @@ def said_of(function: Any) -> str:
 # What a function of torch's may do besides giving a value, as far as its schema tells.
 
 
-_BASE = torch._C.TensorBase
 _NAMESPACES = frozenset({"torch", "torch._C._nn", "torch._C._VariableFunctions"})
 
 # Operators whose descriptors have other names than the function that they come down to.

@@ -10,6 +10,7 @@ were seen in torch 2.13 to 2.15; test_boundaries.py would notice a change.
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import sys
 import threading
@@ -20,16 +21,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-import torch._higher_order_ops.utils
 import torch.autograd.forward_ad
 import torch.distributed
-import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch import nn
-from torch.nn.parallel.distributed import DistributedDataParallel
 
 from bendtrace.errors import InputError
-from bendtrace.tape.contexts import forget_casts
+from bendtrace.source.internals import Never, TorchDispatchMode, disable_dynamo, internal
+from bendtrace.tape.contexts import forget_casts, function_modes
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.watchers import (
     Watcher,
@@ -40,7 +39,8 @@ from bendtrace.tape.watchers import (
 )
 from bendtrace.torch_rules.collectives import joint_functions, layout_properties
 from bendtrace.torch_rules.constructors import GONE, entries_of_constructors
-from bendtrace.torch_rules.distributed_forward import after_ddp, before_ddp
+from bendtrace.torch_rules.distributed_forward import entries_of_ddp
+from bendtrace.torch_rules.functions import ScriptFunction, ScriptMethod
 from bendtrace.torch_rules.host_io import OFTEN_PATCHED, entries_of_outside
 from bendtrace.torch_rules.transforms import as_one_op, entries_of_transforms
 
@@ -118,16 +118,19 @@ class _ModuleCall:
 # Since 2.14 Function.apply is written in C, and such a one goes past what is exchanged here.
 _Function = torch.autograd.Function
 _APPLIES = (
-    torch.autograd.function._SingleLevelFunction
+    internal("torch.autograd.function._SingleLevelFunction", _Function)
     if isinstance(vars(_Function).get("apply"), classmethod)
     else _Function
 )
 
 
+_applies: Any = inspect.getattr_static(_APPLIES, "apply")
+
+
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     watcher = current_watcher()
     if watcher is None:
-        return super(_APPLIES, cls).apply(*args, **kwargs)
+        return _applies.__get__(None, cls)(*args, **kwargs)
     # Not `cls.apply`: where a class has its own, which calls torch's, only torch's is the op.
     bound = vars(_Function)["apply"].__get__(None, cls)
     return watcher.opaque_call(bound, args, kwargs)
@@ -162,7 +165,7 @@ def _asks_for_torch_function(arguments: Any) -> bool:
     if watcher.wants_inside():  # as a hook would, which these modules ask for as well
         return True
     if torch._C._is_torch_function_mode_enabled():
-        modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+        modes = map(torch._C._get_function_stack_at, range(function_modes()))
         if any(type(mode) is not type(watcher) for mode in modes):
             return True
     with torch._C.DisableTorchFunction():
@@ -174,7 +177,10 @@ def _asks_for_torch_function(arguments: Any) -> bool:
 
 
 # torch.cond and its like ask the same question, and are ops that the mode has to see.
-_HIGHER_ORDER = torch._ops.HigherOrderOperator.__call__.__code__
+_HIGHER_ORDER: Any = internal(
+    "torch._ops.HigherOrderOperator.__call__.__code__", None, "torch.cond and its like",
+    "cond", "while_loop", "scan", "associative_scan", "flex_attention", "_higher_order_ops",
+)  # fmt: skip
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 
@@ -201,7 +207,7 @@ def _swaps(t1: torch.Tensor, t2: torch.Tensor) -> None:
     _swap_tensors(t1, t2)
 
 
-_set_: Any = torch._C.TensorBase.set_
+_set_: Any = torch.Tensor.set_
 
 
 def _sets(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +260,7 @@ def _forgets_casts() -> None:
     forget_casts()
 
 
-_assert = torch._assert
+_assert: Any = internal("torch._assert", None)
 
 
 def _asserts(condition: Any, message: Any = "") -> None:
@@ -336,9 +342,10 @@ def _leaves_saved(hooks: Any, *args: object) -> None:
     _leaves_hooks(hooks, *args)
 
 
-_Checkpointed = torch.utils.checkpoint._checkpoint_hook  # of use_reentrant=False
+# Of use_reentrant=False.
+_Checkpointed: Any = internal("torch.utils.checkpoint._checkpoint_hook", Never)
 _UNFOLLOWED: tuple[tuple[Any, str, str], ...] = (
-    (torch.utils._python_dispatch.TorchDispatchMode, "__enter__", "a block under a dispatch mode"),
+    (TorchDispatchMode, "__enter__", "a block under a dispatch mode"),
     (torch.autograd.forward_ad, "enter_dual_level", "forward-mode differentiation"),
     (threading.Thread, "start", "a thread that is started"),
     (ThreadPoolExecutor, "submit", "work that is given to a thread"),
@@ -347,6 +354,8 @@ _UNFOLLOWED: tuple[tuple[Any, str, str], ...] = (
 )
 
 
+# Has a function since torch 2.14.
+_higher_order_utils: Any = internal("torch._higher_order_ops.utils", None)
 _OF_CUDAS_GENERATORS = (
     "manual_seed", "manual_seed_all", "get_rng_state", "get_rng_state_all",
     "set_rng_state", "set_rng_state_all",
@@ -370,24 +379,27 @@ def _entry_points() -> Iterator[_EntryPoint]:
         return _EntryPoint(owner, name, ours, vars(owner).get(name, _ABSENT))
 
     # First, so that it is gone before others are asked of classes of that kind.
-    yield entry(torch.autograd.function.FunctionMeta, "__getattribute__", _class_attribute)
+    yield entry(type(_Function), "__getattribute__", _class_attribute)
     yield _EntryPoint(nn.Module, "_compiled_call_impl", _ModuleCall(), None)
     yield entry(_APPLIES, "apply", classmethod(apply))
     yield entry(torch.overrides, "has_torch_function", _asks_for_torch_function)
     for owner, name, what in _UNFOLLOWED:
-        yield entry(owner, name, _reports(what, vars(owner)[name]))
+        if name in vars(owner):
+            yield entry(owner, name, _reports(what, vars(owner)[name]))
     yield entry(_SavedTensors, "__enter__", _enters_saved)
     yield entry(_SavedTensors, "__exit__", _leaves_saved)
-    for script in (torch._C.ScriptFunction, torch._C.ScriptMethod):
-        yield entry(script, "__call__", _method_of_script(script.__call__))
+    for script in (ScriptFunction, ScriptMethod):
+        if "__call__" in vars(script):
+            yield entry(script, "__call__", _method_of_script(script.__call__))
     yield entry(torch.utils, "swap_tensors", _swaps)
     yield entry(torch.Tensor, "set_", _sets)
     yield entry(torch, "clear_autocast_cache", _forgets_casts)
-    yield entry(torch, "_assert", _asserts)
+    if _assert is not None:
+        yield entry(torch, "_assert", _asserts)
     yield entry(torch, "compile", _compiles)
-    if hasattr(torch._higher_order_ops.utils, "_hop_compile_and_call"):
-        ours = _higher_order(torch._higher_order_ops.utils._hop_compile_and_call)
-        yield entry(torch._higher_order_ops.utils, "_hop_compile_and_call", ours)
+    if hasattr(_higher_order_utils, "_hop_compile_and_call"):
+        ours = _higher_order(_higher_order_utils._hop_compile_and_call)
+        yield entry(_higher_order_utils, "_hop_compile_and_call", ours)
     yield entry(torch.Tensor, "_wrapped_number", _WrappedNumber())
     for name in ("manual_seed", "get_rng_state", "set_rng_state"):
         ours = as_one_op(getattr(torch, name))
@@ -403,8 +415,7 @@ def _entry_points() -> Iterator[_EntryPoint]:
         *entries_of_transforms(),
     ):
         yield entry(owner, name, ours)
-    yield entry(DistributedDataParallel, "_pre_forward", before_ddp)
-    yield entry(DistributedDataParallel, "_post_forward", after_ddp)
+    yield from (entry(*one) for one in entries_of_ddp())
 
 
 _ENTRY_POINTS = list(_entry_points())
@@ -453,11 +464,19 @@ def _as_read(getter: Any) -> Callable[[torch.Tensor], Any]:
     return read
 
 
+_of_modules: list[types.CodeType] = [
+    code
+    for code in (
+        internal("torch.nn.Module._wrapped_call_impl.__code__", None, "calls of modules", ""),
+        internal("torch.nn.Module._call_impl.__code__", None, "calls of modules", ""),
+    )
+    if code is not None
+]
 INTERCEPT_CODES = frozenset(
     {
-        nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__,
-        # The function in it that calls forward where there are hooks.
-        *(c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, types.CodeType)),
+        *_of_modules,
+        # The function in one that calls forward where there are hooks.
+        *(c for code in _of_modules for c in code.co_consts if isinstance(c, types.CodeType)),
     }
 )  # fmt: skip
 
@@ -488,7 +507,7 @@ def _leave() -> None:
             setattr(entry.owner, entry.name, value)
         elif getattr(current, "__wrapped__", None) is entry.ours:
             # torch._dynamo wraps manual_seed when it is imported, and that was during the run.
-            restored = torch._disable_dynamo(entry.original)  # type: ignore[attr-defined]
+            restored = disable_dynamo(entry.original)
             setattr(entry.owner, entry.name, restored)
     _before.clear()
     _leave_compiled_code_alone()

@@ -22,9 +22,9 @@ import torch.linalg
 import torch.nn.init
 import torch.special
 from torch.nn import functional
-from torch.overrides import handle_torch_function
 
 from bendtrace.errors import InputError
+from bendtrace.source.internals import internal
 from bendtrace.source.memory_words import reader_of_versions
 from bendtrace.source.sites import TORCH
 from bendtrace.source.versions import TELLS_CHANGES, version_of
@@ -40,7 +40,9 @@ _NATIVE = frozenset(
         types.WrapperDescriptorType, types.ClassMethodDescriptorType,
     }
 )  # fmt: skip
-_HANDLING = handle_torch_function.__code__
+_HANDLING: Any = internal(
+    "torch.overrides.handle_torch_function.__code__", None, "replaced functions of torch", ""
+)
 _DESCRIPTORS = (property, classmethod, staticmethod, types.GetSetDescriptorType)
 
 
@@ -105,7 +107,8 @@ class _Space:
 def _spaces() -> Iterator[_Space]:
     modules = [
         torch, functional, torch.autograd, torch.linalg, torch.special, torch.fft,
-        torch.functional, torch.nn.init, torch._C._nn,
+        torch.functional, torch.nn.init,
+        *(native for native in (internal("torch._C._nn", None),) if native is not None),
         *(sys.modules[name] for name in ("math", "numpy") if name in sys.modules),
     ]  # fmt: skip
     for module in modules:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._functorch import apis, eager_transforms
 from torch.utils.hooks import RemovableHandle
 
+from bendtrace.source.internals import internal
 from bendtrace.tape.watchers import current_watcher
 
 __all__ = [
@@ -22,6 +22,14 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+_NAMES = (
+    "func", "functorch", "vmap", "grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd",
+    "hessian", "linearize",
+)  # fmt: skip
+apis: Any = internal("torch._functorch.apis", None, "torch.func", *_NAMES)
+eager_transforms: Any = internal("torch._functorch.eager_transforms", None, "torch.func", *_NAMES)
 
 
 # The transforms of torch.func: functions of functions, so each is one op.
@@ -53,8 +61,11 @@ def entries_of_transforms() -> Iterator[tuple[Any, str, Any]]:
     ):  # fmt: skip
         if hasattr(owner, name):
             yield owner, name, as_one_op(getattr(owner, name))
-    pulled = _with_function(eager_transforms._vjp_with_argnums, "vjp")
-    yield eager_transforms, "_vjp_with_argnums", pulled
+    if eager_transforms is None:
+        return
+    if hasattr(eager_transforms, "_vjp_with_argnums"):
+        pulled = _with_function(eager_transforms._vjp_with_argnums, "vjp")
+        yield eager_transforms, "_vjp_with_argnums", pulled
     for name, ours in (
         ("jacrev", _jacrev), ("linearize", _with_function(torch.func.linearize, "linearize")),
     ):  # fmt: skip

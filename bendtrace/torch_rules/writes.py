@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.tape.tape import Op, Ref, refs_in
-from bendtrace.torch_rules.functions import is_named_in_place, known_as
+from bendtrace.torch_rules.functions import (
+    OpOverload,
+    OpOverloadPacket,
+    is_named_in_place,
+    known_as,
+)
 
 __all__ = ["Writes", "storage_of", "version_of", "works_in_place"]
 
@@ -225,8 +230,8 @@ def _declared_by(target: Any) -> tuple[tuple[int, str], ...]:
 
     Those of torch's that are named in place are counted.
     """
-    lists = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-    if isinstance(target, torch._ops.OpOverload):
+    lists = isinstance(target, (OpOverload, OpOverloadPacket))
+    if isinstance(target, OpOverload):
         schemas = [target._schema]
     elif lists:
         schemas = [getattr(target, name)._schema for name in target.overloads()]
@@ -292,7 +297,7 @@ def works_in_place(op: Op) -> bool:
     if "out" in op.kwargs:
         return True
     name = getattr(op.target, "__name__", "")
-    if isinstance(op.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(op.target, (OpOverload, OpOverloadPacket)):
         name = known_as(op.target)
         if "::" in name:
             return False  # others may mean something else by their names

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from bendtrace._checks import required_choice
 from bendtrace._places import place_text
@@ -18,6 +17,7 @@ from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry, Source
 from bendtrace.history.sizes import size_text
 from bendtrace.history.tables import Table, in_percent, in_seconds, rounded
+from bendtrace.source.internals import pytree
 from bendtrace.tape.tape import refs_in
 from bendtrace.torch_rules.writes import works_in_place
 
@@ -181,7 +181,7 @@ def find_nan(
         return NonFinite(entry, values, operands, "state" if of_state else "op", run)
     if loss is None:
         return None
-    given = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
+    given = [leaf for leaf in pytree.tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
     return _first_gradient(run, loss, [*states.values(), *given])
 
 

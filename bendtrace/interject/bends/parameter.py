@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from bendtrace.errors import InputError
+from bendtrace.source.internals import pytree
 
 __all__ = [
     "OPERATORS",

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload, OpOverloadPacket
 
 from bendtrace.errors import NoLayerError
 from bendtrace.interject.selectors.algebra import Selector
 from bendtrace.paths.candidates import Candidate
+from bendtrace.torch_rules.functions import OpOverload, OpOverloadPacket
 
 __all__ = ["ALIASES", "FAMILIES", "PARTS", "Family", "Layers"]
 
