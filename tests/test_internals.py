@@ -195,8 +195,8 @@ class Branches(nn.Module):
             if row.max() > 0.5:
                 y = y + row
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            y = y + self.fc(y).float()
-        return y
+            z = self.fc(y).float()
+        return y + z
 
 
 class Twice(torch.autograd.Function):
@@ -332,6 +332,11 @@ with warnings.catch_warnings(record=True) as caught:
         wrong = [number for number, pair in enumerate(pairs) if not same(*pair)]
         assert not wrong, (kind, wrong, bended.why_live, bended.stats)
         replays[kind.__name__] = bended.stats.replays
+model = Branches()
+trace = bt.trace(model, torch.ones(2, 3), save="none")
+record = trace.backward(trace.output.sum())
+assert model.fc.weight.grad is not None
+assert "Addmm" in str(record), record
 log = bt.log_forward_pass(keeps, torch.ones(2, 3))
 assert log["mul_1"].tensor_contents.sum() == 12, log["mul_1"]
 print(json.dumps({
@@ -380,6 +385,9 @@ def test_models_give_the_same_and_replay_with_the_equivalents(
 def test_models_give_the_same_without_a_part_of_torch(path: str, tmp_path: Path) -> None:
     lookup, report = LOOKUPS[path], without([path], tmp_path)
     assert lookup.part in report["off"]
+    assert len(report["warned"]) == 1
     assert f"{lookup.part}: torch has no {path}" in report["warned"][0]
+    if "vmap" in lookup.names:
+        assert report["replays"]["transforms"] == 0 < report["replays"]["keeps"]
     if "" in lookup.names:
         assert not any(report["replays"].values())

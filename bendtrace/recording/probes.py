@@ -286,7 +286,7 @@ def probe_torch() -> list[str]:
         return []
     failed = []
     for probe in TORCH_PROBES:  # each part by itself
-        if not _hold(probe.model, [probe]):
+        if not features.is_off(probe.part) and not _hold(probe.model, [probe]):
             reason = f"{probe.part} cannot be followed: " + (
                 "all calls run live" if "" in probe.names else "code that uses it runs live"
             )
