@@ -14,6 +14,7 @@ ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT), str(DOCS)]
 
 import reference_pages  # noqa: E402
+from sphinx.ext.napoleon import GoogleDocstring  # noqa: E402
 
 import bendtrace  # noqa: E402 - from this checkout
 
@@ -57,6 +58,12 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
+# A colon in the first line of a property's docstring does not end a type. Seen in Sphinx 8 and
+# 9; where the method has another name, some properties are shown with their text as their type.
+GoogleDocstring._consume_inline_attribute = lambda self: (
+    "",
+    GoogleDocstring(self._dedent(self._consume_to_end()), self._config).lines(),
+)
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

@@ -34,7 +34,7 @@ MODULES = (
 INTERNAL = {
     "bendtrace.analysis.matrices", "bendtrace.analysis.probe", "bendtrace.history.building",
     "bendtrace.history.capture", "bendtrace.history.text", "bendtrace.interject.native",
-    "bendtrace.replay.program",
+    "bendtrace.paths.text", "bendtrace.replay.program",
 }  # fmt: skip
 # Bases whose members are described elsewhere.
 BASES = ("Module", "BaseException", "Exception", "UserWarning", "Mapping", "Sequence", "Enum",
@@ -175,6 +175,7 @@ def write_pages(folder: Path) -> None:
                 f"{name}\n{'=' * len(name)}\n\n"
                 f".. currentmodule:: {module}\n\n.. autoclass:: {name}\n   :members:\n"
                 f"   :show-inheritance:\n   :inherited-members: {', '.join([*others, *BASES])}\n"
+                "   :exclude-members: in_degree, out_degree\n"  # of networkx
             )
             path = folder / f"{full_name}.rst"
             former.discard(path)
@@ -247,7 +248,7 @@ def signature(
     Nobody calls such a constructor: other names return the objects.
     """
     told = re.search(r"^ *Args:", thing.__doc__ or "", re.MULTILINE)
-    return ("", "") if what == "class" and not told else None
+    return ("", "") if what == "class" and args and not told else None
 
 
 def link(app: Any, env: Any, node: Any, content: nodes.Node) -> nodes.Node | None:
