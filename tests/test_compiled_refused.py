@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import bendtrace as bt
+from bendtrace.compiled.attempts import _Comparison
 from tests.promise import bits
 
 X = torch.ones(4, 4)
@@ -159,3 +160,29 @@ def test_the_smallest_integer_has_no_absolute_value() -> None:
     bended = served(model, [(small,)] * 4 + [(smallest,), (torch.tensor([-101, 2]),)])
     assert bended.compiled.hits == 2
     assert bended.compiled.failures == 2
+
+
+# What compiled code has to return
+
+
+def test_compiled_results_are_compared_in_all_that_python_can_read_of_a_tensor() -> None:
+    plain = torch.ones(2, 2)
+    with torch.inference_mode():
+        inference = torch.ones(2, 2)
+    tagged = torch.ones(2, 2)
+    tagged.tag = 1  # type: ignore[attr-defined]
+    others = {
+        "dtype of": plain.double(),
+        "device of": plain.to("meta"),
+        "shape of": torch.ones(2, 3),
+        "requires_grad of": torch.ones(2, 2, requires_grad=True),
+        "layout of": plain.to_sparse(),
+        "another kind of node": inference,
+        "strides (2, 1)": torch.ones(4, 4)[::2, ::2],
+        "attributes": tagged,
+    }
+    for reason, other in others.items():
+        assert reason in (_Comparison([]).between(plain, other) or ""), reason
+    assert _Comparison([]).between([plain, plain[0]], [plain.clone(), torch.ones(2)])
+    assert _Comparison([]).between(plain, plain + 1)
+    assert _Comparison([]).between(plain, plain.clone()) is None

@@ -13,6 +13,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from bendtrace.replay.global_state import GlobalState
+from bendtrace.tape.contexts import Context
+from bendtrace.torch_rules.monkeypatches import Monkeypatch
 
 
 @contextmanager
@@ -95,6 +97,28 @@ def test_the_quick_way_to_compare_agrees_with_the_long_one(enter):
     for name, other in STATES.items():
         with other():
             assert state.is_current() == (state == GlobalState.current()), name
+
+
+def test_each_part_of_the_state_is_asked_for_by_itself():
+    # Some of torch's settings change two parts: either of them would tell.
+    others = {
+        "context": Context(False, False),
+        "dtype": torch.float64,
+        "modes": (Quiet(),),
+        "hooked": True,
+        "fast_attention": False,
+        "settings": (),
+        "monkeypatches": (Monkeypatch("torch.relu", None, torch.relu),),
+    }
+    usual = GlobalState.current()
+    assert usual.is_current()
+    assert others.keys() == set(GlobalState._fields)
+    for name, other in others.items():
+        assert not usual._replace(**{name: other}).is_current(), name
+    with _set(torch.set_default_dtype, torch.float64, torch.float32):
+        assert usual.difference() == (
+            "the default dtype was torch.float32 when traced and is torch.float64 now"
+        )
 
 
 def test_what_is_asked_for_shows_in_what_ops_give():

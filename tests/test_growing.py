@@ -161,6 +161,35 @@ def test_what_is_put_back_is_the_tensor_that_somebody_has() -> None:
     assert all(one is other for one, other in zip(seen[0], tensors, strict=True))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda keys: keys.requires_grad_(), lambda keys: keys.to_sparse()],
+    ids=["requires grad", "sparse"],
+)
+def test_what_cannot_be_cut_out_is_put_back_as_it_was(change: Callable[[Tensor], Tensor]) -> None:
+    """A leaf that requires grad and sparse tensors: nobody has them but the cache."""
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor, cache: Cache) -> Any:
+            (kept,) = cache.keys
+            about = kept.keys.requires_grad, kept.keys.is_leaf
+            more = x.to_sparse() if kept.keys.is_sparse else x
+            kept.keys = torch.cat([kept.keys, more])
+            total = kept.keys.sum()
+            return (total * 2 if x.sum() > 0 else total, *about)
+
+    def given(model: Any, value: float) -> Any:
+        cache = Cache(layers=1)
+        cache.keys[0].keys = change(cache.keys[0].keys)
+        returned, (keys,) = called(model, torch.full((8, 64, 16), value), cache)
+        return returned, keys.detach().to_dense(), keys.requires_grad
+
+    bended = bt.BendedModule(Looks())
+    for value in (1.0, 1.0, -1.0, -1.0, 1.0):
+        assert same(given(bended, value), given(bended.model, value))
+    assert bended.stats.replays >= 2
+
+
 @pytest.mark.parametrize("index", range(4))
 def test_an_error_leaves_the_cache_as_eager_does(index: int) -> None:
     """Also where the layers before have grown by then."""

@@ -227,6 +227,13 @@ def _other_dtype(model: Model) -> None:
     model.inner.linear.weight.data = model.inner.linear.weight.data.double()
 
 
+def _other_layout(model: Model) -> None:
+    weight = model.inner.linear.weight
+    sparse = nn.Parameter(weight.detach().to_sparse())
+    # `swap_tensors` asks that nobody else refers to them; a run that has them does.
+    torch._C._swap_tensor_impl(weight, sparse)
+
+
 def _freeze_tagged(model: Model) -> None:
     model.tagged.requires_grad_(False)
 
@@ -327,6 +334,7 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "requires_grad of a tensor with attributes": _freeze_tagged,
     "another key for a value": _rekey,
     "a dtype": _other_dtype,
+    "a layout": _other_layout,
     "an attribute of a tensor": _retag,
     "a first attribute of a tensor": _tag,
     "a parameter that becomes a buffer": _to_buffer,

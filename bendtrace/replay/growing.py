@@ -96,14 +96,16 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
 
 
 def _is_plain(part: Captured) -> bool:
-    """Whether a part is a tensor like all others, in something that can be written to."""
+    """Whether a part is a tensor like most, in something that can be written to.
+
+    The rest is asked of the tensor that is there when it grows (`Holes.grows`).
+    """
     facts = part.size
     return (
         part.type is Tensor
         and type(facts) is TensorFacts
         and part.access in (Access.ITEM, Access.DICT, Access.ATTRIBUTE)
-        and not (facts.requires_grad or facts.attributes)
-        and facts.layout is torch.strided
+        and not facts.attributes
         and facts.dtype.is_floating_point
     )
 
