@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import tempfile
 from collections.abc import Callable
@@ -137,9 +138,11 @@ class Picture:
     def _repr_svg_(self) -> str:
         return self.svg
 
-    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, str], dict[str, Any]]:
-        bundle = {"text/plain": repr(self), "image/svg+xml": self.svg}
-        return bundle, {"image/svg+xml": {"alt": self.alternative}}
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        # Front ends show SVG as an image without a text, whatever its metadata say.
+        data = base64.b64encode(self.svg.encode()).decode()
+        image = f'<img alt="{escape(self.alternative)}" src="data:image/svg+xml;base64,{data}">'
+        return {"text/plain": repr(self), "image/svg+xml": self.svg, "text/html": image}
 
     def __repr__(self) -> str:
         size = f"{self.canvas.width:.0f}\N{MULTIPLICATION SIGN}{self.canvas.height:.0f}"

@@ -352,9 +352,8 @@ class Outline:
     def _repr_svg_(self) -> str:
         return self.to_svg()
 
-    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, str], dict[str, Any]]:
-        bundle, metadata = self.draw()._repr_mimebundle_()
-        return bundle | {"text/plain": str(self)}, metadata
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return self.draw()._repr_mimebundle_() | {"text/plain": str(self)}
 
     def __repr__(self) -> str:
         return str(self)
