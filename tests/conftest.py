@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
+import hashlib
 import os
 from collections import Counter
 from typing import Any
@@ -29,28 +31,40 @@ OPTIONS = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     for name, says in OPTIONS.items():
         parser.addoption(name, action="store_true", help=says)
+    # Of the environment, so that several commands in a row can have the same.
+    today = os.environ.get("BENDTRACE_TESTS_DAY") or datetime.date.today().isoformat()
+    parser.addoption(
+        "--day", default=today, help="draw the cases of another day, to repeat what failed then"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Workers are given arguments; the option reaches them with all the others.
+    # Workers are given arguments; the option, and the day, reach them with all the others.
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         config.option.brief = not any(map(config.getoption, OPTIONS))
 
 
-def _needed_option(item: pytest.Item, tests: set[str]) -> str | None:
-    """Return the option that a test needs, if it is not part of the shortest run.
+def _drawn(items: list[pytest.Item], day: str) -> set[str]:
+    """Return the cases of the shortest run: of each test one, drawn by the day."""
+    cases: dict[str, list[str]] = {}
+    for item in items:
+        if not any(map(item.get_closest_marker, ("slow", "all", "more"))):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+    drawn = set()
+    for test, of_test in cases.items():
+        number = int.from_bytes(hashlib.sha256(f"{day} {test}".encode()).digest()[:8])
+        drawn.add(of_test[number % len(of_test)])
+    return drawn
 
-    Args:
-        item: a test, or a case of one.
-        tests: the tests that had a case before; this one is added.
-    """
-    for name in ("slow", "all"):
+
+def _needed_option(item: pytest.Item, drawn: set[str]) -> str | None:
+    """Return the option that a case needs, if it is not part of the shortest run."""
+    for name in ("slow", "all", "more"):
         if item.get_closest_marker(name) is not None:
             return f"--{name}"
-    test = item.nodeid.partition("[")[0]
-    is_first = test not in tests
-    tests.add(test)
-    return None if is_first and item.get_closest_marker("more") is None else "--more"
+    if item.nodeid in drawn or item.get_closest_marker("each") is not None:
+        return None
+    return "--more"
 
 
 def _options_that_run(config: pytest.Config) -> set[str | None]:
@@ -68,9 +82,8 @@ def _options_that_run(config: pytest.Config) -> set[str | None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    tests: set[str] = set()
-    runs = _options_that_run(config)
-    needed = [(item, _needed_option(item, tests)) for item in items]
+    runs, drawn = _options_that_run(config), _drawn(items, config.getoption("--day"))
+    needed = [(item, _needed_option(item, drawn)) for item in items]
     left = [(item, option) for item, option in needed if option not in runs]
     if left:
         items[:] = [item for item, option in needed if option in runs]
@@ -103,6 +116,9 @@ def pytest_terminal_summary(
     for option in OPTIONS:
         if option in left and not (config.getoption("--more") or config.getoption("--rest")):
             terminalreporter.write_line(f"{left[option]} more tests are run with {option} only")
+    if getattr(config.option, "brief", False) or config.getoption("--more"):
+        day = config.getoption("--day")
+        terminalreporter.write_line(f"one case of each test was drawn: --day={day} repeats it")
 
 
 @pytest.fixture(autouse=True)

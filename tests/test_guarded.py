@@ -195,6 +195,7 @@ SERVED = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("row", rows())
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_what_the_page_says(row: str) -> None:
@@ -848,6 +849,20 @@ change(
     lambda m, p: p.setattr(scaled, "__code__", (lambda x, by: x - by).__code__),
     lambda m, p: p.setattr(scaled, "offset", 5.0),
 )  # fmt: skip
+change(
+    FUNCTIONS, lambda: lambda x: shifted(x),
+    lambda m, p: p.setattr(shifted, "__kwdefaults__", {"by": 3.0, "table": {"by": 1.0}}),
+    lambda m, p: p.setitem(keywords_of(shifted), "by", 3.0),
+    lambda m, p: p.setitem(keywords_of(shifted)["table"], "by", 3.0),
+)  # fmt: skip
+
+
+def shifted(x: Tensor, *, by: float = 2.0, table: dict[str, float] = {"by": 1.0}) -> Tensor:  # noqa: B006
+    return x * table["by"] + by
+
+
+def keywords_of(function: Any) -> dict[str, Any]:
+    return function.__kwdefaults__  # type: ignore[no-any-return]
 
 
 class Base(nn.Module):

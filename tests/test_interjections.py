@@ -707,6 +707,7 @@ def test_passes_of_a_loop_are_counted_in_each_call_anew() -> None:
     assert numbers == [0, 1, 2, 0, 1] * 2
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("passes", "every", "wanted"),
     [

@@ -1,0 +1,54 @@
+"""Which cases the shortest run has."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.conftest import _drawn, _needed_option
+
+
+class Item(NamedTuple):
+    """A case, as pytest collects it."""
+
+    nodeid: str
+    markers: tuple[str, ...] = ()
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.markers else None
+
+
+CASES: list[Any] = [
+    Item("a.py::test_alone"),
+    *(Item(f"a.py::test_several[{number}]") for number in range(5)),
+    Item("a.py::test_several[long]", ("all",)),
+    Item("a.py::test_long", ("more",)),
+    *(Item(f"a.py::test_guards[{number}]", ("each",)) for number in range(3)),
+]
+
+
+def of_day(day: str) -> list[str]:
+    drawn = _drawn(CASES, day)
+    return [item.nodeid for item in CASES if _needed_option(item, drawn) is None]
+
+
+def test_the_shortest_run_has_one_case_of_each_test_and_all_guards() -> None:
+    found = of_day("2026-01-01")
+    assert found == of_day("2026-01-01")
+    assert found[0] == "a.py::test_alone"
+    assert found[2:] == [f"a.py::test_guards[{number}]" for number in range(3)]
+
+
+def test_days_draw_all_cases_in_turn_but_those_of_longer_runs() -> None:
+    drawn = {of_day(f"2026-01-{day:02}")[1] for day in range(1, 32)}
+    assert drawn == {f"a.py::test_several[{number}]" for number in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("item", "option"),
+    [(CASES[6], "--all"), (CASES[7], "--more"), (CASES[1], "--more")],
+    ids=["sweep", "long", "not drawn"],
+)
+def test_the_others_need_an_option(item: Any, option: str) -> None:
+    assert _needed_option(item, set()) == option
