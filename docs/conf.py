@@ -30,7 +30,8 @@ extensions = [
 exclude_patterns = ["_build", "**.ipynb_checkpoints", "texts"]
 html_theme = "furo"
 html_title = f"bendtrace {version}"
-html_static_path: list[str] = []
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 # Markdown
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -55,15 +56,19 @@ autosummary_generate = False  # the pages are there
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
+autodoc_type_aliases = {name: name for name in reference_pages.ALIASES}
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
-# A colon in the first line of a property's docstring does not end a type. Seen in Sphinx 8 and
-# 9; where the method has another name, some properties are shown with their text as their type.
+# Types are in the signatures, so a colon in a docstring does not end one. Seen in Sphinx 8 and 9;
+# where the methods have other names, some texts are shown as types.
 GoogleDocstring._consume_inline_attribute = lambda self: (
     "",
     GoogleDocstring(self._dedent(self._consume_to_end()), self._config).lines(),
 )
+GoogleDocstring._consume_returns_section = lambda self, preprocess_types=False: [
+    ("", "", self._dedent(self._consume_to_next_section()))
+]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

@@ -39,6 +39,8 @@ INTERNAL = {
 # Bases whose members are described elsewhere.
 BASES = ("Module", "BaseException", "Exception", "UserWarning", "Mapping", "Sequence", "Enum",
          "DiGraph", "dict", "list", "tuple", "str")  # fmt: skip
+# Unions that are shown by name; the first page of the reference says what they hold.
+ALIASES = ("Key", "Selectable", "What", "Where")
 # The pages of classes of others, by the name that annotations have.
 TORCH = "https://docs.pytorch.org/docs/stable/"
 PYTHON = "https://docs.python.org/3/library/"
@@ -258,6 +260,9 @@ def link(app: Any, env: Any, node: Any, content: nodes.Node) -> nodes.Node | Non
         return nodes.reference(
             "", "", content, internal=False, refuri=ELSEWHERE[target]
         )
+    if target in ALIASES:
+        page = app.builder.get_relative_uri(node["refdoc"], "reference/index")
+        return nodes.reference("", "", content, refuri=f"{page}#types")
     name = documented_as().get(target)
     if name is None or name == target or node.get("refdomain") != "py":
         return None
