@@ -104,4 +104,4 @@ def load(
         True
     """
     log = storage.load(directory, device=device)
-    return LoadedHistory(*log.parts())
+    return LoadedHistory(*log._parts())

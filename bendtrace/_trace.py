@@ -173,7 +173,7 @@ def _run_trace(
                 function, args, kwargs, signature, inserter=inserter, keeps_errors=True
             )
             made = Trace(recording, global_state, signature, function, registry=registry)
-            made.keeps = None if inserter is None else inserter.plan
+            made._keeps = None if inserter is None else inserter.plan
             if recording.error is not None:
                 _raise(recording, made)
             return made
@@ -192,14 +192,14 @@ def _run_trace(
         made = Trace(
             recording, global_state, signature, function, capture=capture, registry=registry
         )
-        made.keeps = None if inserter is None else inserter.plan
-        capture.finish(recording.result, made.output_values, made.rewritten(), len(made.ops))
+        made._keeps = None if inserter is None else inserter.plan
+        capture.finish(recording.result, made._output_values, made._rewritten(), len(made.ops))
         if recording.error is not None:
             with contextlib.suppress(LayerKeyError):  # of what the run did not reach
-                made.settle(capture)
+                made._settle(capture)
             _raise(recording, made)
-        made.settle(capture)
-    made.require_met(capture)
+        made._settle(capture)
+    made._require_met(capture)
     return made
 
 
@@ -233,8 +233,6 @@ class Trace(ModelHistory):
     Created by `bendtrace.trace` and `BendedModule.trace`.
 
     Attributes:
-        recording: the recorder's result.
-        run: the views derived from it.
         function: the function that was run.
         output: its return value; None for a trace that a `BendedModule` made during a call.
 
@@ -263,55 +261,50 @@ class Trace(ModelHistory):
         capture: Capture | None = None,
         registry: Registry | None = None,
     ) -> None:
-        self.recording = recording
+        self._recording = recording
         self.function = function
         self.output = recording.result
         self._global_state = global_state
         self._signature = signature
         self._capture = capture
-        run = self.run = Run(recording, function, registry)
+        run = self._run = Run(recording, function, registry)
         self.tree = LazyRoot(lambda: run.tree)
         self._has_counted = False
-        self.keeps: object = None  # what was inserted, for as long as the trace can be replayed
+        self._keeps: object = None  # what was inserted, for as long as the trace can be replayed
         if program is not None:
-            self.__dict__["program"] = program
+            self.__dict__["_program"] = program
 
     backward = backward
 
     @property
-    def capture(self) -> Capture | None:
-        """What was kept of the values, by op; None if nothing was."""
-        return self._capture
-
-    @property
     def ops(self) -> list[Op]:
         """The recorded ops, in order."""
-        return self.recording.tape.ops
+        return self._recording.tape.ops
 
     @property
     def module_calls(self) -> list[ModuleCall]:
         """The calls of modules, in the order in which they began."""
-        return self.recording.tape.calls
+        return self._recording.tape.calls
 
     @property
     def names(self) -> list[str]:
         """The node name of each op."""
-        return self.run.names
+        return self._run.names
 
     @property
     def flow_steps(self) -> FlowSteps:
         """Where the model's Python depended on the inputs."""
-        return self.run.steps
+        return self._run.steps
 
     @property
     def graph(self) -> Graph:  # type: ignore[override]
         """The networkx mirror at op level."""
-        return self.run.graph
+        return self._run.graph
 
     @cached_property
-    def program(self) -> Program:
+    def _program(self) -> Program:
         """The generated code that replays the run."""
-        return Program(self.recording, self._global_state)
+        return Program(self._recording, self._global_state)
 
     @property
     def guards(self) -> GuardTable:
@@ -326,15 +319,15 @@ class Trace(ModelHistory):
             [('input', 'x.shape', '1'), ('input', 'x.shape[0] > 3', 'True'), ('data', 'x.sum() > 0',
              'True')]
         """
-        return GuardTable(self.recording.tape.guards, self.program.analysis.kinds, self.names)
+        return GuardTable(self._recording.tape.guards, self._program.analysis.kinds, self.names)
 
     @property
     def _tree(self) -> Tree:  # type: ignore[override]
-        return self.run.tree
+        return self._run.tree
 
     @cached_property
     def _log(self) -> Log:  # type: ignore[override]
-        log = self.run.log
+        log = self._run.log
         if self._capture is not None:
             self._capture.attach(log, len(self.ops))
         self._claim(log)
@@ -347,7 +340,7 @@ class Trace(ModelHistory):
 
     @cached_property
     def _finder(self) -> Lookup:
-        run = self.run  # the lookup does not refer to the trace, which would outlive its last user
+        run = self._run  # the lookup does not refer to the trace, which would outlive its last user
 
         def select(what: Any) -> list[str]:
             return [node.path for node in naming.nodes_meant(what, run.candidates)]
@@ -356,7 +349,7 @@ class Trace(ModelHistory):
 
     @property
     def _facts(self) -> Facts:  # type: ignore[override]
-        capture, live = self._capture, self.recording.tape.blockers
+        capture, live = self._capture, self._recording.tape.blockers
         if capture is None:
             return Facts(None, None, live)
         return Facts(capture.seed, capture.seconds, live)
@@ -365,7 +358,7 @@ class Trace(ModelHistory):
         """Return the guards as plain values, ready for JSON."""
         return self.guards.to_list()
 
-    def count_flops(self) -> None:
+    def _count_flops(self) -> None:
         """Count the floating point operations of all entries, once."""
         if self._has_counted:
             return
@@ -401,20 +394,20 @@ class Trace(ModelHistory):
         """
         return validate.validate(self, self._capture, seed)
 
-    def output_values(self) -> list[tuple[int, tuple[Any, ...]]]:
+    def _output_values(self) -> list[tuple[int, tuple[Any, ...]]]:
         """Return which values of the tape are outputs: ops, and elements of their results."""
         found = self._tree.outputs
         return [(index, element) for _, index, element in found if index is not None]
 
-    def rewritten(self) -> dict[int, int | None]:
+    def _rewritten(self) -> dict[int, int | None]:
         """Return which outputs were written to after their op returned them; see `finish`."""
         return {
             index: writer if index in self.ops[writer].writes and writes_in_place(self.ops[writer])
             else None
-            for index, writer in self.recording.output_reads.items()
+            for index, writer in self._recording.output_reads.items()
         }  # fmt: skip
 
-    def settle(self, capture: Capture) -> None:
+    def _settle(self, capture: Capture) -> None:
         """Resolve the requests that only the finished run can resolve.
 
         Raises:
@@ -443,7 +436,7 @@ class Trace(ModelHistory):
         if wants:
             capture.choose(keys)
 
-    def require_met(self, capture: Capture) -> None:
+    def _require_met(self, capture: Capture) -> None:
         """Raise if a requested name does not exist.
 
         Raises:
@@ -491,7 +484,7 @@ class Trace(ModelHistory):
                 return v2
         """
         self._require_replayable()
-        return self.program.root.code.text
+        return self._program.root.code.text
 
     def replay(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the run on other inputs.
@@ -523,18 +516,18 @@ class Trace(ModelHistory):
             raise DivergenceError(
                 f"called with arguments {tuple(bound)}, but traced with {expected}"
             )
-        traced = self.recording.form
+        traced = self._recording.form
         if traced and traced != (form := self._signature.form(args, kwargs)):
             raise DivergenceError(
                 f"called with {', '.join(form)}, but traced with {', '.join(traced)}, which the "
                 "function may tell apart"
             )
         values = tuple(bound.values())
-        failed = self.program.failing(values)
+        failed = self._program.failing(values)
         if failed is not None:
-            mismatch = explain_check(failed, self.program, values)()
+            mismatch = explain_check(failed, self._program, values)()
             raise DivergenceError(mismatch.reason, mismatch.step)
-        result = self.program.run(values, first=True)
+        result = self._program.run(values, first=True)
         if isinstance(result, Divergence):
             result.hold.release()
             mismatch = explain_divergence(result)()
@@ -582,7 +575,7 @@ class Trace(ModelHistory):
         }
 
     def _arguments(self) -> list[Any]:
-        parts = self.recording.environment.parts
+        parts = self._recording.environment.parts
         return [part for part in parts if part.is_argument and part.parent is None]
 
     def _require_replayable(self) -> None:

@@ -129,7 +129,7 @@ class Audit:
         self._before.rewind()
         after = PreservedState(_nothing)
         try:
-            anew = trace(self._spare[0], *self._spare[1], **self._spare[2]).recording
+            anew = trace(self._spare[0], *self._spare[1], **self._spare[2])._recording
         except Exception as error:
             return AuditError(f"a replay was wrong: {what}; recording it anew raises {error!r}")
         finally:

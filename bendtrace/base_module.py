@@ -281,7 +281,7 @@ class BaseModule(ModuleProxy[ModelT]):
         output = self._dispatcher.trace(args, kwargs, plan)
         assert self._dispatcher.latest is not None
         trace = copy.copy(self._dispatcher.latest)
-        trace.output, trace.keeps = output, plan
+        trace.output, trace._keeps = output, plan
         return (trace, output) if _return_out else trace
 
     @property

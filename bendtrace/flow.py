@@ -47,8 +47,6 @@ __all__ = [
     "LogicalFlowStep",
     "LoopFlowStep",
     "ShapeFlowStep",
-    "flow_steps",
-    "steps_of",
 ]
 
 
@@ -323,7 +321,7 @@ def steps_of(recording: Recording) -> FlowSteps:
     Example:
         >>> import torch, bendtrace as bt
         >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
-        >>> bt.flow.steps_of(trace.recording) is trace.flow_steps
+        >>> bt.flow.steps_of(trace._recording) is trace.flow_steps
         True
     """
     return recording.view(_derived)
@@ -346,7 +344,7 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
     Example:
         >>> import torch, bendtrace as bt
         >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
-        >>> steps = bt.flow.flow_steps(trace.recording.tape, trace.names)
+        >>> steps = bt.flow.flow_steps(trace._recording.tape, trace.names)
         >>> [step.text for step in steps]
         ['x.sum() > 0']
     """

@@ -587,14 +587,14 @@ class BendedModule(BaseModule[ModelT]):
             "hooks": self._own_hooks() if memo is None else copy.deepcopy(self._own_hooks(), memo),
             "backend": {} if speculation is None else speculation.settings.arguments,
             "registry": self._known.registry.__getstate__(),
-            "bends": self._bending.kept(memo),
+            "bends": self._bending._kept(memo),
             "insertions": self._board.kept(memo),
         }
 
     def _take_over(self, carried: dict[str, Any]) -> None:
         self._known.registry.__setstate__(carried["registry"])
         self._board.restore(*carried["insertions"])
-        self._bending.restore(carried["bends"])
+        self._bending._restore(carried["bends"])
         vars(self).update(carried["hooks"])
 
     __treescope_repr__ = folded

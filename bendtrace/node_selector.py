@@ -300,6 +300,6 @@ def find(selector: Selectable, trace: Trace) -> list[Candidate]:
         >>> bt.node_selector.find(bt.node_selector.has_following(activations), trace)
         [<node add: add>]
     """
-    nodes = trace.run.candidates
+    nodes = trace._run.candidates
     meant = as_selector(selector).select(nodes)
     return [node for node in nodes if node.path in meant]

@@ -42,7 +42,7 @@ class Run:
     Example:
         >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-        >>> run = bt.trace(model, torch.ones(1, 2)).run
+        >>> run = bt.trace(model, torch.ones(1, 2))._run
         >>> run.names
         ['input', '_0_weight', '_0_bias', 'linear', 'relu']
         >>> [node.path for node in run.candidates]

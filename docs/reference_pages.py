@@ -32,9 +32,8 @@ MODULES = (
 )
 # What methods return that only bendtrace itself calls.
 INTERNAL = {
-    "bendtrace.analysis.matrices", "bendtrace.analysis.probe", "bendtrace.history.building",
-    "bendtrace.history.capture", "bendtrace.history.text", "bendtrace.interject.native",
-    "bendtrace.paths.text", "bendtrace.replay.program",
+    "bendtrace.analysis.matrices", "bendtrace.analysis.probe", "bendtrace.interject.native",
+    "bendtrace.paths.text",
 }  # fmt: skip
 # Bases whose members are described elsewhere.
 BASES = ("Module", "BaseException", "Exception", "UserWarning", "Mapping", "Sequence", "Enum",

@@ -117,7 +117,7 @@ def traced(make: Callable[[], Any], *calls: Any, **kwargs: Any) -> bt.BendedModu
 def at(bended: bt.BendedModule, path: str) -> Any:
     """Return the node of a path in the latest run."""
     assert bended._dispatcher.latest is not None
-    return bended._known.run(bended._dispatcher.latest.recording).tree.resolve(path, leaf=False)
+    return bended._known.run(bended._dispatcher.latest._recording).tree.resolve(path, leaf=False)
 
 
 # Handing out
@@ -416,7 +416,7 @@ def test_the_rest_is_what_a_model_split_by_hand_gives(
         "bn2.batch_norm": model.fc2, "fc2": lambda h: h,
     }[node]  # fmt: skip
     if node == "drop" and not train:  # it hands on what it is given, and relu alone uses that
-        assert len(bended._dispatcher.latest.recording.tape.ops)
+        assert len(bended._dispatcher.latest._recording.tape.ops)
     before, stats = torch.get_rng_state(), str(bended.stats)
     for _ in range(2):
         wanted = rest(h)

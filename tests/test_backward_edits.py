@@ -79,7 +79,7 @@ def test_an_edit_of_a_node_is_a_hook_on_it(case: str) -> None:
         torch.manual_seed(1)
         trace = bt.trace(model, x, save="none")
         loss = loss_of(trace.output)
-        graph = AutogradGraph(trace, trace.capture, [loss], ())  # type: ignore[arg-type]
+        graph = AutogradGraph(trace, trace._capture, [loss], ())  # type: ignore[arg-type]
         graph.nodes[at].register_prehook(all_of_them)
         loss.backward()
         record, ours, given = recorded(case, edits={label: all_of_them})

@@ -21,7 +21,7 @@ from tests.tree_models import EarlyExit
 
 def graph_of(function: Callable[..., Any], *args: Any) -> CandidateGraph:
     trace = bt.trace(function, *args)
-    return Run(trace.recording, function, Registry()).candidates
+    return Run(trace._recording, function, Registry()).candidates
 
 
 def edges_of(graph: CandidateGraph) -> dict[str, list[str]]:
@@ -35,7 +35,7 @@ def edges_of(graph: CandidateGraph) -> dict[str, list[str]]:
 def test_the_nodes_are_the_ops_and_calls_of_the_tree_in_the_order_of_the_run() -> None:
     model = EarlyExit().requires_grad_(False)
     trace = bt.trace(model, torch.ones(2, 4), 0.35)
-    graph = Run(trace.recording, model).candidates
+    graph = Run(trace._recording, model).candidates
     root = trace._tree.data
     expected = {
         node.path
@@ -351,8 +351,8 @@ def test_nodes_have_the_same_names_in_all_runs_that_share_a_registry() -> None:
 
     registry = Registry()
     one, other = (bt.trace(model, torch.full((2,), value)) for value in (1.0, -1.0))
-    first = Run(one.recording, model, registry).candidates
-    second = Run(other.recording, model, registry).candidates
+    first = Run(one._recording, model, registry).candidates
+    second = Run(other._recording, model, registry).candidates
     assert [path for path in first.nodes if "relu" in path] == ["relu", "relu_1"]
     assert [path for path in second.nodes if "relu" in path] == ["relu_1"]
 
@@ -367,7 +367,7 @@ def test_every_edge_of_large_layers_is_between_nodes_and_goes_forward(name: str)
     made = given.constructor_input
     module = info.module_cls(*made.args, **made.kwargs)
     trace = bt.trace(module, *given.forward_input.args, **given.forward_input.kwargs)
-    graph = Run(trace.recording, module).candidates
+    graph = Run(trace._recording, module).candidates
     order = {path: number for number, path in enumerate(graph.nodes)}
     assert set(graph.edges.nodes) == set(order)
     assert graph.edges.number_of_edges() > 0

@@ -69,6 +69,6 @@ def test_a_loaded_log_completes_its_tree(names: dict[str, Any], tmp_path: Path) 
 
 def test_a_tree_is_made_when_it_is_looked_at(names: dict[str, Any]) -> None:
     trace = bt.trace(nn.ReLU(), torch.ones(1))
-    assert "tree" not in vars(trace.run)
+    assert "tree" not in vars(trace._run)
     assert list(trace.tree) == ["input", "relu", "output"]
     assert trace.tree == trace.tree.relu._tree.root

@@ -140,7 +140,7 @@ def test_what_people_see_is_as_if_nothing_were_lifted(
         before = bended.stats.traces
         bended(x)
         trace = bended.latest_trace
-        if bended.stats.traces > before and trace.recording.tape.counters:
+        if bended.stats.traces > before and trace._recording.tape.counters:
             seen += 1
             assert views(trace) == views(bt.trace(model, x))
     assert seen
@@ -164,7 +164,7 @@ def test_calls_from_before_are_still_counted() -> None:
     bended = bt.BendedModule(Halving())
     for x in inputs(50):
         bended(x)
-    assert any(trace.recording.tape.counters for trace in bended.traces)
+    assert any(trace._recording.tape.counters for trace in bended.traces)
     assert "50 runs" in str(bended.tree)
 
 
@@ -180,7 +180,7 @@ def test_insertions_find_the_same_nodes(
         bended = bt.BendedModule(make())
         for x in inputs(30):
             bended(x)
-        assert (most == 2) is any(trace.recording.tape.counters for trace in bended.traces)
+        assert (most == 2) is any(trace._recording.tape.counters for trace in bended.traces)
         if node not in bended.activation_names():
             pytest.skip(f"{make.__name__} has no {node}")
         with bended.interject(node, lambda value: value * 0.75):

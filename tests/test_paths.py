@@ -40,7 +40,7 @@ def grow(
     function: Callable[..., Any], *args: Any, registry: Registry | None = None, **kwargs: Any
 ) -> Tree:
     """Trace a function and return its tree."""
-    return Run(bt.trace(function, *args, **kwargs).recording, function, registry).tree
+    return Run(bt.trace(function, *args, **kwargs)._recording, function, registry).tree
 
 
 def line_of(function: Any, text: str) -> int:
@@ -54,7 +54,7 @@ def line_of(function: Any, text: str) -> int:
 
 def assert_consistent(trace: bt.Trace, tree: Tree) -> None:
     """Names can be typed, paths lead to what they name, and everything on the tape has one."""
-    ops = trace.recording.tape.ops
+    ops = trace._recording.tape.ops
     for data in tree.data.walk():
         assert data.passes
         for child in data.children.values():
@@ -81,7 +81,7 @@ def assert_consistent(trace: bt.Trace, tree: Tree) -> None:
             assert len(passes) == 1 or op.kind is OpKind.STATE
     for number, call in enumerate(trace.module_calls):
         path = tree.call_path(number)
-        assert (path == "") is (call is trace.recording.root)
+        assert (path == "") is (call is trace._recording.root)
         assert tree.resolve(path, leaf=False)._passes[0].index == number
 
 
@@ -135,7 +135,7 @@ def test_the_tree_of_every_model_of_the_corpus_is_consistent_and_its_code_runs(c
     args, kwargs = make()
     torch.manual_seed(1)
     trace = bt.trace(model, *args, **kwargs)
-    tree = Run(trace.recording, model).tree
+    tree = Run(trace._recording, model).tree
     assert_consistent(trace, tree)
     assert_storable(tree, len(trace.ops))
     if _NO_CODE.search(tree.root._code) or case.name in _OTHERS_NAMES:
@@ -311,7 +311,7 @@ def test_a_registry_can_be_shared_by_threads() -> None:
     traces = [bt.trace(model, torch.full((2,), float(v))) for v in (5, 0) * 4]
 
     def build(trace: bt.Trace) -> None:
-        found.append(Run(trace.recording, model, registry).tree)
+        found.append(Run(trace._recording, model, registry).tree)
 
     threads = [threading.Thread(target=build, args=(trace,)) for trace in traces]
     for thread in threads:
@@ -705,7 +705,7 @@ def test_outputs_of_hugging_face_models_are_dug_into_by_name() -> None:
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config).eval()
     trace = bt.trace(model, torch.zeros(1, 3).long())
-    tree = Run(trace.recording, model).tree
+    tree = Run(trace._recording, model).tree
     assert tree.resolve("output|logits")._shape == torch.Size([1, 3, 20])
     assert tree.resolve("transformer.h[11].mlp.act.output")._shape == torch.Size([1, 3, 32])
     # Named `cache` since transformers 5.24.
@@ -774,7 +774,7 @@ def test_every_trace_of_a_bended_module_has_a_tree_with_the_same_names() -> None
     for value in (5.0, 0.0):  # the second one is resumed
         bended(torch.full((2,), value))
     assert bended.stats.resumes == 1
-    trees = [Run(t.recording, bended.model, registry).tree for t in bended.traces]
+    trees = [Run(t._recording, bended.model, registry).tree for t in bended.traces]
     for trace, tree in zip(bended.traces, trees, strict=True):
         assert_consistent(trace, tree)
         assert tree.resolve("add_1")._path == "add_1"
@@ -823,7 +823,7 @@ def test_results_with_keys_of_any_kind_go_through_json() -> None:
         return parts["a", 1] + parts["b.c"] + parts[7]
 
     trace = bt.trace(uses, torch.ones(2))
-    tree = Run(trace.recording, uses).tree
+    tree = Run(trace._recording, uses).tree
     assert (
         repr(tree.root.split)
         == """\
@@ -1160,7 +1160,7 @@ def test_the_nodes_visited_grow_with_the_tape_and_not_faster() -> None:
         trace = bt.trace(deep, torch.ones(1))
         sys.setprofile(profile)
         try:
-            Run(trace.recording, deep).tree.path_of(n)
+            Run(trace._recording, deep).tree.path_of(n)
         finally:
             sys.setprofile(None)
         return counted

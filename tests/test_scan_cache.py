@@ -576,12 +576,12 @@ def test_nothing_is_kept_of_a_model_once_its_runs_are_gone() -> None:
     trace = bt.trace(model, x)
     assert scan_cache.latest_walk(model) is not None
     again = bt.trace(model, x)
-    assert again.recording.environment.is_repeated
+    assert again._recording.environment.is_repeated
     gone = weakref.ref(model)
     del trace
     gc.collect()
     trace = bt.trace(model, x)
-    assert trace.recording.environment.is_repeated, "the second run has it as well"
+    assert trace._recording.environment.is_repeated, "the second run has it as well"
     del model, trace, again
     gc.collect()
     assert gone() is None
@@ -591,7 +591,7 @@ def test_a_kept_run_keeps_no_tensor_that_the_model_let_go_of() -> None:
     model, x = Model(), torch.ones(2, 4)
     model(x)  # which fills its cache
     traces = [bt.trace(model, x), bt.trace(model, x)]
-    assert traces[1].recording.environment.is_repeated
+    assert traces[1]._recording.environment.is_repeated
     gone = [weakref.ref(model.kept["b"]), weakref.ref(model.inner.offset)]
     model.kept["b"] = model.inner.offset = torch.zeros(4)
     gc.collect()

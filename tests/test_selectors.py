@@ -197,7 +197,7 @@ def test_a_layer_that_runs_is_meant_once_and_by_its_functional_when_that_is_call
         made, handed = one.constructor_input, one.forward_input
         layer = info.module_cls(*made.args, **made.kwargs).train(training)
         trace = bt.trace(Around(layer), *handed.args, **handed.kwargs)
-        graph = Run(trace.recording, trace.function).candidates
+        graph = Run(trace._recording, trace.function).candidates
         assert selector.select(graph) == {"layer"}
         free = [replace(node, scope=None) for node in graph if not node.is_module]
         known = any(selector.matches(node) for node in free)
@@ -476,7 +476,7 @@ X = torch.ones(1, 4)
 @pytest.fixture(scope="module")
 def graph() -> CandidateGraph:
     model = Nested()
-    return Run(bt.trace(model, X).recording, model).candidates
+    return Run(bt.trace(model, X)._recording, model).candidates
 
 
 EVERYTHING = [

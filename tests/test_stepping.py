@@ -325,7 +325,7 @@ class Eager(TorchFunctionMode):
 
 def call_of(run: SteppedRun, number: int) -> tuple[Any, int]:
     """Return the function of an event, and which call of it that is."""
-    event, tape = run._events[number], run.trace.recording.tape
+    event, tape = run._events[number], run.trace._recording.tape
     index = event.index if event.kind == "op" else tape.guards[event.index].index
     target = tape.ops[index].target
     return target, sum(op.target is target for op in tape.ops[:index] if not op.raised)
@@ -341,7 +341,7 @@ def change(
     run: SteppedRun, dice: random.Random, known: Container[tuple[Any, int]]
 ) -> tuple[int, Change] | None:
     """Change something at random that eager can change; return the event and how."""
-    tape = run.trace.recording.tape
+    tape = run.trace._recording.tape
     number = dice.randrange(len(run._events))
     event = run._events[number]
     target, call = call_of(run, number)

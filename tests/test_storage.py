@@ -66,7 +66,7 @@ def everything(log: RunLog) -> dict[str, Any]:
     """All that a log says, and the bits of what it holds."""
     return {
         "text": log.to_text(None),
-        "entries": [log.describe(entry) for entry in log.entries],
+        "entries": [str(entry) for entry in log.entries],
         "fields": [
             [
                 exact_text(getattr(entry, f.name))

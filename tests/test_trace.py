@@ -450,7 +450,7 @@ def test_names_of_the_model_do_not_become_code() -> None:
     theirs = {name for name in identifiers(trace.code) if not re.fullmatch(known, name)}
     assert theirs == {"shape"}
     assert "abort" not in ast.unparse(_without_strings(trace.code))
-    assert "abort" not in ast.unparse(_without_strings(trace.program.check_code.text))
+    assert "abort" not in ast.unparse(_without_strings(trace._program.check_code.text))
     x = torch.randn(4, 2)
     assert bits(trace.replay(x, **{"import os": x})) == bits(model(x, **{"import os": x}))
 

@@ -30,7 +30,7 @@ class Earlier(Protocol):
     """An earlier backward pass with `create_graph=True`, which has marked nodes."""
 
     all_nodes: list[BackwardNode]
-    mark: object
+    _mark: object
 
 
 class AutogradGraph:
@@ -116,7 +116,7 @@ class AutogradGraph:
     def _known(self, node: Any) -> BackwardNode | None:
         """Return the record of a node that an earlier pass has visited or made."""
         for earlier in self._earlier:
-            found = node.metadata.get(earlier.mark)
+            found = node.metadata.get(earlier._mark)
             if found is not None:
                 what, number = found
                 entry = earlier.all_nodes[number]

@@ -56,9 +56,9 @@ class BackwardPass:
         created_graph: whether the pass can be differentiated.
         nested: how often a node ran in another pass inside this one, as checkpoints with
             `use_reentrant=True` start them. What happens there is not recorded.
+        nodes: the nodes that ran, in order.
         all_nodes: the nodes of the whole autograd graph, also those that did not run.
         earlier: the passes whose graph this one went through, the latest first.
-        mark: the key of this pass in the metadata of autograd nodes.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -88,7 +88,7 @@ class BackwardPass:
         self.nested = 0
         self.all_nodes: list[BackwardNode] = graph.entries
         self.earlier: tuple[Earlier, ...] = earlier
-        self.mark = object()
+        self._mark = object()
         self._graph = graph
         self._losses = [
             (graph.entries[graph.position[node]].label, place, tuple(loss.shape), loss.dtype,
@@ -124,7 +124,7 @@ class BackwardPass:
         """
         return self.trace.backward(tensors, gradients, through=self, **options)
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Note that the pass has ended, and let go of the autograd graph."""
         ran = [entry for entry in self.all_nodes if entry.order is not None]
         self.nodes = sorted(ran, key=lambda entry: entry.order or 0)

@@ -88,7 +88,7 @@ def backward(
         >>> record["0.weight"].gradients_in[0].equal(model[0].weight.grad)
         True
     """
-    capture = trace.capture
+    capture = trace._capture
     if capture is None:
         raise InputError(
             "the run did not note which op made which gradient function: trace it with "
@@ -134,7 +134,7 @@ def backward(
             error.bendtrace = record  # type: ignore[attr-defined]
         raise
     finally:
-        record.settle()
+        record._settle()
     for change in changes:
         if change.entry.order is None:
             warnings.warn(
@@ -293,7 +293,7 @@ class _Watch:
         self._others = set(graph.nodes)
         if record.created_graph:
             for number, node in enumerate(graph.nodes):
-                node.metadata[record.mark] = ("visited", number)
+                node.metadata[record._mark] = ("visited", number)
             for start in starts:
                 self._others |= _above(start.grad_fn, self._others)
 
@@ -351,7 +351,7 @@ class _Watch:
         """Mark the nodes that were made since, with the number of the node that runs."""
         if not self._record.created_graph:
             return
-        mark = self._record.mark
+        mark = self._record._mark
         for gradient in gradients:
             if gradient is not None:
                 for node in _above(gradient.grad_fn, self._others, mark):

@@ -58,7 +58,7 @@ def again_of(log: RunLog, kept: Kept | None = None) -> Again:
         kept: the values of the run; None for those that the log itself has kept.
     """
     if isinstance(log, Trace):
-        capture = kept if kept is not None else log.capture
+        capture = kept if kept is not None else log._capture
         if capture is not None:
             return _Recorded(log, capture)
     return _Written(log)

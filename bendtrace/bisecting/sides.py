@@ -203,7 +203,7 @@ def _compiled(model: Any, call: Call) -> Side:
     except ConversionError as error:
         raise InputError(f"the run cannot be compiled op by op: {error}") from error
     keys = _return_all(log, graph)
-    inputs = [log.capture.saved[op.index, ()] if (op.index, ()) in log.capture.saved else op.meta  # type: ignore[union-attr]
+    inputs = [log._capture.saved[op.index, ()] if (op.index, ()) in log._capture.saved else op.meta  # type: ignore[union-attr]
               for op in log.ops if op.kind is OpKind.INPUT]  # fmt: skip
     compiled = model.dynamo_ctx(graph)
     with PreservedState(native, modes=True):
@@ -248,7 +248,7 @@ def _item(value: Any, key: Any) -> Any:
 
 
 def _of_same_run(log: Trace) -> _Kept:
-    capture = log.capture
+    capture = log._capture
     assert capture is not None
     given = {key: value for key, value in capture.saved.items() if log.ops[key[0]].is_given}
     # What was read after a write is known for the traced run only.
@@ -257,7 +257,7 @@ def _of_same_run(log: Trace) -> _Kept:
 
 def _with_values(log: Trace, kept: _Kept) -> RunLog:
     """Return a log of the same ops with other values."""
-    parts = log.parts()
+    parts = log._parts()
     names = {entry.label: entry for entry in log.entries}
 
     def value(entry: LayerEntry) -> Any:

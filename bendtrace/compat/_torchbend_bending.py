@@ -102,7 +102,7 @@ class BendingModule(ModuleWithMethods):
         acts = self.resolve_activations(*patterns, fn=fn) if return_activations else []
         return weights + acts
 
-    def keys_of(self, bend: BendSpec, fn: str | None = None) -> list[str]:
+    def _keys_of(self, bend: BendSpec, fn: str | None = None) -> list[str]:
         """Return the names of all that a bend of a configuration bends."""
         found = [] if bend.weights is False else self.resolve_parameters(*bend.where)
         for name in ([fn] if fn else self._methods()) if bend.activations else []:
@@ -179,7 +179,7 @@ class BendingModule(ModuleWithMethods):
                 handle.remove()
             raise
         if verbose:
-            for key in (key for spec, *_ in plans for key in self.keys_of(spec)):
+            for key in (key for spec, *_ in plans for key in self._keys_of(spec)):
                 print(f"bending {key}")
         return Bent(handles)
 

@@ -445,7 +445,7 @@ class BendingConfig(bends.BendingConfig):
             raise InputError("bind(module) says in which model to look the patterns up")
         found: dict[str, list[bends.Bend]] = {}
         for bend in self.bends:
-            for key in self.module.keys_of(bend, self._fn):
+            for key in self.module._keys_of(bend, self._fn):
                 found.setdefault(key, []).append(bend.callback)
         return found
 

@@ -124,7 +124,7 @@ class PatchableGraph(BendedModule):
         super().__init__(model)
         if example_args and isinstance(example_args[0], ExtractionOptions):
             example_args = example_args[1:]
-        recording = self.trace(*example_args, **example_kwargs).recording
+        recording = self.trace(*example_args, **example_kwargs)._recording
         self._keep(self._known.run(recording).tree)
 
     @property

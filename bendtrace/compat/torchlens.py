@@ -408,7 +408,7 @@ def validate_forward_pass(
 
 def _mark_depths(log: Trace) -> None:
     """Count the entries on the ways between each one and the inputs and outputs."""
-    entries = [each for each in log.entries_without_state() if isinstance(each, Op)]
+    entries = [each for each in log._entries_without_state() if isinstance(each, Op)]
     above = _distances(entries, "input", lambda entry: entry.parents)
     below = _distances(entries[::-1], "output", lambda entry: entry.children)
     for entry in entries:

@@ -41,13 +41,13 @@ __all__ = [
 class About(Protocol):
     """The interface that an entry uses to query its log."""
 
-    def count_flops(self) -> None:
+    def _count_flops(self) -> None:
         """Count the floating point operations of all entries."""
 
-    def describe(self, entry: LayerEntry) -> str:
+    def _describe(self, entry: LayerEntry) -> str:
         """Return a text that describes an entry in full."""
 
-    def keys_of(self, entry: LayerEntry) -> list[str]:
+    def _keys_of(self, entry: LayerEntry) -> list[str]:
         """Return the keys that find an entry."""
 
 
@@ -199,7 +199,7 @@ class LayerEntry:
     unsaved: str = ""
     gradient: Any = None
 
-    def belong(self, log: Callable[[], About | None]) -> None:
+    def _belong(self, log: Callable[[], About | None]) -> None:
         """Set the log that it belongs to.
 
         The log is referenced weakly, except by entries that were looked up: when nobody holds the
@@ -230,7 +230,7 @@ class LayerEntry:
         """
         about = self._about()
         if self.flop_count is None and about is not None:
-            about.count_flops()
+            about._count_flops()
         return self.flop_count
 
     @property
@@ -242,7 +242,7 @@ class LayerEntry:
     def lookup_keys(self) -> list[str]:
         """The keys that find it in its log; only its label if the log no longer exists."""
         about = self._about()
-        return [self.label] if about is None else about.keys_of(self)
+        return [self.label] if about is None else about._keys_of(self)
 
     @property
     def has_contents(self) -> bool:
@@ -276,7 +276,7 @@ class LayerEntry:
 
     def __str__(self) -> str:
         about = self._about()
-        return repr(self) if about is None else about.describe(self)
+        return repr(self) if about is None else about._describe(self)
 
 
 def _read(kept: Any) -> Any:

@@ -76,15 +76,16 @@ class RunLog:
     _tree: Tree
     _facts: Facts
     graph: Graph
+    """The networkx mirror at op level."""
     tree: Node
     """The tree of node paths: `history.tree.features.sub_6.conv2d`."""
 
     def _claim(self, log: Log) -> None:
         """Mark entries as those of this log."""
         for entry in log.entries:
-            entry.belong(weakref.ref(self))
+            entry._belong(weakref.ref(self))
 
-    def parts(self) -> tuple[Log, Tree, Graph, Facts, list[dict[str, Any]]]:
+    def _parts(self) -> tuple[Log, Tree, Graph, Facts, list[dict[str, Any]]]:
         """Return the parts from which another log of the same run can be made."""
         return self._log, self._tree, self.graph, self._facts, self.guard_rows()
 
@@ -153,7 +154,7 @@ class RunLog:
     def __getitem__(self, key: Key | slice | list[Any]) -> LayerEntry | Entries:
         found = self._lookup.find(key)
         for entry in found:
-            entry.belong(lambda: self)
+            entry._belong(lambda: self)
         return found
 
     def __len__(self) -> int:
@@ -178,17 +179,17 @@ class RunLog:
 
     # Telling
 
-    def describe(self, entry: LayerEntry) -> str:
+    def _describe(self, entry: LayerEntry) -> str:
         """Return a text that describes an entry in full."""
         return entry_text(entry, self._log, self._lookup)
 
-    def keys_of(self, entry: LayerEntry) -> list[str]:
+    def _keys_of(self, entry: LayerEntry) -> list[str]:
         """Return the keys that find exactly this entry.
 
         Example:
             >>> import torch, bendtrace as bt
             >>> history = bt.trace(torch.nn.Sequential(torch.nn.Linear(2, 3)), torch.ones(4, 2))
-            >>> history.keys_of(history["linear_1"])
+            >>> history["linear_1"].lookup_keys
             ['-2', '1', '0', '0:1', 'linear_1_1', 'linear_1_1:1']
         """
         return self._lookup.keys_of(entry)
@@ -216,7 +217,7 @@ class RunLog:
             >>> [(source, target) for source, target, back in graph.edges(data="back") if back]
             [('div_1_3', 'norm_1_1'), ('div_1_3', 'div_1_3')]
         """
-        return rolled_graph(self.entries_without_state())
+        return rolled_graph(self._entries_without_state())
 
     def rolled(self, most: int | None = _MOST) -> str:
         """Return a table with one line per layer, with all its passes merged.
@@ -240,9 +241,9 @@ class RunLog:
             div_1_3     3         (4,)                input_1_0, div_1_3 (of the pass before)
             output_1_4  1         (4,)                div_1_3
         """
-        return rolled_table(self.entries_without_state(), most)
+        return rolled_table(self._entries_without_state(), most)
 
-    def entries_without_state(self) -> list[LayerEntry]:
+    def _entries_without_state(self) -> list[LayerEntry]:
         """Return the entries that were computed in this run."""
         return [entry for entry in self.entries if entry.kind != "state"]
 
@@ -326,7 +327,7 @@ class RunLog:
         """
         return hash_of(self.entries, self.flow_steps)
 
-    def count_flops(self) -> None:
+    def _count_flops(self) -> None:
         """Count floating point operations; a log without its run has only earlier counts."""
 
     def __str__(self) -> str:

@@ -335,7 +335,7 @@ class KnownRuns:
         dispatcher = self._model._dispatcher
         latest: Recording | None = dispatcher.latest_run
         trace = dispatcher.latest
-        return latest if latest is not None or trace is None else trace.recording
+        return latest if latest is not None or trace is None else trace._recording
 
     def _misfit(
         self, program: Program, arguments: tuple[Any, ...], missing: frozenset[int]

@@ -70,7 +70,7 @@ class Places:
     def __init__(self, function: Callable[..., Any], trace: Trace, events: list[Event]) -> None:
         self._known = _Known(function, trace)
         self._trace = trace
-        self._tape = trace.recording.tape
+        self._tape = trace._recording.tape
         self._events = events
 
     def numbers(self, place: Any) -> list[int]:
@@ -151,7 +151,7 @@ class Places:
             place: the node.
             is_value: whether the value itself is asked for, and not only when it was computed.
         """
-        tree = self._trace.run.tree
+        tree = self._trace._run.tree
         numbers = {e.index: number for number, e in enumerate(self._events) if e.kind == "op"}
         found = set()
         for _, node, chosen in self._meant(place):
@@ -186,7 +186,7 @@ class Places:
 
     def _require_unwritten(self, place: Any, data: TreeNode, made: Pass) -> None:
         """Raise if what a call received or returned is no longer what the op had returned."""
-        tape, tree, index = self._tape, self._trace.run.tree, made.index
+        tape, tree, index = self._tape, self._trace._run.tree, made.index
         number = call_around(holders_of(tree.data), data, made)
         assert index is not None
         value = tree.origin(index, made.element)
@@ -198,7 +198,7 @@ class Places:
         wrote = [op.index for op in tape.ops[index + 1 : stop] if not names.isdisjoint(op.writes)]
         # The first op that read it afterwards knows if something wrote under another name.
         later = (op.reads for op in tape.ops[stop:] if not names.isdisjoint(op.operands))
-        reads = next(later, self._trace.recording.output_reads)
+        reads = next(later, self._trace._recording.output_reads)
         wrote += [reads[name] for name in names & reads.keys() if reads[name] < stop]
         if wrote:
             name = self._trace.names[max(wrote)]
@@ -213,7 +213,7 @@ class Places:
             raise InputError(f"{place!r} is no place in a run")
         meant = meant_by(name, self._known)
         if meant is None or not meant.places:
-            near = near_names(name, self._trace.run.naming.listed())
+            near = near_names(name, self._trace._run.naming.listed())
             said = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
             raise NodePathError(f"this run has no {name!r}{said}", name, tuple(near))
         return meant.places
@@ -236,9 +236,9 @@ class _Known:
 
     def names(self) -> list[Names]:
         """Return the names in the run."""
-        return [self._trace.run.naming]
+        return [self._trace._run.naming]
 
     def mirror_path(self, name: str) -> str:
         """Return the path of a node of the mirror of the run."""
-        run = self._trace.run
+        run = self._trace._run
         return run.tree.path_of(run.names.index(name)) if name in run.names else ""

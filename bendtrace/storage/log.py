@@ -353,7 +353,7 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
         tensor([0., 1.])
     """
     encode = GRAPH_CODEC.encode
-    history.count_flops()  # without the run, nobody can
+    history._count_flops()  # without the run, nobody can
     log, entries = history._log, history.entries
     about = {"bendtrace": bendtrace.__version__, "torch": str(torch.__version__)}
     with draft_in(os.path.abspath(os.fspath(directory)), about) as draft:

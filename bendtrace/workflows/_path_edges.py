@@ -76,8 +76,8 @@ class Flow:
         self.ops = trace.ops
         self._calls = trace.module_calls
         self._tree = trace._tree
-        self._root = trace.recording.root
-        self._output_reads = trace.recording.output_reads
+        self._root = trace._recording.root
+        self._output_reads = trace._recording.output_reads
         self._names = trace.names
         self._refs = [
             frozenset(ref.index for ref in refs_in((op.args, op.kwargs))) for op in self.ops

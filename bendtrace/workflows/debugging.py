@@ -366,8 +366,8 @@ def dead_ends(run: Trace) -> Table:
         >>> [row.label for row in bt.workflows.dead_ends(bt.trace(model, torch.ones(2)))]
         ['exp_1_1', 'add_1_2']
     """
-    tape, root = run.recording.tape, run.recording.root
-    left = [(change.key, change.value) for change in run.recording.changes]
+    tape, root = run._recording.tape, run._recording.root
+    left = [(change.key, change.value) for change in run._recording.changes]
     waiting = [ref.index for ref in refs_in((root.output, left))]
     waiting += [guard.index for guard in tape.guards]
     waiting += [op.index for op in tape.ops if op.writes or works_in_place(op)]
@@ -402,7 +402,7 @@ def hot_path(run: Trace, by: Literal["time", "memory"] = "time") -> Table:
         ['input_1_0', 'exp_1_1', 'sum_1_2', 'add_1_4', 'output_1_5']
     """
     required_choice("by", by, "time", "memory")
-    entries = run.entries_without_state()
+    entries = run._entries_without_state()
     if by == "time" and not any(entry.time is not None for entry in entries):
         raise InputError("this trace did not measure its ops: record it with save='none'")
     longest: dict[str, tuple[float, str | None]] = {}
@@ -456,7 +456,7 @@ def recomputation(run: Trace) -> Table:
         >>> [(row.module, row.nbytes) for row in bt.workflows.recomputation(run)]
         [('0:1', 12800)]
     """
-    entries = [entry for entry in run.entries_without_state() if entry.kind == "op"]
+    entries = [entry for entry in run._entries_without_state() if entry.kind == "op"]
     if not any(entry.time is not None for entry in entries):
         raise InputError("this trace did not measure its ops: record it with save='none'")
     inside: dict[str, list[LayerEntry]] = {}

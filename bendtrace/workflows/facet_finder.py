@@ -115,7 +115,7 @@ class _Finder:
     # Places
 
     def path(self, index: int) -> str:
-        return NodePath(re.sub(r":\d+", "", self.trace.run.tree.path_of(index)))
+        return NodePath(re.sub(r":\d+", "", self.trace._run.tree.path_of(index)))
 
     def facet(self, name: str, index: int, scope: Op, dim: int, groups: Any) -> Iterator[Facet]:
         path = self.path(index)

@@ -157,7 +157,7 @@ def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
     steps = {
         number
         for number, step in enumerate(trace.flow_steps)
-        if step.guard is not None and trace.recording.tape.guards[step.guard].index in below
+        if step.guard is not None and trace._recording.tape.guards[step.guard].index in below
     }
     under: set[int] = set()
     positions = {name: index for index, name in enumerate(trace.names)}
@@ -291,7 +291,7 @@ def receptive_field(
     sources = _sources(trace, of)
     asked = _asked(trace, target, element, index)
     elements = Elements(trace, list(sources.values()), seed)
-    writer = trace.recording.output_reads.get(target) if _is_output(node) else None
+    writer = trace._recording.output_reads.get(target) if _is_output(node) else None
     if writer is not None and elements.is_all_of(writer, target):
         target, element, writer = writer, (), None
     masks = {}
@@ -326,7 +326,7 @@ def _written_into(trace: Trace, node: Any) -> set[int]:
         return set().union(*(_written_into(trace, item) for item in node))
     if not _is_output(node):
         return set()
-    reads = trace.recording.output_reads
+    reads = trace._recording.output_reads
     return {reads[index] for index in _ops_of(trace, node) if index in reads}
 
 
@@ -336,7 +336,7 @@ def _is_output(node: Any) -> bool:
 
 def _deciding(trace: Trace, target: int, reached: set[int]) -> tuple[FlowStep, ...]:
     """Return the steps up to a value whose conditions depend on values of the inputs."""
-    guards = trace.recording.tape.guards
+    guards = trace._recording.tape.guards
     return tuple(
         step
         for step in trace.flow_steps
@@ -353,7 +353,7 @@ def _kept_by(trace: Trace) -> dict[int, set[int]]:
     The control edges of the mirror know the ops behind such a branch in its block, and not those
     before it in the next iteration of a loop.
     """
-    tape = trace.recording.tape
+    tape = trace._recording.tape
     branches = []
     for number, step in enumerate(trace.flow_steps):
         if step.guard is None or not isinstance(step, LogicalFlowStep):
@@ -440,7 +440,7 @@ def _decisions_over(
         guard = trace.flow_steps[number].guard
         if others & ops and guard is not None:
             steps.add(number)
-            conditions.add(trace.recording.tape.guards[guard].index)
+            conditions.add(trace._recording.tape.guards[guard].index)
     return steps, conditions
 
 
@@ -454,7 +454,7 @@ def _named(trace: Trace, ops: Iterable[int], kind: OpKind) -> tuple[str, ...]:
 
 
 def _outputs(trace: Trace, ops: set[int]) -> tuple[str, ...]:
-    written = set(trace.recording.output_reads.values())
+    written = set(trace._recording.output_reads.values())
     return tuple(
         path
         for path, index, _ in trace._tree.outputs
@@ -464,7 +464,7 @@ def _outputs(trace: Trace, ops: set[int]) -> tuple[str, ...]:
 
 def _writers(trace: Trace, index: int) -> set[int]:
     """Return the ops that wrote into an output of the model, after it was made."""
-    reads = trace.recording.output_reads
+    reads = trace._recording.output_reads
     return {writer for read, writer in reads.items() if read == index}
 
 

@@ -401,7 +401,7 @@ class Bending:
 
     # Copies of the model
 
-    def kept(self, memo: dict[int, Any] | None) -> Any:
+    def _kept(self, memo: dict[int, Any] | None) -> Any:
         """Return the part of the bends' state that a copy of the model needs.
 
         Args:
@@ -414,7 +414,7 @@ class Bending:
             memo.update((id(item), item) for item in source.spec.where if isinstance(item, Node))
         return copy.deepcopy(state, memo)
 
-    def restore(self, kept: Any) -> None:
+    def _restore(self, kept: Any) -> None:
         """Restore the result of `kept`, once the insertions of the copy exist again."""
         self.versions, self.configs, sources = kept
         self._sources = Sources(self._owner, self._catalogue, self.versions)

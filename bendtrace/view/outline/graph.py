@@ -110,7 +110,7 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
         if not self.traces:
             raise InputError("a copy of the graph has no traces: use BendedModule.graph itself")
         trace = self.traces[data["trace"]]
-        done = _done(trace.recording.tape, data["first"], data["stop"])
+        done = _done(trace._recording.tape, data["first"], data["stop"])
         return [NodeRef(trace.names[index]) for index in done]
 
     def draw(

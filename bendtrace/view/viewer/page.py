@@ -67,7 +67,7 @@ def stepped_html(history: RunLog, stepped: dict[str, Any] | None, *, flops: bool
         flops: whether to count floating point operations first.
     """
     if flops and any(entry.flop_count is None for entry in history.entries):
-        history.count_flops()
+        history._count_flops()
     style, script = _palette() + _part("style.css"), _script()
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     fields = {
