@@ -43,7 +43,7 @@ def test_what_methods_return_has_a_page(tmp_path: Path) -> None:
     trace = bt.trace(lambda x: x * 2 if x.sum() > 0 else x, torch.ones(2))
     bended = bt.BendedModule(lambda x: x * 2)
     met: list[Any] = [
-        trace, trace.guards, trace.guards[0], trace.ops[0], trace.tree, trace.draw(),
+        trace, trace.guards, trace.guards[0], trace.ops[0], trace.tree.mul, trace.draw(),
         bended.tree, bended.stats, bended.coverage(), bt.diff(trace, trace),
     ]  # fmt: skip
     for thing in met:
