@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -42,8 +43,13 @@ myst_heading_anchors = 3
 shutil.rmtree(DOCS / "notebooks", ignore_errors=True)
 (DOCS / "notebooks").mkdir()
 for notebook in (ROOT / "notebooks").glob("*.ipynb"):
-    text = notebook.read_text("utf-8").replace("](../docs/", "](../")
-    (DOCS / "notebooks" / notebook.name).write_text(text, "utf-8")
+    pages = json.loads(notebook.read_text("utf-8").replace("](../docs/", "](../"))
+    for cell in pages["cells"]:
+        if (
+            "alt" in cell["metadata"]
+        ):  # as nbconvert names it; myst_nb has a name of its own
+            cell["metadata"]["mystnb"] = {"image": {"alt": cell["metadata"]["alt"]}}
+    (DOCS / "notebooks" / notebook.name).write_text(json.dumps(pages), "utf-8")
 nb_execution_mode = os.environ.get("BENDTRACE_DOCS_NOTEBOOKS", "cache")
 nb_execution_timeout = 120
 nb_execution_raise_on_error = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,11 @@ def test_runs(path: Path, tmp_path: Path) -> None:
     assert status == 0, (tmp_path / "stderr").read_text("utf-8")
     imported = set((tmp_path / "modules").read_text("utf-8").split())
     assert [name for name in named if not modules_of(name) & imported] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_figure_is_described_in_words(path: Path) -> None:
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        has_figure = re.search(r"plt\.subplots\(|^show\(", source, re.MULTILINE) is not None
+        assert has_figure == ("alt" in cell["metadata"]), source
