@@ -126,7 +126,7 @@ class NotReplayableError(BendtraceError, RuntimeError):
     """
 
     def __init__(self, reasons: Iterable[str]) -> None:
-        self.reasons = tuple(reasons)
+        self.reasons: tuple[str, ...] = tuple(reasons)
         super().__init__("this trace cannot be replayed: " + "; ".join(self.reasons))
 
 
@@ -190,7 +190,7 @@ class RankDivergenceError(BendtraceError, RuntimeError):
 
     def __init__(self, group: str, told: Mapping[int, str]) -> None:
         self.group = group
-        self.ranks = dict(sorted(told.items()))
+        self.ranks: dict[int, str] = dict(sorted(told.items()))
         lines = "".join(f"\n  rank {rank}: {text}" for rank, text in self.ranks.items())
         super().__init__(f"the ranks of process group {group} disagree:{lines}")
 
@@ -225,6 +225,9 @@ class ExportError(BendtraceError, ValueError):
         bendtrace.errors.ExportError: `torch.rand(2)` at ...:1: rand may draw random numbers: call
         eval(), or pass random numbers as an input
     """
+
+    place: str
+    reason: str
 
     def __init__(self, reason: str, place: str = "") -> None:
         super().__init__(f"{place}: {reason}" if place else reason)
@@ -499,7 +502,7 @@ class SaveError(BendtraceError, OSError):
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
-        self.path = os.fspath(path)
+        self.path: str = os.fspath(path)
         super().__init__(f"cannot save to {self.path!r}: {reason}")
 
 
@@ -525,7 +528,7 @@ class LoadError(BendtraceError, ValueError):
     def __init__(
         self, path: str | os.PathLike[str], reason: str, *, is_newer: bool = False
     ) -> None:
-        self.path = os.fspath(path)
+        self.path: str = os.fspath(path)
         self.is_newer = is_newer
         super().__init__(f"cannot load {self.path!r}: {reason}")
 

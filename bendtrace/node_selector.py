@@ -157,21 +157,21 @@ __all__ = [
     "with_shape",
 ]
 
-Activations = Family("Activations")
-Convolutions = Family("Convolutions")
-Distance = Family("Distance")
-Dropout = Family("Dropout")
-Linear = Family("Linear")
-Loss = Family("Loss")
-Normalization = Family("Normalization")
-Padding = Family("Padding")
-Pooling = Family("Pooling")
-Recurrent = Family("Recurrent")
-Shuffle = Family("Shuffle")
-Sparse = Family("Sparse")
-Transformer = Family("Transformer")
-Utility = Family("Utility")
-Vision = Family("Vision")
+Activations: Family = Family("Activations")
+Convolutions: Family = Family("Convolutions")
+Distance: Family = Family("Distance")
+Dropout: Family = Family("Dropout")
+Linear: Family = Family("Linear")
+Loss: Family = Family("Loss")
+Normalization: Family = Family("Normalization")
+Padding: Family = Family("Padding")
+Pooling: Family = Family("Pooling")
+Recurrent: Family = Family("Recurrent")
+Shuffle: Family = Family("Shuffle")
+Sparse: Family = Family("Sparse")
+Transformer: Family = Family("Transformer")
+Utility: Family = Family("Utility")
+Vision: Family = Family("Vision")
 
 # The names that TorchWatcher has for them.
 is_act = is_activ = is_activation = Activations

@@ -48,7 +48,7 @@ class Replacement(Interjection):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self.self_contained = is_torchs_function(function)
+        self.self_contained: bool = is_torchs_function(function)
 
     @property
     def label(self) -> str:
@@ -67,7 +67,7 @@ class Removal(Interjection):
 
     def __init__(self, keep: int | str | Callable[[Inputs], Any]) -> None:
         self._keep = keep
-        self.self_contained = not callable(keep)
+        self.self_contained: bool = not callable(keep)
 
     def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
         """Return the input."""

@@ -56,7 +56,7 @@ class Run:
     ) -> None:
         self.recording = recording
         self.function = function
-        self.registry = Registry() if registry is None else registry
+        self.registry: Registry = Registry() if registry is None else registry
 
     @property
     def names(self) -> list[str]:

@@ -45,11 +45,11 @@ class AnalyserList(Analyser):
 
     def __init__(self, analysers: Iterable[Analyser] | Mapping[str, Analyser]) -> None:
         super().__init__()
-        self.analysers = _named(analysers)
+        self.analysers: dict[str, Analyser] = _named(analysers)
         members = self.analysers.values()
-        self.self_contained = all(item.self_contained for item in members)
-        self.deferrable = all(item.deferrable for item in members)
-        self.wants_inputs = any(item.wants_inputs for item in members)
+        self.self_contained: bool = all(item.self_contained for item in members)
+        self.deferrable: bool = all(item.deferrable for item in members)
+        self.wants_inputs: bool = any(item.wants_inputs for item in members)
         self._looking = {
             form: [item for item in members if form in item._forms()]
             for form in ("after", "backward")
@@ -303,8 +303,8 @@ class PerClassAnalyser(Analyser):
         _check_pattern(analyser)
         super().__init__(per_pass=_per_pass(analyser))
         self.analyser = analyser
-        self.self_contained = analyser.self_contained
-        self.deferrable = analyser.deferrable
+        self.self_contained: bool = analyser.self_contained
+        self.deferrable: bool = analyser.deferrable
 
     backward = see_gradients
 

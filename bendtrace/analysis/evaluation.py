@@ -111,6 +111,9 @@ class AnalyserEvaluation:
         [<after step 1, epoch 1: 'sub_1'>, <after step 2, epoch 2: 'sub_1'>]
     """
 
+    epochs: int
+    steps: int
+
     def __init__(
         self,
         where: Where,

@@ -270,7 +270,7 @@ class RunningQuantile(UnitAnalyser):
     ) -> None:
         super().__init__(keep=keep, per_pass=per_pass)
         Quantiles(size).at(ranks)  # raises if they are wrong
-        self.ranks = tuple(map(float, ranks))
+        self.ranks: tuple[float, ...] = tuple(map(float, ranks))
         self.size = size
 
     def _new(self) -> Any:
@@ -319,7 +319,7 @@ class RunningHistogram(UnitAnalyser):
             edges = even_edges(edges, low, high)
         elif low is not None or high is not None:
             raise InputError("edges already define the bins: do not pass low= and high=")
-        self.edges = Histogram(edges).edges
+        self.edges: Tensor = Histogram(edges).edges
 
     def _new(self) -> Any:
         return Histogram(self.edges)

@@ -121,6 +121,8 @@ class Products(Covariance):
 class Rows(Statistic):
     """All rows, up to a maximum number."""
 
+    count: int
+
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.count = 0

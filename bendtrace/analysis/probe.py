@@ -33,8 +33,13 @@ class ClassScores(Statistic):
         (0.5, tensor([1., 0.], dtype=torch.float64))
     """
 
+    correct: Tensor
+    seen: Tensor
+    loss: float
+    count: int
+
     def __init__(self, classes: int, top_k: tuple[int, ...] = ()) -> None:
-        self.top_k = tuple(top_k)
+        self.top_k: tuple[int, ...] = tuple(top_k)
         self.count = 0
         self.loss = 0.0
         self.among = [0] * len(self.top_k)
@@ -97,10 +102,13 @@ class ValueScores(Statistic):
         (1.0, 0.75)
     """
 
+    loss: float
+    squares: Tensor
+
     def __init__(self, outputs: int) -> None:
         self.loss = 0.0
         self.squares = torch.zeros(outputs, dtype=torch.float64)
-        self.targets = Moments()
+        self.targets: Moments = Moments()
 
     def add(self, predictions: Tensor, targets: Tensor, loss: float) -> None:
         """Add predictions and targets, (n, outputs) each, and the loss summed over them."""
@@ -155,6 +163,9 @@ class Probe(Statistic):
         outputs: the number of outputs; 1 while unknown.
         scores: None if the map has changed since.
     """
+
+    outputs: int
+    steps: int
 
     def __init__(self) -> None:
         self.linear: nn.Linear | None = None

@@ -135,7 +135,7 @@ class LinearProbe(Analyser):
         self.keep = check_keep(keep)
         self.pool = pool
         self.bias = bias
-        self.top_k = _checked_top(top_k, num_classes)
+        self.top_k: tuple[int, ...] = _checked_top(top_k, num_classes)
         self.ignore_index = ignore_index
         self.seed = seed
         self.max_features = max_features

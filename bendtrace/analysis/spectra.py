@@ -241,8 +241,8 @@ class CovarianceSpectrum(_Spectral):
             keep=keep, rtol=rtol, atol=atol, max_features=max_features, subset=subset, seed=seed,
             per_pass=per_pass,
         )  # fmt: skip
-        self.correction = required_int("correction", correction, 0)
-        self.fit = fit if isinstance(fit, bool) else _checked_range(fit)
+        self.correction: Any = required_int("correction", correction, 0)
+        self.fit: bool | tuple[int, int] = fit if isinstance(fit, bool) else _checked_range(fit)
 
     def start(self, key: str) -> Products:
         """Return sums of products."""

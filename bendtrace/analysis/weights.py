@@ -30,8 +30,8 @@ from bendtrace.rewriting import unrun_modules
 from bendtrace.source.internals import Never, internal
 
 # Deprecated; torch has parametrizations that do the same.
-SpectralNorm = internal("torch.nn.utils.spectral_norm.SpectralNorm", Never)
-WeightNorm = internal("torch.nn.utils.weight_norm.WeightNorm", Never)
+SpectralNorm: Any = internal("torch.nn.utils.spectral_norm.SpectralNorm", Never)
+WeightNorm: Any = internal("torch.nn.utils.weight_norm.WeightNorm", Never)
 
 __all__ = ["LayerWeightRank", "WeightRank", "weight_ranks"]
 

@@ -49,6 +49,9 @@ class AutogradGraph:
         roots: for each tensor, its node, and which result of that node it is.
     """
 
+    position: dict[Any, int]
+    nodes: list[Any]
+
     def __init__(
         self, trace: Trace, capture: Capture, tensors: Sequence[Tensor], earlier: Sequence[Earlier]
     ) -> None:
@@ -66,7 +69,7 @@ class AutogradGraph:
         self.nodes = _in_order([node for node, _ in self.roots])
         self.position = {node: number for number, node in enumerate(self.nodes)}
         self._numbered: dict[tuple[str, int], int] = {}
-        self.entries = self._described()
+        self.entries: list[BackwardNode] = self._described()
         for node, described in zip(self.nodes, self.entries, strict=True):
             described.next = tuple(
                 None if below is None else (self.entries[self.position[below]].label, number)

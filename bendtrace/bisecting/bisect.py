@@ -187,15 +187,20 @@ class Bisection:
         ('state', 'bias', ['linear_1_1'])
     """
 
+    b: RunLog
+    a: RunLog
+
     def __init__(self, a: Side, b: Side, rtol: float | None, atol: float | None) -> None:
         self.a, self.b = a.log, b.log
         self._sides = a, b
         exact = Difference(a.log, b.log, 0.0, 0.0)
         usual = _tolerances(exact)
-        self.rtol = usual[0] if rtol is None else rtol
-        self.atol = usual[1] if atol is None else atol
+        self.rtol: float = usual[0] if rtol is None else rtol
+        self.atol: float = usual[1] if atol is None else atol
         loose = self.rtol or self.atol
-        self.difference = Difference(a.log, b.log, self.rtol, self.atol) if loose else exact
+        self.difference: Difference = (
+            Difference(a.log, b.log, self.rtol, self.atol) if loose else exact
+        )
         self._entries_b = {entry.label: entry for entry in b.log.entries}
         self._entries_a = {entry.label: entry for entry in a.log.entries}
         self._pairs = dict(self.difference.matched)
@@ -209,9 +214,11 @@ class Bisection:
             self._look_at(entry)
         self._add_rest()
         looked_at = self.difference.first_value is not None or bool(self.culprits)
-        self.unseen = not looked_at and any(side.kind in _INDIRECT for side in self._sides) and (
-            not self._agree(a.output, b.output)
-        )  # fmt: skip
+        self.unseen: bool = (
+            not looked_at
+            and any(side.kind in _INDIRECT for side in self._sides)
+            and not self._agree(a.output, b.output)
+        )
 
     @property
     def first(self) -> Culprit | None:

@@ -20,9 +20,13 @@ class AdaptiveBlock(nn.Module):
         tolerance: the largest change of a feature that counts as slight.
     """
 
+    tolerance: float
+    limit: float
+    width: int
+
     def __init__(self, width: int = 8, limit: float = 4.0, tolerance: float = 0.4) -> None:
         super().__init__()
-        self.mix = nn.Linear(width, width)
+        self.mix: nn.Linear = nn.Linear(width, width)
         self.width, self.limit, self.tolerance = width, limit, tolerance
 
     def forward(self, x: Tensor) -> Tensor:

@@ -313,8 +313,8 @@ class ModuleTracker:
         hook_manager: HookManager | None = None,
         **named_modules: nn.Module,
     ) -> None:
-        self.protocol = protocol or TrackingProtocol()
-        self.hook_manager = hook_manager or HookManager()
+        self.protocol: TrackingProtocol = protocol or TrackingProtocol()
+        self.hook_manager: HookManager = hook_manager or HookManager()
         self.modules: dict[str, Any] = {
             **named_modules,
             **{repr(module): module for module in modules},

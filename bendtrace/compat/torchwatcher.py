@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,7 +52,7 @@ __all__ = [
     "replace_module_native",
 ]
 
-interjection = sys.modules[__name__]
+interjection: types.ModuleType = sys.modules[__name__]
 _lock = threading.Lock()
 
 

@@ -61,7 +61,7 @@ class CompiledFunction:
         self.settings = settings
         self.state = State.MEASURED if settings.drop_slower else State.USED
         self.reason = ""
-        self.seconds = 0.0
+        self.seconds: float = 0.0
         self.hits = self.failures = 0
         self.served: list[float] = []
         self.replayed: list[float] = []
@@ -223,10 +223,12 @@ class Failed:
         why = [line.rpartition(": got ")[2].strip() for line in lines if "Explanation:" in line]
         said = "; ".join([*lines[:1], *why[:1]])[:_LONGEST]
         self.reason = f"{type(inner).__name__}: {said}"
-        self.is_final = kind.__module__.startswith(_COMPILERS)
+        self.is_final: bool = kind.__module__.startswith(_COMPILERS)
         # A size that depends on values is the model's doing, wherever it is found in the way.
         is_of_model = type(inner).__module__.startswith("torch.fx.experimental")
-        self.is_of_backend = kind.__name__ in _OF_BACKENDS and self.is_final and not is_of_model
+        self.is_of_backend: bool = (
+            kind.__name__ in _OF_BACKENDS and self.is_final and not is_of_model
+        )
         if self.is_final and kind.__name__ == "FailOnRecompileLimitHit":
             self.reason = (
                 "torch.compile compiles a function for so many sets of sizes only "

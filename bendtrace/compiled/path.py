@@ -97,6 +97,9 @@ class CompiledPath(CompiledFunction):
         window: the paths of the latest calls with the same input guards.
     """
 
+    failures: int
+    is_unusable: bool
+
     def __init__(
         self,
         home: Program,
@@ -139,7 +142,7 @@ class CompiledPath(CompiledFunction):
                 self._make(arguments, output, spliced)
         except Refusal as refusal:
             self.reason = str(refusal)
-        self.seconds = time.perf_counter() - begun
+        self.seconds: float = time.perf_counter() - begun
 
     def _make(self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None) -> None:
         recording, global_state = self.recording, self.home.global_state
@@ -195,7 +198,7 @@ class CompiledPath(CompiledFunction):
             slot for slot, i in enumerate(gathered) if isinstance(ops[i].meta, TensorMeta)
         ]
         self._is_dynamic = straight.is_dynamic
-        self.text = straight.text
+        self.text: str = straight.text
         devices = {op.meta.device.type for op in ops if isinstance(op.meta, TensorMeta)}
         compilers = self.settings.compilers(devices <= {"cpu"})
         for compiler in compilers:
@@ -301,8 +304,10 @@ class CompiledPath(CompiledFunction):
             values = [both[slot] for slot in self._slots]
         output = self._finish(arguments, dict(zip(self._names, values, strict=True)))
         if self._backend is not None and self._backend.assumes:
-            self.state = State.REFUSED
-            self.reason = "for other sizes, what is picked by values would have to be checked anew"
+            self.state: State = State.REFUSED
+            self.reason: str = (
+                "for other sizes, what is picked by values would have to be checked anew"
+            )
             return self._missed()
         if result.graph not in self._confirmed:
             known = [item for item in (*gathered, *given) if isinstance(item, Tensor)]

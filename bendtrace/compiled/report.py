@@ -35,9 +35,11 @@ class CompiledReport:
         self.kept = kept
         self.backend = backend
         self._paths = paths
-        self.hits = sum(path.hits for path in paths)
-        self.failures = sum(path.failures for path in paths)
-        self.seconds = sum(path.seconds for path in paths) + sum(body.seconds for body in bodies)
+        self.hits: int = sum(path.hits for path in paths)
+        self.failures: int = sum(path.failures for path in paths)
+        self.seconds: float | int = sum(path.seconds for path in paths) + sum(
+            body.seconds for body in bodies
+        )
         self.segments = [
             {"functions": body.functions, "ops": len(body.functions), **body.row()}
             for body in bodies

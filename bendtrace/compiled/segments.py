@@ -74,7 +74,7 @@ class Body(CompiledFunction):
     ) -> None:
         super().__init__(settings)
         self.text = text
-        self.functions = tuple(map(name_of, targets))
+        self.functions: tuple[str, ...] = tuple(map(name_of, targets))
         self._names = names
         exec(compile(text, f"<bendtrace body {next(_serials)}>", "exec"), names)
         self._compilers: deque[Callable[..., Any]] = deque()
@@ -107,7 +107,7 @@ class Body(CompiledFunction):
             return None
         made = self.in_order(result)
         self.hits += 1
-        self.failures = 0
+        self.failures: int = 0
         if is_measured:
             self.was_served(now(given) - begun)
         return made

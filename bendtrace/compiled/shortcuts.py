@@ -38,6 +38,8 @@ class Backend:
         assumes: whether it has refused a graph because of its assumptions.
     """
 
+    graphs: int
+
     def __init__(self, backend: Callable[..., Any], may_assume: bool = False) -> None:
         self._backend = backend
         self._may_assume = may_assume
@@ -146,6 +148,8 @@ class Shortcut:
         results: the positions among its results of the truth, and of the tensors.
     """
 
+    number: int
+
     __slots__ = ("_numbers", "_same", "_slots", "_tensors", "check", "graph", "number", "results")
 
     def __init__(
@@ -158,7 +162,7 @@ class Shortcut:
         self._same = [(slot, other) for slot, other in pairs if slot != other]
         tensors = [given[i] for i in self._tensors]
         self.number, self.graph = call.number, call.graph
-        self.results = results
+        self.results: list[Any] = results
         # Mostly the arguments of the function are those of the graph.
         self._slots = None if slots == list(range(len(given))) else slots
         sizes, strides = [list(t.size()) for t in tensors], [list(t.stride()) for t in tensors]

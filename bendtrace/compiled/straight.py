@@ -125,11 +125,13 @@ class Straight(Expressions):
                 guards[number] = guard
         needed = self._find_needed()
         self._schedule = Schedule(recording, analysis, entry, guards, needed=needed)
-        self.inputs = [op.index for op in self._tape.ops if op.is_given and op.index in needed]
+        self.inputs: list[int] = [
+            op.index for op in self._tape.ops if op.is_given and op.index in needed
+        ]
         self._write()
-        self.text = "\n".join(self.lines) + "\n"
+        self.text: str = "\n".join(self.lines) + "\n"
         # By file and name torch.compile remembers which sizes of a function were seen to change.
-        self.kept = len(self._kept)
+        self.kept: int = len(self._kept)
         exec(compile(self.text, f"<bendtrace straight {next(_serials)}>", "exec"), self.names)
         self.function: Callable[..., Any] = self.names["straight"]
 

@@ -131,7 +131,7 @@ class CodeScan:
 
     def __init__(self, found: Found) -> None:
         self.found = found
-        self.notes = Notes()
+        self.notes: Notes = Notes()
         self._scanned: set[Any] = set()
         self._names_scanned: set[tuple[int, str]] = set()
         self._modules: list[types.ModuleType] = []

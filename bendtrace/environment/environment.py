@@ -57,6 +57,11 @@ class Environment(Found):
         filled_caches: the keys and results of caches after a run that added some.
     """
 
+    places: Places
+    held: dict[int, dict[Any, Any]]
+    alone: list[Captured]
+    bare: list[Captured]
+
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         self.function = function
         self.is_repeated = False
@@ -104,7 +109,7 @@ class Environment(Found):
         super().__init__(self.function, plain_numbers)
         scan = Scan(self)
         scan.scan_arguments(arguments)
-        self.arguments = [part for part in self.parts if part.is_argument]
+        self.arguments: list[Captured] = [part for part in self.parts if part.is_argument]
         self._sort_out(self.parts)
         return scan
 
@@ -316,7 +321,7 @@ class Environment(Found):
     def release(self) -> None:
         """Let go of tensors and contents once the run is over."""
         self.held, self.contents, self.places = {}, None, Places((), {})
-        self.depends = Depends()
+        self.depends: Depends = Depends()
         for part in self.own:
             if part.kind in _LET_GO and part.access is not Access.FIXED:
                 part.value = None

@@ -72,8 +72,8 @@ class Places:
                     self._names += names
                     self._spaces += [value] * len(names)
                     self._holders.append((part, begin, len(self._names)))
-        self.dicts = [part.value for part in self._parts]
-        self.taken = frozenset(
+        self.dicts: list[Any] = [part.value for part in self._parts]
+        self.taken: frozenset[int] = frozenset(
             part.index
             for part in chain(self._parts, self._cells, (part for part, _, _ in self._holders))
         )
@@ -118,11 +118,11 @@ class Contents:
     __slots__ = ("held", "keys", "named", "sizes", "values")
 
     def __init__(self, dicts: list[dict[Any, Any]], named: list[Any], held: list[Any]) -> None:
-        self.sizes = [*map(len, dicts)]
-        self.keys = [*chain.from_iterable(dicts)]
-        self.values = [*chain.from_iterable(map(_values, dicts))]
-        self.named = named
-        self.held = held
+        self.sizes: list[int] = [*map(len, dicts)]
+        self.keys: list[Any] = [*chain.from_iterable(dicts)]
+        self.values: list[Any] = [*chain.from_iterable(map(_values, dicts))]
+        self.named: list[Any] = named
+        self.held: list[Any] = held
 
     def same_as(self, other: Contents) -> bool:
         """Whether the same objects were at the same places, in the same order."""
@@ -226,11 +226,11 @@ class Found:
         self.plain_numbers = plain_numbers
         self.parts: list[Captured] = []
         self.arguments: list[Captured] = []
-        self.own = self.parts
+        self.own: list[Captured] = self.parts
         self.by_id: dict[int, Captured] = {}
         self.held: dict[int, dict[Any, Any]] = {}
-        self.places = Places((), {})
-        self.contents = self.places.read()
+        self.places: Places = Places((), {})
+        self.contents: Contents | None = self.places.read()
         self.bare: list[Captured] = []
         self.alone: list[Captured] = []
         self.blockers: list[str] = []
@@ -252,7 +252,7 @@ class Found:
         self.members: list[Any] = []
         self.cached: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.generators: list[Captured] = []
-        self.depends = Depends()
+        self.depends: Depends = Depends()
         self.watched_objects: WatchedContent
 
     @property

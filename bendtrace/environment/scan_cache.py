@@ -129,7 +129,7 @@ class CachedScan:
 
     def __init__(self, found: Found, notes: Notes, first: int, helpers: tuple[type, ...]) -> None:
         self._function = found.function
-        self.plain_numbers = found.plain_numbers
+        self.plain_numbers: bool = found.plain_numbers
         self._notes = notes
         self._first = first
         self._helpers = helpers
@@ -164,7 +164,7 @@ class CachedScan:
         self._by_id = {key: part for key, part in found.by_id.items() if part.index >= first}
         self._note_code(found)
         self._note_parts(found)
-        self.is_usable = self._is_apart() and self._note_contents(found.contents)
+        self.is_usable: bool = self._is_apart() and self._note_contents(found.contents)
 
     def _is_apart(self) -> bool:
         """Whether no part of the model is, or is reached by way of, one of the arguments."""

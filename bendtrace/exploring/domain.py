@@ -38,6 +38,9 @@ class Domain:
         Domain(0, 999, sizes={1: (1, 16)})
     """
 
+    high: float | None
+    low: float | None
+
     def __init__(
         self,
         low: float | None = None,
@@ -56,8 +59,8 @@ class Domain:
         if values is not None and (isinstance(values, str) or not list(values)):
             raise InputError(f"values= is a list of what may be there, not {values!r}")
         self.low, self.high = low, high
-        self.values = None if values is None else list(values)
-        self.sizes = dict(sizes or {})
+        self.values: list[Any] | None = None if values is None else list(values)
+        self.sizes: dict[int, tuple[Any, ...]] = dict(sizes or {})
         for dim, bounds in self.sizes.items():
             numbers = bounds[-2:] if isinstance(bounds, tuple) else ()
             named = isinstance(bounds, tuple) and len(bounds) == 3 and isinstance(bounds[0], str)
@@ -214,9 +217,11 @@ class Space:
                 'a domain says which inputs may differ, as in {"x": (-1.0, 1.0)}, not '
                 f"{domains!r}"
             )
-        self.domains = {label: Domain.of(domain) for label, domain in domains.items()}
+        self.domains: dict[str, Domain] = {
+            label: Domain.of(domain) for label, domain in domains.items()
+        }
         self._signature = signature
-        self.chance = random.Random(seed)
+        self.chance: random.Random = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         self.numbers: dict[float, None] = {0: None, 1: None}  # constants of the model's code
 

@@ -80,7 +80,7 @@ class Exploration(Sequence[Find]):
         self, finds: Sequence[Find], not_found: Sequence[Unfound], runs: int, seconds: float
     ) -> None:
         self._finds = list(finds)
-        self.not_found = list(not_found)
+        self.not_found: list[Unfound] = list(not_found)
         self.runs = runs
         self.seconds = seconds
 

@@ -156,7 +156,7 @@ class Machine:
     """
 
     def __init__(self, recordings: Iterable[Recording]) -> None:
-        self.runs = [AnalysedRun(recording) for recording in recordings]
+        self.runs: list[AnalysedRun] = [AnalysedRun(recording) for recording in recordings]
         self.begin: Way
         self._by_key: dict[Any, Question] = {}
         for number, run in enumerate(self.runs):
@@ -224,6 +224,10 @@ class View:
         loop: the loop, if this is one iteration of it.
     """
 
+    loop: Loop | None
+    sink: Any
+    entry: Any
+
     def __init__(
         self, edges: dict[Question, dict[Way, Any]], entry: Any, sink: Any, loop: Loop | None = None
     ) -> None:
@@ -233,7 +237,7 @@ class View:
         for question, ways in edges.items():
             flow.add_edges_from((question, target) for target in ways.values())
         alive = (nx.ancestors(flow, sink) | {sink}) & (nx.descendants(flow, entry) | {entry})
-        self.edges = {
+        self.edges: dict[Question, dict[Way, Any]] = {
             question: {way: target for way, target in ways.items() if target in alive}
             for question, ways in edges.items()
             if question in alive

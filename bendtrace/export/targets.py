@@ -224,9 +224,11 @@ class OnnxProgram:
         onnxruntime = _required("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        self.session = onnxruntime.InferenceSession(os.fspath(path), options)
+        self.session: Any = onnxruntime.InferenceSession(os.fspath(path), options)
         found = self.session.get_modelmeta().custom_metadata_map
-        self.messages = {int(k): v for k, v in json.loads(found.get(_UNSEEN, "{}")).items()}
+        self.messages: dict[int, Any] = {
+            int(k): v for k, v in json.loads(found.get(_UNSEEN, "{}")).items()
+        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Run it.

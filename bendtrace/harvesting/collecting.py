@@ -171,7 +171,7 @@ class Collector:
     """
 
     def __init__(self, bended: BendedModule, settings: Settings, several: bool = True) -> None:
-        self.filling = Filling(settings.shard_samples, settings.shard_bytes)
+        self.filling: Filling = Filling(settings.shard_samples, settings.shard_bytes)
         self.places: dict[str, str] = {}
         self._bended = bended
         self._settings = settings

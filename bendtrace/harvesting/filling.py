@@ -205,6 +205,9 @@ class Filling(Record):
         nbytes: the size of all rows.
     """
 
+    samples: int
+    nbytes: int
+
     def __init__(self, rows: int, room: int) -> None:
         self.columns: dict[str, Rows] = {}
         self.rows = rows

@@ -72,8 +72,8 @@ class Harvest:
             raise LoadError(self.directory, f"it is not a harvest: there is no {SETTINGS}")
         about = read(path)
         self.settings: dict[str, Any] = about["settings"]
-        self.is_complete = os.path.exists(os.path.join(self.directory, INDEX))
-        self.shards = tuple(shards_in(self.directory))
+        self.is_complete: bool = os.path.exists(os.path.join(self.directory, INDEX))
+        self.shards: tuple[Shard, ...] = tuple(shards_in(self.directory))
         self._form = form_of(self.settings["format"])
         self._held: dict[str, Held] = {}
         if self.is_complete:
@@ -409,7 +409,7 @@ class Rows(Dataset[Any]):
         has = torch.ones(len(harvest), dtype=torch.bool)
         for rows in self._rows.values() if names else ():
             has &= rows >= 0
-        self.positions = has.nonzero().flatten()
+        self.positions: Tensor = has.nonzero().flatten()
 
     def __len__(self) -> int:
         return len(self.positions)

@@ -65,7 +65,7 @@ class HarvestRun:
         self._collector = collector
         self._rank, self._world = workers.rank, workers.world
         self._before = shards_in(files.directory, files.rank)
-        self.done = sum(shard.samples for shard in self._before)
+        self.done: int = sum(shard.samples for shard in self._before)
         self._past = _Past(self._before, files)
         collector.filling.number = len(self._before) + 1
         for shard in self._before:

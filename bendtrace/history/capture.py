@@ -128,20 +128,20 @@ class Capture:
         store: Store | None = None,
     ) -> None:
         self.saved: dict[Key, Any] = {}
-        self.gradients = Gradients(convert) if gradients else None
+        self.gradients: Gradients | None = Gradients(convert) if gradients else None
         self.reread: dict[tuple[int, int], Any] = {}
         self.passed: dict[tuple[int, int], Any] = {}
         self.random: dict[int, Tensor] = {}
         self.times: dict[int, int] = {}
         self.grad_fns: dict[Key, str] = {}
-        self.marks = GraphMarks()
+        self.marks: GraphMarks = GraphMarks()
         self.chosen = chosen or None
         self.stop = stop
         self.states: dict[int, State] = {}
         self.ended = ""
         self.error: Exception | None = None
-        self.seconds = 0.0
-        self.seed = torch.initial_seed()
+        self.seconds: float = 0.0
+        self.seed: int = torch.initial_seed()
         self._convert = convert
         self._detach = detach
         self._store = store

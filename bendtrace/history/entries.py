@@ -355,6 +355,8 @@ class Namer:
         count: the number of layers named so far, each pass counted separately.
     """
 
+    count: int
+
     def __init__(self) -> None:
         self.count = 0
         self._layers: dict[Any, Layer] = {}

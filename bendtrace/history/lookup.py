@@ -112,7 +112,7 @@ class Lookup:
         self._tree = tree
         self._select = select
         self._names = Names(tree, lambda: log)
-        self.layers = [entry for entry in log.entries if entry.is_layer]
+        self.layers: list[LayerEntry] = [entry for entry in log.entries if entry.is_layer]
         self._places: dict[tuple[int, tuple[Any, ...]], LayerEntry] = {}
         for entry in log.entries:
             if entry.index is not None:
@@ -140,7 +140,9 @@ class Lookup:
             if given and call.name:
                 modules[call.label] = given
                 modules.setdefault(call.name, []).extend(given)
-        self.module_names = list(dict.fromkeys(call.name for call in log.modules if call.name))
+        self.module_names: list[str] = list(
+            dict.fromkeys(call.name for call in log.modules if call.name)
+        )
         for name, several in modules.items():
             self._labels.pop(name, None)
             self._found.setdefault(name, list(dict.fromkeys(several)))

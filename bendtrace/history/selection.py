@@ -102,7 +102,7 @@ class Selection:
                     f"not by {key!r}"
                 )
         modules = _module_names(model)
-        self.deferred = [_Want(key) for key in keys if _is_deferred(key, modules)]
+        self.deferred: list[_Want] = [_Want(key) for key in keys if _is_deferred(key, modules)]
         keys = [key for key in keys if all(key is not want.key for want in self.deferred)]
         self._functions = [_Want(key) for key in keys if _is_function(key)]
         self._names = [_Want(key) for key in keys if isinstance(key, (str, re.Pattern))]

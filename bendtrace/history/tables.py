@@ -177,7 +177,7 @@ def data_frame(entries: Sequence[LayerEntry]) -> pandas.DataFrame:
     return frame.rename_axis("label")  # type: ignore[no-any-return]
 
 
-OpRow = namedtuple("OpRow", [c.name for c in COLUMNS if "ops" in c.views])  # type: ignore[misc]
+OpRow: type[OpRow] = namedtuple("OpRow", [c.name for c in COLUMNS if "ops" in c.views])  # type: ignore[misc]
 
 
 class ModuleRow(NamedTuple):

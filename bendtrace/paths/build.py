@@ -63,7 +63,7 @@ class Builder:
         self._codes: dict[int, dict[str, list[int]]] = {}
         self._inserted: dict[int, tuple[TreeNode, list[tuple[str, str]]]] = {}
         call = events.root
-        self.root = TreeNode("", "graph", "Graph", "call", module=call.path)
+        self.root: TreeNode = TreeNode("", "graph", "Graph", "call", module=call.path)
         self.root.class_name = type(call.module or events.function).__name__
 
     def finish(self) -> None:
@@ -240,14 +240,14 @@ class Visit:
 
     def __init__(self, builder: Builder, call: ModuleCall, node: TreeNode) -> None:
         self.builder = builder
-        self.events = builder.events
+        self.events: Events = builder.events
         self.call = call
         self.node = node
-        self.number = len(node.passes)
+        self.number: int = len(node.passes)
         self.header: list[str] = []
         self.given: set[int] = set()
         self.marks: list[tuple[int, str]] = []
-        self.body = Body(builder)
+        self.body: Body = Body(builder)
         self._earlier = set(node.children) if self.number else set()
         self._new: list[str] = []
         builder.where[id(call)] = node, self.number

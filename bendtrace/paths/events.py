@@ -48,14 +48,16 @@ class Events:
     def __init__(self, recording: Recording, function: Callable[..., Any]) -> None:
         self.recording = recording
         self.function = function
-        self.ops = recording.plain_ops
+        self.ops: list[Op] = recording.plain_ops
         self._counters = recording.tape.counters
         self.origins: dict[int, Origin] = {}
         self.keys: dict[int, tuple[Any, ...]] = {}  # of dicts that an op gave
         self._parameters: dict[int, list[tuple[str, Any]]] = {}  # of modules, by identity
         self._of: dict[int, list[Op | ModuleCall]] = defaultdict(list)
         calls = iter(enumerate(recording.tape.calls))
-        self.numbers = {id(call): number for number, call in enumerate(recording.tape.calls)}
+        self.numbers: dict[int, int] = {
+            id(call): number for number, call in enumerate(recording.tape.calls)
+        }
         waiting = next(calls, None)
         for op in self.ops:
             while waiting is not None and waiting[1].start <= op.index:
@@ -69,7 +71,7 @@ class Events:
             waiting = next(calls, None)
         self._managers: dict[Context, str] = {}
         self._context = self.ops[0].context if self.ops else current_context()
-        self.root = self._find_root()
+        self.root: ModuleCall = self._find_root()
 
     def of(self, call: ModuleCall) -> list[Op | ModuleCall]:
         """Return the ops and calls directly inside a call, in the order in which they began."""

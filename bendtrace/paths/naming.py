@@ -71,7 +71,7 @@ class Registry:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         self._names: dict[str, _Names] = {}
         self._sites: dict[tuple[int, ...], int] = {}
         self._contents: dict[tuple[Any, ...], int] = {}

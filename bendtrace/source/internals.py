@@ -80,8 +80,8 @@ def internal(path: str, instead: Any = _RAISES, part: str = "", *names: str) -> 
 
 
 # What several modules use. Seen in torch 2.13 to 2.15.
-pytree = internal("torch.utils._pytree")
-keeps_version = internal("torch.autograd.grad_mode._unsafe_preserve_version_counter")
+pytree: Any = internal("torch.utils._pytree")
+keeps_version: Any = internal("torch.autograd.grad_mode._unsafe_preserve_version_counter")
 _disable_dynamo = internal("torch._disable_dynamo", torch.compiler.disable)
 
 

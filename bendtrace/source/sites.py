@@ -253,7 +253,7 @@ class SiteTable:
     def __init__(self, boundaries: frozenset[CodeType]) -> None:
         # Code objects are compared by identity because hashing one is slow; the sites keep
         # them alive, so that an identity is never used twice.
-        self.boundaries = {id(code) for code in boundaries}
+        self.boundaries: set[int] = {id(code) for code in boundaries}
         self._sites: dict[tuple[int, ...], Site] = {}
 
     def find(self, frame: FrameType) -> Site:

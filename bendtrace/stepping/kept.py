@@ -23,6 +23,8 @@ class Kept:
         nbytes: how many bytes they take.
     """
 
+    nbytes: int
+
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.nbytes = 0

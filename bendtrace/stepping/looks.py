@@ -55,6 +55,8 @@ class Looks:
         size: how many characters they take.
     """
 
+    size: int
+
     def __init__(self, budget: int, centre: int) -> None:
         self.frames: dict[int, tuple[FrameText, ...]] = {}
         self.results: dict[int, str] = {}

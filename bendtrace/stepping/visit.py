@@ -120,6 +120,8 @@ class Visit:
         went_astray: what it did differently from an earlier visit.
     """
 
+    refusal: str
+
     def __init__(
         self,
         start: Start,

@@ -197,7 +197,7 @@ class Opened:
     def __init__(self, directory: str, manifest: dict[str, Any]) -> None:
         self.directory = directory
         self.manifest = manifest
-        self.folder = os.path.join(directory, manifest["data"])
+        self.folder: str = os.path.join(directory, manifest["data"])
 
     def read_json(self, name: str) -> Any:
         """Return what a file of JSON holds.

@@ -90,8 +90,8 @@ class Array:
     __slots__ = ("layout", "value")
 
     def __init__(self, array: Any) -> None:
-        self.value = array.copy("K")
-        self.layout = _layout(array)
+        self.value: Any = array.copy("K")
+        self.layout: tuple[Any, ...] = _layout(array)
 
     @property
     def is_writeable(self) -> bool:

@@ -94,14 +94,16 @@ _only_warns = internal(
     "torch._C._get_deterministic_algorithms_warn_only",
     torch.is_deterministic_algorithms_warn_only_enabled,
 )
-precision = internal("torch._C._get_float32_matmul_precision", torch.get_float32_matmul_precision)
-mkldnn = internal("torch._C._get_mkldnn_enabled", lambda: torch.backends.mkldnn.enabled)
+precision: Any = internal(
+    "torch._C._get_float32_matmul_precision", torch.get_float32_matmul_precision
+)
+mkldnn: Any = internal("torch._C._get_mkldnn_enabled", lambda: torch.backends.mkldnn.enabled)
 _flash = internal("torch._C._get_flash_sdp_enabled", _cuda.flash_sdp_enabled)
 _efficient = internal("torch._C._get_mem_efficient_sdp_enabled", _cuda.mem_efficient_sdp_enabled)
 _math = internal("torch._C._get_math_sdp_enabled", _cuda.math_sdp_enabled)
 _anomaly = torch.is_anomaly_enabled
 _threads = torch.get_num_threads
-cudnn = internal("torch._C._get_cudnn_enabled", lambda: _cudnn.enabled)
+cudnn: Any = internal("torch._C._get_cudnn_enabled", lambda: _cudnn.enabled)
 _benchmark = internal("torch._C._get_cudnn_benchmark", lambda: _cudnn.benchmark)
 _cudnn_deterministic = internal("torch._C._get_cudnn_deterministic", lambda: _cudnn.deterministic)
 _cudnn_tf32 = internal("torch._C._get_cudnn_allow_tf32", lambda: _cudnn.allow_tf32)

@@ -308,9 +308,9 @@ def _kind(base: type, plain_kind: type) -> Any:
     return type(plain_kind.__name__, (TracedScalar, base), body)
 
 
-TracedInt = _kind(torch.SymInt, int)
-TracedFloat = _kind(torch.SymFloat, float)
-TracedBool = _kind(torch.SymBool, bool)
+TracedInt: Any = _kind(torch.SymInt, int)
+TracedFloat: Any = _kind(torch.SymFloat, float)
+TracedBool: Any = _kind(torch.SymBool, bool)
 TRACED: frozenset[type] = frozenset({TracedInt, TracedFloat, TracedBool})
 _RETIRED = {
     TracedInt: _kind(_NotSymbolic, int),

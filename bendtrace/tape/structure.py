@@ -277,7 +277,7 @@ class Existing:
     __slots__ = ("part",)
 
     def __init__(self, part: Captured) -> None:
-        self.part = part
+        self.part: Captured = part
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Existing) and other.part.named == self.part.named
@@ -295,7 +295,7 @@ class Fixed:
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.value: Any = value
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fixed) and other.value is self.value
@@ -337,7 +337,7 @@ class Made(Container):
 
     def __init__(self, maker: Callable[..., Any], *args: Any) -> None:
         self.maker = maker
-        self.args = args
+        self.args: tuple[Any, ...] = args
 
     def inside(self) -> tuple[Any, ...]:
         """Return its arguments."""
@@ -368,7 +368,7 @@ class Instance(Container):
     __slots__ = ("attributes", "cls", "items")
 
     def __init__(self, cls: type) -> None:
-        self.cls = cls
+        self.cls: type = cls
         self.items: Any = None
         self.attributes: dict[AttributeKey, Any] = {}
 

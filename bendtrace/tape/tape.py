@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from bendtrace.source.sites import Place, Site
 from bendtrace.source.statements import asks_for_error, is_under_handler
@@ -50,7 +51,7 @@ class Ref:
     __slots__ = ("index",)
 
     def __init__(self, index: int) -> None:
-        self.index = index
+        self.index: int = index
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ref) and other.index == self.index
@@ -141,17 +142,17 @@ class ModuleCall:
         parent: ModuleCall | None,
         start: int,
     ) -> None:
-        self.path = path
-        self.module = module
-        self.number = number
-        self.parent = parent
-        self.start = start
-        self.stop = start
+        self.path: str = path
+        self.module: nn.Module | None = module
+        self.number: int = number
+        self.parent: ModuleCall | None = parent
+        self.start: int = start
+        self.stop: int = start
         self.args: Any = ()
         self.kwargs: dict[str, Any] = {}
         self.output: Any = None
         self.site: Site | None = None
-        self.training = False
+        self.training: bool = False
 
     def __repr__(self) -> str:
         return f"<call {self.number + 1} of {self.path or 'the root'}>"
@@ -220,14 +221,14 @@ class Op:
         site: Site | None,
         context: Context,
     ) -> None:
-        self.index = index
-        self.kind = kind
-        self.target = target
-        self.args = args
-        self.kwargs = kwargs
-        self.scope = scope
-        self.site = site
-        self.context = context
+        self.index: int = index
+        self.kind: OpKind = kind
+        self.target: Any = target
+        self.args: Any = args
+        self.kwargs: dict[str, Any] = kwargs
+        self.scope: ModuleCall = scope
+        self.site: Site | None = site
+        self.context: Context = context
         self.meta: Any = None
         self.raised: Raised | None = None
         self.writes: tuple[int, ...] = ()

@@ -57,6 +57,8 @@ class Writes:
         latest_unseen: the last op that wrote without changing a version; -1 if none did.
     """
 
+    latest_unseen: int
+
     def __init__(self) -> None:
         self.stale: list[tuple[Ref, Tensor]] = []
         self._given: list[tuple[Ref, Tensor, int]] = []

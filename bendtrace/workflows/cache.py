@@ -64,7 +64,7 @@ class ActivationCache(dict[str, Any]):
         aliases: Aliases | None = None,
     ) -> None:
         super().__init__(values)
-        self.aliases = Aliases() if aliases is None else aliases
+        self.aliases: Aliases = Aliases() if aliases is None else aliases
         self._names = dict(names)
 
     def passes(self, name: str) -> list[Any]:

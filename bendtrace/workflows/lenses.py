@@ -344,9 +344,9 @@ class TunedLens(nn.Module):
                 _check_fits(site, end(value, site), final)
         # Not submodules: they are neither trained nor saved.
         self.__dict__.update(_bended=bended, _end=end, _where=sites, _output=output)
-        self.sites = tuple(found)
+        self.sites: tuple[str, ...] = tuple(found)
         self.steps = 0
-        self.translators = nn.ModuleList()
+        self.translators: nn.ModuleList = nn.ModuleList()
         for value in found.values():
             size = value.shape[-1]
             # `nn.Linear` would draw random numbers, and the weights are zero.

@@ -104,7 +104,7 @@ class SparseAutoencoder(nn.Module):
         self.subtracts = subtracts
         self.k = k
         self.rescales = rescales
-        self.config = json.dumps(
+        self.config: str = json.dumps(
             config
         )  # a text, since compiled code may depend on plain values only
         for name in _READS[architecture]:

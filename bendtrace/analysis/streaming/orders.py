@@ -33,6 +33,8 @@ class MinMax(UnitStatistic):
         {'min': tensor([1, 3]), 'max': tensor([2, 5])}
     """
 
+    count: int
+
     def __init__(self) -> None:
         super().__init__()
         self._ends: list[Tensor] = []
@@ -90,7 +92,7 @@ class TopK(UnitStatistic):
 
     def __init__(self, k: int, *, largest: bool = True) -> None:
         super().__init__()
-        self.k = required_int("k", k, 1)
+        self.k: Any = required_int("k", k, 1)
         self.largest = largest
         self._kept: list[Tensor] = []  # values, samples (-1 for none), positions; (<=k, units)
 
@@ -349,7 +351,7 @@ class Quantiles(UnitStatistic):
 
     def __init__(self, size: int = 1024) -> None:
         super().__init__()
-        self.size = required_int("size", size, 2)
+        self.size: Any = required_int("size", size, 2)
         self._levels: list[Tensor] = []  # `(m, *shape)`; each value counts 2**level times
         self._takes_second: list[bool] = []
         self._error = 0

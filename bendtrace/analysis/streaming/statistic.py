@@ -159,6 +159,8 @@ class Count(Statistic):
         3
     """
 
+    count: int
+
     def __init__(self) -> None:
         self.count = 0
 

@@ -65,9 +65,9 @@ class Comparison:
 
     def __init__(self, matching: Matching, rtol: float, atol: float) -> None:
         self.matching = matching
-        self.a = matching.a
-        self.b = matching.b
-        self.coverage = Compared()
+        self.a: RunIndex = matching.a
+        self.b: RunIndex = matching.b
+        self.coverage: Compared = Compared()
         self._tolerances = {"rtol": rtol, "atol": atol}
 
     def modules(self) -> Iterator[ModuleChange]:

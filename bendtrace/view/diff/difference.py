@@ -12,7 +12,7 @@ from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry
 from bendtrace.history.run_log import RunLog
 from bendtrace.view.diff.changes import FlowChange, LayerChange, ModuleChange, Parting
-from bendtrace.view.diff.comparison import Comparison, GuardChange, guard_changes
+from bendtrace.view.diff.comparison import Compared, Comparison, GuardChange, guard_changes
 from bendtrace.view.diff.first import Timeline, without_tests
 from bendtrace.view.diff.matching import Matching, RunIndex
 from bendtrace.view.diff.picture import difference_picture
@@ -143,7 +143,7 @@ class Difference:
         matching = Matching(run_a, run_b)
         comparison = Comparison(matching, rtol, atol)
         pairs = matching.entries
-        self.matched = [
+        self.matched: list[tuple[str, str]] = [
             (run_a.entries[i].label, run_b.entries[j].label) for i, j in sorted(pairs.items())
         ]
         self.removed: list[LayerEntry] = [e for i, e in enumerate(run_a.entries) if i not in pairs]
@@ -154,9 +154,9 @@ class Difference:
         self.modules: list[ModuleChange] = list(comparison.modules())
         self._flow = list(comparison.flow())
         self.flow: list[FlowChange] = without_tests(run_a.steps, self._flow)
-        self.timeline = Timeline(matching, self._flow)
+        self.timeline: Timeline = Timeline(matching, self._flow)
         self.first: Parting | None = self.timeline.first(self.changed)
-        self.coverage = comparison.coverage
+        self.coverage: Compared = comparison.coverage
         self._matching = matching
 
     def __bool__(self) -> bool:

@@ -31,8 +31,8 @@ class Timeline:
 
     def __init__(self, matching: Matching, flow: Sequence[FlowChange]) -> None:
         self.matching = matching
-        self.a = matching.a
-        self.b = matching.b
+        self.a: RunIndex = matching.a
+        self.b: RunIndex = matching.b
         self.flow = flow
 
     def first(self, changed: Sequence[LayerChange]) -> Parting | None:

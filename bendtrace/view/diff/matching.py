@@ -181,7 +181,7 @@ class RunIndex:
 
     def __init__(self, history: RunLog) -> None:
         self.history = history
-        self.entries = list(history.entries)
+        self.entries: list[LayerEntry] = list(history.entries)
         self.steps: Sequence[FlowStep] = list(history.flow_steps)
 
     @cached_property

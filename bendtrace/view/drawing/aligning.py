@@ -31,7 +31,7 @@ class Column:
 
     def __init__(self) -> None:
         self.vertices: dict[Vertex, float] = {}
-        self.x = 0.0
+        self.x: float = 0.0
         self.pulls: list[tuple[float, Column, float]] = []
         self.rights: dict[Column, float] = {}
         self.lefts: dict[Column, float] = {}

@@ -104,14 +104,22 @@ class Vertex:
         downs: links that go down.
     """
 
+    y: float
+    x: float
+    height: float
+    right: float
+    left: float
+    order: int
+    rank: int
+
     __slots__ = ("downs", "height", "index", "left", "net", "order", "rank", "right", "role",
                  "shape", "ups", "x", "y")  # fmt: skip
 
     def __init__(self, role: Role, shape: Shape | None, net: LocalNet | None, index: int) -> None:
         self.role = role
-        self.shape = shape
-        self.net = net
-        self.index = index
+        self.shape: Shape | None = shape
+        self.net: LocalNet | None = net
+        self.index: int = index
         self.rank = self.order = 0
         self.left = self.right = self.height = self.x = self.y = 0.0
         self.ups: list[Link] = []
@@ -131,15 +139,18 @@ class Link:
         is_straight: whether both ends have the same x.
     """
 
+    lower_at: float
+    upper_at: float
+
     __slots__ = ("is_inner", "is_straight", "lower", "lower_at", "net", "upper", "upper_at")
 
     def __init__(self, upper: Vertex, lower: Vertex, net: LocalNet) -> None:
-        self.upper = upper
-        self.lower = lower
-        self.net = net
-        self.is_inner = upper.role == "bend" and lower.role == "bend"
+        self.upper: Vertex = upper
+        self.lower: Vertex = lower
+        self.net: LocalNet = net
+        self.is_inner: bool = upper.role == "bend" and lower.role == "bend"
         self.upper_at = self.lower_at = 0.0
-        self.is_straight = False
+        self.is_straight: bool = False
 
 
 class Level:
@@ -160,9 +171,15 @@ class Level:
 
     def __init__(self, children: list[Shape], nets: list[LocalNet]) -> None:
         self.nets = nets
-        self.vertex = {shape: Vertex("shape", shape, None, i) for i, shape in enumerate(children)}
-        self.ports_in = {n: Vertex("in", None, n, -1) for n in nets if n.source is None}
-        self.ports_out = {n: Vertex("out", None, n, len(children)) for n in nets if n.leaves}
+        self.vertex: dict[Shape, Vertex] = {
+            shape: Vertex("shape", shape, None, i) for i, shape in enumerate(children)
+        }
+        self.ports_in: dict[LocalNet, Vertex] = {
+            n: Vertex("in", None, n, -1) for n in nets if n.source is None
+        }
+        self.ports_out: dict[LocalNet, Vertex] = {
+            n: Vertex("out", None, n, len(children)) for n in nets if n.leaves
+        }
         self.ranks: list[list[Vertex]] = []
         self.lanes: dict[LocalNet, list[Vertex]] = {}
         self.back: dict[LocalNet, list[Vertex]] = {}

@@ -156,6 +156,8 @@ _Ends: TypeAlias = tuple[Node, Node, str, str]
 class Emitter:
     """Turns items into nodes, and finds their edges."""
 
+    count: int
+
     def __init__(
         self,
         history: RunLog,

@@ -109,7 +109,7 @@ class Coverage(Sequence[BranchCoverage]):
     ) -> None:
         self._branches = list(branches)
         self.total = total
-        self.uneven = list(uneven)
+        self.uneven: list[BranchCoverage] = list(uneven)
 
     @overload
     def __getitem__(self, index: int) -> BranchCoverage: ...

@@ -13,6 +13,7 @@ from bendtrace._lazy import networkx as nx
 from bendtrace._places import place_text
 from bendtrace.history.sizes import counted
 from bendtrace.recording.recorder import Recording
+from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree
 from bendtrace.view.drawing.canvas import cut
 from bendtrace.view.drawing.paint import figure, paint
@@ -244,9 +245,9 @@ class Outline:
 
     def __init__(self, tree: TraceTree, name: str, stats: Mapping[str, int]) -> None:
         self.name = name
-        self.stats = dict(stats)
-        self.forgotten = tree.forgotten
-        self.failures = Counter(tree.failures)
+        self.stats: dict[str, int] = dict(stats)
+        self.forgotten: int = tree.forgotten
+        self.failures: Counter[Failure] = Counter(tree.failures)
         self.programs: list[ProgramOutline] = fold(tree)
 
     def __len__(self) -> int:
