@@ -44,10 +44,9 @@ shutil.rmtree(DOCS / "notebooks", ignore_errors=True)
 (DOCS / "notebooks").mkdir()
 for notebook in (ROOT / "notebooks").glob("*.ipynb"):
     pages = json.loads(notebook.read_text("utf-8").replace("](../docs/", "](../"))
+    # What a figure shows, in words: nbconvert and myst_nb have different names for it.
     for cell in pages["cells"]:
-        if (
-            "alt" in cell["metadata"]
-        ):  # as nbconvert names it; myst_nb has a name of its own
+        if "alt" in cell["metadata"]:
             cell["metadata"]["mystnb"] = {"image": {"alt": cell["metadata"]["alt"]}}
     (DOCS / "notebooks" / notebook.name).write_text(json.dumps(pages), "utf-8")
 nb_execution_mode = os.environ.get("BENDTRACE_DOCS_NOTEBOOKS", "cache")
