@@ -24,6 +24,7 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from bendtrace import _public
+from bendtrace._lazy import LazyMethod
 
 MODULES = (
     "bendtrace",
@@ -38,6 +39,7 @@ INTERNAL = {
 # Bases whose members are described elsewhere.
 BASES = ("Module", "BaseException", "Exception", "UserWarning", "Mapping", "Sequence", "Enum",
          "DiGraph", "dict", "list", "tuple", "str")  # fmt: skip
+_PROTOCOLS = ("__getitem__", "__iter__", "__enter__")
 # Unions that are shown by name; the first page of the reference says what they hold.
 ALIASES = ("Key", "Selectable", "What", "Where")
 # The pages of classes of others, by the name that annotations have.
@@ -92,31 +94,34 @@ def _annotated(module: str) -> dict[str, Any]:
     return names
 
 
+def _classes_in(annotation: object, module: str) -> Iterator[type]:
+    """Yield the classes of ours that an annotation in a module names."""
+    for name in re.findall(r"\b[A-Z]\w*", str(annotation)):
+        found = _annotated(module).get(name)
+        if inspect.isclass(found) and found.__module__.startswith("bendtrace"):
+            if found.__module__ not in INTERNAL:
+                yield found
+
+
 def returned_by(thing: Any) -> Iterator[type]:
-    """Yield the classes of ours that a function, or methods and properties of a class, return."""
+    """Yield the classes that a function returns, or that a class has or returns."""
     for attribute in ("fget", "func", "__func__"):
         thing = getattr(thing, attribute, thing)
-    if inspect.isclass(thing):
-        for base in thing.__mro__:
-            for name, member in (
-                vars(base).items() if base.__module__.startswith("bendtrace") else ()
-            ):
-                if not name.startswith("_") or name in (
-                    "__getitem__",
-                    "__iter__",
-                    "__enter__",
-                ):
+    if inspect.isfunction(thing):
+        yield from _classes_in(thing.__annotations__.get("return"), thing.__module__)
+    if not inspect.isclass(thing):
+        return
+    for base in thing.__mro__:
+        if base.__module__.startswith("bendtrace"):
+            for name, annotation in vars(base).get("__annotations__", {}).items():
+                if not name.startswith("_"):
+                    yield from _classes_in(annotation, base.__module__)
+            for name, member in list(vars(base).items()):
+                if isinstance(member, LazyMethod):
+                    member = member.__get__(None, base)
+                if not name.startswith("_") or name in _PROTOCOLS:
                     if not inspect.isclass(member):
                         yield from returned_by(member)
-    elif inspect.isfunction(thing):
-        known = _annotated(thing.__module__)
-        for name in re.findall(
-            r"\b[A-Z]\w*", str(thing.__annotations__.get("return", ""))
-        ):
-            found = known.get(name)
-            if inspect.isclass(found) and found.__module__.startswith("bendtrace"):
-                if found.__module__ not in INTERNAL:
-                    yield found
 
 
 @functools.cache

@@ -40,10 +40,12 @@ def test_each_public_module_is_listed() -> None:
 def test_what_methods_return_has_a_page(tmp_path: Path) -> None:
     reference_pages.write_pages(tmp_path)
     pages = {path.stem for path in tmp_path.iterdir()}
-    trace = bt.trace(lambda x: x * 2 if x.sum() > 0 else x, torch.ones(2))
+    x = torch.ones(2, requires_grad=True)
+    trace = bt.trace(lambda x: x * 2 if x.sum() > 0 else x, x, save="none")
     bended = bt.BendedModule(lambda x: x * 2)
     met: list[Any] = [
         trace, trace.guards, trace.guards[0], trace.ops[0], trace.tree.mul, trace.draw(),
+        trace.backward(gradients=torch.ones(2)),
         bended.tree, bended.stats, bended.coverage(), bt.diff(trace, trace),
     ]  # fmt: skip
     for thing in met:
