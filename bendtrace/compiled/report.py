@@ -40,7 +40,7 @@ class CompiledReport:
         self.seconds: float | int = sum(path.seconds for path in paths) + sum(
             body.seconds for body in bodies
         )
-        self.segments = [
+        self.segments: list[dict[str, Any]] = [
             {"functions": body.functions, "ops": len(body.functions), **body.row()}
             for body in bodies
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 from torch import Tensor
@@ -28,7 +28,13 @@ from bendtrace.torch_rules.functions import name_of
 __all__ = ["Graph", "NodeRef", "mirror"]
 
 
-class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when running
+if TYPE_CHECKING:
+    MultiDiGraph = nx.MultiDiGraph[Any]
+else:  # where it is not generic
+    MultiDiGraph = nx.MultiDiGraph
+
+
+class Graph(MultiDiGraph):
     """A trace as a networkx multigraph: every networkx algorithm works on it.
 
     Nodes are named as in torch.fx (`conv1d`, `gt`, `gt_1`) and have the attributes

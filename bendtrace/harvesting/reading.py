@@ -64,7 +64,7 @@ class Harvest:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory: str = os.path.abspath(os.fspath(directory))
         if not os.path.isdir(self.directory):
             raise LoadError(self.directory, "there is no such directory")
         path = os.path.join(self.directory, SETTINGS)

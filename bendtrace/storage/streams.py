@@ -231,7 +231,7 @@ class ShardWriter:
     def __init__(self, directory: str | os.PathLike[str], *, max_bytes: int = 1 << 32) -> None:
         if type(max_bytes) is not int or max_bytes < 1:
             raise InputError(f"max_bytes has to be a positive number of bytes, not {max_bytes!r}")
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory: str = os.path.abspath(os.fspath(directory))
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
         self._file: TensorFile | None = None

@@ -390,7 +390,8 @@ Exact = tuple[tuple[Any, ...], tuple[type, ...], tuple[type, ...], tuple[Any, ..
 _COMPARED_BY_VALUE = frozenset({type(None), bool, int, str, bytes})
 
 
-bits_of = struct.Struct("d").pack  # of a float: nan has a sign that `==` and `hex` do not show
+# Of a float: nan has a sign that `==` and `hex` do not show.
+bits_of: Callable[[float], bytes] = struct.Struct("d").pack
 
 
 def _bitwise(value: Any) -> Any:

@@ -313,7 +313,7 @@ class Opaque:
     __slots__ = ("type",)
 
     def __init__(self, value: Any) -> None:
-        self.type = type(value)
+        self.type: type[Any] = type(value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Opaque) and other.type is self.type
@@ -336,7 +336,7 @@ class Made(Container):
     __slots__ = ("args", "maker")
 
     def __init__(self, maker: Callable[..., Any], *args: Any) -> None:
-        self.maker = maker
+        self.maker: Callable[..., Any] = maker
         self.args: tuple[Any, ...] = args
 
     def inside(self) -> tuple[Any, ...]:

@@ -72,7 +72,7 @@ class _Refs(dict[int, Ref]):
 
 
 # Each value of each run needs one, and they are all alike.
-ref_to = _Refs().__getitem__
+ref_to: Callable[[int], Ref] = _Refs().__getitem__
 
 
 class OpKind(Enum):

@@ -34,7 +34,13 @@ __all__ = ["StateGraph", "state_graph"]
 EdgeName = tuple[str, str, str]
 
 
-class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when running
+if TYPE_CHECKING:
+    MultiDiGraph = nx.MultiDiGraph[Any]
+else:  # where it is not generic
+    MultiDiGraph = nx.MultiDiGraph
+
+
+class StateGraph(MultiDiGraph):
     """The known paths of a model, as a networkx multigraph of states and the segments between them.
 
     A node is a state: a question that the model's Python asked about a value, together with
