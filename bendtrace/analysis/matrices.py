@@ -85,7 +85,7 @@ class Products(Covariance):
 
     def __init__(self) -> None:
         super().__init__(correction=0)
-        self.eps = 0.0
+        self.eps: float = 0.0
 
     @property
     def width(self) -> int | None:
@@ -128,7 +128,7 @@ class Rows(Statistic):
         self.count = 0
         self.kept: list[Tensor] = []
         self.width: int | None = None
-        self.eps = 0.0
+        self.eps: float = 0.0
 
     def update(self, rows: Tensor) -> None:
         """Add rows, (n, d), which are copied."""

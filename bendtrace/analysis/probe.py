@@ -42,7 +42,7 @@ class ClassScores(Statistic):
         self.top_k: tuple[int, ...] = tuple(top_k)
         self.count = 0
         self.loss = 0.0
-        self.among = [0] * len(self.top_k)
+        self.among: list[int] = [0] * len(self.top_k)
         self.seen = torch.zeros(classes, dtype=torch.int64)
         self.correct = torch.zeros(classes, dtype=torch.int64)
 
@@ -174,7 +174,7 @@ class Probe(Statistic):
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.steps = 0
         self.loss: Tensor | None = None
-        self.sums = Products()
+        self.sums: Products = Products()
         self.outputs = 1
         self.scores: ClassScores | ValueScores | None = None
 

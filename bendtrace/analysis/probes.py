@@ -129,7 +129,9 @@ class LinearProbe(Analyser):
         if keep == "units" and pool:
             raise InputError("with pool, pass the dimensions of the features as keep=: 1, or -1")
         self.num_classes = num_classes
-        self.optimizer = None if closed_form else optimizer or torch.optim.Adam
+        self.optimizer: Callable[..., Any] | None = (
+            None if closed_form else optimizer or torch.optim.Adam
+        )
         self.closed_form = closed_form
         self.criterion = criterion
         self.keep = check_keep(keep)

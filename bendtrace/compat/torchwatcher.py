@@ -182,6 +182,8 @@ class WrappedForwardBackwardInterjection(_Module):
         tensor([1.5000, 1.5000])
     """
 
+    wants_inputs: bool
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "wants_inputs" not in vars(cls):  # what nobody looks at is not asked for

@@ -60,12 +60,12 @@ class CompiledFunction:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.state = State.MEASURED if settings.drop_slower else State.USED
-        self.reason = ""
+        self.reason: str = ""
         self.seconds: float = 0.0
         self.hits = self.failures = 0
         self.served: list[float] = []
         self.replayed: list[float] = []
-        self.is_unusable = False
+        self.is_unusable: bool = False
         self._backend: Backend | None = None
         self._function: Shortcuts | None = None
         # For each graph that has been compared with a replay, the right order of dimensions for
@@ -222,7 +222,7 @@ class Failed:
         lines = str(inner).strip().splitlines()
         why = [line.rpartition(": got ")[2].strip() for line in lines if "Explanation:" in line]
         said = "; ".join([*lines[:1], *why[:1]])[:_LONGEST]
-        self.reason = f"{type(inner).__name__}: {said}"
+        self.reason: str = f"{type(inner).__name__}: {said}"
         self.is_final: bool = kind.__module__.startswith(_COMPILERS)
         # A size that depends on values is the model's doing, wherever it is found in the way.
         is_of_model = type(inner).__module__.startswith("torch.fx.experimental")

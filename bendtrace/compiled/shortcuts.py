@@ -45,7 +45,7 @@ class Backend:
         self._may_assume = may_assume
         self._latest = threading.local()
         self.graphs = 0
-        self.assumes = False
+        self.assumes: bool = False
         # torch.compile asks inductor for it.
         config = getattr(backend, "get_compiler_config", None)
         if config is not None:

@@ -114,7 +114,7 @@ class Straight(Expressions):
         self._counts: dict[int, str] = {}
         self.picked: dict[int, Any] = {}
         self.tested: list[int] = []
-        self.is_dynamic = bool(findings.dynamic)
+        self.is_dynamic: bool = bool(findings.dynamic)
         for op in self._tape.ops:
             self._sort(op)
         guards: dict[int, Guard] = {}

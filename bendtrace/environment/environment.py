@@ -64,8 +64,8 @@ class Environment(Found):
 
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         self.function = function
-        self.is_repeated = False
-        self.leaves_watched_objects = False
+        self.is_repeated: bool = False
+        self.leaves_watched_objects: bool = False
         self.shared_memory: set[tuple[Captured, Captured]] = set()
         self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}

@@ -138,7 +138,7 @@ class Capture:
         self.chosen = chosen or None
         self.stop = stop
         self.states: dict[int, State] = {}
-        self.ended = ""
+        self.ended: str = ""
         self.error: Exception | None = None
         self.seconds: float = 0.0
         self.seed: int = torch.initial_seed()

@@ -104,7 +104,7 @@ class SteppedRun:
         self._trace: Trace | None = None
         self._looked: tuple[int, tuple[Frame, ...]] | None = None
         self._shown: dict[str, Any] | None = None  # what the latest page had
-        self.position = 0
+        self.position: int = 0
         self._complete()
 
     # Moving

@@ -145,7 +145,7 @@ class Visit:
         self.frames: tuple[Frame, ...] | None = None
         self.found: dict[int, Any] = {}
         self.refusal = ""
-        self.went_astray = ""
+        self.went_astray: str = ""
 
     # What a recorder asks an inserter
 

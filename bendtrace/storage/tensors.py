@@ -358,6 +358,8 @@ class TensorFile:
         reserve: bytes kept free for the header.
     """
 
+    size: int
+
     def __init__(self, path: str, reserve: int) -> None:
         self.path = path
         self.size = self._base = reserve

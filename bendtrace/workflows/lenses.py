@@ -345,7 +345,7 @@ class TunedLens(nn.Module):
         # Not submodules: they are neither trained nor saved.
         self.__dict__.update(_bended=bended, _end=end, _where=sites, _output=output)
         self.sites: tuple[str, ...] = tuple(found)
-        self.steps = 0
+        self.steps: int = 0
         self.translators: nn.ModuleList = nn.ModuleList()
         for value in found.values():
             size = value.shape[-1]
