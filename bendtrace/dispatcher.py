@@ -68,7 +68,7 @@ class Dispatcher:
         auditor: Auditor | None = None,
     ) -> None:
         self.speculation = speculation
-        self.stats = Stats()
+        self.stats: Stats = Stats()
         self._mismatch: Mismatch | Callable[[], Mismatch] | None = None
         self.latest: Trace | None = None
         self.latest_run: Recording | None = None
@@ -80,7 +80,7 @@ class Dispatcher:
         self._passing = 0  # runs that filled a cache
         self.passing: dict[str, None] = {}
         self._auditor = auditor
-        self.floor = Floor()
+        self.floor: Floor = Floor()
 
     def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
@@ -336,9 +336,9 @@ class Floor:
     """
 
     def __init__(self) -> None:
-        self.unknown = 0
-        self.waiting = 0
-        self.counts = False
+        self.unknown: int = 0
+        self.waiting: int = 0
+        self.counts: bool = False
         self._left = _FREE
         self._next = _FIRST
 

@@ -174,22 +174,38 @@ Utility: Family = Family("Utility")
 Vision: Family = Family("Vision")
 
 # The names that TorchWatcher has for them.
-is_act = is_activ = is_activation = Activations
-is_conv = is_convolution = is_convolutional = Convolutions
-is_dist = is_distance = Distance
-is_drop = is_dropout = Dropout
-is_embed = is_embedding = is_sparse = Sparse
-is_lin = is_linear = Linear
-is_loss = Loss
-is_norm = is_normalisation = is_normalization = Normalization
-is_pad = is_padding = Padding
+is_act: Family = Activations
+is_activ: Family = Activations
+is_activation: Family = Activations
+is_conv: Family = Convolutions
+is_convolution: Family = Convolutions
+is_convolutional: Family = Convolutions
+is_dist: Family = Distance
+is_distance: Family = Distance
+is_drop: Family = Dropout
+is_dropout: Family = Dropout
+is_embed: Family = Sparse
+is_embedding: Family = Sparse
+is_sparse: Family = Sparse
+is_lin: Family = Linear
+is_linear: Family = Linear
+is_loss: Family = Loss
+is_norm: Family = Normalization
+is_normalisation: Family = Normalization
+is_normalization: Family = Normalization
+is_pad: Family = Padding
+is_padding: Family = Padding
 is_parametrised = is_parametrized
-is_pool = is_pooling = Pooling
-is_recurrent = Recurrent
-is_shuffle = Shuffle
-is_transformer = Transformer
-is_util = is_utility = Utility
-is_vis = is_vision = is_visual = Vision
+is_pool: Family = Pooling
+is_pooling: Family = Pooling
+is_recurrent: Family = Recurrent
+is_shuffle: Family = Shuffle
+is_transformer: Family = Transformer
+is_util: Family = Utility
+is_utility: Family = Utility
+is_vis: Family = Vision
+is_vision: Family = Vision
+is_visual: Family = Vision
 
 
 def nth(selector: Selectable, index: int) -> Selector:

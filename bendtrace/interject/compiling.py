@@ -165,7 +165,9 @@ class SplicedTurns:
         self._gates = gates
         self._effects = effects
         found = [effect for row in effects for effect in row if effect is not None]
-        self.tensors = tuple(tensor for effect in found for tensor in effect.tensors)
+        self.tensors: tuple[Tensor, ...] = tuple(
+            tensor for effect in found for tensor in effect.tensors
+        )
         keys = tuple(
             tuple(None if effect is None else (effect.key, len(effect.tensors)) for effect in row)
             for row in effects
@@ -174,7 +176,7 @@ class SplicedTurns:
         firsts: dict[int, int] = {}
         same = tuple(firsts.setdefault(id(t), slot) for slot, t in enumerate(self.tensors))
         self.key: Hashable = keys, same
-        self.identities = frozenset(firsts)
+        self.identities: frozenset[int] = frozenset(firsts)
         self._splices: dict[int, Splice] | None = None
         self._all = [
             pair

@@ -68,7 +68,7 @@ class Edge(Interjection):
     late = True
 
     def __init__(self, sent: Sent, what: Interjection) -> None:
-        self.applied = 0
+        self.applied: int = 0
         self.self_contained = what.self_contained
         self._sent = sent
         self._what = what
@@ -131,7 +131,7 @@ class Between:
     ) -> None:
         self._board = board
         self._edge = edge
-        self.insertions = end, beginning
+        self.insertions: tuple[Insertion, Insertion] = end, beginning
 
     @property
     def active(self) -> bool:

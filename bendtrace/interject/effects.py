@@ -66,7 +66,7 @@ class Steady:
 
     def __init__(self, whats: Iterable[Any]) -> None:
         found: list[tuple[Callable[[Any], Any], Any, Any]] = []
-        self.is_possible = True
+        self.is_possible: bool = True
         for what in whats:
             getters = getattr(type(what).effect, "reads", None)
             self.is_possible &= getters is not None

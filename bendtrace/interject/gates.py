@@ -138,7 +138,7 @@ class Gate:
         self.at = at
         self.slots = slots
         self.shape = shape
-        self.tells_in_place = self.role == "after" and has_mutable((shape,))
+        self.tells_in_place: bool = self.role == "after" and has_mutable((shape,))
         if self.role == "before":  # the tuple of arguments and the dict of keywords are new
             args, kwargs = shape.items
             self.tells_in_place = has_mutable((*args.items, *kwargs.items))
@@ -153,7 +153,7 @@ class Gate:
         name = at.path.rpartition(".")[2]
         name = f"{name}_{kind}" if name and self.role == "before" else name or kind
         # No function has this name, so that names of the model's own ops stay unchanged.
-        self.__name__ = "__".join([name, *labels] if labels else [name, "gate"])
+        self.__name__: str = "__".join([name, *labels] if labels else [name, "gate"])
         self.__module__ = __name__
 
     @property
@@ -256,7 +256,7 @@ class AfterGate(Gate):
         self._given = given
         self.writes = writes
         self._count = count_of(shape)
-        self.exchanged = exchangeable(shape)
+        self.exchanged: tuple[int, ...] = exchangeable(shape)
         self._is_simple = shape == Leaf(Tensor, 0) and given is None and not writes
         self._is_told = any("backward" in slot.forms for slot in slots)
 
@@ -386,7 +386,7 @@ class BeforeGate(Gate):
         super().__init__(at, slots, shape, plan)
         self.places = places
         self.written = written
-        self.exchanged = exchangeable(shape)
+        self.exchanged: tuple[int, ...] = exchangeable(shape)
 
     def _through(self, values: tuple[Any, ...]) -> Any:
         """Call the insertions; return the tensors and numbers that the node is given."""

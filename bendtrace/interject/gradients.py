@@ -100,7 +100,7 @@ class CallGradients:
         writes: bool = True,
         apart: bool = False,
     ) -> None:
-        self.of_hooks = all(isinstance(what, ChecksGradients) for what, _, _ in told)
+        self.of_hooks: bool = all(isinstance(what, ChecksGradients) for what, _, _ in told)
         self._told = told
         self._backwards = [what._backward_of_call() for what, _, _ in told]
         self._writes = writes
@@ -384,7 +384,7 @@ class Alias:
         self._entry: Node = inside.grad_fn
         self._node: Node = root(original).grad_fn
         self.nodes = {original.grad_fn, self._node} - {None}
-        self.is_leaf = root(original).is_leaf
+        self.is_leaf: bool = root(original).is_leaf
         self.is_rebased = False
         if getattr(original, "__dict__", None):
             inside.__dict__.update(original.__dict__)

@@ -112,7 +112,7 @@ class HookFunction:
         self.name = name
         self.is_given = is_given
         self._handles: dict[int, HookHandle] = {}
-        self.module_to_handle = ModuleTable(self._handles)
+        self.module_to_handle: ModuleTable = ModuleTable(self._handles)
 
     @property
     def handles(self) -> tuple[HookHandle, ...]:
@@ -175,8 +175,8 @@ class HookHandle:
 
     def __init__(self, hook_fn: HookFunction, registered: Registered, owner: Owner) -> None:
         self.hook_fn = hook_fn
-        self.module = registered.module
-        self.order = next(_orders)
+        self.module: nn.Module = registered.module
+        self.order: int = next(_orders)
         self._registered = registered
         self.placed: Insertion | Attached = owner.place(self)
         self._owner: Owner | None = owner

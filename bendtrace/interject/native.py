@@ -73,11 +73,11 @@ class Attached:
         self.what = what
         self.path = path
         self.counts = counts
-        self.order = next(_orders)
+        self.order: int = next(_orders)
         forms = forms_of(what)
-        self.before = "before" in forms
-        self.after = "after" in forms
-        self.backward = "backward" in forms
+        self.before: bool = "before" in forms
+        self.after: bool = "after" in forms
+        self.backward: bool = "backward" in forms
 
     @property
     def is_paired(self) -> bool:

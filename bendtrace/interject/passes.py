@@ -38,7 +38,7 @@ class Passes:
             raise InputError(f"every= has to be a positive int, not {every!r}")
         self._every = every or 1
         self._predicate: Callable[[int], bool] | None = None
-        self.is_asked = callable(numbers)
+        self.is_asked: bool = callable(numbers)
         self._numbers: frozenset[int] | range | None = None
         if callable(numbers):
             self._predicate = numbers
@@ -46,7 +46,9 @@ class Passes:
             self._numbers = numbers
         elif numbers is not None:
             self._numbers = frozenset(_ints(numbers))
-        self.needs_total = self._numbers is not None and any(number < 0 for number in self._numbers)
+        self.needs_total: bool = self._numbers is not None and any(
+            number < 0 for number in self._numbers
+        )
 
     def admits(self, number: int, total: int | None) -> bool:
         """Return whether a pass is selected.

@@ -128,19 +128,19 @@ class Entry:
     )  # fmt: skip
 
     def __init__(self, insertion: Placed, what: Interjection, place: Location) -> None:
-        self.insertion = insertion
-        self.what = what
-        self.place = place
-        self.dig = place.dig
+        self.insertion: Placed = insertion
+        self.what: Interjection = what
+        self.place: Location = place
+        self.dig: tuple[Hashable, ...] = place.dig
         forms = forms_of(what)
         if insertion.allow_none:  # it may be at nodes without support for insertions
             forms |= {"permits"}
-        self.slot = Slot(place, forms)
-        self.before = "before" in forms
-        self.instead = "instead" in forms
-        self.after = "after" in forms
-        self.backward = "backward" in forms
-        self.wants_inputs = "inputs" in forms
+        self.slot: Slot = Slot(place, forms)
+        self.before: bool = "before" in forms
+        self.instead: bool = "instead" in forms
+        self.after: bool = "after" in forms
+        self.backward: bool = "backward" in forms
+        self.wants_inputs: bool = "inputs" in forms
 
 
 def forms_of(what: Interjection) -> frozenset[str]:
@@ -174,10 +174,10 @@ class Plan:
     """
 
     def __init__(self, entries: Sequence[Entry], totals: dict[str, int] | None = None) -> None:
-        self.entries = tuple(sorted(entries, key=lambda entry: entry.what.late))
-        self.totals = totals or {}
-        self.slots = tuple(dict.fromkeys(entry.slot for entry in self.entries))
-        self.key = frozenset(self.slots)
+        self.entries: tuple[Entry, ...] = tuple(sorted(entries, key=lambda entry: entry.what.late))
+        self.totals: dict[str, int] = totals or {}
+        self.slots: tuple[Slot, ...] = tuple(dict.fromkeys(entry.slot for entry in self.entries))
+        self.key: frozenset[Slot] = frozenset(self.slots)
         # By the id of gates, with the gate itself so that its id is not reused.
         self.called_at: dict[int, tuple[Any, tuple[Entry, ...]]] = {}
         self.compiled: object = None

@@ -23,6 +23,10 @@ class Containers:
         others: the structures of which others were returned.
     """
 
+    are_changed: bool
+
+    are_kept: bool
+
     def __init__(self) -> None:
         self.are_kept = self.are_changed = False
         self.others: list[Any] = []

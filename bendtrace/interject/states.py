@@ -59,7 +59,7 @@ class States:
     """
 
     def __init__(self, plan: Plan, model: Callable[..., Any], host: Host) -> None:
-        self.slots = plan.states()
+        self.slots: dict[str, tuple[Slot, ...]] = plan.states()
         self._plan = plan
         self._host = host
         self._names = _state_names(model) if self.slots else {}

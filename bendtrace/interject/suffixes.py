@@ -276,7 +276,7 @@ class KnownRuns:
         programs = sorted(tree.programs(), key=lambda program: program.serial, reverse=True)
         self._same = list(tree.programs((*names, *form)))
         self._wider = [p for p in programs if set(names) < set(_names_of(p))]
-        self.is_whole = bool(self._same) or (bool(names) and not self._wider)
+        self.is_whole: bool = bool(self._same) or (bool(names) and not self._wider)
         if not (self.is_whole or self._wider):
             raise InputError(
                 "nothing has been traced yet"

@@ -38,6 +38,10 @@ class Trees:
         latest: the tree that was requested last.
     """
 
+    latest: TraceTree
+
+    plain: TraceTree
+
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.plain = self.latest = self._new()

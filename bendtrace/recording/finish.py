@@ -76,6 +76,10 @@ class Recording:
         views: what `view` has derived from the run.
     """
 
+    writes_outside: bool
+
+    draws: bool
+
     __slots__ = (
         "changes",
         "draws",
@@ -92,11 +96,11 @@ class Recording:
     )
 
     def __init__(self, tape: Tape, environment: Environment, root: ModuleCall) -> None:
-        self.tape = tape
-        self.environment = environment
-        self.root = root
+        self.tape: Tape = tape
+        self.environment: Environment = environment
+        self.root: ModuleCall = root
         self.changes: list[Change] = []
-        self.is_transient = False
+        self.is_transient: bool = False
         self.draws = self.writes_outside = False
         self.output_reads: dict[int, int] = {}
         self.result: Any = None
@@ -165,7 +169,7 @@ class Finish:
         function: Callable[..., Any],
     ) -> None:
         self._function = function
-        self.tape = writer.tape
+        self.tape: Tape = writer.tape
         self.environment = environment
         self._writer = writer
         self._encoder = encoder

@@ -33,7 +33,7 @@ class NodeRef:
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name: str = name
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NodeRef) and other.name == self.name

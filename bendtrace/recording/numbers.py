@@ -58,7 +58,7 @@ class Numbers:
         self._inserter = inserter
         self.answers: Callable[[Guard, Any], Any] | None = None
         places = stacks.layout()
-        self.compares = places is not None and places.leaves
+        self.compares: bool = places is not None and places.leaves
         self.compared: frozenset[int] = frozenset()
 
     def consume(self, scalar: TracedScalar, how: str) -> Any:

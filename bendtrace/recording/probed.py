@@ -51,7 +51,7 @@ class Twice(torch.autograd.Function):
 class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.ReLU()
+        self.inner: nn.ReLU = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)  # type: ignore[no-any-return]

@@ -203,12 +203,12 @@ class JointCall:
 
     def __init__(self, model: Any, groups: Iterable[Group]) -> None:
         self.model = model
-        self.groups = list(dict.fromkeys(groups))
+        self.groups: list[Group] = list(dict.fromkeys(groups))
         self.counts: dict[Group, int] = {}
         self.tape: Tape | None = None
-        self.replays = False
+        self.replays: bool = False
         self.error: RankDivergenceError | None = None
-        self.is_left = False
+        self.is_left: bool = False
 
     def follows(self, tape: Tape) -> None:
         """Record the tape that is replayed from now on."""

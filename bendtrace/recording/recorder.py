@@ -43,7 +43,7 @@ from bendtrace.source.sites import BEHIND, Site, definition, user_place, users_f
 from bendtrace.source.usage import only_tests
 from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.contexts import AutocastHold
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Test, raised_by
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, Test, raised_by
 from bendtrace.tape.watchers import Inserter, Observer, StopRun, set_around, unwatched
 from bendtrace.torch_rules.arrays import SharedArrays, may_share
 from bendtrace.torch_rules.functions import (
@@ -101,13 +101,13 @@ class Recorder(TorchFunctionMode):
         self._error: Exception | None = None
         self._observer = observer
         self._inserter = inserter
-        self.active = False
-        self.turns = 0
+        self.active: bool = False
+        self.turns: int = 0
         self.environment = environment
         self._function = function
         self._start = definition(function)
         self._writer = Writer(environment, prefix, INTERCEPT_CODES | {Recorder._outcome.__code__})
-        self.tape = self._writer.tape
+        self.tape: Tape = self._writer.tape
         self._values = Values(self._writer, environment, self, self._start, observer)
         self._encoder = Encoder(self._values)
         if prefix is None and inserter is None and not is_one_of_several():

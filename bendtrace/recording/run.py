@@ -41,7 +41,7 @@ class Signature:
         called = function.forward if isinstance(function, nn.Module) else function
         self._function = function
         self._called = getattr(called, "__func__", called)
-        self.sees_forms = _sees_forms(function)
+        self.sees_forms: bool = _sees_forms(function)
         self._forms: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
         self._arranged: dict[tuple[int | str, ...], _Arrangement] = {}
         try:
@@ -51,7 +51,7 @@ class Signature:
         gathering = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         # `*a` names no argument `a`: with `**others`, that is one like others.
         named = [p.name for p in parameters if p.kind not in gathering]
-        self.parameters = frozenset(named)
+        self.parameters: frozenset[str] = frozenset(named)
         self._order = {name: position for position, name in enumerate(named)}
         self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")

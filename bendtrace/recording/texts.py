@@ -53,7 +53,7 @@ class Texts:
         self._writer = writer
         self._as_one = as_one
         self.given: list[tuple[int, str]] = []
-        self.printing = False
+        self.printing: bool = False
 
     def mark(self, index: int, text: str) -> str:
         """Return the mark for the text that an op returned."""

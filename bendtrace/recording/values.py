@@ -32,6 +32,7 @@ from bendtrace.tape.tape import (
     Op,
     OpKind,
     Ref,
+    Tape,
     TensorMeta,
     Test,
     kind_of,
@@ -81,9 +82,9 @@ class Values:
         observer: Observer | None = None,
     ) -> None:
         self._observer = observer
-        self.tape = writer.tape
+        self.tape: Tape = writer.tape
         self.environment = environment
-        self.facts = writer.facts
+        self.facts: dict[tuple[int, Any], Any] = writer.facts
         self.scalars: list[TracedScalar] = []
         self._outside: list[tuple[weakref.ref[Tensor], int]] = []
         self._writer = writer

@@ -52,10 +52,10 @@ class Prefix:
         errors: dict[int, Exception],
         hold: AutocastHold,
     ) -> None:
-        self.ops = ops
-        self.values = values
-        self.errors = errors
-        self.hold = hold
+        self.ops: list[Op] = ops
+        self.values: dict[int, Any] = values
+        self.errors: dict[int, Exception] = errors
+        self.hold: AutocastHold = hold
 
 
 class Known(weakref.ref[Tensor]):
@@ -99,25 +99,25 @@ class Writer:
     def __init__(
         self, environment: Environment, prefix: Prefix | None, boundaries: frozenset[CodeType]
     ) -> None:
-        self.tape = Tape(blockers=list(environment.blockers))
-        self.root = ModuleCall("", None, 0, None, 0)
-        self.scope = self.root
+        self.tape: Tape = Tape(blockers=list(environment.blockers))
+        self.root: ModuleCall = ModuleCall("", None, 0, None, 0)
+        self.scope: ModuleCall = self.root
         self.known: dict[int, Known] = {}
         self.aliases: dict[int, int] = {}
         self.facts: dict[tuple[int, Any], Any] = {}
         self.prefix = prefix
         self.gone_astray: NondeterminismError | None = None
-        self.writes = Writes()
+        self.writes: Writes = Writes()
         self.given: list[Any] = []
         self._environment = environment
         given = () if prefix is None else environment.arguments
         self._arguments = tuple(part.value for part in given if part.access is Access.ROOT)
         self._resumed = 0 if prefix is None else len(prefix.ops)
-        self.is_behind = self._resumed > 0
+        self.is_behind: bool = self._resumed > 0
         self.read_state: Callable[[int, Test, Any], State | None] | None = None
         self.before_question: Callable[[FrameType], None] | None = None
         self._sites = SiteTable(boundaries)
-        self.boundaries = self._sites.boundaries
+        self.boundaries: set[int] = self._sites.boundaries
         self._dtype = torch.get_default_dtype()
         self._settings = current_settings()
 

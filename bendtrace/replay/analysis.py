@@ -59,7 +59,7 @@ class Analysis:
     def __init__(self, tape: Tape) -> None:
         self._ops = tape.ops
         self._counters = tape.counters
-        self.fixed_metadata = not any(
+        self.fixed_metadata: bool = not any(
             op.kind is OpKind.CALL
             and (known_as(op.target) in RESHAPES_IN_PLACE or _may_reshape(op))
             for op in tape.ops
@@ -85,8 +85,8 @@ class Analysis:
             self.kinds.append(kind)
             typed |= needs_type
             ranked |= needs_rank
-        self.typed_state = frozenset(self._parts(typed))
-        self.ranked_state = frozenset(self._parts(ranked))
+        self.typed_state: frozenset[Captured] = frozenset(self._parts(typed))
+        self.ranked_state: frozenset[Captured] = frozenset(self._parts(ranked))
 
     @property
     def needs_values(self) -> bool:

@@ -27,6 +27,7 @@ from bendtrace.tape.tape import (
     Op,
     OpKind,
     Ref,
+    Tape,
     Test,
     refs_in,
 )
@@ -66,8 +67,8 @@ class RunWriter:
 
     def __init__(self, schedule: Schedule, direct: bool = False) -> None:
         self.schedule = schedule
-        self.tape = schedule.tape
-        self.source = Source()
+        self.tape: Tape = schedule.tape
+        self.source: Source = Source()
         self._current = schedule.entry  # what is in force where the code has come to
         self._kept_until = 2 * schedule.last_departure  # the moment until which values are kept
         self._direct: dict[int, Call] = {}

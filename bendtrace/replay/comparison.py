@@ -145,7 +145,7 @@ class Names:
         }
         self._names.update((hole, ("hole", k)) for k, hole in enumerate(holes))
         following = (tape.ops[index] for index in range(start, len(tape.ops)))
-        self.ops = list(itertools.islice(filter(_counts, following), most))
+        self.ops: list[Op] = list(itertools.islice(filter(_counts, following), most))
         self._names.update((op.index, ("op", k)) for k, op in enumerate(self.ops))
 
     def indices(self) -> dict[Any, int]:

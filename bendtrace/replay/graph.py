@@ -47,20 +47,22 @@ class Graph:
         retired: pieces that others have replaced; they hold the counts of calls before that.
     """
 
+    has_begun_anew: bool
+
     def __init__(
         self, recording: Recording, entry: Context, direct: bool, analysis: Analysis
     ) -> None:
         self._entry = entry
         self._direct = direct
         self._nodes: dict[StateKey, Node] = {}
-        self.draws = may_draw(recording)
+        self.draws: bool = may_draw(recording)
         self.is_broken = self.has_begun_anew = False
         self.may_grow = direct  # a mode would notice the replacement
         self.retired: list[Piece] = []
         self._ways: dict[tuple[Trip, ...], Piece] = {}
-        self.first = Piece(recording, -1, analysis)
+        self.first: Piece = Piece(recording, -1, analysis)
         self.first.count(-1, None)
-        self.beginning = Exit(None, self.first, -1, self._write)
+        self.beginning: Exit = Exit(None, self.first, -1, self._write)
         for number in sorted(recording.tape.states):
             self._pass(self.first, number)
 

@@ -62,18 +62,28 @@ class GuardClasses:
         for part in parts:
             if part.parent is not None:
                 self.children.setdefault(part.parent.index, []).append(part)
-        self.module_of = {id(vars(p.value)): p for p in parts if p.kind is CaptureKind.MODULE}
+        self.module_of: dict[int, Captured] = {
+            id(vars(p.value)): p for p in parts if p.kind is CaptureKind.MODULE
+        }
         self.counted: list[Captured] = []
         self.hollow: list[Captured] = []
         self._following: set[int] = set()  # parts that follow from the version of a dict
         versioned = self._versioned(parts)
-        self.of_model = [pair for pair in versioned if pair[0].kind is CaptureKind.DICT]
-        self.of_spaces = [pair for pair in versioned if pair[0].kind is not CaptureKind.DICT]
-        self.tables = [table for table, _ in versioned if self._is_table(table)]
+        self.of_model: list[tuple[Captured, list[Captured]]] = [
+            pair for pair in versioned if pair[0].kind is CaptureKind.DICT
+        ]
+        self.of_spaces: list[tuple[Captured, list[Captured]]] = [
+            pair for pair in versioned if pair[0].kind is not CaptureKind.DICT
+        ]
+        self.tables: list[Captured] = [table for table, _ in versioned if self._is_table(table)]
         simple = [part for part in parts if self._is_simple(part)]
-        self.simple = [part for part in simple if not _is_in(types.MappingProxyType, part)]
-        self.in_classes = [part for part in simple if _is_in(types.MappingProxyType, part)]
-        self.in_cells = [part for part in parts if self._is_in_cell(part)]
+        self.simple: list[Captured] = [
+            part for part in simple if not _is_in(types.MappingProxyType, part)
+        ]
+        self.in_classes: list[Captured] = [
+            part for part in simple if _is_in(types.MappingProxyType, part)
+        ]
+        self.in_cells: list[Captured] = [part for part in parts if self._is_in_cell(part)]
 
     def covered(self) -> set[int]:
         """Return the identities of the parts that are not asked one by one each time."""

@@ -60,7 +60,7 @@ class GuardCode:
 
     def __init__(self, recording: Recording, analysis: Analysis) -> None:
         self.checks: list[Check] = []
-        self.marked = {
+        self.marked: set[Captured] = {
             change.part for change in recording.changes if change.part.kind is CaptureKind.TENSOR
         }
         if recording.environment.asks_tags:

@@ -45,7 +45,7 @@ class Piece:
         self.stop: int | None = None
         self.nodes: dict[int, Node] = {}
         self.trips: dict[tuple[int, int | None], int] = {}
-        self.analysis = Analysis(recording.tape) if analysis is None else analysis
+        self.analysis: Analysis = Analysis(recording.tape) if analysis is None else analysis
         self.owner: Any = None
 
     @functools.cached_property
@@ -120,8 +120,8 @@ class Node:
     __slots__ = ("_by_answer", "exits", "no", "number", "piece", "yes")
 
     def __init__(self, piece: Piece, number: int) -> None:
-        self.piece = piece
-        self.number = number
+        self.piece: Piece = piece
+        self.number: int = number
         self.exits: tuple[Exit, ...] = ()
         self.yes: Exit | None = None
         self.no: Exit | None = None

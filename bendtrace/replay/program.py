@@ -75,26 +75,26 @@ class Program:
     ) -> None:
         self.recording = recording
         self.global_state = global_state
-        self.analysis = Analysis(recording.tape)
+        self.analysis: Analysis = Analysis(recording.tape)
         writer = CheckWriter(recording, self.analysis, ignored, ties)
-        self.check_code = Code(writer.write(), "check")
-        self.checks = writer.checks
+        self.check_code: Code = Code(writer.write(), "check")
+        self.checks: list[Check] = writer.checks
         self._check = self.check_code.function
         self.ignored = ignored
         self.latest: Any = None  # how the ignored parts were found before the latest live run
         self.same = 0  # for how many in a row
-        self.live_only = bool(ignored or recording.tape.blockers)
-        self.serial = next(_serials)
-        self.live = Path(recording, 1) if self.live_only else None
+        self.live_only: bool = bool(ignored or recording.tape.blockers)
+        self.serial: int = next(_serials)
+        self.live: Path | None = Path(recording, 1) if self.live_only else None
         self.graph: Graph | None = None
-        self.is_lifted = False  # whether counters of loops are lifted in its runs
+        self.is_lifted: bool = False  # whether counters of loops are lifted in its runs
         self.excluded: frozenset[Counter] = frozenset()  # those that are not
         if self.live_only:
             return
         direct = not (global_state.modes or global_state.monkeypatches)
         if joins and may_run_again(recording):
             self.graph = Graph(recording, global_state.context, direct, self.analysis)
-            self.root = Stretch(recording, 1, code=self.graph.beginning.code)
+            self.root: Stretch = Stretch(recording, 1, code=self.graph.beginning.code)
             self.graph.first.owner = self.root
             return
         schedule = Schedule.of_run(recording, self.analysis, global_state.context)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.growing import Growth
 from bendtrace.replay.source import gives_nothing, needed_for, test_of
+from bendtrace.tape.captured import Change
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import (
     Guard,
@@ -100,15 +102,17 @@ class Schedule:
         self.entry = entry
         self.start = start
         self.stop = stop
-        self.available = frozenset(available)
-        self.handed = tuple(available)
-        self.held = held or {}
-        self.growths = growths or {}
-        self.same = same or {}
-        self.end = len(self.tape.ops) if stop is None else self.tape.guards[stop].position
-        self.changes = recording.changes if stop is None else []
+        self.available: frozenset[int] = frozenset(available)
+        self.handed: tuple[int, ...] = tuple(available)
+        self.held: Mapping[int, tuple[int, ...]] | dict[int, tuple[int, ...]] = held or {}
+        self.growths: Mapping[int, Growth] | dict[int, Growth] = growths or {}
+        self.same: Mapping[int, int] | dict[int, int] = same or {}
+        self.end: int = len(self.tape.ops) if stop is None else self.tape.guards[stop].position
+        self.changes: list[Change] = recording.changes if stop is None else []
         values = [change.value for change in self.changes]
-        self.outputs = (recording.root.output, values) if stop is None else ()
+        self.outputs: tuple[Any, list[Any]] | tuple[()] = (
+            (recording.root.output, values) if stop is None else ()
+        )
         self.guards: dict[int, list[tuple[int, Guard]]] = {}
         for number, guard in guards.items():
             # What was put before `start` is tested first thing.

@@ -108,14 +108,14 @@ class Code:
         return places_of(self.taken)
 
     def __init__(self, source: Source, name: str) -> None:
-        self.text = "\n".join(source.lines) + "\n"
+        self.text: str = "\n".join(source.lines) + "\n"
         source.names["__op_of_line__"] = source.op_of_line
         code = compile(self.text, f"<bendtrace {name}>", "exec")
         exec(code, source.names)
         self.function: Callable[..., Any] = source.names[name]
-        self.op_of_line = source.op_of_line
-        self.emitted = source.emitted
-        self.taken = source.taken
+        self.op_of_line: dict[int, int] = source.op_of_line
+        self.emitted: set[int] = source.emitted
+        self.taken: list[Captured] = source.taken
 
 
 class Source:
@@ -131,7 +131,7 @@ class Source:
         self.op_of_line: dict[int, int] = {}
         self.emitted: set[int] = set()
         self.taken: list[Captured] = []
-        self.indent = 0
+        self.indent: int = 0
         self.shared: frozenset[int] = frozenset()  # containers that are used twice
         self._taken: set[int] = set()  # parts that have their names
         self._constants: dict[int, str] = {}

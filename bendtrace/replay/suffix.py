@@ -89,8 +89,8 @@ class Suffix:
         passed: frozenset[Any] = frozenset(),
     ) -> None:
         self.recording = recording
-        self.cuts = Cuts(cuts)
-        self.memory = Memory(recording)
+        self.cuts: Cuts = Cuts(cuts)
+        self.memory: Memory = Memory(recording)
         self.start = start
         self.available = available
         self.needed: set[int] = set()
@@ -98,7 +98,7 @@ class Suffix:
         self._changes: set[int] = set()  # their numbers
         self.used: set[Cut] = set()
         self.lacks: list[Lack] = []
-        self.unclear = ""
+        self.unclear: str = ""
         self._ops = recording.tape.ops
         self._analysis = analysis
         self._missing = missing
@@ -109,9 +109,9 @@ class Suffix:
         self._slots, self._lacking = self._follow()
         self._dropped = self._before_cuts()
         self._settle()
-        self.changes = [recording.changes[number] for number in sorted(self._changes)]
-        self.written = frozenset(self._written())
-        self.is_straight = not self.guards and not any(
+        self.changes: list[Change] = [recording.changes[number] for number in sorted(self._changes)]
+        self.written: frozenset[int] = frozenset(self._written())
+        self.is_straight: bool = not self.guards and not any(
             op.raised is not None or is_handled(op)
             for op in map(self._ops.__getitem__, self.needed)
         )

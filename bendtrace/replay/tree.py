@@ -79,8 +79,8 @@ class TraceTree:
         self, limit: int | None = None, culprit: Callable[[TraceTree], str | None] | None = None
     ) -> None:
         self.limit = limit
-        self.forgotten = 0
-        self.lifts = True
+        self.forgotten: int = 0
+        self.lifts: bool = True
         self.failures: Counter[Failure] = Counter()
         self._culprit = culprit
         self._programs: dict[tuple[str, ...], tuple[Program, ...]] = {}

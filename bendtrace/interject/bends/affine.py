@@ -37,7 +37,7 @@ class Bias(Bend):
     self_contained = True
 
     def __init__(self, bias: Value | Expression = 0.0) -> None:
-        self.bias = checked("bias", bias)
+        self.bias: Any = checked("bias", bias)
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor plus the number."""
@@ -67,7 +67,7 @@ class Scale(Bend):
     self_contained = True
 
     def __init__(self, scale: Value | Expression = 1.0) -> None:
-        self.scale = checked("scale", scale)
+        self.scale: Any = checked("scale", scale)
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor times the number."""
@@ -98,8 +98,8 @@ class Affine(Bend):
     self_contained = True
 
     def __init__(self, bias: Value | Expression = 0.0, scale: Value | Expression = 1.0) -> None:
-        self.bias = checked("bias", bias)
-        self.scale = checked("scale", scale)
+        self.bias: Any = checked("bias", bias)
+        self.scale: Any = checked("scale", scale)
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor times `scale`, plus `bias`."""

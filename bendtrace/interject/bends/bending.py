@@ -71,7 +71,7 @@ class Bending:
     def __init__(self, owner: Owner, known: Knowledge) -> None:
         self._owner = owner
         self._catalogue = Catalogue(known)
-        self.versions = Versions(known.model)
+        self.versions: Versions = Versions(known.model)
         self.configs: dict[str, BendingConfig] = {}
         self._sources = Sources(owner, self._catalogue, self.versions)
 

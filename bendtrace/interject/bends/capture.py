@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ class InterpolationFromCapture(Capture):
 
     def __init__(self, weights: Tensor | Expression | None = None, softmax: bool = True) -> None:
         super().__init__()
-        self.weights = checked_weights(weights)
+        self.weights: Any = checked_weights(weights)
         self.softmax = softmax
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:

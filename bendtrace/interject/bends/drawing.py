@@ -55,8 +55,8 @@ class DrawingBend(Bend):
     self_contained = True
 
     def __init__(self, seed: int | None, dim: int | Sequence[int] | None) -> None:
-        self.seed = _checked_seed(seed)
-        self.dim = _checked_dim(dim)
+        self.seed: int | None = _checked_seed(seed)
+        self.dim: int | tuple[int, ...] | None = _checked_dim(dim)
         self._entropy = os.urandom(16)
         self._drawn: dict[str, _Drawn] = {}
 

@@ -40,7 +40,7 @@ class InterpolateActivation(Bend):
     def __init__(
         self, interp_weights: Tensor | Expression | None = None, softmax: bool = False
     ) -> None:
-        self.interp_weights = checked_weights(interp_weights)
+        self.interp_weights: Any = checked_weights(interp_weights)
         self.softmax = softmax
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:

@@ -52,7 +52,7 @@ class Mask(DrawingBend):
         dim: int | Sequence[int] | None = None,
     ) -> None:
         super().__init__(seed, dim)
-        self.prob = checked("prob", prob)
+        self.prob: Any = checked("prob", prob)
         fraction("prob", prob, self)
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
@@ -148,7 +148,7 @@ class ThresholdActivation(Bend):
         dim: int | None = None,
         invert: bool = False,
     ) -> None:
-        self.threshold = checked("threshold", threshold)
+        self.threshold: Any = checked("threshold", threshold)
         fraction("threshold", threshold, self)
         self.dim = dim
         self.invert = invert

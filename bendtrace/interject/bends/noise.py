@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Normal(DrawingBend):
         super().__init__(seed, dim)
         if op not in ("add", "mul"):
             raise InputError(f"op of Normal has to be 'add' or 'mul', not {op!r}")
-        self.std = checked("std", std)
+        self.std: Any = checked("std", std)
         self.op = op
         self.fresh = fresh
         self._times: dict[str, int] = {}

@@ -222,7 +222,7 @@ class BendingParameter(Expression):
         if not isinstance(name, str) or not name:
             raise InputError(f"the name of a parameter has to be a non-empty string, not {name!r}")
         self.name = name
-        self.range = _range(name, range)
+        self.range: tuple[Any, Any] = _range(name, range)
         self.clamp = clamp
         self._value = self._checked(value)
 

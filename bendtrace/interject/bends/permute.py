@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -95,7 +97,7 @@ class ThresholdPermute(DrawingBend):
         super().__init__(seed, dim)
         if isinstance(self.dim, tuple):
             raise InputError(f"dim of ThresholdPermute has to be an int or None, not {dim!r}")
-        self.threshold = checked("threshold", threshold)
+        self.threshold: Any = checked("threshold", threshold)
         fraction("threshold", threshold, self)
         self.invert = invert
 
