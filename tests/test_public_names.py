@@ -127,8 +127,10 @@ def is_documented(one: Any, name: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("one", [*examples()], ids=lambda one: type(one).__name__)
-def test_the_public_attributes_are_those_that_are_listed_and_documented(one: Any) -> None:
-    called = set(CALLED_BY_GATES.get(type(one), "").split())
-    assert public_names(one) - called == set(LISTED[type(one)].split())
+@pytest.mark.parametrize("cls", LISTED, ids=lambda cls: cls.__name__)
+def test_the_public_attributes_are_those_that_are_listed_and_documented(cls: type[Any]) -> None:
+    # Made here: a stepped run from before other tests finds that the world has changed since.
+    one = next(one for one in examples() if type(one) is cls)
+    called = set(CALLED_BY_GATES.get(cls, "").split())
+    assert public_names(one) - called == set(LISTED[cls].split())
     assert [name for name in public_names(one) - called if not is_documented(one, name)] == []
