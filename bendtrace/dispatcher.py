@@ -21,6 +21,7 @@ from bendtrace.interject.trees import Trees
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.run import Signature, uninitialized_in
+from bendtrace.recording.script import Script
 from bendtrace.recording.serving import call_itself
 from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
 from bendtrace.replay.global_state import GlobalState
@@ -137,6 +138,8 @@ class Dispatcher:
         if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
             self.stats.live += 1
             return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
+        if program.wants_lifting and tree.lifts:
+            return self._record_lifted(_Call(args, kwargs, names, arguments, plan, tree), program)
         auditor = auditor or self._auditor
         audit = None
         if auditor is not None and plan is None:
@@ -248,15 +251,25 @@ class Dispatcher:
             self._mismatch = functools.partial(explain_guard, before, leaves[0], now)
         return self._kept(recording, program)
 
+    def _record_lifted(self, call: _Call, program: Program) -> Any:
+        """Record a call whose path may be known, with the counters of its loops lifted."""
+        lifting = Lifting(program.excluded)
+        recording = self._traced(call, lifting=lifting)
+        self.stats.retraces += 1
+        self.stats.traces += 1
+        self.stats.live += bool(recording.tape.blockers)
+        call.tree.lift(program, recording, lifting)
+        return self._kept(recording, program)
+
     def _traced(
         self,
         call: _Call,
         divergence: Divergence | None = None,
-        prefix: Prefix | None = None,
+        prefix: Prefix | Script | None = None,
         lifting: Lifting | None = None,
     ) -> Recording:
         """Record a call, from its start or after a divergence, and note it if the model raises."""
-        reads_states = divergence is not None and divergence.is_anew
+        reads_states = lifting is not None or (divergence is not None and divergence.is_anew)
         try:
             return self._recorded(call, prefix, reads_states, lifting)
         except Exception as error:
@@ -266,7 +279,7 @@ class Dispatcher:
     def _recorded(
         self,
         call: _Call,
-        prefix: Prefix | None = None,
+        prefix: Prefix | Script | None = None,
         reads_states: bool = False,
         lifting: Lifting | None = None,
     ) -> Recording:
@@ -300,9 +313,7 @@ class Dispatcher:
             call.tree.ran_live(program, divergence)
             with self._called():
                 return call_itself(self._model, call.args, dict(call.kwargs))
-        lifting = None
-        if divergence.is_anew and call.plan is None:
-            lifting = program.lifting(call.tree.lifts)
+        lifting = program.lifting() if divergence.is_anew else None
         try:
             recording = self._traced(call, divergence, prefix, lifting)
         finally:
@@ -316,7 +327,7 @@ class Dispatcher:
             return recording.result
         self.stats.traces += 1
         self.stats.live += bool(recording.tape.blockers)
-        call.tree.grow(program, divergence, recording, lifting)
+        call.tree.grow(program, divergence, recording)
         return self._kept(recording, program)
 
 

@@ -21,13 +21,11 @@ from tests.promise import Inputs, bits, state
 Make = Callable[[], Callable[..., Any]]
 
 
-@pytest.fixture(params=["handed_over", "anew"], autouse=True)
+@pytest.fixture(params=["apart", "joining"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let every resumed run be handed what was computed; or only those that have to be."""
-    if request.param == "handed_over":
-        monkeypatch.setattr(program, "may_run_again", lambda _: False)
-    else:
-        monkeypatch.setattr(f"{__name__}._COMPARED", _COMPARED[:-1])  # ops may be run again
+    """Let no paths join, so that a resumed run is handed all that was computed; or let them."""
+    if request.param == "apart":
+        monkeypatch.setattr(program, "may_join", lambda *_: False)
     return str(request.param)
 
 
@@ -195,7 +193,7 @@ def test_a_resumed_path_is_itself_left_at_the_second_and_third_divergence(way: s
     sides += [(-1, *rest) for _, *rest in sides]
     bended = follow(lambda: _three_ways, *(rows(*signs) for signs in sides + sides[::-1]))
     # Of the eight paths, three questions have two answers each where paths join.
-    resumed(bended, 7 if way == "handed_over" else 3)
+    resumed(bended, 7 if way == "apart" else 3)
     assert bended.stats.replays == 2 * len(sides) - bended.stats.traces
 
 

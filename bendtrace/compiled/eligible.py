@@ -125,7 +125,7 @@ def why_not_op(op: Op, entry: Context) -> str | None:
     name = name_of(op.target)
     if op.raised is not None:
         return f"{name} raised, and the model went on"
-    if is_handled(op):
+    if is_handled(op.scope, op.site):
         return f"the model has a handler for what {name} may raise"
     if op.kind is OpKind.CALL:
         if is_gate(op) or not (_is_getter(op.target) or is_torchs_function(op.target)):

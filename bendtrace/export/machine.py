@@ -73,7 +73,7 @@ class AnalysedRun:
         guard = self.recording.tape.guards[number]
         if self.analysis.kinds[number] is not GuardKind.DATA or guard.is_on_identity:
             return False
-        if guard.test in (Test.RANK, Test.KIND):
+        if guard.test in (Test.RANK, Test.KIND, Test.RAISED):
             return False
         if guard.test is Test.LENGTH:
             return self.numbers.has_varying_length(guard.index)

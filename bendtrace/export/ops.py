@@ -26,7 +26,7 @@ from bendtrace.export.values import (
     Value,
     leaves,
 )
-from bendtrace.replay.repeatable import makes_anew
+from bendtrace.recording.effects import makes_anew
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import INFIX, gives_nothing
 from bendtrace.tape.structure import Existing, Instance

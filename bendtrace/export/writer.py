@@ -31,8 +31,8 @@ from bendtrace.export.values import (
     leaves,
     rebuilt,
 )
+from bendtrace.recording.effects import makes_anew
 from bendtrace.replay.analysis import GuardKind
-from bendtrace.replay.repeatable import makes_anew
 from bendtrace.replay.schedule import Schedule
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.tape import Guard, Op, OpKind, Test

@@ -261,6 +261,8 @@ class _Writer:
             guard = self.tape.guards[number]
             if guard.index in self.tape.counters:
                 continue  # a number here
+            if guard.test is Test.RAISED:
+                continue  # an error of an fx graph is raised as it is
             expected = guard.expected
             if guard.test in (Test.SAME, Test.OTHER):
                 expected = self.nodes[self.names[guard.expected]]

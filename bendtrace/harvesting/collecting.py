@@ -37,6 +37,7 @@ class _Watch(Interjection):
     # The functions that it calls work on the value alone.
     self_contained = True
     deferrable = True
+    needs_paths = True
 
     def __init__(self, collector: Collector, rule: _Rule | None) -> None:
         self._collector = collector

@@ -301,7 +301,7 @@ def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Tur
     Raises:
         _Refused: one of them cannot be compiled.
     """
-    entries = gate.entries_in(plan)
+    entries = gate.entries_in(plan, gate.at.number)
     if isinstance(gate, CountGate):
         return [_counted(gate, entry) for entry in reversed(entries)]
     if isinstance(gate, BeforeGate):

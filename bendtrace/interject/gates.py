@@ -1,7 +1,9 @@
 """Gates: the ops of a tape that call the interjections of a node.
 
-A gate is recorded once for each pass of a node. It does not store which interjections to call: each
-run supplies its insertions, so that one trace also serves another patch at the same node.
+A gate does not store which interjections to call: each run supplies its insertions, so that one
+trace also serves another patch at the same node. Nor does a gate know which pass of the node it is
+in, because the code of a loop serves all of its passes: a call counts them. What is inserted at
+some passes only has a gate at each, and is asked there.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class _Local(threading.local):
         self.models_own: Exception | None = None  # raised by the node itself, inside of a gate
         self.kept: dict[Any, Any] = {}
         self.reshaped: dict[str, None] = {}  # the insertions, by slot, in this call of the model
+        self.passes: dict[tuple[str, str], int] = {}  # by node and role, in this call
         self.containers = Containers()  # those of the running gate
 
 
@@ -76,8 +79,9 @@ def running(plan: Plan) -> Iterator[None]:
     Raises:
         Exception: an error raised by an insertion, if the model has caught it.
     """
-    before = _local.plan, _local.through, _local.error, _local.kept, _local.reshaped
+    before = vars(_local).copy()
     _local.plan, _local.through, _local.error, _local.kept, _local.reshaped = plan, {}, None, {}, {}
+    _local.passes = {}
     try:
         yield
         if _local.error is not None:
@@ -88,8 +92,8 @@ def running(plan: Plan) -> Iterator[None]:
                 error.add_note(note)
         raise
     finally:
-        _local.plan, _local.through, _local.error, _local.kept, _local.reshaped = before
-        _local.models_own = None
+        vars(_local).update(before)
+        _local.plan, _local.models_own = before.get("plan"), None
 
 
 def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
@@ -122,22 +126,27 @@ def of_this_run() -> dict[Any, Any]:
 
 
 class Gate:
-    """One pass of a node at which insertions are called.
+    """A place around a node at which insertions are called.
 
     Args:
-        at: the pass.
+        at: the node, in the pass in which the gate was recorded.
         slots: the slots of the insertions that are called here.
         shape: the structure of the values passed to them.
         plan: the insertions that were active when the gate was recorded.
+
+    Attributes:
+        counts: whether it counts its passes, instead of being in the one that it was recorded in.
     """
 
     is_gate = True
+    counts = False
     role = ""
 
     def __init__(self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: Plan) -> None:
         self.at = at
         self.slots = slots
         self.shape = shape
+        self._passes: dict[int, NodePass] = {at.number: at}
         self.tells_in_place: bool = self.role == "after" and has_mutable((shape,))
         if self.role == "before":  # the tuple of arguments and the dict of keywords are new
             args, kwargs = shape.items
@@ -167,11 +176,12 @@ class Gate:
         return (
             isinstance(other, Gate)
             and self.role == other.role
-            and (self.at, self.slots, self.shape) == (other.at, other.slots, other.shape)
+            and (self.at.path, self.at.scope) == (other.at.path, other.at.scope)
+            and (self.slots, self.shape) == (other.slots, other.shape)
         )
 
     def __hash__(self) -> int:
-        return hash((self.role, self.at.path, self.at.number))
+        return hash((self.role, self.at.path))
 
     def __repr__(self) -> str:
         return f"<{self.role} {self.at.path or '<root>'}: {self.__name__}>"
@@ -184,13 +194,20 @@ class Gate:
             flag that says whether to update these in place.
         """
         outer, _local.containers = _local.containers, Containers()
+        at, key = self.at, (self.at.path, self.role)
+        if self.counts and _local.plan is not None:
+            number = _local.passes.get(key, 0)
+            known = self._passes.get(number)
+            at = self._passes[number] = replace(at, number=number) if known is None else known
+        _local.passes[key] = at.number + 1
+        entries = self._entries(at.number)
         try:
-            given = self._through(values)
+            given = self._through(values, at, entries)
             in_place = _local.containers.are_kept and not _local.containers.others
         except Exception as error:
             if error is not _local.models_own:
                 noted(error)
-            for entry in self._entries():
+            for entry in entries:
                 entry.insertion.failed()
             raise
         finally:
@@ -199,33 +216,31 @@ class Gate:
             return given
         return (*(given if isinstance(given, tuple) else (given,)), in_place)
 
-    def _through(self, values: tuple[Any, ...]) -> Any:
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
         raise NotImplementedError
 
-    def _entries(self) -> tuple[Entry, ...]:
-        """The insertions that are called in this pass, in the order in which they were made."""
+    def _entries(self, number: int) -> tuple[Entry, ...]:
+        """Return the insertions that are called in a pass, in the order in which they were made."""
         plan = _local.plan or self._plan()
         if plan is None:
             raise InterjectionError(
                 f"the insertion at {self.at.path or '<root>'} that was recorded is gone",
                 self.at.path,
             )
-        return self.entries_in(plan)
+        return self.entries_in(plan, number)
 
-    def entries_in(self, plan: Plan) -> tuple[Entry, ...]:
-        """Return the insertions of a plan that are called in this pass, in order."""
+    def entries_in(self, plan: Plan, number: int) -> tuple[Entry, ...]:
+        """Return the insertions of a plan that are called in a pass, in order."""
         known = plan.called_at.get(id(self))
         if known is None:
-            total = plan.totals.get(self.at.path)
-            entries = tuple(
-                entry
-                for entry in plan.entries_of(self.slots)
-                if entry.insertion.passes.admits(self.at.number, total)
-            )
-            if any(e.insertion.passes.is_asked for e in plan.entries_of(self.slots)):
-                return entries
-            known = plan.called_at[id(self)] = self, entries
-        return known[1]
+            entries = plan.entries_of(self.slots)
+            selects = not all(entry.insertion.passes.admits_all for entry in entries)
+            known = plan.called_at[id(self)] = self, entries, selects
+        _, entries, selects = known
+        if not selects:
+            return entries
+        total = plan.totals.get(self.at.path)
+        return tuple(e for e in entries if e.insertion.passes.admits(number, total))
 
 
 class AfterGate(Gate):
@@ -260,31 +275,31 @@ class AfterGate(Gate):
         self._is_simple = shape == Leaf(Tensor, 0) and given is None and not writes
         self._is_told = any("backward" in slot.forms for slot in slots)
 
-    def _through(self, values: tuple[Any, ...]) -> Any:
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
         """Call the insertions; return the tensors and numbers of the new value."""
         if self._is_simple and not self._is_told:
             value = values[0]
-            for entry in self._entries():
-                value = self._exchange(entry, value, self.at)
+            for entry in entries:
+                value = self._exchange(entry, value, at)
             return value
         found = list(values[: self._count])
         through: _Watching = (None, None)
         if self._is_told:
-            through = _local.through.pop((self.at.path, self.at.number), through)
+            through = _local.through.pop((at.path, at.number), through)
         of_hooks, of_others = through if torch.is_grad_enabled() else (None, None)
         if of_others is not None:
             _exchange_tensors(found, of_others.leave)
         inputs = None
-        for entry in self._entries():
+        for entry in entries:
             if not entry.after:
                 continue
             if inputs is None:
                 inputs = NO_INPUTS
                 if self._given is not None:
                     inputs = as_inputs(assemble(self._given, list(values[self._count :])))
-            shape, at = part_of(self.shape, entry.dig), _dug(self.at, entry)
+            shape = part_of(self.shape, entry.dig)
             if shape is not None:
-                self._call(entry, shape, at, inputs, found)
+                self._call(entry, shape, _dug(at, entry), inputs, found)
         if of_hooks is not None:  # their gradients are those of what forward hooks returned
             _exchange_tensors(found, of_hooks.leave)
         given = [found[number] for number in self.exchanged]
@@ -388,20 +403,19 @@ class BeforeGate(Gate):
         self.written = written
         self.exchanged: tuple[int, ...] = exchangeable(shape)
 
-    def _through(self, values: tuple[Any, ...]) -> Any:
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
         """Call the insertions; return the tensors and numbers that the node is given."""
         found = list(values)
-        entries = self._entries()
         for entry in reversed(entries):
             if entry.slot in self.places:
                 shape = part_of(self.shape, self.places[entry.slot])
                 if shape is not None:
-                    self._call(entry, shape, found)
+                    self._call(entry, shape, found, at)
             elif entry.before:
-                self._call(entry, self.shape, found)
+                self._call(entry, self.shape, found, at)
         backward = [entry for entry in entries if entry.backward]
         if backward and torch.is_grad_enabled():
-            _exchange_tensors(found, lambda tensors: self._watched(backward, tensors))
+            _exchange_tensors(found, lambda tensors: self._watched(backward, tensors, at))
         if self.written is not None:
             # The original gets the value at the end: what autograd keeps for the op, and the
             # aliases, must not be written to.
@@ -409,12 +423,12 @@ class BeforeGate(Gate):
         given = [found[number] for number in self.exchanged]
         return given[0] if len(given) == 1 else tuple(given)
 
-    def _watched(self, backward: list[Entry], tensors: list[Tensor]) -> list[Tensor]:
+    def _watched(self, backward: list[Entry], tensors: list[Tensor], at: NodePass) -> list[Tensor]:
         """Watch the gradients for insertions; return the inputs of the node."""
         watching: list[CallGradients | None] = []
         for of_hooks in (True, False):  # if they only watch, one tensor stays one for the node
             told = [
-                (entry.what, self.at, entry.insertion.fired_backward)
+                (entry.what, at, entry.insertion.fired_backward)
                 for entry in backward
                 if isinstance(entry.what, ChecksGradients) is of_hooks
             ]
@@ -423,17 +437,16 @@ class BeforeGate(Gate):
                 gradients = CallGradients(told, tensors, writes=False, apart=not of_hooks)
                 tensors = gradients.enter()
             watching.append(gradients)
-        _local.through[self.at.path, self.at.number] = (watching[0], watching[1])
+        _local.through[at.path, at.number] = (watching[0], watching[1])
         return tensors
 
-    def _call(self, entry: Entry, shape: Any, found: list[Any]) -> None:
+    def _call(self, entry: Entry, shape: Any, found: list[Any], at: NodePass) -> None:
         before, versions = list(found), [version_of(value) for value in found]
         value = assemble(shape, found)
         if entry.slot in self.places:
-            at = replace(self.at, path=entry.place.shown, module=None)
+            at = replace(at, path=entry.place.shown, module=None)
             result = entry.what.after(at, NO_INPUTS, value)
         else:
-            at = self.at
             result = entry.what.before(at, as_inputs(value))
             if isinstance(result, tuple):
                 kwargs = result.kwargs if isinstance(result, Inputs) else value[1]
@@ -474,10 +487,10 @@ class CountGate(Gate):
     def __init__(self, at: NodePass, slots: tuple[Slot, ...], plan: Plan) -> None:
         super().__init__(at, slots, take_apart(((), {}))[0], plan)
 
-    def _through(self, values: tuple[Any, ...]) -> None:
-        for entry in reversed(self._entries()):
-            entry.what.before(self.at, NO_INPUTS)
-            entry.insertion.fired(self.at, False)
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> None:
+        for entry in reversed(entries):
+            entry.what.before(at, NO_INPUTS)
+            entry.insertion.fired(at, False)
 
 
 class InsteadGate(Gate):
@@ -497,13 +510,13 @@ class InsteadGate(Gate):
         """The function that it replaces, whose node it is."""
         return self.at.function
 
-    def _through(self, values: tuple[Any, ...]) -> Any:
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
         """Return the result of the outermost insertion."""
         args, kwargs = assemble(self.shape, list(values))
         call: Callable[..., Any] = self._node
-        for entry in self._entries():
+        for entry in entries:
             if entry.instead:
-                call = self._around(entry, call)
+                call = self._around(entry, call, at)
         return call(*args, **kwargs)
 
     def _node(self, *args: Any, **kwargs: Any) -> Any:
@@ -514,11 +527,11 @@ class InsteadGate(Gate):
             _local.models_own = error  # for which the model may have a handler
             raise
 
-    def _around(self, entry: Entry, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, entry: Entry, call: Callable[..., Any], at: NodePass) -> Callable[..., Any]:
         def instead(*args: Any, **kwargs: Any) -> Any:
             node = Observed(call, Inputs(args, kwargs))
-            result = entry.what.instead(self.at, node, node.given)
-            entry.insertion.fired(self.at, not node.gave(result))
+            result = entry.what.instead(at, node, node.given)
+            entry.insertion.fired(at, not node.gave(result))
             return result
 
         return instead

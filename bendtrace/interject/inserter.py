@@ -154,6 +154,7 @@ class LiveInserter:
         plan: as given.
         stage: the run.
         names: names of its nodes.
+        pending: the values that are needed again once what is running is over.
         entry: the grad mode and other modes at the start of the run.
     """
 
@@ -175,9 +176,12 @@ class LiveInserter:
         self._registry = registry
         self._function = function
         self._spots: dict[str, _Spot] = {}
+        self.pending: list[Sequence[Any]] = []
+        self._raised: set[str] = set()
         self._recomputed = 0  # how many checkpointed blocks the run is in
         model = function if within is None else within.model
         self._states = States(plan, model, self)
+        self._wants_inputs = any("inputs" in slot.forms for slot in plan.slots)
         self._has_output_slots = any(
             slot.place.matcher.needs_output for slot in plan.slots if slot.place.role == "node"
         )
@@ -236,10 +240,14 @@ class LiveInserter:
         written = spot.written(args, kwargs)
         if spot.before or spot.inputs or written is not None:
             args, kwargs = self._before(spot, scope, args, kwargs, frame, written)
-        if spot.instead:
-            output = self._instead(spot, number, args, kwargs, frame)
-        else:
-            output = run(scope, args, kwargs)
+        self.pending.append(self._needed_after(spot, args, kwargs, written))
+        try:
+            if spot.instead:
+                output = self._instead(spot, number, args, kwargs, frame)
+            else:
+                output = run(scope, args, kwargs)
+        finally:
+            self.pending.pop()
         if self._states:
             output = self._states.exchanged(output, frame, scope)
         return self._after(spot, number, args, kwargs, output, frame, written)
@@ -281,6 +289,7 @@ class LiveInserter:
             copied = None
         if spot.before or copied is not None:
             args, kwargs = self._before(spot, scope, args, kwargs, frame, copied)
+        self.pending.append(self._needed_after(spot, args, kwargs, written))
         try:
             if spot.instead:
                 output = self._instead(spot, number, args, kwargs, frame)
@@ -288,7 +297,10 @@ class LiveInserter:
                 output = self._run(run, function, args, kwargs, frame)
         except Exception:
             spot.number -= 1  # a call that raises is not a pass of a node in trees and logs
+            self._raised.add(path)  # which no gate can count
             raise
+        finally:
+            self.pending.pop()
         return self._after(spot, number, args, kwargs, output, frame, written)
 
     def _run(
@@ -379,7 +391,9 @@ class LiveInserter:
     def put(self, gate: Gate, values: Sequence[Any], frame: FrameType) -> Any:
         """Put a gate on the tape."""
         self.require_once(gate.at.path)
-        return self.stage.gate(gate, tuple(values), frame)
+        given = self.stage.gate(gate, tuple(values), frame)
+        gate.counts = gate.at.path not in self._raised
+        return given
 
     def require_once(self, path: str) -> None:
         """Raise if the backward pass will run the current code again."""
@@ -471,6 +485,14 @@ class LiveInserter:
         put, changed = given
         return put(output, shape, changed)
 
+    def _needed_after(
+        self, spot: _Spot, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
+    ) -> Sequence[Any]:
+        """Return the values of a node's inputs that its gates need again after it."""
+        if written is None and not self._wants_inputs:
+            return ()
+        return [*take_apart((args, kwargs), objects=False)[1], written]
+
     def _instead(
         self, spot: _Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
         frame: FrameType,
@@ -484,13 +506,21 @@ class LiveInserter:
         self, gate: Any, shape: Any, values: list[Any], handed: list[Any], frame: FrameType
     ) -> tuple[Callable[..., Any], list[Any]] | None:
         """Add a gate to the tape; return the values with its results, or None if nothing is new."""
-        given = self.put(gate, handed, frame)
-        numbers, put = gate.exchanged, refilled
-        if gate.tells_in_place:
-            *given, in_place = given
-            put = filled if self.stage.expect(in_place, frame) else refilled
-        elif len(numbers) == 1:
-            given = (given,)
+        self.pending.append(values)
+        try:
+            given = self.put(gate, handed, frame)
+            numbers, put = gate.exchanged, refilled
+            if gate.tells_in_place:
+                *given, in_place = given
+                self.pending.append(given)
+                try:
+                    put = filled if self.stage.expect(in_place, frame) else refilled
+                finally:
+                    self.pending.pop()
+            elif len(numbers) == 1:
+                given = (given,)
+        finally:
+            self.pending.pop()
         changed = list(values)
         for number, value in zip(numbers, given, strict=True):
             changed[number] = value

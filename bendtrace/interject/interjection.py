@@ -115,6 +115,8 @@ class Interjection:
         pure: whether it promises that `after` returns a new tensor that depends on nothing but the
             node's tensor and its own attributes, and does nothing else. With a `backend`, it is
             compiled with the model.
+        needs_paths: whether it asks which path each call has taken. Paths do not join then, and
+            each is recorded by itself.
         label: what reports and graphs call it.
 
     Example:
@@ -139,6 +141,7 @@ class Interjection:
     late: bool = False
     self_contained: bool = False
     deferrable: bool = False
+    needs_paths: bool = False
     pure: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

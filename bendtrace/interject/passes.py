@@ -23,6 +23,7 @@ class Passes:
 
     Attributes:
         is_asked: whether a user function decides, which may decide differently the next time.
+        admits_all: whether every pass is selected.
         needs_total: whether the total number of passes has to be known.
 
     Raises:
@@ -38,7 +39,6 @@ class Passes:
             raise InputError(f"every= has to be a positive int, not {every!r}")
         self._every = every or 1
         self._predicate: Callable[[int], bool] | None = None
-        self.is_asked: bool = callable(numbers)
         self._numbers: frozenset[int] | range | None = None
         if callable(numbers):
             self._predicate = numbers
@@ -46,6 +46,8 @@ class Passes:
             self._numbers = numbers
         elif numbers is not None:
             self._numbers = frozenset(_ints(numbers))
+        self.is_asked: bool = callable(numbers)
+        self.admits_all: bool = numbers is None and every in (None, 1)
         self.needs_total: bool = self._numbers is not None and any(
             number < 0 for number in self._numbers
         )

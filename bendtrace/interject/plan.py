@@ -167,8 +167,10 @@ class Plan:
         entries: as given.
         totals: as given.
         slots: their slots, without repetitions.
+        joins: whether paths may join.
         key: what makes the traces of two plans interchangeable.
-        called_at: which entries the gates of traces call, as far as they were asked.
+        called_at: which entries the gates of traces call, and whether only in some passes, as far
+            as they were asked.
         compiled: what compiled paths know of it (see `compiling.py`).
         reaches: what their code reaches (see `reading.py`).
     """
@@ -177,9 +179,10 @@ class Plan:
         self.entries: tuple[Entry, ...] = tuple(sorted(entries, key=lambda entry: entry.what.late))
         self.totals: dict[str, int] = totals or {}
         self.slots: tuple[Slot, ...] = tuple(dict.fromkeys(entry.slot for entry in self.entries))
-        self.key: frozenset[Slot] = frozenset(self.slots)
+        self.joins: bool = not any(entry.what.needs_paths for entry in self.entries)
+        self.key: tuple[bool, frozenset[Slot]] = self.joins, frozenset(self.slots)
         # By the id of gates, with the gate itself so that its id is not reused.
-        self.called_at: dict[int, tuple[Any, tuple[Entry, ...]]] = {}
+        self.called_at: dict[int, tuple[Any, tuple[Entry, ...], bool]] = {}
         self.compiled: object = None
         self.reaches: object = None
         self._looked: dict[int, tuple[Recording, bool]] = {}

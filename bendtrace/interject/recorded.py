@@ -11,6 +11,7 @@ from bendtrace.interject.reading import read_and_changed
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.run import Signature, record
+from bendtrace.recording.script import Script
 
 __all__ = ["recorded"]
 
@@ -21,7 +22,7 @@ def recorded(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     plan: Plan | None,
-    prefix: Prefix | None = None,
+    prefix: Prefix | Script | None = None,
     reads_states: bool = False,
     lifting: Lifting | None = None,
 ) -> Recording:
@@ -41,7 +42,7 @@ def recorded(
     if plan is not None:
         known.name_nodes()  # before the run does so in passing
         inserter = LiveInserter(plan, known.registry, known.model)
-    reads_states = reads_states and plan is None
+        reads_states = True  # what is inserted must not be called twice
     recording = record(
         known.model, args, kwargs, signature, prefix, inserter=inserter,
         reads_states=reads_states, lifting=lifting,

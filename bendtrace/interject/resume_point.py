@@ -24,6 +24,7 @@ from bendtrace.interject.suffixes import (
 )
 from bendtrace.paths.view import Node, find
 from bendtrace.recording.recorder import Prefix, Recording
+from bendtrace.recording.script import Script
 from bendtrace.replay.explain import Mismatch, explain_divergence
 from bendtrace.replay.program import Program
 from bendtrace.replay.source import test_of
@@ -100,7 +101,7 @@ class Left:
                     return False
         return not self.prepared.rest.disturbs(self.done, self.position)
 
-    def prefix(self) -> Prefix | None:
+    def prefix(self) -> Prefix | Script | None:
         """Return the ops that the model's Python need not run again."""
         for cut in self.prepared.cuts:
             self.divergence.values[f"v{cut.index}"] = self.slots[f"s{cut.slot}"]

@@ -55,7 +55,7 @@ class Trees:
         with self._lock:
             tree = self._inserted.get(plan.key)
             if tree is None:
-                tree = self._inserted[plan.key] = self._new()
+                tree = self._inserted[plan.key] = self._new(plan.joins)
             self._inserted.move_to_end(plan.key)
             while len(self._inserted) > _MOST:
                 self._inserted.popitem(last=False)
@@ -70,8 +70,8 @@ class Trees:
         """Return the runs with insertions."""
         return [run for tree in list(self._inserted.values()) for run in _runs(tree)]
 
-    def _new(self) -> TraceTree:
-        return TraceTree(self.limit, _reason)
+    def _new(self, joins: bool = True) -> TraceTree:
+        return TraceTree(self.limit, _reason, joins)
 
 
 def _reason(tree: TraceTree) -> str | None:

@@ -104,6 +104,7 @@ def fast_path_for(
     ops, known_as, writes = writer.tape.ops, writer.known, writer.writes
     known_at = known_as.get
     boundaries, find, facts = writer.boundaries, writer.site, writer.facts
+    is_caught = writer.is_caught
     sites: dict[tuple[int, ...], tuple[Site | None, bool]] = {}
     settings, product, mkl = current_settings(), precision(), mkldnn()
     on_cpu = not torch.cuda.is_available()  # where cuDNN and cuBLAS have no influence
@@ -218,6 +219,7 @@ def fast_path_for(
                     observer.reads(index, ref.index, tensor)
         if usable is not None:
             args = tuple(usable)
+        failed: Exception | None
         try:
             if observer is not None:
                 if func not in unheeded:
@@ -238,8 +240,13 @@ def fast_path_for(
             if observer is not None:
                 observer.times[index] = perf_counter_ns() - started
         except Exception as error:
-            op.raised = raised_by(op, error)
-            raise
+            op.raised, failed = raised_by(op, error), error
+        else:
+            failed = None
+        if is_caught(op.scope, op.site):
+            writer.ask_error(op)
+        if failed is not None:
+            raise failed
         # The result.
         if type(out) is Tensor and not compares and func not in GIVES_BACK:
             known = known_at(id(out))

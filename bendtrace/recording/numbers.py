@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bendtrace.recording.effects import HARMLESS
 from bendtrace.recording.encoding import Encoder
 from bendtrace.recording.texts import Texts, goes_to_screen
 from bendtrace.recording.values import TRACED_AS, Values
@@ -18,10 +19,10 @@ from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
 from bendtrace.source.sites import outside_scalars
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
-from bendtrace.tape.tape import Guard, OpKind, Ref, Test
+from bendtrace.tape.tape import Guard, OpKind, Raised, Ref, Test, refs_in
 from bendtrace.tape.watchers import Inserter, current_watcher
 
-__all__ = ["Numbers", "plain_in"]
+__all__ = ["Numbers", "error_of", "plain_in"]
 
 
 class Numbers:
@@ -78,29 +79,65 @@ class Numbers:
         """Record Python arithmetic on traced scalars (see `scalars.Origin`)."""
         if self.compares:
             self.compared = frozenset(map(id, operands))
-        traced = None
+        traced, is_asked = None, False
         # Else it is within an op, which a replay does as a whole.
         is_seen = current_watcher() is self._recorder
         if is_seen and function in (pow, operator.pow):
             self._guard_power(*operands[:2])
+        if is_seen and function not in HARMLESS:
+            is_asked = self._ask_error(function, operands)
         try:
-            result = function(*map(plain, operands))
+            result = self._computed(function, operands, is_seen)
             if is_seen:
                 traced = TRACED_AS.get(type(result))
         finally:
             if traced is None:  # it raised, or returned a value that cannot be traced
-                for operand in operands:
+                for operand in () if is_asked else operands:
                     if type(operand) in TRACED:
                         self.consume(operand, getattr(function, "__name__", "arithmetic"))
         if traced is None:
             return result
         frame = outside_scalars()
         encoded, _ = self._encoder.arguments(operands)
-        if self._inserter is not None:
+        counters = self._writer.tape.counters
+        is_counter = counters.issuperset(ref.index for ref in refs_in(encoded)) and counters
+        if self._inserter is not None and not is_counter:  # which is no node
             self._inserter.scalar(function, frame)
         op = self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
         op.meta = result
         return self._values.traced(traced, result, Ref(op.index), frame)
+
+    def _computed(
+        self, function: Callable[..., Any], operands: tuple[Any, ...], is_seen: bool
+    ) -> Any:
+        script = self._writer.script
+        if is_seen and script is not None and script.is_active:
+            encoded, _ = self._encoder.arguments(operands)
+            found = script.result_of(function, [ref.index for ref in refs_in(encoded)])
+            if found is not None:
+                return found[0]
+        return function(*map(plain, operands))
+
+    def _ask_error(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> bool:
+        """Guard what arithmetic raises, where the model might go on after that.
+
+        Returns:
+            Whether it raises.
+        """
+        frame, script = outside_scalars(), self._writer.script
+        if not self._writer.is_caught(self._writer.scope, self._writer.site(frame)):
+            return False
+        encoded, _ = self._encoder.arguments(operands)
+        found = None
+        if script is not None and script.is_active:
+            found = script.result_of(error_of, [ref.index for ref in refs_in(encoded)])
+        raised = error_of(function, *map(plain, operands)) if found is None else found[0]
+        op = self._writer.emit(OpKind.SCALAR, error_of, (function, *encoded), {}, frame)
+        op.meta = raised
+        self._writer.guard(Test.VALUE, op.index, raised, "", frame)
+        if found is not None and raised is not None:
+            raise raised.type(*() if raised.text is None else (raised.text,))
+        return raised is not None
 
     def _guard_power(self, base: Any, exponent: Any) -> None:
         """Guard what decides whether a power is an int, a float or complex."""
@@ -130,6 +167,15 @@ class Numbers:
         op = self._writer.emit(OpKind.SCALAR, function, (ref, *args), {}, frame)
         op.meta = text
         return self._texts.mark(op.index, text)
+
+
+def error_of(function: Callable[..., Any], *operands: Any) -> Raised | None:
+    """Return what a function raises; None if it raises nothing."""
+    try:
+        function(*operands)
+    except Exception as error:
+        return Raised(type(error), str(error))
+    return None
 
 
 def plain_in(value: Any) -> Any:

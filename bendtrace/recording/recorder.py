@@ -35,6 +35,7 @@ from bendtrace.recording.numbers import Numbers, plain_in
 from bendtrace.recording.one_op import Given
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.scopes import Scopes
+from bendtrace.recording.script import Script
 from bendtrace.recording.states import States
 from bendtrace.recording.texts import Texts, goes_to_screen
 from bendtrace.recording.values import TRACED_AS, Values
@@ -55,10 +56,12 @@ from bendtrace.torch_rules.functions import (
     GIVES_BACK,
     GRAD_FN,
     METADATA,
+    SHAPES,
     SHARING,
     SPECIAL,
     VALUES,
     entered,
+    is_gate,
     name_of,
 )
 from bendtrace.torch_rules.intercepts import INTERCEPT_CODES, watching
@@ -77,7 +80,7 @@ class Recorder(TorchFunctionMode):
     Args:
         function: what is going to be run.
         environment: what the run can read.
-        prefix: for a resumed run, the ops carried out before.
+        prefix: for a resumed run, the ops carried out before, or a script of them.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values (`states.py`).
@@ -89,7 +92,7 @@ class Recorder(TorchFunctionMode):
         self,
         function: Callable[..., Any],
         environment: Environment,
-        prefix: Prefix | None = None,
+        prefix: Prefix | Script | None = None,
         observer: Observer | None = None,
         inserter: Inserter | None = None,
         reads_states: bool = False,
@@ -110,10 +113,13 @@ class Recorder(TorchFunctionMode):
         self.tape: Tape = self._writer.tape
         self._values = Values(self._writer, environment, self, self._start, observer)
         self._encoder = Encoder(self._values)
-        if prefix is None and inserter is None and not is_one_of_several():
+        if not isinstance(prefix, Prefix) and not is_one_of_several():
             outermost = Recorder._outcome.__code__
-            self._states = States(self._writer, self._values, environment, outermost, reads_states)
+            self._states = States(
+                self._writer, self._values, environment, outermost, reads_states, inserter
+            )
             self._writer.read_state = self._read_state
+            self._writer.goes_on_from = self._goes_on_from
             if lifting is not None:
                 lifting.begin(self._writer, self._values, self._lifted, outermost)
         self._ran = ran()
@@ -230,6 +236,9 @@ class Recorder(TorchFunctionMode):
                 return self._states.read(index, test, expected, self.turns, self._numbers.compared)
         finally:
             self.active = True
+
+    def _goes_on_from(self, state: State, answer: Any) -> None:
+        self._states.go_on_from(state, answer, self.turns)
 
     def _lifted(self, func: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType) -> Any:
         with self._ran.left(), torch._C.DisableTorchFunction():
@@ -386,11 +395,27 @@ class Recorder(TorchFunctionMode):
 
     def _carry_out(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op (or, resumed, take its earlier result)."""
-        prefix = self._writer.prefix
+        prefix, error = self._writer.prefix, None
         if prefix is not None and op.index in prefix.values:
             if op.writes:
                 self._values.facts.clear()
-            return prefix.values[op.index]
+            out = prefix.values[op.index]
+        else:
+            out, error = self._tried(op, func, args, kwargs)
+        # What only looks at metadata raises nothing. An error of a gate is the call's.
+        if not (func in METADATA or func in SHAPES or is_gate(op)) and self._writer.is_caught(
+            op.scope, op.site
+        ):
+            self._writer.ask_error(op)
+        if error is not None:
+            raise error
+        return out
+
+    def _tried(
+        self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, Exception | None]:
+        """Run an op; return its result, and what it raised."""
+        prefix = self._writer.prefix
         self._ran.leave()  # code inside one op is not the run's own
         try:
             if prefix is not None and op.index in prefix.errors:
@@ -404,10 +429,10 @@ class Recorder(TorchFunctionMode):
                 self._values.facts.clear()
             if self._arrays:
                 self._arrays.ended(op, self._writer.writes.tensors())
-            return out
+            return out, None
         except Exception as error:
             op.raised = raised_by(op, error)
-            raise
+            return None, error
         finally:
             self._ran.enter()
 

@@ -18,6 +18,7 @@ from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.probes import look_once
 from bendtrace.recording.rank_sync import ENDS, recorded_call
 from bendtrace.recording.recorder import Prefix, Recorder, Recording
+from bendtrace.recording.script import Script
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.torch_rules.owners import states_of
@@ -134,7 +135,7 @@ def record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     signature: Signature,
-    prefix: Prefix | None = None,
+    prefix: Prefix | Script | None = None,
     observer: Observer | None = None,
     inserter: Inserter | None = None,
     reads_states: bool = False,

@@ -31,12 +31,13 @@ from torch.overrides import TorchFunctionMode
 
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.kinds import is_constant
+from bendtrace.recording.effects import Effects
 from bendtrace.recording.native_calls import may_hide
-from bendtrace.recording.values import Values
+from bendtrace.recording.values import LOOKS, Values
 from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
 from bendtrace.source.bytecode import read_later
-from bendtrace.source.sites import PACKAGE
+from bendtrace.source.sites import MACHINERY, PACKAGE
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     AttributeKey,
@@ -55,6 +56,7 @@ from bendtrace.tape.tape import (
     Test,
     map_refs,
 )
+from bendtrace.tape.watchers import Inserter
 from bendtrace.torch_rules.functions import OPERATORS, name_of
 from bendtrace.torch_rules.writes import storage_of
 
@@ -70,6 +72,7 @@ class States:
         environment: the values that the run could read at its start.
         outermost: the code that called the model.
         reads_all: whether to read all states, including those that take long to read.
+        inserter: puts ops of its own into the run, if something does.
 
     Attributes:
         unread: the reasons why states could not be read.
@@ -82,12 +85,15 @@ class States:
         environment: Environment,
         outermost: CodeType,
         reads_all: bool,
+        inserter: Inserter | None = None,
     ) -> None:
         self._writer = writer
         self._values = values
         self._environment = environment
         self._outermost = outermost
         self._reads_all = reads_all
+        self._inserter = inserter
+        self._effects = Effects(writer.tape)
         self._modes = dispatch_modes()  # those of the caller of the model
         self._left = _MOST_AT_FIRST
         self.unread: list[str] = []
@@ -109,19 +115,24 @@ class States:
                 turn are held only by the tracer.
             compared: the identities of the values compared last.
         """
+        if not self._reads_all and self._effects.have_begun():
+            self._reads_all = True  # from here on, the run cannot be done again from its start
         if not self._reads_all:
             self._left = self._left - 1 if self._is_near() else 0
             if self._left < 1:
                 return None
+        is_identity = test is Test.SAME or test is Test.OTHER
         with torch._C.DisableTorchFunction():
             reader = _Reader(self._values, self._environment)
             try:
                 key = _digest(
-                    test.name,
+                    "identity" if is_identity else test.name,
                     _global_state(self._modes),
                     reader.frames(self._outermost, compared),
                     reader.changes(),
+                    () if self._inserter is None else reader.value([*self._inserter.pending]),
                     reader.asked(index),
+                    reader.value_of(expected) if is_identity else None,
                     reader.facts(),
                     self._same_turn(turn),
                 )
@@ -133,9 +144,13 @@ class States:
         before = self._before
         if before is not None and (state.key, state.holes) == (before.key, before.holes):
             return before  # the same question again
-        self._before, self._answer = state, (type(expected).__name__, str(expected))
-        self._position, self._turn = len(self._writer.tape.ops), turn
+        self.go_on_from(state, test is Test.SAME if is_identity else expected, turn)
         return state
+
+    def go_on_from(self, state: State, answer: Any, turn: int) -> None:
+        """Take a state as read, with the answer to its question."""
+        self._before, self._answer = state, (type(answer).__name__, str(answer))
+        self._position, self._turn = len(self._writer.tape.ops), turn
 
     def _same_turn(self, turn: int) -> Any:
         """Return the earlier questions in the same turn, with their answers."""
@@ -185,11 +200,8 @@ class _Unreadable(Exception):
 def _global_state(modes: int) -> tuple[Any, ...]:
     if sys.exc_info()[0] is not None:
         raise _Unreadable("an exception is being handled")
-    context = current_context()
-    if context.autocast:
-        raise _Unreadable("autocast has cached casts")
     return (
-        context, current_settings(), torch.get_default_dtype(),
+        current_context(), current_settings(), torch.get_default_dtype(),
         dispatch_modes() - modes, torch.is_anomaly_enabled(),
     )  # fmt: skip
 
@@ -231,7 +243,7 @@ class _Reader:
     ) -> Iterator[Any]:
         callee, is_asking = None, True
         for frame in chain:
-            if not frame.f_code.co_filename.startswith(PACKAGE):
+            if not frame.f_code.co_filename.startswith(MACHINERY):
                 given = compared if is_asking else frozenset()
                 stack = stacks.read(frame, callee, places, given)
                 if stack is None:
@@ -389,6 +401,9 @@ class _Reader:
         """Return the representation of the value that is asked for."""
         if index in self.holes:
             return self.value_of(index)
+        op = self._ops[index]
+        if op.kind is OpKind.SCALAR and op.target in LOOKS:
+            self.value_of(op.args[0].index)  # which the code gets next
         what = self._described(index, _DEEPEST)
         self.value_of(index)
         return what

@@ -53,7 +53,7 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.writes import storage_of, version_of, works_in_place
 
-__all__ = ["TRACED_AS", "Values"]
+__all__ = ["LOOKS", "TRACED_AS", "Values"]
 
 TRACED_AS = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 
@@ -112,29 +112,25 @@ class Values:
         if op.kind is OpKind.CALL and may_vary(op.target):
             self._writer.guard(Test.KIND, op.index, kind_of(out), "", frame)
         if isinstance(out, Tensor):
+            if op.target in OPTIONAL:
+                self.guard_presence(op, True, frame)
             known = self._writer.known.get(id(out))
             is_known = known is not None and known() is out
             if known is not None and is_known:
                 before = known.ref or self.element(known.parent, known.key, out)
-                self._writer.aliases[op.index] = self._writer.aliases.get(
-                    before.index, before.index
-                )
+                self._writer.name_as(op.index, before.index)
                 if not works_in_place(op):
                     # It returned a tensor that already has another name. A replay in which it does
                     # not (because a copy was needed) must not confuse the two.
-                    self._writer.guard(Test.SAME, op.index, before.index, "", frame)
+                    self._guard_identity(op, op.index, before.index, frame)
             elif self._may_be_compared(op, frame) and not works_in_place(op):
-                for ref in refs_in((op.args, op.kwargs)):
-                    if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
-                        self._writer.guard(Test.OTHER, op.index, ref.index, "", frame)
+                self._guard_identity(op, op.index, None, frame)
             self.bind_tensor(out, op)
-            if op.target in OPTIONAL:
-                self.guard_presence(op, True, frame)
-                if self.environment.compares_identity and not is_known:
-                    self.tape.block(
-                        f"{said_of(op.target)} at {user_place(frame)} may return a tensor that the "
-                        "model holds, and its code tests whether two objects are one (`is`)"
-                    )
+            if op.target in OPTIONAL and self.environment.compares_identity and not is_known:
+                self.tape.block(
+                    f"{said_of(op.target)} at {user_place(frame)} may return a tensor that the "
+                    "model holds, and its code tests whether two objects are one (`is`)"
+                )
             return out
         if out is None:
             self.facts.clear()
@@ -148,12 +144,15 @@ class Values:
             return self.traced(traced, out, Ref(op.index), frame)
         if kind is torch.Size or (kind is tuple and op.target in SHAPES):
             op.meta = tuple(out)
+            self.tape.outlines[op.index] = out
             self._writer.guard(Test.LENGTH, op.index, len(out), "metadata", frame)
             ref = Ref(op.index)
             sizes = [self.scalar(TracedInt, size, (ref, (i,))) for i, size in enumerate(out)]
             if self._plain_numbers or needs_plain_numbers(frame.f_code):
                 return kind([self.origin.consume(size, "type") for size in sizes])
             return kind(sizes)
+        if isinstance(out, (tuple, list, dict)):
+            self.tape.outlines[op.index] = outline_of(out)
         if isinstance(out, (tuple, list)):
             if kind is tuple or kind is list:
                 how = "iter" if frame.f_code is _ITER_CODE else "length"
@@ -182,8 +181,37 @@ class Values:
             )
         return out
 
+    def _guard_identity(self, op: Op, index: int, same: int | None, frame: FrameType) -> None:
+        """Guard which of the tensors that an op was given its result is, or an element of it.
+
+        Each question is asked in the same way whatever the answer.
+
+        Args:
+            op: the op.
+            index: the op that gives the result, or the element.
+            same: the op that gave that tensor before; None if it is a new one.
+            frame: the code that receives it.
+        """
+        aliases = self._writer.aliases
+        if self._may_be_compared(op, frame):
+            for ref in refs_in((op.args, op.kwargs)):
+                if same is not None and aliases.get(ref.index, ref.index) == aliases.get(
+                    same, same
+                ):
+                    same = ref.index
+                    break
+                if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
+                    self._writer.guard(Test.OTHER, index, ref.index, "", frame)
+        if same is not None:
+            self._writer.guard(Test.SAME, index, same, "", frame)
+
     def _may_be_compared(self, op: Op, frame: FrameType) -> bool:
-        """Return whether code may test whether the result of an op is what the op was given."""
+        """Return whether it matters whether the result of an op is what the op was given.
+
+        Code may test it. What is inserted may give back its value in one call and not in the next.
+        """
+        if is_gate(op):
+            return True
         if op.target in GIVES_BACK and self.environment.compares_identity:
             return True
         return compares_identity(users_code(frame))
@@ -217,6 +245,8 @@ class Values:
         op.meta = meta_of(tensor)
         if op.kind is OpKind.INPUT or op.kind is OpKind.STATE:
             self._outside.append((known, known.version))
+        elif type(tensor) is not Tensor:
+            self.tape.classes[op.index] = type(tensor)
         return known
 
     def writes_outside(self) -> bool:
@@ -310,6 +340,8 @@ class Values:
         if known is not None and known() is tensor:
             if known.ref is None:
                 known.ref = self.element(known.parent, known.key, tensor)
+            if self._writer.script is not None:
+                self._writer.require_alive((known.ref.index,))
             if known.graphless and requires_grad(tensor):
                 self._block_unseen_graph(known)
             self._writer.writes.given(known.ref, tensor, known.version)
@@ -338,11 +370,12 @@ class Values:
     def scalar_ref(self, scalar: TracedScalar) -> Ref:
         """Return the value number of a traced scalar of this run."""
         source = scalar._source
-        if type(source) is Ref:
-            return source
-        parent, path = source
-        ref = scalar._source = self.element(parent, path, scalar)
-        return ref
+        if type(source) is not Ref:
+            parent, path = source
+            source = scalar._source = self.element(parent, path, scalar)
+        if self._writer.script is not None:
+            self._writer.require_alive((source.index,))
+        return source
 
     def holds_values(self, thing: Any, seen: set[int]) -> bool:
         """Return whether a function called as one op holds values that this run computed."""
@@ -382,10 +415,10 @@ class Values:
                 if before is not None and before() is item:
                     first = before.ref or self.element(before.parent, before.key, item)
                     element = self.element(ref, (*path, i), item)
-                    self._writer.aliases[element.index] = self._writer.aliases.get(
-                        first.index, first.index
+                    self._writer.name_as(element.index, first.index)
+                    self._guard_identity(
+                        self.tape.ops[ref.index], element.index, first.index, frame
                     )
-                    self._writer.guard(Test.SAME, element.index, first.index, "", frame)
                     if before.version != version_of(item):  # given as `out`
                         self.bind_tensor(item, self.tape.ops[element.index])
                 else:
@@ -394,7 +427,10 @@ class Values:
                     known.graphless = False
                     known.version = version_of(item)
                     if at_once or self._was_taken(ref, (*path, i)):
-                        known.ref = self.element(ref, (*path, i), item)
+                        known.ref = element = self.element(ref, (*path, i), item)
+                        if at_once:
+                            op = self.tape.ops[ref.index]
+                            self._guard_identity(op, element.index, None, frame)
             elif type(item) in TRACED_AS:
                 source = (ref, (*path, i))
                 item = self.traced(TRACED_AS[type(item)], item, source, frame, 1 + len(path))
@@ -450,6 +486,19 @@ class Values:
         )
 
 
+def outline_of(value: Any) -> Any:
+    """Return a result with the descriptions of its tensors in place of these."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return meta_of(value)
+    if isinstance(value, (tuple, list)):
+        items = [outline_of(item) for item in value]
+        return kind(items) if kind in (tuple, list) else build(kind, items, {})
+    if kind is dict:
+        return {key: outline_of(item) for key, item in value.items()}
+    return value
+
+
 def structure_of(value: Any) -> tuple[Any, ...]:
     """Return a result without its tensors and numbers, which are separate values.
 
@@ -471,3 +520,5 @@ def structure_of(value: Any) -> tuple[Any, ...]:
 
 
 _ITER_CODE: Any = internal("torch.Tensor.__iter__.__code__", None)
+# What a result is looked at with before the model receives it.
+LOOKS: frozenset[Any] = frozenset({operator.is_, tuple, structure_of})

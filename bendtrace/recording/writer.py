@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from bendtrace.environment.environment import Environment
 from bendtrace.errors import NondeterminismError
+from bendtrace.recording.script import Script, counts
 from bendtrace.source.sites import Site, SiteTable, user_place
 from bendtrace.source.usage import compares_items
-from bendtrace.tape.captured import Access
+from bendtrace.tape.captured import Access, CaptureKind
 from bendtrace.tape.contexts import AutocastHold, current_context, current_settings
 from bendtrace.tape.tape import (
     Guard,
@@ -26,8 +27,10 @@ from bendtrace.tape.tape import (
     State,
     Tape,
     Test,
+    is_handled,
     map_refs,
 )
+from bendtrace.torch_rules.functions import said_of
 from bendtrace.torch_rules.writes import Writes
 
 __all__ = ["Known", "Prefix", "Writer"]
@@ -69,12 +72,22 @@ class Known(weakref.ref[Tensor]):
     graphless: bool  # computed while grad mode was off, so that it cannot require grad
 
 
+def _tensors_in(environment: Environment) -> dict[Any, Tensor]:
+    """Return the tensors that a run can read, by all their names."""
+    found: dict[Any, Tensor] = {}
+    for part in environment.parts:
+        first = part.value if part.kind is CaptureKind.ALIAS else part
+        if first.kind is CaptureKind.TENSOR:
+            found[part.placed] = first.value
+    return found
+
+
 class Writer:
     """Adds ops and guards to a tape.
 
     Args:
         environment: the values that the run can read.
-        prefix: for a resumed run, the ops that were run before.
+        prefix: for a resumed run, the ops that were run before, or a script of them.
         boundaries: code at which the chain of calls to an op ends.
 
     Attributes:
@@ -82,7 +95,7 @@ class Writer:
         root: the outermost scope.
         scope: the module call that the run is in.
         known: the tensors on the tape, by identity.
-        aliases: ops that returned a tensor which another op had returned first, with that op.
+        aliases: those of the tape.
         facts: the metadata of tensors that were asked for since the latest question, by op and
             function. Which were asked for before does not matter from a question on, where runs
             that came to it on different ways are in the same state.
@@ -92,18 +105,23 @@ class Writer:
         is_behind: whether the run is repeating what the resumed run did.
         boundaries: identities of the code given as such.
         given: the containers that code called as one op has received.
+        script: what the run follows, if it follows one.
         read_state: reads the state at a guard (see `states.py`); None to read no states.
+        goes_on_from: receives the states that the script has read, with the answers.
         before_question: is called before a guard is added, with the code that asks.
     """
 
     def __init__(
-        self, environment: Environment, prefix: Prefix | None, boundaries: frozenset[CodeType]
+        self,
+        environment: Environment,
+        prefix: Prefix | Script | None,
+        boundaries: frozenset[CodeType],
     ) -> None:
         self.tape: Tape = Tape(blockers=list(environment.blockers))
         self.root: ModuleCall = ModuleCall("", None, 0, None, 0)
         self.scope: ModuleCall = self.root
         self.known: dict[int, Known] = {}
-        self.aliases: dict[int, int] = {}
+        self.aliases: dict[int, int] = self.tape.aliases
         self.facts: dict[tuple[int, Any], Any] = {}
         self.prefix = prefix
         self.gone_astray: NondeterminismError | None = None
@@ -112,10 +130,17 @@ class Writer:
         self._environment = environment
         given = () if prefix is None else environment.arguments
         self._arguments = tuple(part.value for part in given if part.access is Access.ROOT)
-        self._resumed = 0 if prefix is None else len(prefix.ops)
-        self.is_behind: bool = self._resumed > 0
+        self.script: Script | None = prefix if isinstance(prefix, Script) else None
+        if self.script is not None:
+            self.script.begin(self.aliases, _tensors_in(environment))
+        self._resumed = len(prefix.ops) if isinstance(prefix, Prefix) else 0
+        self.is_behind: bool = self._resumed > 0 or (
+            self.script is not None and self.script.is_active
+        )
         self.read_state: Callable[[int, Test, Any], State | None] | None = None
+        self.goes_on_from: Callable[[State, Any], None] | None = None
         self.before_question: Callable[[FrameType], None] | None = None
+        self._caught: dict[tuple[int, int], bool] = {}
         self._sites = SiteTable(boundaries)
         self.boundaries: set[int] = self._sites.boundaries
         self._dtype = torch.get_default_dtype()
@@ -137,7 +162,10 @@ class Writer:
         """
         if self.gone_astray is not None:
             raise self.gone_astray
-        if self._resumed > len(self.tape.ops):
+        script = self.script if self.script is not None and self.script.is_active else None
+        if script is not None and script.settles():
+            self._block_merged(self.tape.ops[-1])
+        elif self._resumed > len(self.tape.ops) or script is not None:
             raise NondeterminismError("the resumed run ended before the point where it diverged")
 
     def name_as(self, index: int, first: int) -> None:
@@ -165,6 +193,8 @@ class Writer:
         site = None if frame is None else self.site(frame)
         if len(ops) < self._resumed:
             self._name_again(kind, target)
+        elif self.script is not None and self.script.is_active:
+            pass
         elif self.prefix is not None and self.prefix.hold.release():
             self.forgot_casts()
         op = Op(len(ops), kind, target, args, kwargs, self.scope, site, current_context())
@@ -174,8 +204,10 @@ class Writer:
         if kind is OpKind.CALL and current_settings() != self._settings:
             place = user_place(sys._getframe(1))
             self.tape.block(f"at {place} the run has changed a torch setting")
-        if op.index < self._resumed:
-            assert self.prefix is not None
+        if self.script is not None:
+            self._follow(op)
+        elif op.index < self._resumed:
+            assert isinstance(self.prefix, Prefix)
             before = self.prefix.ops[op.index]
             if not before.does_the_same_as(op) and not self._means_the_same(before, op):
                 self.gone_astray = NondeterminismError(
@@ -183,7 +215,8 @@ class Writer:
                     + (f" (at {site.place})" if site is not None else "")
                 )
                 raise self.gone_astray
-            self.writes.repeat(op, before)
+            op.reads, op.writes = before.reads, before.writes
+            self.writes.repeat(op)
         counters = self.tape.counters
         if counters and kind is OpKind.SCALAR and op.operands:
             if counters.issuperset(op.operands):
@@ -195,13 +228,15 @@ class Writer:
         """Prepare for an op, before its arguments are encoded."""
         self.writes.begin()
         if self.is_behind and len(self.tape.ops) >= self._resumed:
+            if self.script is not None and self.script.is_active:
+                return
             self.is_behind = False
             self._renew_versions()
 
     def did_next(self, target: Any, args: tuple[Any, ...]) -> bool:
         """Return whether the next op of a resumed run, according to its prefix, is this call."""
         position = len(self.tape.ops)
-        if self.prefix is None or position >= self._resumed:
+        if not isinstance(self.prefix, Prefix) or position >= self._resumed:
             return False
         op = self.prefix.ops[position]
         return bool(op.target is target and op.args == args)
@@ -215,15 +250,102 @@ class Writer:
         site = self.site(frame)
         if how == "bool" and compares_items(frame):
             how = "item"
-        position, number = len(self.tape.ops), len(self.tape.guards)
-        self.tape.guards.append(Guard(position, index, test, expected, how, self.scope, site))
-        if self.read_state is not None:
-            state = self.read_state(index, test, expected)
-            if state is not None:
-                self.tape.states[number] = state
+        self._add(Guard(len(self.tape.ops), index, test, expected, how, self.scope, site))
+
+    def _add(self, guard: Guard) -> None:
+        number, index = len(self.tape.guards), guard.index
+        script = self.script if self.script is not None and self.script.is_active else None
+        if script is not None and script.merges(guard):
+            self._block_merged(self.tape.ops[index])
+            return
+        if script is not None and not script.expects(guard) and script.settles():
+            self._block_merged(self.tape.ops[-1])
+            script = None
+        self.tape.guards.append(guard)
+        state = None
+        if script is not None:
+            try:
+                state = script.asks(guard)
+            except NondeterminismError as error:
+                self.gone_astray = error
+                raise
+            if state is not None and self.goes_on_from is not None:
+                self.goes_on_from(state, guard.answer)
+        elif self.read_state is not None:
+            state = self.read_state(index, guard.test, guard.expected)
+        if state is not None:
+            self.tape.states[number] = state
+
+    def _block_merged(self, op: Op) -> None:
+        """Run live what no question of the graph can tell apart."""
+        where = f" at {op.site.place}" if op.site is not None else ""
+        self.tape.block(
+            f"{said_of(op.target)}{where} gives back what it is given in some calls only"
+        )
+
+    def _follow(self, op: Op) -> None:
+        """Look up in the script what the run does, and what it names.
+
+        Raises:
+            NondeterminismError: it does something else, or needs a value that is not there.
+        """
+        script = self.script
+        assert script is not None
+        if script.is_active and not op.is_given and counts(op) and script.settles():
+            self._block_merged(self.tape.ops[-1])
+        if not script.is_active:
+            if script.dead and not script.dead.keys().isdisjoint(op.operands):
+                self.require_alive(op.operands)
+            return
+        try:
+            if op.is_given:
+                script.given(op)
+            elif counts(op):
+                script.take(op)
+                self.writes.repeat(op)
+            else:
+                script.element(op)
+        except NondeterminismError as error:
+            self.gone_astray = error
+            raise
+
+    def require_alive(self, indices: Iterable[int]) -> None:
+        """Raise if a value is wanted that a state did not hold.
+
+        Raises:
+            NondeterminismError: one of some ops gave such a value.
+        """
+        if self.script is None or self.script.is_active:
+            return
+        for index in indices:
+            if index in self.script.dead:
+                self.gone_astray = NondeterminismError(
+                    f"the resumed run needs the value of {self.tape.ops[index]}, which no code of "
+                    "the model could reach any more (please report this)"
+                )
+                raise self.gone_astray
+
+    def is_caught(self, scope: ModuleCall, site: Site | None) -> bool:
+        """Whether the model might go on after an error at a place, so that it is a question."""
+        key = id(scope), id(site)
+        known = self._caught.get(key)
+        if known is None:
+            known = self._caught[key] = is_handled(scope, site)
+        return known
+
+    def ask_error(self, op: Op) -> None:
+        """Add a guard on the error of an op that the model might go on after."""
+        site, scope = op.site, op.scope
+        self._add(Guard(len(self.tape.ops), op.index, Test.RAISED, op.raised, "", scope, site))
 
     def _renew_versions(self) -> None:
         """Separate names that the prefix has made stale from those that are still valid."""
+        if self.script is not None:
+            for index, meta in self.script.dead.items():
+                self.tape.ops[index].meta = meta
+            for known in self.known.values():  # nothing may take the short way with these
+                if known.ref is not None and known.ref.index in self.script.dead:
+                    known.version = -1
         named = [
             (known.ref, tensor)
             for known in self.known.values()
@@ -237,7 +359,7 @@ class Writer:
 
         Its prefix names the tensor a second time, from another place of the model's state.
         """
-        assert self.prefix is not None
+        assert isinstance(self.prefix, Prefix)
         ops = self.tape.ops
         while len(ops) < self._resumed:
             before = self.prefix.ops[len(ops)]

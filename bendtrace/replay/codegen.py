@@ -8,6 +8,7 @@ the model's own variables would.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -29,6 +30,7 @@ from bendtrace.tape.tape import (
     Ref,
     Tape,
     Test,
+    raised_by,
     refs_in,
 )
 from bendtrace.torch_rules.direct_calls import (
@@ -217,18 +219,16 @@ class RunWriter:
         source, direct = self.source, self._direct.get(op.index)
         call = source.call(op) if direct is None else source.direct(direct)
         statement = call if gives_nothing(op) else f"v{op.index} = {call}"
-        if op.raised is None:
+        if op.index not in self.schedule.tried:
             source.line(statement, op.index)
             return
-        # The model caught this. If it does not happen again, the path is another.
-        number = -1 - op.index
+        raised = source.bound(functools.partial(raised_by, op))
+        source.line(f"r{op.index} = v{op.index} = None")
         source.line(f"try: {statement}", op.index)
-        source.line(f"except {source.constant(op.raised.type)} as error:")
-        if op.raised.text is not None:
-            source.line(f"    if str(error) != {op.raised.text!r}: raise")
         # Without its traceback, which would keep all values alive in a cycle.
+        source.line("except Exception as error:")
         source.line(f"    v{op.index} = error.with_traceback(None)")
-        source.line(f"else: return Departure({number}, None, locals())")
+        source.line(f"    r{op.index} = {raised}(error)")
 
     def _depart_unless(self, number: int, guard: Guard) -> None:
         failed, now = fails(self.source, guard), outcome(guard)
@@ -322,8 +322,9 @@ class SegmentWriter(RunWriter):
             Test.TRUTH: f"True if {value} else False",
             Test.LENGTH: f"len({value})",
             Test.KIND: f"kind_of({value})",
-            Test.SAME: f"True if {value} is v{guard.expected} else None",
-            Test.OTHER: f"None if {value} is v{guard.expected} else True",
+            Test.RAISED: f"r{guard.index}",
+            Test.SAME: f"{value} is v{guard.expected}",
+            Test.OTHER: f"{value} is v{guard.expected}",
         }
         self._leave(number, guard, answers.get(guard.test, value), "")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from bendtrace.errors import NondeterminismError
 from bendtrace.recording.recorder import Recording
+from bendtrace.recording.script import counts
 from bendtrace.replay.nodes import Exit
 from bendtrace.replay.schedule import same_as_given
 from bendtrace.tape.captured import identical
@@ -43,7 +44,7 @@ def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bo
     one, other = recording.tape, exit.piece.recording.tape
     start = one.guards[after].position if after >= 0 else 0
     end = len(one.ops) if until is None else one.guards[until].position
-    most = None if until is None else sum(_counts(op) for op in one.ops[start:end])
+    most = None if until is None else sum(counts(op) for op in one.ops[start:end])
     ours, theirs = Names(one, after, most), Names(other, exit.number, most)
     mine, its = ours.ops, theirs.ops
     if exit.piece.stop is not None:  # it ends where other pieces continue
@@ -115,12 +116,7 @@ def _asked_alike(one: Tape, after: int, until: int | None, other: Tape, number: 
 def does_something(tape: Tape, one: int, other: int) -> bool:
     """Whether the model has done something between two guards."""
     between = tape.ops[tape.guards[one].position : tape.guards[other].position]
-    return any(map(_counts, between))
-
-
-def _counts(op: Op) -> bool:
-    """Whether the model did an op: it does not just name an element of a value, or a state."""
-    return op.kind is OpKind.CALL or (op.kind is OpKind.SCALAR and op.target is not getitem)
+    return any(map(counts, between))
 
 
 class Names:
@@ -145,7 +141,7 @@ class Names:
         }
         self._names.update((hole, ("hole", k)) for k, hole in enumerate(holes))
         following = (tape.ops[index] for index in range(start, len(tape.ops)))
-        self.ops: list[Op] = list(itertools.islice(filter(_counts, following), most))
+        self.ops: list[Op] = list(itertools.islice(filter(counts, following), most))
         self._names.update((op.index, ("op", k)) for k, op in enumerate(self.ops))
 
     def indices(self) -> dict[Any, int]:

@@ -21,6 +21,8 @@ from bendtrace.replay.stretches import Divergence
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.tape import (
     Guard,
+    Op,
+    Raised,
     Test,
     meta_of,
 )
@@ -82,15 +84,24 @@ def explain_divergence(divergence: Divergence) -> Callable[[], Mismatch]:
     if divergence.guard is not None:
         return functools.partial(explain_guard, recording, number, divergence.outcome)
     op = recording.tape.ops[-1 - number]
-    site = f" at {op.site.place}: `{op.site.place.text}`" if op.site is not None else ""
-    before, now = (what or "nothing" for what in (op.raised, divergence.outcome))
-    reason = f"an operation{site} raised {before} when traced and raises {now} now"
+    reason = _of_error(op, op.raised, divergence.outcome)
     return lambda: Mismatch(reason)
+
+
+def _of_error(op: Op, before: Raised | None, now: Raised | None) -> str:
+    site = f" at {op.site.place}: `{op.site.place.text}`" if op.site is not None else ""
+    return (
+        f"an operation{site} raised {before or 'nothing'} when traced and raises "
+        f"{now or 'nothing'} now"
+    )
 
 
 def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
     """Say what a guard found when it was recorded, and what it finds now."""
     guard = recording.tape.guards[number]
+    if guard.test is Test.RAISED:
+        reason = _of_error(recording.tape.ops[guard.index], guard.expected, new)
+        return Mismatch(reason, guard.expected, new, None, number)
     step = next((step for step in steps_of(recording) if step.guard == number), None)
     recorded = _IDENTITY.get(guard.test, guard.expected)
     if guard.is_on_identity:

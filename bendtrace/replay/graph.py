@@ -17,8 +17,8 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.comparison import Names, agree, does_something
-from bendtrace.replay.nodes import Exit, Node, Piece, StateKey, Trip, key_of
-from bendtrace.replay.repeatable import may_draw, may_run_again
+from bendtrace.replay.joining import may_join, unread_in
+from bendtrace.replay.nodes import Exit, Node, Piece, Trip
 from bendtrace.replay.schedule import Schedule, Unlinked
 from bendtrace.replay.source import Code
 from bendtrace.tape.captured import identical
@@ -39,7 +39,6 @@ class Graph:
 
     Attributes:
         first: the first run, as a piece.
-        draws: whether some run may draw random numbers.
         may_grow: whether caches may be replaced before the end of a call (see `growing.py`).
         is_broken: whether the graph has turned out to be unusable.
         has_begun_anew: whether the graph has been started again from a later run.
@@ -54,8 +53,7 @@ class Graph:
     ) -> None:
         self._entry = entry
         self._direct = direct
-        self._nodes: dict[StateKey, Node] = {}
-        self.draws: bool = may_draw(recording)
+        self._nodes: dict[bytes, Node] = {}
         self.is_broken = self.has_begun_anew = False
         self.may_grow = direct  # a mode would notice the replacement
         self.retired: list[Piece] = []
@@ -91,23 +89,22 @@ class Graph:
             hits: how many calls have taken its path.
 
         Returns:
-            The new pieces, with the states at which they begin; None if the run cannot be repeated
-            from its start, or does not fit in: the graph is unusable from then on.
+            The new pieces, with the states at which they begin; None if the paths of the run cannot
+            join, or it does not fit in: the graph is unusable from then on.
 
         Raises:
             NondeterminismError: from one state, the run did something different from an earlier
                 run.
         """
-        if not may_run_again(recording):
+        tape, analysis, has_learnt = recording.tape, Analysis(recording.tape), False
+        if not may_join(recording, analysis):
             return None
-        tape = recording.tape
         made: list[tuple[Node, Piece]] = []
         piece: Piece | None = None  # the piece being added; None where everything is known
         known: tuple[Exit, int] | None = self.beginning, -1
-        analysis, has_learnt = Analysis(tape), False
         trips: list[Trip] = []
         for number in sorted(tape.states):
-            node = self._nodes.get(key_of(recording, number))
+            node = self._nodes.get(tape.states[number].key)
             if piece is not None and (node is None or _is_repeated(tape, number)):
                 self._pass(piece, number)
                 continue
@@ -126,7 +123,7 @@ class Graph:
                 if known[0].piece is self.first and ahead not in self.first.recording.tape.states:
                     if not self._learn(recording, known[1], number, known[0]):
                         return self._begin_anew(recording)
-                    has_learnt, node = True, self._nodes.get(key_of(recording, number))
+                    has_learnt, node = True, self._nodes.get(tape.states[number].key)
             if node is None:
                 if analysis.kinds[number] is GuardKind.DATA:
                     return None  # the known runs led to another question
@@ -160,7 +157,6 @@ class Graph:
                 assert exit.code
         except Unlinked:
             return None
-        self.draws = self.draws or may_draw(recording)
         for along, entered, left in trips * hits:
             along.count(entered, left)
         if made:
@@ -182,10 +178,12 @@ class Graph:
     def _cut_first(self, has_learnt: bool) -> None:
         """End the first piece where the states that follow are unknown."""
         tape, first = self.first.recording.tape, self.first
-        last = max(tape.states)
-        if GuardKind.DATA in first.analysis.kinds[last + 1 :]:
-            first.stop = last
-            self._nodes[key_of(self.first.recording, last)].drop(first)
+        unread = unread_in(first.recording, first.analysis)
+        known = [number for number in tape.states if not unread or number < unread[0]]
+        if unread and known:
+            first.stop = max(known)
+            for node in self._nodes.values():
+                node.drop(first, first.stop)
             has_learnt = True
         if has_learnt:
             self._rewrite_first()
@@ -205,7 +203,7 @@ class Graph:
         return len(tape.guards) > stop and all(
             number in tape.states
             and number in first.states
-            and key_of(recording, number) == key_of(self.first.recording, number)
+            and tape.states[number].key == first.states[number].key
             and identical(tape.guards[number].answer, first.guards[number].answer)
             for number in range(stop + 1)
         )
@@ -260,7 +258,7 @@ class Graph:
     def _pass(self, piece: Piece, number: int) -> None:
         """Add a state that a piece goes through, and the exit that the piece takes from it."""
         tape = piece.recording.tape
-        key, answer = key_of(piece.recording, number), tape.guards[number].answer
+        key, answer = tape.states[number].key, tape.guards[number].answer
         node = self._nodes.get(key)
         if node is None:
             node = self._nodes[key] = Node(piece, number)

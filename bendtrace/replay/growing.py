@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.recording.recorder import Recording
-from bendtrace.replay.repeatable import may_write_to
+from bendtrace.replay.joining import may_write_to
 from bendtrace.tape.captured import (
     Access,
     Captured,
@@ -233,8 +233,8 @@ class Holes(list[Any]):
         return self._places.isdisjoint(taken) and self._places <= {g.place for g in growths}
 
     def put_back(self) -> None:
-        """Make everything as it was when the call began."""
-        self.clear()
+        """Exchange nothing any more, and put back what was exchanged so far."""
+        self.may_grow = False
         for grown in reversed(self.grown):
             put(grown.holder, grown.growth.change.key, grown.cut_out())
-        self.grown = ()
+        self.grown, self._places, self._memory = (), frozenset(), frozenset()

@@ -15,12 +15,11 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.growing import Growth, growths_of
-from bendtrace.replay.repeatable import outside_in
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import Code
 from bendtrace.tape.captured import identical
 
-__all__ = ["Exit", "Node", "Piece", "StateKey", "Trip", "key_of"]
+__all__ = ["Exit", "Node", "Piece", "Trip"]
 
 
 class Piece:
@@ -34,6 +33,7 @@ class Piece:
         trips: how many calls ran it from one guard (-1 for its beginning) to another (None where
             they ended, -1 - i where op i raised).
         analysis: the analysis of the run.
+        casts: whether some of the run is under autocast.
         growths: caches that the run extends and may replace before its end, by the ops that
             make the longer tensors.
         owner: the object that counts the calls that take it.
@@ -46,6 +46,7 @@ class Piece:
         self.nodes: dict[int, Node] = {}
         self.trips: dict[tuple[int, int | None], int] = {}
         self.analysis: Analysis = Analysis(recording.tape) if analysis is None else analysis
+        self.casts: bool = any(op.context.autocast for op in recording.tape.ops)
         self.owner: Any = None
 
     @functools.cached_property
@@ -143,9 +144,11 @@ class Node:
         self.exits = (*self.exits, exit)
         self._sort()
 
-    def drop(self, piece: Piece) -> None:
-        """Remove the exits that lead into a piece."""
-        self.exits = tuple(exit for exit in self.exits if exit.piece is not piece)
+    def drop(self, piece: Piece, since: int = -1) -> None:
+        """Remove the exits that lead into a piece, at some guard of it or later ones."""
+        self.exits = tuple(
+            exit for exit in self.exits if exit.piece is not piece or exit.number < since
+        )
         self._sort()
 
     def _sort(self) -> None:
@@ -162,15 +165,3 @@ class Node:
 # A piece, the guard from which a call ran it (-1 for its beginning), and the guard where the call
 # left it: None where the call ended, -1 - i where op i raised.
 Trip: TypeAlias = tuple[Piece, int, int | None]
-
-
-# The key of a state, and for each hole whether it may share memory with arguments or state of the
-# model. Code that was recorded after a hole without such memory may write to it. A call that wrote
-# to memory from outside could not start again.
-StateKey: TypeAlias = tuple[bytes, tuple[bool, ...]]
-
-
-def key_of(recording: Recording, number: int) -> StateKey:
-    """Return the key by which the graph knows the state at a guard of a run."""
-    state, outside = recording.tape.states[number], recording.view(outside_in)
-    return state.key, tuple(map(outside.__contains__, state.holes))

@@ -23,8 +23,8 @@ from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.graph import Graph
 from bendtrace.replay.growing import Holes
 from bendtrace.replay.guard_code import Check
+from bendtrace.replay.joining import may_join
 from bendtrace.replay.nodes import Exit, Piece, Trip
-from bendtrace.replay.repeatable import may_run_again
 from bendtrace.replay.schedule import Schedule, Unlinked, may_be_caught
 from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for, outcome
 from bendtrace.replay.stretches import (
@@ -33,8 +33,6 @@ from bendtrace.replay.stretches import (
     Path,
     Side,
     Stretch,
-    random_states,
-    restore,
 )
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.contexts import AutocastHold
@@ -61,8 +59,8 @@ class Program:
         serial: counts programs in the order in which they were made.
         live: for a run that can only be run live, how often that was done; else None.
         root: the code of the first run, if it can be replayed.
-        graph: the states that runs have been in; None where what a run has done cannot be
-            done again, so that resumed runs are handed what was computed.
+        graph: the states that runs have been in; None where paths do not join, so that resumed
+            runs are handed all that was computed.
     """
 
     def __init__(
@@ -88,11 +86,13 @@ class Program:
         self.live: Path | None = Path(recording, 1) if self.live_only else None
         self.graph: Graph | None = None
         self.is_lifted: bool = False  # whether counters of loops are lifted in its runs
+        self.lifts_at: int = _MANY  # from so many segments on, they are to be lifted
+        self._pieces = 0
         self.excluded: frozenset[Counter] = frozenset()  # those that are not
         if self.live_only:
             return
         direct = not (global_state.modes or global_state.monkeypatches)
-        if joins and may_run_again(recording):
+        if joins and may_join(recording, self.analysis):
             self.graph = Graph(recording, global_state.context, direct, self.analysis)
             self.root: Stretch = Stretch(recording, 1, code=self.graph.beginning.code)
             self.graph.first.owner = self.root
@@ -100,16 +100,14 @@ class Program:
         schedule = Schedule.of_run(recording, self.analysis, global_state.context)
         self.root = Stretch(recording, 1, code=write_run(schedule, direct))
 
-    def lifting(self, begins: bool = True) -> Lifting | None:
-        """Return what lifts counters of loops in the next run; None while that is not needed.
+    @property
+    def wants_lifting(self) -> bool:
+        """Whether the next call is to be recorded with the counters of its loops lifted."""
+        return self._pieces >= self.lifts_at and not self.is_lifted
 
-        Args:
-            begins: whether to begin with it.
-        """
-        is_needed = begins and self.graph is not None and len(self.graph.pieces()) >= _MANY
-        if self.is_lifted or is_needed:
-            return Lifting(self.excluded)
-        return None
+    def lifting(self) -> Lifting | None:
+        """Return what lifts counters of loops as in the runs so far; None if nothing does."""
+        return Lifting(self.excluded) if self.is_lifted else None
 
     def follows(self, other: Program, begins: bool) -> None:
         """Take the place of another program.
@@ -205,32 +203,57 @@ class Program:
         return self._follow(root, arguments, values, AutocastHold(), None, begun)
 
     def _walk(
-        self, graph: Graph, arguments: tuple[Any, ...], first: bool, compiled: bool
+        self,
+        graph: Graph,
+        arguments: tuple[Any, ...],
+        first: bool,
+        compiled: bool,
+        since: Divergence | None = None,
     ) -> Finished | Divergence:
-        """Replay from state to state."""
-        states = random_states() if graph.draws else ()
-        exit: Exit | None = graph.beginning
-        assert exit is not None
-        piece, entered = graph.first, -1
-        code = (exit.compiled if compiled else None) or exit.code
-        held = Holes(graph.may_grow and not compiled)
+        """Replay from state to state.
+
+        Args:
+            graph: the states.
+            arguments: the bound arguments in order.
+            first: whether to go no other way than the first run did.
+            compiled: whether to use what is compiled of segments.
+            since: where an earlier walk of the same call ended, at an answer that is known by now.
+        """
         trips: list[Trip] = []
+        exit: Exit | None = graph.beginning
+        held, hold = Holes(graph.may_grow and not compiled and since is None), AutocastHold()
+        if since is not None:
+            assert since.held is not None
+            exit, trips, hold = since.exit, since.trips, since.hold
+            held += since.held.values()
+        assert exit is not None
+        piece, entered = exit.piece, exit.number
+        code = (exit.compiled if compiled else None) or exit.code
         while True:
+            error: Any = None
+            values: dict[int, Any] | None
+            if piece.casts:
+                hold.take()
             try:
                 result = code.function(arguments, held)
-            except Exception as error:
+            except Exception as raised:
                 held.put_back()
-                departure = _raised(error, piece.owner, piece.recording, code)
+                departure = _raised(raised, piece.owner, piece.recording, code)
                 if departure is None:
-                    _count_raised(trips, piece, entered, error, code)
+                    hold.release()
+                    _count_raised(trips, piece, entered, raised, code)
                     raise
                 number, answer = departure.guard, departure.outcome
+                values = _values_in(departure.values)
+                error = values.pop(-1 - number)
                 del departure
             except BaseException:
                 held.put_back()
+                hold.release()
                 raise
             else:
                 if type(result) is not Departure:
+                    hold.release()
                     trips.append((piece, entered, None))
                     _count(trips)
                     return Finished(result, piece.owner, trips)
@@ -250,27 +273,31 @@ class Program:
                             exit.piece.growths.values(), found.places
                         ):
                             held.put_back()
-                            restore(states)
-                            graph.may_grow = False
-                            return self._walk(graph, arguments, first, compiled)
                         trips.append((piece, entered, number))
                         piece, entered, code = exit.piece, exit.number, found
                         continue
                     graph.is_broken = graph.is_broken or exit is not None
                 if type(answer) is list:  # which the model is given, and may change
                     answer = copy.deepcopy(answer)
-                if node is not None:
-                    piece, number = node.piece, node.number
-            held.put_back()
+                state = piece.recording.tape.states.get(number)
+                values = None if state is None else dict(zip(state.holes, held, strict=True))
+                held.put_back()
+            trips.append((piece, entered, number))
+            if error is None and node is not None:
+                piece, number = node.piece, node.number
             return Divergence(
-                piece.owner, piece.recording, number, answer, {}, AutocastHold(), True, states
+                piece.owner, piece.recording, number, answer, {}, hold, True, trips, values, error
             )
 
     def go_on(self, divergence: Divergence, arguments: tuple[Any, ...]) -> Finished | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
         if divergence.is_anew:
-            divergence.rewind()
-            return self.run(arguments)
+            assert self.graph is not None
+            if divergence.held is None:  # nothing was done that cannot be done again
+                return self.run(arguments)
+            if divergence.exit is None or _written(divergence.exit) is None:
+                return divergence
+            return self._walk(self.graph, arguments, False, False, divergence)
         side = divergence.stretch.side(divergence.number, divergence.outcome)
         assert side is not None
         assert side.target is not None
@@ -436,6 +463,7 @@ class Program:
         if graph.has_begun_anew and not has_begun_anew:
             self.root.sides.clear()
             self.root._by_outcome.clear()
+        self._pieces = len(graph.pieces())
         self.root.code, self.root.recording = graph.beginning.code, graph.first.recording
         for node, piece in pieces:
             guard = recording.tape.guards[piece.after]
@@ -481,6 +509,15 @@ def _raised(
         return None
     values = {**frame.f_locals, f"v{index}": error.with_traceback(None)}
     return Departure(-1 - index, raised_by(op, error), values)
+
+
+def _values_in(names: dict[str, Any]) -> dict[int, Any]:
+    """Return the values of ops among the variables of generated code."""
+    return {
+        int(name[1:]): value
+        for name, value in names.items()
+        if name[0] == "v" and name[1:].isdecimal()
+    }
 
 
 def _place_of(error: Exception, code: Code) -> tuple[int, FrameType] | None:

@@ -6,13 +6,14 @@ are needed, which guards are tested between them, and what is used for the last 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from bendtrace.recording.effects import HARMLESS
+from bendtrace.recording.numbers import error_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.growing import Growth
@@ -38,15 +39,6 @@ __all__ = [
     "may_be_caught",
     "same_as_given",
 ]
-
-# Arithmetic that cannot raise on the numbers it was recorded for, so that it can be left out.
-_HARMLESS = frozenset(
-    {
-        operator.getitem, operator.add, operator.sub, operator.mul, operator.neg, operator.pos,
-        abs, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
-        str, repr, format,
-    }
-)  # fmt: skip
 
 
 class Unlinked(Exception):
@@ -225,6 +217,12 @@ class Schedule:
         return needed_for(ops, roots, self.available, self.same)
 
     @cached_property
+    def tried(self) -> frozenset[int]:
+        """The ops whose errors the model might go on after."""
+        guards = (guard for listed in self.guards.values() for _, guard in listed)
+        return frozenset(guard.index for guard in guards if guard.test is Test.RAISED)
+
+    @cached_property
     def late(self) -> list[Op]:
         """The ops before `start` that were left out there, and are needed now."""
         ops = map(self.tape.ops.__getitem__, sorted(self.needed - self.available))
@@ -321,17 +319,16 @@ class Schedule:
 
 
 def same_as_given(tape: Tape, last: int) -> dict[int, int]:
-    """Return the ops that gave back an argument or state, by the guards up to a given one.
+    """Return the ops that gave back an argument or state before a given guard, with that.
 
     A state knows such a tensor as what it was before the run, and by no op.
     """
-    found: dict[int, int] = {}
-    for guard in tape.guards[: last + 1]:
-        if guard.test is Test.SAME:
-            root = found.get(guard.expected, guard.expected)
-            if tape.ops[root].is_given:
-                found[guard.index] = root
-    return found
+    end = tape.guards[last].position if last >= 0 else 0
+    return {
+        index: root
+        for index, root in tape.aliases.items()
+        if index < end and tape.ops[root].is_given
+    }
 
 
 def is_droppable(op: Op, analysis: Analysis) -> bool:
@@ -343,7 +340,7 @@ def is_droppable(op: Op, analysis: Analysis) -> bool:
     if op.kind is OpKind.CALL and known_as(op.target) in FLEETING:
         return False
     if op.kind is OpKind.SCALAR:
-        return op.target in _HARMLESS
+        return op.target in HARMLESS
     # Any tensor can be formatted without an error.
     only_writes = VALUES.get(op.target) == "format" and not any(op.args[1:])
     return is_read(op) or only_writes
@@ -361,6 +358,8 @@ def may_be_caught(op: Op, recording: Recording) -> bool:
     That is so under a handler, and where it changes things outside: a replay changes them at
     its end, the model's own Python before the error.
     """
-    if not op.is_work or (op.kind is OpKind.SCALAR and op.target in _HARMLESS):
+    if not op.is_work or (op.kind is OpKind.SCALAR and op.target in HARMLESS):
         return False
-    return op.raised is not None or bool(recording.changes) or is_handled(op)
+    if op.target is error_of:
+        return False
+    return op.raised is not None or bool(recording.changes) or is_handled(op.scope, op.site)

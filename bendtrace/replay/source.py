@@ -395,6 +395,10 @@ def fails(source: Source, guard: Guard, ops: list[Op] | None = None) -> str:
         return f"{name} is not v{guard.expected}"
     if guard.test is Test.OTHER:
         return f"{name} is v{guard.expected}"
+    if guard.test is Test.RAISED:
+        if guard.expected is None:
+            return f"r{guard.index} is not None"
+        return f"r{guard.index} != {source.bound(guard.expected)}"
     expected = source.constant(guard.expected)
     if type(guard.expected) in (bool, type(None), torch.dtype, torch.layout):
         return f"{name} is not {expected}"
@@ -421,4 +425,6 @@ def outcome(guard: Guard) -> str:
         return f"len({name})"
     if guard.test is Test.KIND:
         return f"kind_of({name})"
-    return "None" if guard.is_on_identity else name
+    if guard.test is Test.RAISED:
+        return f"r{guard.index}"
+    return str(guard.test is Test.OTHER) if guard.is_on_identity else name

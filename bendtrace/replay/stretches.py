@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from bendtrace.recording.recorder import Prefix, Recording
-from bendtrace.replay.nodes import Trip
+from bendtrace.recording.script import Script, Section
+from bendtrace.replay.nodes import Exit, Trip
 from bendtrace.replay.source import Code, gives_nothing
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import AutocastHold
@@ -203,8 +204,11 @@ class Divergence:
         outcome: what the test gave.
         values: the variables of the run so far: `v<op>`, and others.
         hold: on autocast's cache; released by who goes on.
-        is_anew: whether nothing is kept of the run, and the model is to be run from its start.
-        random_states: of torch's generators when it began, if the run may have drawn.
+        is_anew: whether it left a graph of states, so that not all of its values are there.
+        trips: the parts of the graph that the call went along.
+        held: the values of the state that it came to, by the ops of the last part; None if no state
+            was read, and the model can do everything again.
+        error: what an op raised, if it was not a guard that led away.
     """
 
     stretch: Stretch
@@ -214,7 +218,9 @@ class Divergence:
     values: dict[str, Any]
     hold: AutocastHold
     is_anew: bool = False
-    random_states: RandomStates = ()
+    trips: list[Trip] = field(default_factory=list)
+    held: dict[int, Any] | None = None
+    error: Exception | None = None
 
     @property
     def guard(self) -> Guard | None:
@@ -232,16 +238,30 @@ class Divergence:
         return op.index + (op.kind is OpKind.CALL)
 
     @property
+    def exit(self) -> Exit | None:
+        """How calls continue from the state that it came to; None if that is not known."""
+        piece, _, number = self.trips[-1]
+        node = None if number is None else piece.nodes.get(number)
+        return None if node is None else node.after(self.outcome)
+
+    @property
     def known_live(self) -> bool:
         """Whether it is known already that what follows can only be run live."""
         side = self.stretch.side(self.number, self.outcome)
         return side is not None and side.target is None and side.live is not None
 
-    def prefix(self) -> Prefix | None:
+    def prefix(self) -> Prefix | Script | None:
         """What a resumed run does not have to do again; None if that is nothing."""
         if self.is_anew:
-            self.rewind()
-            return None
+            if self.held is None:
+                self.hold.release()
+                return None
+            sections = [
+                Section(piece.recording.tape, entered, left)
+                for piece, entered, left in self.trips
+                if left is not None
+            ]
+            return Script(sections, self.outcome, self.held, self.error, self.hold)
         ops, stale = self.stretch.ops_until(self.position), self._stale()
         computed: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
@@ -271,11 +291,7 @@ class Divergence:
             stretch = parent
         return stale
 
-    def rewind(self) -> None:
-        """Have random numbers drawn again."""
-        restore(self.random_states)
-
-    def release(self, prefix: Prefix | None) -> None:
+    def release(self, prefix: Prefix | Script | None) -> None:
         """Let go of the values, once a run has been resumed with them."""
         if prefix is None:
             return
@@ -285,6 +301,7 @@ class Divergence:
         prefix.values.clear()
         prefix.errors.clear()
         self.values.clear()
+        self.held = None
 
 
 _MISSING = object()

@@ -112,7 +112,7 @@ class Suffix:
         self.changes: list[Change] = [recording.changes[number] for number in sorted(self._changes)]
         self.written: frozenset[int] = frozenset(self._written())
         self.is_straight: bool = not self.guards and not any(
-            op.raised is not None or is_handled(op)
+            op.raised is not None or is_handled(op.scope, op.site)
             for op in map(self._ops.__getitem__, self.needed)
         )
         self.unclear = self.unclear or next(filter(None, map(self.memory.unclear, self.used)), "")
@@ -324,7 +324,7 @@ class Suffix:
                 self._need(guard.expected, guard.position, guard.scope, reader.index)
         for op in self._ops[self.start :]:  # whether an error was caught is a condition as well
             if (
-                (op.raised is not None or is_handled(op))
+                (op.raised is not None or is_handled(op.scope, op.site))
                 and op.kind is OpKind.CALL
                 and op.index not in self.needed
                 and not self._is_settled(op.scope)

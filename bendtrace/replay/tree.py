@@ -19,7 +19,6 @@ from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.global_state import GlobalState
-from bendtrace.replay.nodes import key_of
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stretch
 from bendtrace.source.sites import users_level
@@ -70,15 +69,20 @@ class TraceTree:
         limit: how many paths to keep; None for all.
         culprit: says what makes the model diverge so often, for the warning given when the
             limit is reached for the first time.
+        joins: whether paths may join.
 
     Attributes:
         lifts: whether runs may begin to lift counters of loops.
     """
 
     def __init__(
-        self, limit: int | None = None, culprit: Callable[[TraceTree], str | None] | None = None
+        self,
+        limit: int | None = None,
+        culprit: Callable[[TraceTree], str | None] | None = None,
+        joins: bool = True,
     ) -> None:
         self.limit = limit
+        self._joins = joins
         self.forgotten: int = 0
         self.lifts: bool = True
         self.failures: Counter[Failure] = Counter()
@@ -144,11 +148,14 @@ class TraceTree:
                 place = recording.environment.place_of(label)
                 see = f" (see {place})" if place else ""
                 recording.tape.block(f"{label} changes on every call{see}")
-        program = Program(recording, global_state, ignored, ties=self._ties)
+        program = Program(recording, global_state, ignored, self._joins, self._ties)
         with self._lock:
             self._insert(names, program)
         self._keep_to_limit()
         return program
+
+    def _program(self, recording: Recording, global_state: GlobalState) -> Program:
+        return Program(recording, global_state, joins=self._joins, ties=self._ties)
 
     def _insert(self, names: tuple[str, ...], program: Program) -> None:
         self._indices.setdefault(names, ProgramIndex()).add(program)
@@ -159,7 +166,6 @@ class TraceTree:
         program: Program,
         divergence: Divergence,
         recording: Recording,
-        lifting: Lifting | None = None,
     ) -> None:
         """Keep the path that a resumed run took after `divergence`.
 
@@ -167,7 +173,6 @@ class TraceTree:
             program: the program that diverged.
             divergence: where it did.
             recording: the run.
-            lifting: what lifted the counters of its loops, if something has.
         """
         with self._lock:
             first = program.recording.environment
@@ -175,15 +180,9 @@ class TraceTree:
             self._ties |= ties_more
             more = ties_more or recording.environment.sees_more_than(first)
             blocked = bool(recording.tape.blockers)  # which is run live, whatever it sees
-            begins = lifting is not None and bool(lifting.lifted) and not program.is_lifted
-            if begins and not blocked:
-                assert lifting is not None
-                program.excluded |= lifting.needed(recording.tape)
-                if not program.excluded.isdisjoint(lifting.lifted.values()):
-                    return  # the next run keeps the numbers that Python needs
-            if (begins or more) and not blocked:
-                other = Program(recording, program.global_state, ties=self._ties)
-                other.follows(program, begins)
+            if more and not blocked:
+                other = self._program(recording, program.global_state)
+                other.follows(program, False)
                 if recording.tape.counters and other.graph is None:
                     self._stop_lifting(program)
                 else:
@@ -196,6 +195,29 @@ class TraceTree:
                     self._exchange(
                         program, *(Program(run, program.global_state, joins=False) for run in known)
                     )
+        self._keep_to_limit()
+
+    def lift(self, program: Program, recording: Recording, lifting: Lifting) -> None:
+        """Begin a program anew with a run in which the counters of loops are lifted.
+
+        Args:
+            program: the program.
+            recording: the run.
+            lifting: what lifted them.
+        """
+        with self._lock:
+            if recording.tape.blockers or not lifting.lifted:
+                program.lifts_at *= 2
+                return
+            program.excluded |= lifting.needed(recording.tape)
+            if not program.excluded.isdisjoint(lifting.lifted.values()):
+                return  # the next run keeps the numbers that Python needs
+            other = self._program(recording, program.global_state)
+            other.follows(program, True)
+            if other.graph is None:
+                self._stop_lifting(program)
+            else:
+                self._exchange(program, other)
         self._keep_to_limit()
 
     def _stop_lifting(self, program: Program) -> None:
@@ -244,7 +266,7 @@ class TraceTree:
             The new program, and where the old run leaves it: a side of it that is live, if the
             two can be told apart by a guard.
         """
-        program = Program(recording, global_state, ties=self._ties)
+        program = self._program(recording, global_state)
         assert live.live is not None
         leaves = _parting(recording, live.recording)
         with self._lock:
@@ -458,13 +480,10 @@ def _parting(recording: Recording, other: Recording) -> Departing | None:
 
 def _goes_on_from(recording: Recording, divergence: Divergence) -> bool:
     """Whether a run was in the state of a divergence, and found the same answer there."""
-    if divergence.number not in divergence.recording.tape.states:
-        return False
-    key, tape = key_of(divergence.recording, divergence.number), recording.tape
-    return any(
-        key_of(recording, number) == key
-        and identical(tape.guards[number].answer, divergence.outcome)
-        for number in tape.states
+    state, tape = divergence.recording.tape.states.get(divergence.number), recording.tape
+    return state is not None and any(
+        other.key == state.key and identical(tape.guards[number].answer, divergence.outcome)
+        for number, other in tape.states.items()
     )
 
 

@@ -24,6 +24,7 @@ from bendtrace.source.features import is_off
 
 __all__ = [
     "BEHIND",
+    "MACHINERY",
     "PACKAGE",
     "TORCH",
     "TRACER",
@@ -52,6 +53,15 @@ PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 TRACER = tuple(
     os.path.join(PACKAGE, name, "")
     for name in ("environment", "recording", "source", "tape", "torch_rules")
+)
+# What runs around the model's own code, and holds no values but those that it says.
+MACHINERY = (
+    *TRACER,
+    os.path.join(PACKAGE, "interject", ""),
+    *(
+        os.path.join(PACKAGE, f"{name}.py")
+        for name in ("base_module", "dispatcher", "hooks", "module", "module_proxy", "_trace")
+    ),
 )
 TORCH = os.path.dirname(torch.__file__) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep

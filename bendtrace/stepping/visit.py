@@ -140,6 +140,7 @@ class Visit:
         self._wanted = wanted
         self._looks = looks
         self._ended = False
+        self.pending: list[Sequence[Any]] = []
         self.events: list[Event] = []
         self.own_answers: dict[int, Any] = {}
         self.frames: tuple[Frame, ...] | None = None

@@ -197,8 +197,13 @@ class Captured:
         Labels do not tell apart what classes, modules or closures have under the same name, nor
         what is in a dict under keys that look alike.
         """
-        root: Captured = self.value if self.kind is CaptureKind.ALIAS else self
-        places: list[int] = []
+        part: Captured = self.value if self.kind is CaptureKind.ALIAS else self
+        return part.placed
+
+    @property
+    def placed(self) -> tuple[Any, ...]:
+        """The same, whatever else has turned out to be the same object in this run."""
+        root, places = self, []
         label = root.label
         while root.access is not Access.FIXED and root.parent is not None:
             key, keys, root = root.key, root.parent.size, root.parent

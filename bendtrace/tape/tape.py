@@ -281,6 +281,7 @@ class Test(Enum):
     SAME = "same"  # the op returned the very tensor that another op returned (expected: its index)
     OTHER = "other"  # it returned another tensor than that
     KIND = "kind"  # the op returned a value of that type (expected: its name)
+    RAISED = "raised"  # the op raised such an error (expected: a `Raised`), or none (None)
 
 
 def kind_of(value: Any) -> str:
@@ -336,8 +337,8 @@ class Guard:
 
     @property
     def answer(self) -> object:
-        """The recorded answer to its question."""
-        return True if self.is_on_identity else self.expected
+        """The recorded answer to its question: for identity, whether the two are one tensor."""
+        return self.test is Test.SAME if self.is_on_identity else self.expected
 
 
 class State(NamedTuple):
@@ -370,6 +371,9 @@ class Tape:
         states: the states at guards, by guard number, if they were read.
         counters: the ops that compute lifted counters (`recording/lifting.py`), which are no nodes:
             a run that lifts none has plain numbers there.
+        aliases: ops that returned a tensor which another op had returned first, with that op.
+        outlines: of results that are containers, these with a `TensorMeta` for each tensor.
+        classes: the classes of tensors that ops returned, of others than `Tensor`.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -382,6 +386,9 @@ class Tape:
     joint: dict[int, str] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
     counters: set[int] = field(default_factory=set)
+    aliases: dict[int, int] = field(default_factory=dict)
+    outlines: dict[int, Any] = field(default_factory=dict)
+    classes: dict[int, type] = field(default_factory=dict)
 
     def block(self, reason: str) -> None:
         """Record why this run must not be replayed."""
@@ -447,21 +454,19 @@ def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
 # How the model handles an error that an op raises.
 
 
-def is_handled(op: Op) -> bool:
-    """Return whether the model might continue after an error of the op."""
-    return any(map(is_under_handler, _covered(op)))
+def is_handled(scope: ModuleCall | None, site: Site | None) -> bool:
+    """Return whether the model might continue after an error at a place."""
+    return any(map(is_under_handler, _covered(scope, site)))
 
 
 def raised_by(op: Op, error: Exception) -> Raised:
     """Describe an error as far as handlers of the model can distinguish it from others."""
-    seen = any(map(asks_for_error, _covered(op)))
+    seen = any(map(asks_for_error, _covered(op.scope, op.site)))
     return Raised(type(error), str(error) if seen else None)
 
 
-def _covered(op: Op) -> Iterator[Place]:
-    """Yield the places from the op up to the model's forward that a handler might cover."""
-    site: Site | None = op.site
-    scope: ModuleCall | None = op.scope
+def _covered(scope: ModuleCall | None, site: Site | None) -> Iterator[Place]:
+    """Yield the places from one up to the model's forward that a handler might cover."""
     while site is not None:
         # Most code has no exception table at all, which allows an early exit.
         if any(code.co_exceptiontable for code, _ in site.chain):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -200,6 +200,8 @@ class Stage(Protocol):
 
 class Inserter(Protocol):
     """Is called at each node of a run, and may emit ops before, after and instead of it."""
+
+    pending: list[Sequence[Any]]  # the values that it needs again, once what is running is over
 
     def begins(self, stage: Stage) -> None:
         """Called before the run."""

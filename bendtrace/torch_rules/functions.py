@@ -426,6 +426,17 @@ def known_as(function: Any) -> str:
     return name_of(function)
 
 
+@functools.cache
+def overloads(name: str) -> tuple[Any, ...]:
+    """Return the operators of torch that a function of that name comes down to."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if not isinstance(packet, OpOverloadPacket):
+        return ()
+    found = [getattr(packet, each) for each in packet.overloads()]
+    exists = torch._C._dispatch_has_kernel  # those for lists and numbers are not torch's own
+    return tuple(one for one in found if "out" not in one._overloadname and exists(one.name()))
+
+
 def said_of(function: Any) -> str:
     """Return the name of a function in messages: its name, or the description of an insertion."""
     return getattr(function, "described", None) or name_of(function)

@@ -156,10 +156,11 @@ class Writes:
         self._replaced.add(ref.index)
         self._writers[storage_of(tensor)] = self.latest_unseen = op.index
 
-    def repeat(self, op: Op, before: Op) -> None:
-        """Record the reads and writes of an op that is not run again."""
+    def repeat(self, op: Op) -> None:
+        """Record the writes of an op that is not run again."""
+        writes = op.writes
         self._note_sharing(op)
-        op.reads, op.writes = before.reads, before.writes
+        op.writes = writes
         for ref, tensor, _ in self._given:
             if ref.index in op.writes:
                 self._writers[storage_of(tensor)] = op.index

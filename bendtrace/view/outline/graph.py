@@ -16,7 +16,6 @@ from bendtrace.flow import _plain_json
 from bendtrace.history.sizes import counted
 from bendtrace.recording.names import NodeRef
 from bendtrace.recording.recorder import Recording
-from bendtrace.replay.nodes import StateKey, key_of
 from bendtrace.replay.program import Program
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.tape import OpKind, Tape
@@ -219,7 +218,7 @@ class _Place:
 
     event: Event | None = None
     end: End | None = None
-    key: StateKey | None = None
+    key: bytes | None = None
     out: dict[Hashable, _Segment] = field(default_factory=dict)
 
     def sorted(self) -> list[_Segment]:
@@ -242,7 +241,7 @@ class _Known:
         self._states = {}
         if program.graph is not None:
             for node in program.graph.nodes():
-                key = key_of(node.piece.recording, node.number)
+                key = node.piece.recording.tape.states[node.number].key
                 self._states[key] = node
         self._places: dict[Hashable, _Place] = {}
         self._current = {id(path.recording) for path in program.paths()}
@@ -280,7 +279,7 @@ class _Known:
             if event.number is None:  # a whole `while`, which asks nothing itself
                 continue
             after = self._place_of(recording, event, place, before, answer)
-            here = event.position + (event.number < 0)
+            here = event.position
             if first <= number:
                 self._add(walk, place, before, answer, after, position, here)
             place, before, position = after, event, here
@@ -318,13 +317,13 @@ class _Known:
 
     def _key_of(
         self, recording: Recording, event: Event, place: _Place, before: Event | None
-    ) -> StateKey | None:
+    ) -> bytes | None:
         """Return the key of the state of a run, even if the run has not read it."""
         tape, number, graph = recording.tape, event.number, self._program.graph
-        if graph is None or number is None or number < 0:
+        if graph is None or number is None:
             return None
         if number in tape.states:
-            return key_of(recording, number)
+            return recording.tape.states[number].key
         if before is None:
             piece, ahead = graph.first, number
         else:
@@ -339,7 +338,7 @@ class _Known:
         if ahead not in other.states:
             return None
         is_same = key_of_guard(other.guards[ahead]) == key_of_guard(tape.guards[number])
-        return key_of(piece.recording, ahead) if is_same else None
+        return piece.recording.tape.states[ahead].key if is_same else None
 
     def add_to(
         self, graph: StateGraph, number: int, facts: list[str], traces: dict[Recording, int]

@@ -51,7 +51,6 @@ __all__ = [
     "PathEvents",
     "Walk",
     "key_of_guard",
-    "key_of_raise",
     "keys_asked",
     "outcome_of",
     "raised_as",
@@ -126,8 +125,6 @@ class PathEvents:
         for step in self._steps():
             if isinstance(step, LoopFlowStep) and step.guard is None:
                 entered = step
-            elif isinstance(step, _Raised):
-                self._add(step, step.op.scope, step.op.site, step.op.index, None)
             elif step.guard is not None:
                 guard = tape.guards[step.guard]
                 if entered is not None and step.kind != "while":  # its test has several parts
@@ -137,11 +134,11 @@ class PathEvents:
                 self._add(step, guard.scope, guard.site, guard.position, iterations)
                 entered = None
 
-    def _steps(self) -> Iterator[FlowStep | _Raised]:
+    def _steps(self) -> Iterator[FlowStep]:
         tape = self.recording.tape
         steps = [s for s in steps_of(self.recording) if not isinstance(s, ShapeFlowStep)]
         stepped = {step.guard for step in steps}
-        found: list[tuple[int, FlowStep | _Raised]] = []
+        found: list[tuple[int, FlowStep]] = []
         position = 0
         for step in steps:
             if step.guard is not None:
@@ -155,15 +152,13 @@ class PathEvents:
                 if number not in stepped and key_of_guard(guard) in self._asked:
                     assert guard.site is not None
                     place, _, scope = user_code(guard.scope, guard.site)
-                    value = _WORDS.get(guard.test, guard.expected)
+                    value = _word_for(guard, guard.expected)
                     text = _ASKED.get(guard.test, "{}").format(place.text)
+                    kind = "raised" if guard.test is Test.RAISED else "value"
                     found.append((guard.position, FlowStep(
-                        self.recording.names[guard.index], value, "value", place, text,
-                        scope.path, number,
+                        self.recording.names[guard.index], value, kind, place, text, scope.path,
+                        number,
                     )))  # fmt: skip
-            for op in tape.ops:
-                if op.site is not None and key_of_raise(op) in self._asked:
-                    found.append((op.index, _Raised(op)))
         return (step for _, step in sorted(found, key=lambda item: item[0]))
 
     def _is_shown(self, step: FlowStep) -> bool:
@@ -174,7 +169,7 @@ class PathEvents:
         return key_of_guard(self.recording.tape.guards[step.guard]) in self._asked
 
     def _add(
-        self, step: FlowStep | _Raised, scope: ModuleCall, site: Site | None, position: int,
+        self, step: FlowStep, scope: ModuleCall, site: Site | None, position: int,
         iterations: int | None,
     ) -> None:  # fmt: skip
         assert site is not None
@@ -185,9 +180,7 @@ class PathEvents:
         outcome = None if is_loop else step.value
         header, spans = header_of(step.place, step.kind, step.text), None
         number: int | None
-        if isinstance(step, _Raised):
-            number = ~step.op.index
-        elif step.guard is None:
+        if step.guard is None:
             number = None
             whole = while_around(step.place)
             if whole is None:
@@ -212,7 +205,7 @@ class PathEvents:
                 outcome=outcome,
                 place=step.place,
                 module_path=step.module_path,
-                when=None if number is None or number < 0 else self._kinds[number],
+                when=None if number is None else self._kinds[number],
                 number=number,
                 position=position,
                 under=self._innermost(
@@ -265,20 +258,6 @@ def _is_counted(place: Place) -> bool:
     return all(loop.kind != "while" for loop in role_of(place).loops)
 
 
-class _Raised:
-    """An op that raised in some runs and not in others."""
-
-    kind = "raised"
-
-    def __init__(self, op: Op) -> None:
-        assert op.site is not None
-        self.op = op
-        self.place, _, scope = user_code(op.scope, op.site)
-        self.module_path = scope.path
-        self.text = f"try {self.place.text}"
-        self.value = raised_as(op.raised)
-
-
 def raised_as(raised: Raised | None) -> str:
     """Return the name of an op's exception."""
     return "no error" if raised is None else str(raised.type.__name__)
@@ -291,24 +270,27 @@ def key_of_guard(guard: Guard) -> Key | None:
     return guard.test, guard.how, guard.site.chain[0]
 
 
-def key_of_raise(op: Op) -> Key | None:
-    """Return a key that is equal for the same op of several runs, which can raise."""
-    return None if op.site is None else ("raised", op.site.chain[0])
-
-
 def outcome_of(guard: Guard, outcome: Any, header: Header) -> Any:
     """Return another outcome of a guard, in the form of an event."""
     if guard.test in _OTHER:
         return _OTHER[guard.test]
+    if guard.test is Test.RAISED:
+        return raised_as(outcome)
     if guard.test is Test.TRUTH:
         return bool(outcome) is not header.inverted
     return outcome
+
+
+def _word_for(guard: Guard, value: Any) -> Any:
+    """Return the word for what a guard without a flow step found."""
+    return raised_as(value) if guard.test is Test.RAISED else _WORDS.get(guard.test, value)
 
 
 _SAME, _ANOTHER = "the tensor it was given", "another tensor"
 _WORDS = {Test.SAME: _SAME, Test.OTHER: _ANOTHER}
 _OTHER = {Test.SAME: _ANOTHER, Test.OTHER: _SAME}
 _ASKED = {
+    Test.RAISED: "try {}",
     Test.SAME: "the output of {}",
     Test.OTHER: "the output of {}",
     Test.LENGTH: "len({})",
@@ -503,7 +485,7 @@ def keys_asked(stretch: Stretch) -> Iterator[Key]:
     for number in list(stretch.sides):
         if number >= len(tape.guards):  # of a run in whose place this one is
             continue
-        key = key_of_guard(tape.guards[number]) if number >= 0 else key_of_raise(tape.ops[~number])
+        key = key_of_guard(tape.guards[number]) if number >= 0 else None
         if key is not None:
             yield key
 
@@ -573,9 +555,7 @@ def _failed(path: PathEvents, number: int, side: Side) -> Iterator[Walk]:
     else:
         event = path.events[found]
         outcome: Any = None
-        if number < 0:
-            outcome = raised_as(side.outcome)
-        elif event.is_condition and not event.is_loop:
+        if event.kind == "raised" or (event.is_condition and not event.is_loop):
             outcome = outcome_of(tape.guards[number], side.outcome, event.header)
         events = [*path.events[:found], replace(event, outcome=outcome)]
     for (name, file, line), times in list(side.failures.items()):

@@ -1,0 +1,599 @@
+"""A script: what a call has done so far, for the model's own Python that takes over from there.
+
+A replay that comes to an answer nobody has seen before is at a state: it has the values that Python
+can still reach, the holes, and nothing else. So the model's Python runs from its start under the
+recorder, and each of its ops is looked up in a script instead of being carried out:
+
+    replay   op  op  question  op  op  question?         the answer is unknown here
+                                 |                       the holes of this state have values
+    script   op  op  question  op  op  question?         an op gives its hole, or a stand-in
+    Python   ----------------------------------> op op   from here on it is recorded
+
+A stand-in is an object of the right class for a value that nobody can reach any more. If Python, or
+an op behind the script, asks for what is in it, the state was read wrongly: that is an error.
+
+Values are known by *names*: the number of a step, a part of the arguments or the state of the
+model, or an element of something that has a name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bendtrace.errors import NondeterminismError
+from bendtrace.tape.captured import attributes_of, identical
+from bendtrace.tape.contexts import AutocastHold
+from bendtrace.tape.structure import build
+from bendtrace.tape.tape import (
+    Guard,
+    Op,
+    OpKind,
+    Raised,
+    Ref,
+    State,
+    Tape,
+    TensorMeta,
+    Test,
+    map_refs,
+)
+from bendtrace.torch_rules.functions import said_of
+
+__all__ = ["Script", "Section", "counts"]
+
+Name: TypeAlias = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """A part of a recorded run that a call went along.
+
+    Attributes:
+        tape: the run.
+        entered: the question whose answer leads into it; -1 for the beginning of the run.
+        left: the question at which the call left it; -1 - i if op i raised an error.
+    """
+
+    tape: Tape
+    entered: int
+    left: int
+
+
+def counts(op: Op) -> bool:
+    """Whether the model did an op: it does not just name an element of a value, or a state."""
+    return op.kind is OpKind.CALL or (op.kind is OpKind.SCALAR and op.target is not getitem)
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """An op of the script.
+
+    Attributes:
+        op: the op, as it was recorded.
+        names: names the values of the recorded run that it is of.
+        tape: a run that has recorded its value, which the one before may not have.
+        index: the op there.
+        value: its value, if that is known.
+        is_known: whether it is.
+        elements: what is known of its elements, if the value is not known.
+    """
+
+    op: Op
+    names: _Names
+    tape: Tape
+    index: int
+    value: Any = None
+    is_known: bool = False
+    elements: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Same:
+    """The value of another name."""
+
+    name: Name
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """A question of the script.
+
+    Attributes:
+        at: how many steps come before it.
+        test: the test.
+        name: the name of the value that is tested.
+        answer: the answer.
+        state: the state in which it was asked, if that was read.
+        holes: the names of the holes of that state.
+    """
+
+    at: int
+    test: Test
+    name: Name
+    answer: Any
+    state: State | None
+    holes: tuple[Name, ...]
+
+
+class _Names:
+    """Names the values of a recorded run, as far as a section can use them."""
+
+    def __init__(self, section: Section, handed: Sequence[Name], script: Script) -> None:
+        self.tape, self._script = section.tape, script
+        self._names: dict[int, Name] = {}
+        if section.entered >= 0:
+            holes = section.tape.states[section.entered].holes
+            for hole, name in zip(holes, handed, strict=True):
+                script.hand_over(name, self.tape, hole)
+                self._names[hole] = name
+                self._names.setdefault(self.tape.aliases.get(hole, hole), name)
+
+    def add(self, index: int, number: int) -> None:
+        """Name the value of a step by its number."""
+        self._names[index] = number
+        self.of(index)
+
+    def of(self, index: int) -> Name:
+        """Return the name of the value of an op."""
+        name, first = self._names.get(index), self.tape.aliases.get(index, index)
+        if name is None:
+            op = self.tape.ops[index]
+            if op.is_given:
+                name = "given", op.target.named
+            elif op.kind is OpKind.SCALAR and op.target is getitem:
+                name = "element", self.of(op.args[0].index), op.args[1]
+            elif first != index:
+                name = self.of(first)
+            else:
+                name = self._script.late(op, self)
+            self._names[index] = name
+        if first != index and name not in self._script.firsts and name not in self._script.apart:
+            found = self._script.first(self.of(first))
+            if found != name:
+                self._script.firsts[name] = found
+        return name
+
+    def arguments(self, op: Op) -> Any:
+        """Return the arguments of an op with names in place of values."""
+        return map_refs((op.args, op.kwargs), lambda ref: Ref(self.of(ref.index)))
+
+
+class Script:
+    """What a call has done so far.
+
+    Args:
+        sections: the parts of recorded runs that it went along, in order.
+        answer: the answer to the last question.
+        held: the values that it has at its end, by the ops of the last section.
+        error: what the last op raised; None if the script ends with a question.
+        hold: keeps autocast's cache until the script is over.
+
+    Attributes:
+        values: the results of ops, by their numbers in the run that follows the script.
+        errors: the errors that ops raise, likewise.
+        hold: as given.
+        is_active: whether the run has not come to the end yet.
+        is_merged: whether two tensors that the script has are one in this call.
+        dead: once it has, the ops whose values are stand-ins, with what is known of the values.
+        firsts: for names of tensors that had a name before, the first one.
+        apart: names of tensors that had one when they were recorded, and have none in this call.
+
+    Raises:
+        NondeterminismError: a value that is needed is not among those of the state.
+    """
+
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        answer: Any,
+        held: Mapping[int, Any],
+        error: Exception | None,
+        hold: AutocastHold,
+    ) -> None:
+        self.values: dict[int, Any] = {}
+        self.errors: dict[int, Exception] = {}
+        self.hold = hold
+        self.is_active = True
+        self.is_merged = False
+        self.dead: dict[int, Any] = {}
+        self.firsts: dict[Name, Name] = {}
+        self.apart: set[Name] = set()
+        self._steps: list[_Step] = []
+        self._questions: list[_Question] = []
+        self._objects: dict[Name, Any] = {}
+        self._raised: dict[int, Raised | None] = {}  # by steps whose errors the model catches
+        self._error = error
+        self._taken = self._asked = 0
+        # Of the run that follows the script: names by ops, and ops by names.
+        self._names: dict[int, Name] = {}
+        self._indices: dict[Name, int] = {}
+        self._aliases: Mapping[int, int] = {}
+        self._given: Mapping[Any, Tensor] = {}
+        self._tensors: Mapping[int, Tensor] = {}
+        handed: Sequence[Name] = ()
+        for section, following in zip(sections, (*sections[1:], None), strict=True):
+            last = answer
+            if following is not None:
+                last = following.tape.guards[following.entered].answer
+            names = _Names(section, handed, self)
+            handed = self._read(section, names, last)
+        for index, value in held.items():
+            self._learn(names.of(index), value)
+        self._learn_from_answers()
+        if not self._steps and not self._questions:
+            self._end()
+
+    # Reading what was recorded
+
+    def _read(self, section: Section, names: _Names, answer: Any) -> Sequence[Name]:
+        tape, entered, left = section.tape, section.entered, section.left
+        position = tape.guards[entered].position if entered >= 0 else 0
+        number, holes = entered + 1, ()
+        end = tape.guards[left].position if left >= 0 else -left
+        while position < end or number <= left:
+            guard = tape.guards[number] if number < len(tape.guards) else None
+            if guard is not None and guard.position == position:
+                holes = self._add_question(
+                    tape, number, names, answer if number == left else _RECORDED
+                )
+                number += 1
+                continue
+            op = tape.ops[position]
+            if counts(op):
+                number_of_step = len(self._steps)
+                self._steps.append(_Step(op, names, tape, op.index))
+                names.add(op.index, number_of_step)
+            position += 1
+        return holes
+
+    def first(self, name: Name) -> Name:
+        """Return the first name of what has a name."""
+        if type(name) is tuple and name[0] == "element" and name not in self.firsts:
+            name = "element", self.first(name[1]), name[2]
+        return self._known_as(self.firsts.get(name, name))
+
+    def _add_question(
+        self, tape: Tape, number: int, names: _Names, answer: Any
+    ) -> tuple[Name, ...]:
+        guard, state = tape.guards[number], tape.states.get(number)
+        holes = () if state is None else tuple(map(names.of, state.holes))
+        if answer is _RECORDED:
+            answer = guard.answer
+        if guard.test is Test.RAISED:
+            self._raised[len(self._steps) - 1] = answer
+        if guard.is_on_identity and answer is True:
+            self._learn_element(guard.index, names)
+        elif guard.test is Test.SAME:
+            self.apart.add(names.of(guard.index))
+            self.firsts.pop(names.of(guard.index), None)
+        self._questions.append(
+            _Question(len(self._steps), guard.test, names.of(guard.index), answer, state, holes)
+        )
+        return holes
+
+    def hand_over(self, name: Name, tape: Tape, index: int) -> None:
+        """Note that another run has recorded the value of a name as well."""
+        if type(name) is int and self._steps[name].op.raised is not None:
+            self._steps[name].tape, self._steps[name].index = tape, index
+
+    def late(self, op: Op, names: _Names) -> Name:
+        """Return the name of a value that its state does not hold, since it is read from the rest.
+
+        Raises:
+            NondeterminismError: there is no such value.
+        """
+        if not all(names.tape.ops[index].is_given for index in op.operands):
+            raise NondeterminismError(f"{op} is needed, and not known")
+        wanted = names.arguments(op)
+        for number, step in enumerate(self._steps):
+            if (
+                step.op.target == op.target
+                and step.op.kind is op.kind
+                and all(step.names.tape.ops[index].is_given for index in step.op.operands)
+                and identical(step.names.arguments(step.op), wanted)
+            ):
+                return number
+        raise NondeterminismError(f"{op} is needed, and was not reached")
+
+    def _learn(self, name: Name, value: Any) -> None:
+        """Note the value of a name."""
+        path, step = self._rooted(self.first(name))
+        if step is not None and path:
+            step.elements[path] = value
+        elif step is not None and not step.is_known:
+            step.value, step.is_known = value, True
+
+    def _learn_element(self, index: int, names: _Names) -> None:
+        """Note that an element of a result is a tensor that was there before."""
+        path: tuple[Any, ...] = ()
+        op = names.tape.ops[index]
+        while op.kind is OpKind.SCALAR and op.target is getitem:
+            path, op = (op.args[1], *path), names.tape.ops[op.args[0].index]
+        number = names.of(op.index)
+        if path and type(number) is int:
+            self._steps[number].elements[path] = _Same(self.first(names.of(index)))
+
+    def _learn_from_answers(self) -> None:
+        """Note what the answers say of values that nobody holds any more."""
+        truths: list[tuple[_Step, bool]] = []
+        for question in self._questions:
+            if question.test is Test.VALUE:
+                self._learn(question.name, question.answer)
+            elif question.test is Test.TRUTH and type(question.name) is int:
+                truths.append((self._steps[question.name], question.answer))
+        for step, truth in truths:
+            if not step.is_known:
+                if type(step.op.meta) is bool:
+                    step.value, step.is_known = truth, True
+                elif bool(step.op.meta) != truth:
+                    step.elements[()] = type(step.op.meta)(truth)
+
+    # Following it
+
+    def begin(self, aliases: Mapping[int, int], given: Mapping[Any, Tensor]) -> None:
+        """Begin to be followed.
+
+        Args:
+            aliases: see `Tape.aliases`: those of the run.
+            given: the tensors among the arguments and the state, by what they are named.
+        """
+        self._aliases, self._given = aliases, given
+        self._tensors = {id(tensor): tensor for tensor in given.values()}
+
+    def _known_as(self, name: Name) -> Name:
+        """Return a name that is one for all names of an argument or state."""
+        if type(name) is not tuple:
+            return name
+        if name[0] == "element":
+            return "element", self._known_as(name[1]), name[2]
+        tensor = self._given.get(name[1])
+        return name if tensor is None else ("given", id(tensor))
+
+    def _name_of(self, index: int) -> Name:
+        """Return the first name of the value of an op of the run."""
+        return self.first(self._names[self._aliases.get(index, index)])
+
+    def given(self, op: Op) -> None:
+        """Note that the run names an argument, or a state."""
+        self._name(op.index, ("given", op.target.named))
+
+    def element(self, op: Op) -> None:
+        """Note that the run takes an element out of a result."""
+        self._name(op.index, ("element", self._names[op.args[0].index], op.args[1]))
+
+    def _name(self, index: int, name: Name) -> None:
+        self._names[index] = name
+        self._indices[self._known_as(name)] = index
+
+    def take(self, op: Op) -> None:
+        """Look an op of the run up, and note its result.
+
+        Raises:
+            NondeterminismError: the run does something else than the script.
+        """
+        step = self._steps[self._taken] if self._taken < len(self._steps) else None
+        asked = self._questions[self._asked] if self._asked < len(self._questions) else None
+        if step is None or (asked is not None and asked.at == self._taken):
+            raise NondeterminismError(
+                f"the resumed run did {op} where it asked for a value before, with all guards equal"
+            )
+        if not self._agree(op, step):
+            raise NondeterminismError(
+                f"the resumed run did {op} where it did {step.op} before, with all guards equal"
+                + (f" (at {op.site.place})" if op.site is not None else "")
+            )
+        number, self._taken = self._taken, self._taken + 1
+        op.writes = tuple(map(self._index_of, map(step.names.of, step.op.writes)))
+        self._name(op.index, number)
+        raised = self._raised.get(number)
+        if raised is not None:
+            is_held = step.is_known and isinstance(step.value, Exception)
+            self.errors[op.index] = step.value if is_held else _error_like(*raised)
+        elif self._error is not None and self._taken == len(self._steps):
+            self.errors[op.index] = self._error
+        else:
+            self._objects[number] = self.values[op.index] = self._value_of(step, number)
+        if self._taken == len(self._steps) and self._asked == len(self._questions):
+            self._end()
+
+    def _index_of(self, name: Name) -> int:
+        """Return the op of the run that gives the value of a name."""
+        return self._indices[self._known_as(name)]
+
+    def _agree(self, op: Op, step: _Step) -> bool:
+        before = step.op
+        if op.kind is not before.kind or op.context != before.context:
+            return False
+        if op.target != before.target and _text(op.target) != _text(before.target):
+            return False
+        mine = map_refs((op.args, op.kwargs), lambda ref: Ref(self._name_of(ref.index)))
+        its = map_refs(step.names.arguments(before), lambda ref: Ref(self.first(ref.index)))
+        if identical(mine, its) or _text(mine) == _text(its):
+            return True
+        if not self.is_merged:
+            return False
+        mine, its = (
+            map_refs(some, lambda ref: id(self._object(ref.index))) for some in (mine, its)
+        )
+        return identical(mine, its)
+
+    def _asks_for(self, question: _Question, guard: Guard) -> bool:
+        if guard.is_on_identity:  # by which the first names of tensors are told
+            name = self._known_as(self._names[guard.index])
+            return question.test in _IDENTITY and self._known_as(question.name) == name
+        return question.test is guard.test and self.first(question.name) == self._name_of(
+            guard.index
+        )
+
+    def merges(self, guard: Guard) -> bool:
+        """Whether an op gave back a tensor that it did not give back when it was recorded."""
+        if guard.test is not Test.SAME:
+            return False
+        question = self._questions[self._asked] if self._asked < len(self._questions) else None
+        is_asked = (
+            question is not None
+            and question.at == self._taken
+            and question.test in _IDENTITY
+            and question.answer is True
+        )
+        self.is_merged = self.is_merged or not is_asked
+        return not is_asked
+
+    def settles(self) -> bool:
+        """Whether nothing is left but whether an op gave back what it was given: it does not.
+
+        Of most functions, that is no question where they do not.
+        """
+        if self._asked != len(self._questions) - 1 or self._taken != len(self._steps):
+            return False
+        question = self._questions[-1]
+        if question.test not in _IDENTITY or question.answer is True:
+            return False
+        self.is_merged = True
+        self._end()
+        return True
+
+    def _value_of(self, step: _Step, number: int) -> Any:
+        """Return the value of a step, or what stands in for it."""
+        if step.is_known:
+            return step.value
+        if (first := self.first(number)) != number:
+            return self._object(first)
+        tape, index = step.tape, step.index
+        outline = tape.outlines.get(index, tape.ops[index].meta)
+        elements = {
+            path: self._object(value.name) if type(value) is _Same else value
+            for path, value in step.elements.items()
+        }
+        return _stand_in(outline, elements, (), tape.classes.get(index, Tensor))
+
+    def _object(self, name: Name) -> Any:
+        """Return the value of a name."""
+        name = self._known_as(name)
+        if type(name) is int:
+            return self._objects[name]
+        if name[0] == "given":
+            return self._tensors[name[1]]
+        return self._object(name[1])[name[2]]
+
+    def _rooted(self, name: Name) -> tuple[tuple[Any, ...], _Step | None]:
+        """Return the step that a name is of, and which element of its value it is."""
+        path: tuple[Any, ...] = ()
+        while type(name) is tuple and name[0] == "element":
+            path, name = (name[2], *path), name[1]
+        return path, self._steps[name] if type(name) is int else None
+
+    def _is_exact(self, name: Name) -> bool:
+        """Whether the value of a name is that of this call."""
+        path, step = self._rooted(self.first(name))
+        return step is None or step.is_known or (path != () and path in step.elements)
+
+    def result_of(self, function: Any, operands: Sequence[int]) -> tuple[Any] | None:
+        """Return the result of arithmetic, where its operands are not those of this call.
+
+        Args:
+            function: the function.
+            operands: the ops that it gets values of.
+
+        Returns:
+            A tuple with the result; None if the arithmetic can be done.
+        """
+        if all(self._is_exact(self._name_of(index)) for index in operands):
+            return None
+        step = self._steps[self._taken] if self._taken < len(self._steps) else None
+        if step is None or step.op.kind is not OpKind.SCALAR or step.op.target != function:
+            return None
+        return (step.value if step.is_known else step.elements.get((), step.op.meta),)
+
+    def expects(self, guard: Guard) -> bool:
+        """Whether a question of the run is the next one of the script."""
+        question = self._questions[self._asked] if self._asked < len(self._questions) else None
+        return (
+            question is not None
+            and question.at == self._taken
+            and self._asks_for(question, guard)
+            and identical(question.answer, guard.answer)
+        )
+
+    def asks(self, guard: Guard) -> State | None:
+        """Look a question of the run up; return the state in which it is asked, if that was read.
+
+        Raises:
+            NondeterminismError: the run asks something else than the script, or what only
+                a value says that it has not.
+        """
+        question = self._questions[self._asked] if self._asked < len(self._questions) else None
+        if question is None or not self.expects(guard):
+            was = "" if question is None else f" where it asked for {question.answer!r} before"
+            raise NondeterminismError(
+                f"the resumed run asked whether a value is {guard.answer!r}{was}, with all guards "
+                "equal"
+            )
+        self._asked += 1
+        state = question.state
+        if state is not None:
+            state = State(state.key, tuple(map(self._index_of, question.holes)), state.kept)
+        if self._asked == len(self._questions) and self._taken == len(self._steps):
+            self._end()
+        return state
+
+    def _end(self) -> None:
+        self.is_active = False
+        for index, name in self._names.items():
+            if not self._is_exact(name):
+                path, step = self._rooted(self.first(name))
+                assert step is not None
+                meta = step.tape.ops[step.index].meta
+                for key in path if isinstance(meta, tuple) else ():
+                    meta = meta[key] if type(key) is int else None
+                self.dead[index] = meta
+        self._objects.clear()
+        self.values.clear()
+        self._steps.clear()
+
+
+_RECORDED = object()
+_IDENTITY = frozenset({Test.SAME, Test.OTHER})
+
+
+def _stand_in(outline: Any, elements: Mapping[Any, Any], path: tuple[Any, ...], cls: type) -> Any:
+    """Return an object of the class of a value, in which there is nothing."""
+    if path in elements:
+        return elements[path]
+    kind = type(outline)
+    if kind is TensorMeta:
+        shape = [max(size, 0) for size in outline.shape]
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            made = torch.empty(shape, dtype=outline.dtype, device="meta")
+            return made if cls is Tensor else torch.Tensor._make_subclass(cls, made)
+    if isinstance(outline, (tuple, list)):
+        items = [_stand_in(item, elements, (*path, i), Tensor) for i, item in enumerate(outline)]
+        if kind is tuple or kind is list:
+            return kind(items)
+        return build(kind, items, attributes_of(outline))
+    if kind is dict:
+        return {
+            key: _stand_in(item, elements, (*path, key), Tensor) for key, item in outline.items()
+        }
+    return outline
+
+
+def _error_like(cls: type[BaseException], text: str | None) -> Exception:
+    """Return an error that the handlers of the model take for the one that it caught."""
+    error = cls.__new__(cls)
+    error.args = () if text is None else (text,)
+    assert isinstance(error, Exception)
+    return error
+
+
+def _text(value: Any) -> str:
+    """Return a value as text in which objects that each run makes anew are alike."""
+    if callable(value):
+        value = said_of(value), value
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
