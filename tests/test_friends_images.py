@@ -22,7 +22,7 @@ from tests.shares import some
 every = pytest.mark.parametrize("network", some(NETWORKS, 2), ids=lambda network: network.__name__)
 
 # Batches and sizes; those of Swin and ViT are padded, and resize positions, at some of them.
-SIZES = [(2, 32, 32), (2, 32, 32), (3, 32, 32), (1, 40, 32), (2, 56, 48), (2, 32, 32)]
+SIZES = [(2, 32, 32), (2, 32, 32), (3, 32, 32), (1, 40, 32), (2, 56, 48), (2, 32, 32), (2, 32, 32)]
 CALLS = [
     randn_inputs(batch, 3, height, width, seed=number)
     for number, (batch, height, width) in enumerate(SIZES)

@@ -443,7 +443,7 @@ class LiveInserter:
         number = next((i for i, value in enumerate(values) if value is written), None)
         at = self._at(spot, spot.number - 1)
         gate = BeforeGate(at, slots, shape, self.plan, places, number)
-        given = self._through(gate, shape, values, values, frame)
+        given = self._through(gate, shape, (args, kwargs), values, values, frame)
         if given is None:
             return args, kwargs
         put, changed = given
@@ -479,7 +479,7 @@ class LiveInserter:
         gate = AfterGate(
             self._at(spot, number), slots, shape, self.plan, wanted, written is not None
         )
-        given = self._through(gate, shape, values, handed, frame)
+        given = self._through(gate, shape, (output,), values, handed, frame)
         if given is None:
             return output
         put, changed = given
@@ -503,10 +503,16 @@ class LiveInserter:
         return self.put(gate, values, frame)
 
     def _through(
-        self, gate: Any, shape: Any, values: list[Any], handed: list[Any], frame: FrameType
+        self,
+        gate: Any,
+        shape: Any,
+        whole: Sequence[Any],
+        values: list[Any],
+        handed: list[Any],
+        frame: FrameType,
     ) -> tuple[Callable[..., Any], list[Any]] | None:
         """Add a gate to the tape; return the values with its results, or None if nothing is new."""
-        self.pending.append(values)
+        self.pending.append(whole)
         try:
             given = self.put(gate, handed, frame)
             numbers, put = gate.exchanged, refilled

@@ -109,6 +109,7 @@ class _Question:
         test: the test.
         name: the name of the value that is tested.
         answer: the answer.
+        other: for a question on identity, the name of the tensor that it is compared with.
         state: the state in which it was asked, if that was read.
         holes: the names of the holes of that state.
     """
@@ -117,6 +118,7 @@ class _Question:
     test: Test
     name: Name
     answer: Any
+    other: Name
     state: State | None
     holes: tuple[Name, ...]
 
@@ -272,8 +274,10 @@ class Script:
         elif guard.test is Test.SAME:
             self.apart.add(names.of(guard.index))
             self.firsts.pop(names.of(guard.index), None)
+        other = names.of(guard.expected) if guard.is_on_identity else None
+        name = names.of(guard.index)
         self._questions.append(
-            _Question(len(self._steps), guard.test, names.of(guard.index), answer, state, holes)
+            _Question(len(self._steps), guard.test, name, answer, other, state, holes)
         )
         return holes
 
@@ -445,19 +449,27 @@ class Script:
         self.is_merged = self.is_merged or not is_asked
         return not is_asked
 
-    def settles(self) -> bool:
-        """Whether nothing is left but whether an op gave back what it was given: it does not.
+    def unasked(self) -> tuple[int, int] | None:
+        """Return what the run need not ask itself, if that comes next.
 
-        Of most functions, that is no question where they do not.
+        Of most functions, it is no question whether they gave back what they were given, where
+        they did not.
+
+        Returns:
+            The ops that give the two tensors, which are not the same one.
         """
-        if self._asked != len(self._questions) - 1 or self._taken != len(self._steps):
-            return False
-        question = self._questions[-1]
-        if question.test not in _IDENTITY or question.answer is True:
-            return False
-        self.is_merged = True
-        self._end()
-        return True
+        question = self._questions[self._asked] if self._asked < len(self._questions) else None
+        if (
+            question is None
+            or question.at != self._taken
+            or question.test not in _IDENTITY
+            or question.answer is True
+        ):
+            return None
+        names = self._known_as(question.name), self._known_as(question.other)
+        if not all(name in self._indices for name in names):
+            return None
+        return self._indices[names[0]], self._indices[names[1]]
 
     def _value_of(self, step: _Step, number: int) -> Any:
         """Return the value of a step, or what stands in for it."""

@@ -162,10 +162,9 @@ class Writer:
         """
         if self.gone_astray is not None:
             raise self.gone_astray
-        script = self.script if self.script is not None and self.script.is_active else None
-        if script is not None and script.settles():
-            self._block_merged(self.tape.ops[-1])
-        elif self._resumed > len(self.tape.ops) or script is not None:
+        self._ask_unasked()
+        is_followed = self.script is not None and self.script.is_active
+        if self._resumed > len(self.tape.ops) or is_followed:
             raise NondeterminismError("the resumed run ended before the point where it diverged")
 
     def name_as(self, index: int, first: int) -> None:
@@ -256,11 +255,16 @@ class Writer:
         number, index = len(self.tape.guards), guard.index
         script = self.script if self.script is not None and self.script.is_active else None
         if script is not None and script.merges(guard):
-            self._block_merged(self.tape.ops[index])
+            op = self.tape.ops[index]
+            where = f" at {op.site.place}" if op.site is not None else ""
+            self.tape.block(
+                f"{said_of(op.target)}{where} gives back what it is given in some calls only"
+            )
             return
-        if script is not None and not script.expects(guard) and script.settles():
-            self._block_merged(self.tape.ops[-1])
-            script = None
+        if script is not None and not script.expects(guard):
+            self._ask_unasked()
+            script = script if script.is_active else None
+            number = len(self.tape.guards)
         self.tape.guards.append(guard)
         state = None
         if script is not None:
@@ -276,12 +280,13 @@ class Writer:
         if state is not None:
             self.tape.states[number] = state
 
-    def _block_merged(self, op: Op) -> None:
-        """Run live what no question of the graph can tell apart."""
-        where = f" at {op.site.place}" if op.site is not None else ""
-        self.tape.block(
-            f"{said_of(op.target)}{where} gives back what it is given in some calls only"
-        )
+    def _ask_unasked(self) -> None:
+        """Ask what the script has asked next, and the run does not ask itself."""
+        script = self.script
+        while script is not None and script.is_active and (found := script.unasked()):
+            op = self.tape.ops[found[0]]
+            position = len(self.tape.ops)
+            self._add(Guard(position, op.index, Test.OTHER, found[1], "", op.scope, op.site))
 
     def _follow(self, op: Op) -> None:
         """Look up in the script what the run does, and what it names.
@@ -291,8 +296,8 @@ class Writer:
         """
         script = self.script
         assert script is not None
-        if script.is_active and not op.is_given and counts(op) and script.settles():
-            self._block_merged(self.tape.ops[-1])
+        if script.is_active and not op.is_given and counts(op):
+            self._ask_unasked()
         if not script.is_active:
             if script.dead and not script.dead.keys().isdisjoint(op.operands):
                 self.require_alive(op.operands)

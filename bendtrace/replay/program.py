@@ -430,7 +430,7 @@ class Program:
         """
         self.recording.environment.filled_caches.update(recording.environment.filled_caches)
         if divergence.is_anew and not recording.tape.blockers:
-            return self._join(divergence, recording, hits)
+            return divergence.number >= 0 and self.join(recording, hits)
         position, parent = divergence.position, divergence.stretch
         side = parent.make_side(divergence.number, divergence.outcome)
         if side.target is not None or side.live is not None:
@@ -451,10 +451,18 @@ class Program:
             )  # fmt: skip
         return True
 
-    def _join(self, divergence: Divergence, recording: Recording, hits: int) -> bool:
-        """Add what a run has seen for the first time to the graph."""
+    def join(self, recording: Recording, hits: int = 1) -> bool:
+        """Add what a run has seen for the first time to the graph.
+
+        Args:
+            recording: the run.
+            hits: how many calls have taken its path.
+
+        Returns:
+            Whether it fits in.
+        """
         graph = self.graph
-        if graph is None or graph.is_broken or divergence.number < 0:
+        if graph is None or graph.is_broken:
             return False
         has_begun_anew = graph.has_begun_anew
         pieces = graph.add(recording, hits)

@@ -140,6 +140,8 @@ class Schedule:
             # The check before the run knew nothing of the guards of a path that branched off.
             in_run = start > 0 or analysis.kinds[number] is GuardKind.DATA
             is_known = guard.position < start and test_of(guard) in known
+            # Whether an op raised is tested where it is carried out.
+            is_known = is_known or (guard.test is Test.RAISED and guard.index < start)
             if in_run and not is_known and test_of(guard) not in tested:
                 tested.add(test_of(guard))
                 guards[number] = guard

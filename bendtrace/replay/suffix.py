@@ -28,6 +28,7 @@ from bendtrace.tape.tape import (
     ModuleCall,
     Op,
     OpKind,
+    Test,
     is_handled,
     leaves_in,
     refs_in,
@@ -313,6 +314,8 @@ class Suffix:
 
     def _add_guards(self) -> None:
         for number, guard in enumerate(self.recording.tape.guards):
+            if guard.test is Test.RAISED and guard.index in self.available:
+                continue  # it is tested where the op is carried out
             if guard.position < self.start and test_of(guard) in self._passed:
                 continue
             if number in self.guards or not self._matters(guard):

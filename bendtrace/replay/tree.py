@@ -208,6 +208,8 @@ class TraceTree:
         with self._lock:
             if recording.tape.blockers or not lifting.lifted:
                 program.lifts_at *= 2
+                if not recording.tape.blockers:
+                    program.join(recording)
                 return
             program.excluded |= lifting.needed(recording.tape)
             if not program.excluded.isdisjoint(lifting.lifted.values()):
