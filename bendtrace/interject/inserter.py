@@ -181,6 +181,7 @@ class LiveInserter:
         self._recomputed = 0  # how many checkpointed blocks the run is in
         model = function if within is None else within.model
         self._states = States(plan, model, self)
+        self.pending.append(self._states.made)
         self._wants_inputs = any("inputs" in slot.forms for slot in plan.slots)
         self._has_output_slots = any(
             slot.place.matcher.needs_output for slot in plan.slots if slot.place.role == "node"

@@ -56,6 +56,7 @@ class States:
 
     Attributes:
         slots: the insertions at them, by qualified name.
+        made: what the run has replaced so far, and goes on using: names, grad modes and tensors.
     """
 
     def __init__(self, plan: Plan, model: Callable[..., Any], host: Host) -> None:
@@ -64,6 +65,7 @@ class States:
         self._host = host
         self._names = _state_names(model) if self.slots else {}
         self._known: dict[tuple[tuple[Slot, ...], Context], Tensor] = {}
+        self.made: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self.slots)
@@ -103,6 +105,7 @@ class States:
             gate = StateGate(at, slots, Leaf(Tensor, 0), self._plan)
             with torch.set_grad_enabled(key[1].grad and not now.inference):
                 known = self._known[key] = self._host.put(gate, (value,), frame)
+            self.made += at.path, key[1].grad, known
         else:
             self._host.require_once(slots[0].place.matcher.name)
         return known

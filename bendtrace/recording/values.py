@@ -51,6 +51,7 @@ from bendtrace.torch_rules.functions import (
     may_vary,
     said_of,
 )
+from bendtrace.torch_rules.intercepts import is_function_apply
 from bendtrace.torch_rules.writes import storage_of, version_of, works_in_place
 
 __all__ = ["LOOKS", "TRACED_AS", "Values"]
@@ -208,9 +209,10 @@ class Values:
     def _may_be_compared(self, op: Op, frame: FrameType) -> bool:
         """Return whether it matters whether the result of an op is what the op was given.
 
-        Code may test it. What is inserted may give back its value in one call and not in the next.
+        Code may test it. What is inserted, or is the user's own, may give back its value in one
+        call and not in the next.
         """
-        if is_gate(op):
+        if not is_torchs_function(op.target) and not is_function_apply(op.target):
             return True
         if op.target in GIVES_BACK and self.environment.compares_identity:
             return True
