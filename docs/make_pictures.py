@@ -211,7 +211,7 @@ class Refine(nn.Module):
 
 
 class Counted(Refine):
-    """A Refine that counts its calls, so that its paths do not join."""
+    """A Refine that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
