@@ -1,18 +1,20 @@
-"""Runs that are recorded past the states where paths join, and compared with what is known."""
+"""Runs that are recorded where a replay would do, and compared with what is known."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 from unittest import mock
 
 from bendtrace.dispatcher import Floor
+from bendtrace.replay.nodes import Node
 from bendtrace.replay.program import Program
-from bendtrace.replay.stretches import Divergence, random_states
+from bendtrace.replay.stretches import Divergence
 from bendtrace.tape.contexts import AutocastHold
 
-__all__ = ["past_joins"]
+__all__ = ["past_joins", "resumed_anywhere"]
 
 _run = Program.run
 
@@ -38,6 +40,56 @@ def _led_back(
     if graph is None or graph.is_broken or first or not program.recording.tape.states:
         return _run(program, arguments, first, compiled)
     number = min(program.recording.tape.states)
-    hold = AutocastHold()
-    recording = program.recording
-    return Divergence(program.root, recording, number, None, {}, hold, True, random_states())
+    return Divergence(
+        program.root, program.recording, number, None, {}, AutocastHold(), is_anew=True
+    )
+
+
+@contextmanager
+def resumed_anywhere(seed: int, most: int = 2) -> Iterator[None]:
+    """Have calls replayed up to a question at random, and resumed by script from there.
+
+    The answer may be known: then what the resumed run does is compared with it, as in `past_joins`.
+    Questions are those where a call leaves the run that it follows: code asks no others.
+
+    Args:
+        seed: of the random numbers.
+        most: how many questions are passed, at most.
+    """
+    random = Random(seed)
+
+    def run(
+        program: Program, arguments: tuple[Any, ...], first: bool = False, compiled: bool = False
+    ) -> Any:
+        graph = program.graph
+        if graph is None or graph.is_broken or first:
+            return _run(program, arguments, first, compiled)
+        passed = iter(range(random.randrange(most + 1)))
+        pieces = [(piece, piece.nodes) for piece in graph.pieces()]
+        for piece, nodes in pieces:
+            piece.nodes = _Passing(nodes, passed)
+        try:
+            return _run(program, arguments)
+        finally:
+            for piece, nodes in pieces:
+                piece.nodes = nodes
+
+    with (
+        mock.patch.object(Program, "run", run),
+        mock.patch.object(Floor, "takes", return_value=False),
+    ):
+        yield
+
+
+class _Passing(dict[int, Node]):
+    """The nodes of a piece, of which so many are passed; no answer of the next one is known."""
+
+    def __init__(self, nodes: dict[int, Node], passed: Iterator[int]) -> None:
+        super().__init__(nodes)
+        self._passed = passed
+
+    def get(self, number: int, default: Any = None) -> Any:
+        node = super().get(number)
+        if node is None or next(self._passed, None) is not None:
+            return node
+        return Node(node.piece, node.number)

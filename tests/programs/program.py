@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 import bendtrace as bt
 from bendtrace.errors import NondeterminismError
-from tests.past_joins import past_joins
+from tests.past_joins import past_joins, resumed_anywhere
 from tests.promise import bits, footprint, state
+
+from .inserted import Inserted, insert
 
 __all__ = ["Call", "Program", "Unlike", "called_in_turn", "check"]
 
@@ -56,15 +58,18 @@ class Program:
         calls: the calls.
         world: the source of a module that it imports, as `random_world`.
         told: expressions of what is compared after each call, about what steps are about.
+        inserted: what is inserted at some of its nodes, if anything is.
     """
 
     source: str
     calls: tuple[Call, ...]
     world: str = ""
     told: tuple[str, ...] = ()
+    inserted: Inserted | None = None
 
     def __str__(self) -> str:
-        return self.source + "\n" + "\n".join(f"# {call}" for call in self.calls)
+        lines = [self.source, *(f"# {call}" for call in self.calls)]
+        return "\n".join(lines + [f"# inserted: {self.inserted}"] * (self.inserted is not None))
 
     @contextmanager
     def modules(self, copies: int) -> Iterator[list[types.ModuleType]]:
@@ -136,6 +141,8 @@ def _taken(text: str, model: nn.Module) -> Any:
 def check(program: Program) -> Counts:
     """Make all the calls of a program with eager and a `BendedModule`, and compare.
 
+    If something is inserted, calls are compared with first calls of other `BendedModule`s as well.
+
     Returns:
         How the calls went.
 
@@ -143,13 +150,15 @@ def check(program: Program) -> Counts:
         Unlike: naming the first thing that differs.
     """
     # Of torch's warnings some come only once in a process.
-    with warnings.catch_warnings(action="ignore"), program.modules(3) as modules:
+    with warnings.catch_warnings(action="ignore"), program.modules(7) as modules:
         made = []
         for module in modules:
             _seed(0)
             made.append(module.Model())
-        eager, model, recorded = made
+        eager, model, recorded, led = made[:4]
         bended, compared = bt.BendedModule(model), bt.BendedModule(recorded)
+        scripted = bt.BendedModule(led)
+        inserted = None if program.inserted is None else _Inserted(program, made[4:], modules[4:])
         kept: list[tuple[Any, Any]] = []
         for seed, call in enumerate(program.calls):
             where = f"call {seed}"
@@ -159,13 +168,12 @@ def check(program: Program) -> Counts:
                 same = _one(compared, recorded, call, seed, modules[2])
             if isinstance(same.error, NondeterminismError):
                 raise Unlike(f"{where}: past a join, {same.error}") from same.error
+            with resumed_anywhere(seed):
+                given = _one(scripted, led, call, seed, modules[3])
+            _alike(given, wanted, f"{where}, resumed")
             given = _one(bended, model, call, seed, modules[1])
             _same(footprint() == before, where, "something left behind")
-            if type(given.error) is not type(wanted.error) or str(given.error) != str(wanted.error):
-                message = f"{where}: {given.error!r}, not {wanted.error!r}"
-                raise Unlike(message) from given.error
-            for name in _Outcome.compared:
-                _same(getattr(given, name) == getattr(wanted, name), where, f"other {name}")
+            _alike(given, wanted, where)
             _same(_globals(modules[0]) == _globals(modules[1]), where, "other globals")
             for text in program.told:
                 told = [_read(_told, _about(text, module)) for module in modules[:2]]
@@ -179,8 +187,52 @@ def check(program: Program) -> Counts:
                 )
             shared = [_shared(list(outputs)) for outputs in zip(*kept, strict=True)]
             _same(shared[0] == shared[1], where, "something shared with earlier outputs")
+            if inserted is not None:
+                inserted.check(call, seed)
         raised = sum(1 for _, output in kept if output is _RAISED)
         return Counts(raised=raised, why_live=bended.why_live, **vars(bended.stats))
+
+
+def _alike(given: _Outcome, wanted: _Outcome, where: str) -> None:
+    if type(given.error) is not type(wanted.error) or str(given.error) != str(wanted.error):
+        raise Unlike(f"{where}: {given.error!r}, not {wanted.error!r}") from given.error
+    for name in _Outcome.compared:
+        _same(getattr(given, name) == getattr(wanted, name), where, f"other {name}")
+
+
+class _Inserted:
+    """A program with something inserted: replayed, resumed, and each call recorded from its start.
+
+    What a first call does is compared with eager elsewhere, with changes made by hand.
+    """
+
+    def __init__(
+        self, program: Program, models: list[Any], modules: list[types.ModuleType]
+    ) -> None:
+        self._program, self._models, self._modules = program, models, modules
+        self._seen: list[list[Any]] = [[], [], []]
+        self._subjects = [self._bended(number) for number in range(3)]
+
+    def _bended(self, number: int) -> bt.BendedModule:
+        bended = bt.BendedModule(self._models[number])
+        assert self._program.inserted is not None
+        insert(bended, self._program.inserted, self._seen[number])
+        return bended
+
+    def check(self, call: Call, seed: int) -> None:
+        """Make a call, and compare."""
+        where = f"call {seed}, inserted"
+        self._subjects[0] = self._bended(0)
+        outcomes = []
+        for number, subject in enumerate(self._subjects):
+            self._seen[number].clear()
+            with resumed_anywhere(seed) if number == 2 else nullcontext():
+                outcomes.append(
+                    _one(subject, self._models[number], call, seed, self._modules[number])
+                )
+        for number, how in ((1, where), (2, f"{where}, resumed")):
+            _alike(outcomes[number], outcomes[0], how)
+            _same(self._seen[number] == self._seen[0], how, "other calls of what is inserted")
 
 
 _RAISED = ("raised",)

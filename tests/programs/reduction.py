@@ -39,6 +39,8 @@ def reduced(program: Program, fails: Callable[[Program], bool], seconds: float =
 
 
 def _candidates(program: Program) -> Iterator[Program]:
+    if program.inserted is not None:
+        yield replace(program, inserted=None)
     for position in range(len(program.calls)):
         yield replace(program, calls=_without(program.calls, position))
     for position, call in enumerate(program.calls):

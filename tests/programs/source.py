@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from . import assignments, definitions, flow, holding, scalars, tensors  # noqa: F401 - they register
+from .inserted import KINDS, Inserted
 from .program import Call, Program
 from .statements import body, function, returned
 from .world import add_world
@@ -132,7 +133,15 @@ def programs(
         _calls(w, parameters, grads, init, calls, around[2]),
         f"{_WORLD}\n{around[0]}\n" if around[0] else "",
         tuple(around[3]),
+        _inserted(w),
     )
+
+
+def _inserted(w: Writer) -> Inserted | None:
+    """What is inserted in every other program."""
+    if not w.below(2):
+        return None
+    return w.pick(tuple(KINDS)), w.below(100), w.chance(4)
 
 
 def _public(kind: Tensor, known: list[Var]) -> Tensor:
