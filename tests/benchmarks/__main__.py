@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import bendtrace
+from tests.benchmarks.changes import CHANGES
 from tests.benchmarks.figure import figure
 from tests.benchmarks.machine import processor
 from tests.benchmarks.models import CASES, case_of
@@ -118,29 +119,34 @@ def _options(given: argparse.Namespace) -> Options:
     if given.quick:
         small = tuple(case.name for case in CASES if case.quick)
         streams = tuple(stream.name for stream in STREAMS if stream.quick)
+        changes = tuple(change.name for change in CHANGES if change.quick)
         options = replace(
-            options, rounds=1, seconds=0.1, threads=(1,), models=small, streams=streams, here=True
-        )
+            options, rounds=1, seconds=0.1, threads=(1,), models=small, streams=streams,
+            changes=changes, here=True,
+        )  # fmt: skip
     if given.models:
-        models, streams = _chosen(given.models)
-        options = replace(options, models=models, streams=streams)
+        models, streams, changes = _chosen(given.models)
+        options = replace(options, models=models, streams=streams, changes=changes)
     return options
 
 
-def _chosen(beginnings: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the models, and of those that are fed streams, that begin so.
+def _chosen(beginnings: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the models, of those that are fed streams, and of changes, that begin so.
 
     Raises:
         ValueError: nothing begins with one of them.
     """
     models: list[str] = []
     streams: list[str] = []
+    changes: list[str] = []
     for beginning in beginnings:
         fed = [stream.name for stream in STREAMS if stream.name.startswith(beginning)]
+        changed = [change.name for change in CHANGES if change.name.startswith(beginning)]
         streams += fed
-        if not fed or any(case.name.startswith(beginning) for case in CASES):
+        changes += changed
+        if not (fed or changed) or any(case.name.startswith(beginning) for case in CASES):
             models.append(case_of(beginning).name)
-    return tuple(dict.fromkeys(models)), tuple(dict.fromkeys(streams))
+    return tuple(tuple(dict.fromkeys(names)) for names in (models, streams, changes))
 
 
 def _telling() -> Callable[[str], None]:

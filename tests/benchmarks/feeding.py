@@ -18,7 +18,7 @@ from tests.benchmarks.streams import Stream, stream_of
 from tests.benchmarks.ways import WrongOutput, assert_right, reason_of, sharing_parameters
 from tests.promise import seed_everything
 
-__all__ = ["after_first", "compiled", "fed", "feed", "relative"]
+__all__ = ["Call", "Fed", "after_first", "compiled", "fed", "feed", "known", "relative"]
 
 # What a stream gave, as plain data: `calls`, the `size` of a part, and the `seconds` that eager
 # and others took for each part.
@@ -36,6 +36,7 @@ def feed(
     size: int,
     compare: Callable[[int, Any, Any], object],
     until: float = math.inf,
+    warm: Call | None = None,
 ) -> Fed:
     """Feed a stream to a model and to another way to call it, in turn.
 
@@ -47,20 +48,20 @@ def feed(
         size: how many calls are one part.
         compare: is given the number of each call, what the model gave and what the other gave.
         until: no call is begun after this time (of `time.perf_counter`).
+        warm: what is called before the stream, if the model itself would notice.
 
     Raises:
         WrongOutput: if the other draws other random numbers than the model.
     """
     for number in range(_WARMING):
-        model(*stream.inputs(-1 - number))
+        (warm or model)(*stream.inputs(-1 - number))
     seconds: dict[str, list[float]] = {"eager": [], "other": []}
     done = 0
     for number in range(calls):
         if time.perf_counter() > until:
             break
-        args = stream.inputs(number)
-        wanted, after, eager = _timed(model, args, number)
-        given, also_after, took = _timed(other, args, number)
+        wanted, after, eager = _timed(model, stream.inputs(number), number)
+        given, also_after, took = _timed(other, stream.inputs(number), number)
         compare(number, wanted, given)
         if not torch.equal(after, also_after):
             raise WrongOutput(f"call {number} of {stream.name!r} draws other random numbers")
@@ -116,14 +117,14 @@ def fed(name: str, calls: int, size: int, bend: Callable[[Any], Any] = bt.Bended
         model = stream.model()
         bended = bend(sharing_parameters(model))
         found = feed(stream, model, bended, calls, size, compare)
-    return found | {"compared": len(compared)} | asdict(bended.stats) | _known(bended)
+    return found | {"compared": len(compared)} | known(bended)
 
 
-def _known(bended: bt.BendedModule) -> dict[str, int | None]:
-    """Return how many states and pairs of a state and an answer are known."""
-    programs = bended._trees.plain.programs()
+def known(bended: bt.BendedModule) -> dict[str, int | None]:
+    """Return the counts of `stats`, and how many states and pairs of state and answer are known."""
+    programs = bended._trees.latest.programs()
     exits = [len(node.exits) for one in programs if one.graph for node in one.graph.nodes()]
-    return {"states": len(exits) or None, "pairs": sum(exits) or None}
+    return asdict(bended.stats) | {"states": len(exits) or None, "pairs": sum(exits) or None}
 
 
 def compiled(name: str, calls: int, size: int, seconds: float) -> Fed:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.benchmarks import starting
+from tests.benchmarks.changes import CHANGES
 from tests.benchmarks.comparing import Cells, merged
 from tests.benchmarks.compiled import KINDS, NODES
 from tests.benchmarks.exported import EXPORTED, table_of_exported
@@ -42,6 +43,7 @@ class Options:
         threads: numbers of threads.
         models: names of the models.
         streams: names of the models that are fed streams.
+        changes: names of the models that are fed streams with something inserted, or that write.
         peers: whether others are measured too.
         quick: whether a look is enough.
         here: whether to measure in this process where that is possible.
@@ -53,6 +55,7 @@ class Options:
     threads: tuple[int, ...] = (1, os.cpu_count() or 1)
     models: tuple[str, ...] = tuple(case.name for case in CASES if case.is_installed())
     streams: tuple[str, ...] = tuple(stream.name for stream in STREAMS)
+    changes: tuple[str, ...] = tuple(change.name for change in CHANGES)
     peers: bool = True
     quick: bool = False
     here: bool = False
@@ -398,42 +401,69 @@ def _measure_streams(options: Options) -> Data:
                 one["torch.compile"] = {"reason": f"no answer in {2 * _LIMIT:.0f} s"}
             except RuntimeError as error:
                 one["torch.compile"] = {"reason": str(error).strip().splitlines()[-1][:60]}
+    for name in options.changes:
+        options.tell(f"streams: {name}")
+        found[name] = ask("stream, changed", here=options.here, name=name, calls=calls, size=size)
     return found
 
 
 def _tables_of_streams(data: Data) -> list[Table]:
-    if not data:
-        return []
+    changed = {change.name for change in CHANGES}
+    plain = {name: one for name, one in data.items() if name not in changed}
+    changes = {name: one for name, one in data.items() if name in changed}
+    command = "python -m tests.benchmarks streams"
+    tables = []
+    if plain:
+        peers = [one.get("torch.compile") for one in plain.values()]
+        theirs = [relative(one)[-1] for one in peers if one is not None and "reason" not in one]
+        mean = f"{statistics.geometric_mean(theirs):.2f}x, of {len(theirs)}" if theirs else "-"
+        headers, rows = _rows_of_streams(plain)
+        cells = [*map(_stream_compiled, peers), mean]
+        tables.append(
+            Table(
+                "streams", "A call with an input like none before, one thread, of eager's time",
+                ["model", *headers[:4], f"torch.compile, {headers[3]}", *headers[4:]],
+                [[*row[:5], cell, *row[5:]] for row, cell in zip(rows, cells, strict=True)],
+                command,
+                "Recorded: runs of the model under the tracer. Pairs: answers that are known, over "
+                "all states. Live: calls that the model itself served. Breaks: how often "
+                "torch.compile's tracer had to stop; graphs: what it compiled. Where it compiles "
+                "none, the model runs as it is.",
+            )
+        )  # fmt: skip
+    if changes:
+        headers, rows = _rows_of_streams(changes)
+        tables.append(
+            Table(
+                "changes", "The same with something inserted, of the time of native hooks, and for "
+                "models that write, of their own",
+                ["model", *headers], rows, command,
+            )
+        )  # fmt: skip
+    return tables
+
+
+def _rows_of_streams(data: Data) -> tuple[list[str], list[list[str]]]:
+    """Return the headers of all columns but the first, and the rows."""
     size = next(iter(data.values()))["size"]
     rows: list[list[str]] = []
     shares: list[list[float]] = []
-    theirs: list[float] = []
     for name, one in data.items():
-        parts, peer = relative(one), one.get("torch.compile")
+        parts = relative(one)
         shares.append([parts[0], after_first(parts), parts[-1]])
-        if peer is not None and "reason" not in peer:
-            theirs.append(relative(peer)[-1])
         pairs = "-" if one["pairs"] is None else str(one["pairs"])
         rows.append(
             [name, duration(sum(one["seconds"]["eager"]) / one["calls"]),
-             *(f"{share:.2f}x" for share in shares[-1]), _stream_compiled(peer),
-             str(one["traces"]), pairs, str(one["live"])]
+             *(f"{share:.2f}x" for share in shares[-1]), str(one["traces"]), pairs,
+             str(one["live"])]
         )  # fmt: skip
     means = [f"{statistics.geometric_mean(each):.2f}x" for each in zip(*shares, strict=True)]
-    mean = f"{statistics.geometric_mean(theirs):.2f}x, of {len(theirs)}" if theirs else "-"
-    rows.append(["geometric mean", "-", *means, mean, "-", "-", "-"])
-    return [
-        Table(
-            "streams", "A call with an input like none before, one thread, of eager's time",
-            ["model", "eager", f"first {size}", f"median {size} after", f"last {size}",
-             f"torch.compile, last {size}", "recorded", "pairs", "live"],
-            rows, "python -m tests.benchmarks streams",
-            "Recorded: runs of the model under the tracer. Pairs: answers that are known, over all "
-            "states. Live: calls that the model itself served. Breaks: how often torch.compile's "
-            "tracer had to stop; graphs: what it compiled. Where it compiles none, the model runs "
-            "as it is.",
-        )
+    rows.append(["geometric mean", "-", *means, "-", "-", "-"])
+    headers = [
+        "eager", f"first {size}", f"median {size} after", f"last {size}", "recorded", "pairs",
+        "live",
     ]  # fmt: skip
+    return headers, rows
 
 
 def _stream_compiled(found: Data | None) -> str:

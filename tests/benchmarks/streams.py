@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-__all__ = ["STREAMS", "Stream", "stream_of"]
+__all__ = ["STREAMS", "Stream", "normal", "scaled", "stream_of"]
 
 WIDTH = 16
 
@@ -352,11 +352,13 @@ class Stream:
         return self.draw(Generator().manual_seed(number))
 
 
-def _normal(*shape: int, scale: float = 1.0) -> Callable[[Generator], tuple[Tensor]]:
+def normal(*shape: int, scale: float = 1.0) -> Callable[[Generator], tuple[Tensor]]:
+    """Return what draws a tensor of a shape."""
     return lambda generator: (torch.randn(shape, generator=generator) * scale,)
 
 
-def _scaled(generator: Generator) -> tuple[Tensor, float]:
+def scaled(generator: Generator) -> tuple[Tensor, float]:
+    """Draw a tensor of any size, and a tolerance."""
     scale = 10 ** (4 * torch.rand((), generator=generator))
     return torch.randn(1, WIDTH, generator=generator) * scale, 0.01
 
@@ -368,25 +370,25 @@ def _boxes(generator: Generator) -> tuple[Tensor, Tensor]:
 
 
 STREAMS = (
-    Stream("20 gated layers", lambda: Gated(20), _normal(1, WIDTH)),
-    Stream("8 gated layers", lambda: Gated(8), _normal(1, WIDTH), quick=True),
-    Stream("MoE, 1 token", Mixture, _normal(1, WIDTH)),
-    Stream("MoE, 8 tokens", Mixture, _normal(8, WIDTH)),
-    Stream("while x.norm() > tol", Shrinking, _scaled),
-    Stream("while, counting", Counting, _scaled),
-    Stream("early exit", EarlyExit, _normal(1, WIDTH), quick=True),
-    Stream("nested early exits", NestedExits, _normal(1, WIDTH)),
+    Stream("20 gated layers", lambda: Gated(20), normal(1, WIDTH)),
+    Stream("8 gated layers", lambda: Gated(8), normal(1, WIDTH), quick=True),
+    Stream("MoE, 1 token", Mixture, normal(1, WIDTH)),
+    Stream("MoE, 8 tokens", Mixture, normal(8, WIDTH)),
+    Stream("while x.norm() > tol", Shrinking, scaled),
+    Stream("while, counting", Counting, scaled),
+    Stream("early exit", EarlyExit, normal(1, WIDTH), quick=True),
+    Stream("nested early exits", NestedExits, normal(1, WIDTH)),
     Stream("NMS", Suppression, _boxes),
-    Stream("decoding, tokens as ints", Decoding, _normal(1, WIDTH, scale=2.0)),
-    Stream("decoding, caches in lists", Cached, _normal(WIDTH)),
-    Stream("beam search", BeamSearch, _normal(WIDTH)),
+    Stream("decoding, tokens as ints", Decoding, normal(1, WIDTH, scale=2.0)),
+    Stream("decoding, caches in lists", Cached, normal(WIDTH)),
+    Stream("beam search", BeamSearch, normal(WIDTH)),
     Stream("branches in submodules", lambda: nn.Sequential(*(Block() for _ in range(10))),
-           _normal(WIDTH)),
-    Stream("top-1 routing", Routed, _normal(WIDTH)),
-    Stream("solver, nested loops", Solver, _normal(WIDTH)),
-    Stream("flags between branches", Flags, _normal(WIDTH)),
-    Stream("rows that leave", Leaving, _normal(6, WIDTH)),
-    Stream("RL episode", Episode, _normal(4, scale=0.05), quick=True),
+           normal(WIDTH)),
+    Stream("top-1 routing", Routed, normal(WIDTH)),
+    Stream("solver, nested loops", Solver, normal(WIDTH)),
+    Stream("flags between branches", Flags, normal(WIDTH)),
+    Stream("rows that leave", Leaving, normal(6, WIDTH)),
+    Stream("RL episode", Episode, normal(4, scale=0.05), quick=True),
 )  # fmt: skip
 
 

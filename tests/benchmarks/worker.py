@@ -141,6 +141,12 @@ def _stream(name: str, calls: int, size: int) -> Any:
     return fed(name, calls, size)
 
 
+def _stream_changed(name: str, calls: int, size: int) -> Any:
+    from tests.benchmarks.changes import fed_changed
+
+    return fed_changed(name, calls, size)
+
+
 def _stream_compiled(name: str, calls: int, size: int, seconds: float) -> Any:
     from tests.benchmarks.feeding import compiled
 
@@ -165,8 +171,8 @@ TASKS: dict[str, Callable[..., Any]] = {
     "memory": _memory,
     "memory of torchlens": _memory_of_torchlens, "per op": _per_op, "leaving": _leaving,
     "recompiling": _recompiling, "growth": _growth, "stream": _stream,
-    "stream, compiled": _stream_compiled, "with insertions": _with_insertions,
-    "exported": _exported,
+    "stream, changed": _stream_changed, "stream, compiled": _stream_compiled,
+    "with insertions": _with_insertions, "exported": _exported,
 }  # fmt: skip
 
 

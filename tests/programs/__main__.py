@@ -94,7 +94,8 @@ class _Hunt:
         path.write_text(
             f"{comment}from tests.programs import Call, Program, check\n\ncheck(\n    Program(\n"
             f'        """\\\n{program.source}""",\n        (\n{calls}        ),\n'
-            f'        """\\\n{program.world}""",\n        {program.told!r},\n        {program.inserted!r},\n'
+            f'        """\\\n{program.world}""",\n        {program.told!r},\n'
+            f"        {program.inserted!r},\n"
             "    )\n)\n"
         )
 
