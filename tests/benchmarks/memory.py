@@ -1,11 +1,13 @@
 """Peak memory of replays against eager: `python -m tests.benchmarks.memory`.
 
+A second table is of replays with one node changed, against the same change by a native hook.
 Counted are the bytes of all tensors that ops made and that are alive at once, op by op, so that
 the numbers do not depend on an allocator and are the same in each run.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import weakref
 from collections.abc import Callable
@@ -19,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bendtrace as bt
-from tests.hf_models import MODELS
+from tests.hf_models import MODELS, VOCAB
+from tests.hub.checking import middle_module
 
 
 class LiveBytes(TorchDispatchMode):
@@ -156,19 +159,94 @@ def measure(
     return peaks
 
 
+# Of transformers, with so many layers that what is kept too long shows.
+_WIDE = {"hidden_size": 32, "num_hidden_layers": 12, "num_attention_heads": 4}
+_LLAMA = {**_WIDE, "intermediate_size": 64, "num_key_value_heads": 2}
+_BERT = {**_WIDE, "intermediate_size": 64, "max_position_embeddings": 64}
+DEEP: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 12, "n_head": 4, "n_positions": 64}),
+    "Qwen2": ("Qwen2ForCausalLM", _LLAMA),
+    "OPT": ("OPTForCausalLM", {**_WIDE, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "RoBERTa": ("RobertaForMaskedLM", _BERT),
+    "Gemma2": ("Gemma2ForCausalLM", {**_LLAMA, "head_dim": 8}),
+    "Mixtral": ("MixtralForCausalLM", {**_LLAMA, "num_local_experts": 4}),
+}
+KINDS = ("no mask", "padded", "with a cache")
+
+
+def deep(name: str) -> nn.Module:
+    """Return a model of `DEEP`."""
+    import transformers
+
+    architecture, config = DEEP[name]
+    made = getattr(transformers, architecture)
+    ids = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    model: nn.Module = made(made.config_class(**ids, **config)).eval()
+    return model
+
+
+def given(kind: str) -> dict[str, Any]:
+    """Return the arguments of one of `KINDS`."""
+    ids = torch.randint(3, VOCAB, (4, 16), generator=torch.Generator().manual_seed(0))
+    if kind == "no mask":
+        return {"input_ids": ids}
+    mask = torch.ones_like(ids)
+    if kind == "padded":
+        mask[-1, -5:] = 0
+        return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    return {"input_ids": ids, "attention_mask": mask, "use_cache": True}
+
+
+def measure_changed(name: str, kind: str) -> tuple[int, int]:
+    """Return the peak with a native hook on one module, and that of a replay with the same."""
+    model, own, inputs = deep(name), deep(name), given(kind)
+    if kind != "with a cache":
+        model.config.use_cache = own.config.use_cache = False
+    place = middle_module(model, inputs)
+    assert place is not None
+
+    def change(value: Tensor) -> Tensor:
+        return value * 1.01
+
+    model.get_submodule(place).register_forward_hook(lambda module, args, out: change(out))
+    bended = bt.BendedModule(own)
+    bended.interject(own.get_submodule(place), change)
+    with torch.no_grad():
+        bended(**inputs)
+        bended(**inputs)
+        peaks = peak_of(lambda: model(**inputs))[0], peak_of(lambda: bended(**inputs))[0]
+        assert bended.stats.live == 0
+        assert bended.stats.replays >= 1
+    return peaks
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.memory", description="Peak memory of replays"
+    )
+    parser.add_argument("--quick", action="store_true", help="with one kind of input each")
+    quick = parser.parse_args().quick
     torch.manual_seed(0)
     rows = []
     for name, (model, inputs) in cases().items():
         for mode in (torch.no_grad, torch.enable_grad):
-            eager, replay = measure(model, inputs, mode)
-            rows.append(
-                [name, mode.__name__, f"{eager / 1024:.0f} KiB", f"{replay / 1024:.0f} KiB",
-                 f"{replay / eager:.2f}x"]
-            )  # fmt: skip
+            rows.append([name, mode.__name__, *_row(*measure(model, inputs, mode))])
     headers = ["model", "mode", "eager's peak", "replay's peak", "ratio"]
+    print(tabulate(rows, headers, disable_numparse=True), end="\n\n")
+    rows = [
+        [name, kind, *_row(*measure_changed(name, kind))]
+        for name in DEEP
+        for kind in (KINDS[1:2] if quick else KINDS)
+    ]
+    print("One node changed, without gradients")
+    headers = ["model", "inputs", "native hook's peak", "replay's peak", "ratio"]
     print(tabulate(rows, headers, disable_numparse=True))
+
+
+def _row(wanted: int, found: int) -> list[str]:
+    return [f"{wanted / 1024:.0f} KiB", f"{found / 1024:.0f} KiB", f"{found / wanted:.2f}x"]
 
 
 if __name__ == "__main__":
