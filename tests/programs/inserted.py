@@ -44,6 +44,8 @@ def insert(bended: bt.BendedModule, inserted: Inserted, seen: _Seen) -> None:
 class _Interjection(bt.Interjection):
     """Notes what it is called with, and does something to it."""
 
+    self_contained = True  # `bits` could read anything, and then calls would run live
+
     def __init__(self, seen: _Seen) -> None:
         self.seen = seen
 

@@ -1,0 +1,183 @@
+"""Resumes by script that are broken on purpose, in each of the ways that they could be wrong.
+
+The stream below is right when nothing is broken; each break makes it fail, so that the comparison
+with eager, or the resumed run itself, would notice the same fault in the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+from bendtrace.errors import NondeterminismError
+from bendtrace.recording.script import Script
+from bendtrace.replay import graph
+from bendtrace.replay.stretches import Divergence
+from bendtrace.torch_rules.functions import is_gate
+from bendtrace.torch_rules.writes import Writes
+from tests.promise import bits, seed_everything
+
+
+class Gated(nn.Module):
+    """Layers that ask, write to a buffer and to the argument, and draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, total, first = x.view(-1), x.sum() * 0.5, x + 1
+        for number, gate in enumerate(self.gates):
+            h = gate(x) + 0.1 * torch.sin(self.count)
+            self.count.add_(1)
+            rows[number] = 0.5  # which x and all views of it see
+            x = torch.relu(h) + x if h.mean() > 0 else torch.tanh(h) + torch.rand(4)
+        return x + rows[:4] + (first if total > 0 else -first)
+
+
+def stream(calls: int = 40) -> bt.Stats:
+    """Compare calls with eager: outputs, arguments, buffers, random numbers, calls of user code.
+
+    Raises:
+        AssertionError: something differs.
+        NondeterminismError: a resumed run found that something was wrong.
+    """
+    seen: tuple[list[Any], list[Any]] = [], []
+
+    class Change(bt.Interjection):
+        self_contained = True
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def after(self, at: bt.NodePass, inputs: bt.Inputs, output: Tensor) -> Tensor:
+            seen[self.number].append(bits(output))
+            return output * 1.5
+
+    torch.manual_seed(0)
+    eager = Gated()
+    torch.manual_seed(0)
+    model = Gated()
+    hook, at, none = Change(0), bt.NodePass("gates_1"), bt.Inputs(())
+    eager.gates[1].register_forward_hook(lambda module, args, out: hook.after(at, none, out))
+    bended = bt.BendedModule(model)
+    bended.interject(model.gates[1], Change(1))
+    with torch.no_grad():
+        for seed in range(calls):
+            found = []
+            for call, module in ((eager, eager), (bended, model)):
+                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+                seed_everything(seed)
+                output = call(x)
+                rng = torch.get_rng_state()
+                found.append(bits([output, x, module.count, rng]))
+            assert found[0] == found[1], f"call {seed}"
+            assert seen[0] == seen[1], f"call {seed}: other calls of what is inserted"
+    return bended.stats
+
+
+def test_a_stream_that_resumes_by_script_is_right() -> None:
+    stats = stream()
+    assert stats.resumes > 1
+    assert stats.live == 0
+
+
+prefix, take, of_segment = Divergence.prefix, Script.take, graph.Schedule.of_segment
+
+
+def held_of(divergence: Divergence, shape: tuple[int, ...]) -> list[int]:
+    """Return the ops whose values a resumed run is handed, and which are tensors of a shape."""
+    held = divergence.held or {}
+    return [i for i, value in held.items() if isinstance(value, Tensor) and value.shape == shape]
+
+
+def test_two_holes_that_are_exchanged_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchanged(self: Divergence) -> Any:
+        assert self.held is not None
+        one, other = held_of(self, (3, 4))[-2:]
+        self.held[one], self.held[other] = self.held[other], self.held[one]
+        return prefix(self)
+
+    monkeypatch.setattr(Divergence, "prefix", exchanged)
+    with pytest.raises(AssertionError, match="call"):
+        stream()
+
+
+@pytest.mark.parametrize("shape", [(3, 4), ()], ids=["by an op", "by Python"])
+def test_a_stand_in_that_is_read_is_noticed(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def less(self: Divergence) -> Any:
+        assert self.held is not None
+        for index in held_of(self, shape):
+            del self.held[index]
+        return prefix(self)
+
+    monkeypatch.setattr(Divergence, "prefix", less)
+    with pytest.raises(NondeterminismError, match="which no code of the model could reach any"):
+        stream()
+
+
+def test_a_write_that_is_done_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(self: Script, op: Any) -> None:
+        take(self, op)
+        if op.writes:
+            self.values.pop(op.index, None)  # which has the recorder carry it out
+
+    monkeypatch.setattr(Script, "take", taken)
+    with pytest.raises(AssertionError, match="call"):
+        stream()
+
+
+def test_a_write_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def less(*given: Any) -> graph.Schedule:
+        made = of_segment(*given)
+        made.needed = {i for i in made.needed if made.tape.ops[i].target != Tensor.__setitem__}
+        return made
+
+    monkeypatch.setattr(graph.Schedule, "of_segment", less)
+    with pytest.raises(AssertionError, match="call"):
+        stream()
+
+
+def test_user_code_that_is_called_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(self: Script, op: Any) -> None:
+        take(self, op)
+        if is_gate(op):
+            self.values.pop(op.index, None)
+
+    monkeypatch.setattr(Script, "take", taken)
+    with pytest.raises(AssertionError, match="other calls of what is inserted"):
+        stream()
+
+
+def noted_reads() -> bool:
+    """Whether what is read behind a script is known to have been written in it."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            part = self.count[:2]
+            self.count.add_(1)
+            return x + part if x.sum() > 0 else x - part
+
+    bended = bt.BendedModule(Writes())
+    for x in (torch.ones(2), -torch.ones(2)):
+        bended(x)
+    tape = bended.traces[-1]._recording.tape
+    (written,) = (op.index for op in tape.ops if op.writes)
+    return written in tape.ops[-1].reads.values()
+
+
+def test_a_write_that_is_not_noted_is_missing_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert noted_reads()
+    monkeypatch.setattr(Writes, "repeat", lambda self, op: None)
+    assert not noted_reads()
