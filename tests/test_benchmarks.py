@@ -20,6 +20,7 @@ from bendtrace.source import stacks
 from tests.benchmarks import comparing, page, starting
 from tests.benchmarks.__main__ import main, measured
 from tests.benchmarks.budgets import BUDGETS, table_of_budgets
+from tests.benchmarks.changes import CHANGES, fed_changed
 from tests.benchmarks.comparing import compared, compared_alone, merged
 from tests.benchmarks.feeding import after_first, fed, feed, relative
 from tests.benchmarks.growth import exponent
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.all
 
 SMALL = tuple(case.name for case in CASES if case.quick)
 SMALL_STREAMS = tuple(stream.name for stream in STREAMS if stream.quick)
+SMALL_CHANGES = tuple(change.name for change in CHANGES if change.quick)
 EAGER = WAYS[0]
 DOCS = page.DOCS
 
@@ -47,8 +49,8 @@ def prepared(call: Any) -> Any:
 def report() -> dict[str, Any]:
     """What a quick run without fresh processes finds."""
     options = Options(
-        rounds=1, seconds=0.05, threads=(1,), models=SMALL, streams=SMALL_STREAMS, quick=True,
-        here=True,
+        rounds=1, seconds=0.05, threads=(1,), models=SMALL, streams=SMALL_STREAMS,
+        changes=SMALL_CHANGES, quick=True, here=True,
     )  # fmt: skip
     names = [section.name for section in SECTIONS if section.name != "starting"]
     found = measured(names, options)
@@ -289,7 +291,7 @@ def test_an_unknown_model_or_section_is_told(capsys: pytest.CaptureFixture[str])
 
 def test_what_a_stream_reports_adds_up(report: dict[str, Any]) -> None:
     streams = report["sections"]["streams"]
-    assert tuple(streams) == SMALL_STREAMS
+    assert tuple(streams) == (*SMALL_STREAMS, *SMALL_CHANGES)
     for name, found in streams.items():
         assert found["calls"] == found["compared"] == 60, name
         assert found["traces"] + found["replays"] + found["live"] == found["calls"], name
@@ -300,6 +302,8 @@ def test_what_a_stream_reports_adds_up(report: dict[str, Any]) -> None:
     gated = streams["8 gated layers"]
     table = next(table for table in page.tables_of(report) if table.name == "streams")
     assert [row[0] for row in table.rows] == [*SMALL_STREAMS, "geometric mean"]
+    changes = next(table for table in page.tables_of(report) if table.name == "changes")
+    assert [row[0] for row in changes.rows] == [*SMALL_CHANGES, "geometric mean"]
     assert "first 20" in table.headers
     row = dict(zip(table.headers, table.rows[0], strict=True))
     assert (row["recorded"], row["live"]) == (str(gated["traces"]), "0")
@@ -337,6 +341,19 @@ class Wrong:
 def test_a_wrong_output_in_a_stream_stops_the_run(number: int) -> None:
     with pytest.raises(WrongOutput, match=f"in call {number} of '8 gated layers', gives other"):
         fed("8 gated layers", 30, 10, lambda model: Wrong(model, number + 1))
+
+
+def test_state_that_a_stream_leaves_otherwise_stops_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forgets(bended: bt.BendedModule, *args: Any) -> Any:
+        output = bended.model(*args)
+        bended.model.count.zero_()
+        return output
+
+    monkeypatch.setattr(bt.BendedModule, "forward", forgets)
+    with pytest.raises(WrongOutput, match=r"call 0 of .* leaves other state"):
+        fed_changed("12 gated layers, a buffer written", 1, 1)
 
 
 def test_random_numbers_that_a_stream_draws_otherwise_stop_the_run() -> None:
@@ -393,7 +410,7 @@ def test_streams_of_torch_compile_say_what_they_found_or_why_not(
 
     monkeypatch.setattr("tests.benchmarks.sections.ask", answer)
     names = ("8 gated layers", "NMS", "early exit", "beam search")
-    found = measured(["streams"], Options(streams=names))
+    found = measured(["streams"], Options(streams=names, changes=()))
     (table,) = (table for table in page.tables_of(found) if table.name == "streams")
     assert [row[5] for row in table.rows] == [
         "0.50x (2 breaks, 3 graphs, 1 outputs differ)", "- (no answer in 120 s)", "- (Killed)",
@@ -418,9 +435,13 @@ def test_models_are_chosen_among_those_of_all_sections(
     monkeypatch.setattr("tests.benchmarks.__main__.measured", look)
     main(["streams", "--models", "MoE, 1", "solver"])
     main(["--quick"])
+    main(["streams", "--models", "12 gated layers, a p"])
+    assert seen[2].changes == ("12 gated layers, a patch",)
+    assert not seen[2].models
     assert seen[0].streams == ("MoE, 1 token", "solver, nested loops")
     assert seen[0].models == ("solver",)
     assert (seen[1].models, seen[1].streams) == (SMALL, SMALL_STREAMS)
+    assert seen[1].changes == SMALL_CHANGES
 
 
 def test_a_process_that_takes_too_long_is_ended() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.errors import NondeterminismError
 from bendtrace.recording.script import Script
-from bendtrace.replay import graph
+from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.stretches import Divergence
 from bendtrace.torch_rules.functions import is_gate
 from bendtrace.torch_rules.writes import Writes
@@ -24,6 +24,8 @@ from tests.promise import bits, seed_everything
 
 class Gated(nn.Module):
     """Layers that ask, write to a buffer and to the argument, and draw."""
+
+    count: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ def test_a_stream_that_resumes_by_script_is_right() -> None:
     assert stats.live == 0
 
 
-prefix, take, of_segment = Divergence.prefix, Script.take, graph.Schedule.of_segment
+prefix, take, of_segment = Divergence.prefix, Script.take, Schedule.of_segment
 
 
 def held_of(divergence: Divergence, shape: tuple[int, ...]) -> list[int]:
@@ -135,12 +137,12 @@ def test_a_write_that_is_done_again_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_write_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def less(*given: Any) -> graph.Schedule:
+    def less(*given: Any) -> Schedule:
         made = of_segment(*given)
         made.needed = {i for i in made.needed if made.tape.ops[i].target != Tensor.__setitem__}
         return made
 
-    monkeypatch.setattr(graph.Schedule, "of_segment", less)
+    monkeypatch.setattr(Schedule, "of_segment", less)
     with pytest.raises(AssertionError, match="call"):
         stream()
 
@@ -159,7 +161,9 @@ def test_user_code_that_is_called_again_is_noticed(monkeypatch: pytest.MonkeyPat
 def noted_reads() -> bool:
     """Whether what is read behind a script is known to have been written in it."""
 
-    class Writes(nn.Module):
+    class Writing(nn.Module):
+        count: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("count", torch.zeros(4))
@@ -169,7 +173,7 @@ def noted_reads() -> bool:
             self.count.add_(1)
             return x + part if x.sum() > 0 else x - part
 
-    bended = bt.BendedModule(Writes())
+    bended = bt.BendedModule(Writing())
     for x in (torch.ones(2), -torch.ones(2)):
         bended(x)
     tape = bended.traces[-1]._recording.tape

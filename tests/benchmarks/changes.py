@@ -58,6 +58,8 @@ class Asking(Gated):
 
 
 class WritesBuffer(Asking):
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__(12)
         self.register_buffer("count", torch.zeros(()))
@@ -68,6 +70,8 @@ class WritesBuffer(Asking):
 
 
 class CountsSides(Asking):
+    sides: Tensor
+
     def __init__(self) -> None:
         super().__init__(12)
         self.register_buffer("sides", torch.zeros(2))
@@ -98,6 +102,8 @@ class Casts(Gated):
 
 class WritesCache(Asking):
     """Each layer writes to its place in a cache, and reads the places before it."""
+
+    cache: Tensor
 
     def __init__(self) -> None:
         super().__init__(12)
