@@ -38,11 +38,17 @@ def test_random_programs_do_what_eager_does(examples: int) -> None:
         seen["diverging"] += counts.retraces > 0
         seen["resuming"] += counts.resumes > 0
         seen["live"] += counts.live > 0
+        seen["inserted, replaying"] += counts.inserted_replays > 0
 
     one()
     share = {name: count / seen["programs"] for name, count in seen.items()}
     if examples < 500:  # a few, many of them much alike: their shares say little
-        assert min(seen[kind] for kind in ("replaying", "diverging", "resuming")) > 0, share
+        assert (
+            min(
+                seen[kind] for kind in ("replaying", "diverging", "resuming", "inserted, replaying")
+            )
+            > 0
+        ), share
         return
     assert share["calls"] > 4, share
     assert share["replaying"] > 0.5, share

@@ -133,8 +133,8 @@ def _batch(
         if kind is not None:
             failed.append((kind, program))
             return
-        for name in ("traces", "replays", "resumes", "live", "raised"):
-            totals[name] += getattr(stats, name)
+        for name, number in vars(stats).items():
+            totals[name] += number if type(number) is int else 0
         totals["calls"] += len(program.calls)
 
     one()

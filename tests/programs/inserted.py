@@ -38,13 +38,12 @@ def insert(bended: bt.BendedModule, inserted: Inserted, seen: _Seen) -> None:
         return not is_made and zlib.crc32(f"{where} {name}".encode()) % 3 == 0
 
     what = KINDS[kind](seen)
+    what.self_contained = True  # `bits` could read anything, and then calls would run live
     bended.interject(selects, what, passes=[1] if is_second else None, allow_none=True)
 
 
 class _Interjection(bt.Interjection):
     """Notes what it is called with, and does something to it."""
-
-    self_contained = True  # `bits` could read anything, and then calls would run live
 
     def __init__(self, seen: _Seen) -> None:
         self.seen = seen

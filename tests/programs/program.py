@@ -106,10 +106,16 @@ class Counts(bt.Stats):
     Attributes:
         raised: calls that raise in eager.
         why_live: what the `BendedModule` says.
+        inserted: calls with something inserted.
+        inserted_replays: those of them that were replayed.
+        inserted_live: those of them that were live.
     """
 
     raised: int = 0
     why_live: tuple[str, ...] = ()
+    inserted: int = 0
+    inserted_replays: int = 0
+    inserted_live: int = 0
 
 
 def normal(
@@ -190,7 +196,12 @@ def check(program: Program) -> Counts:
             if inserted is not None:
                 inserted.check(call, seed)
         raised = sum(1 for _, output in kept if output is _RAISED)
-        return Counts(raised=raised, why_live=bended.why_live, **vars(bended.stats))
+        counts = Counts(raised=raised, why_live=bended.why_live, **vars(bended.stats))
+        if inserted is not None:
+            stats = inserted.stats
+            counts.inserted = len(program.calls)
+            counts.inserted_replays, counts.inserted_live = stats.replays, stats.live
+        return counts
 
 
 def _alike(given: _Outcome, wanted: _Outcome, where: str) -> None:
@@ -212,6 +223,11 @@ class _Inserted:
         self._program, self._models, self._modules = program, models, modules
         self._seen: list[list[Any]] = [[], [], []]
         self._subjects = [self._bended(number) for number in range(3)]
+
+    @property
+    def stats(self) -> bt.Stats:
+        """How the calls were served that nobody has led astray."""
+        return self._subjects[1].stats
 
     def _bended(self, number: int) -> bt.BendedModule:
         bended = bt.BendedModule(self._models[number])
