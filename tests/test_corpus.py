@@ -10,7 +10,7 @@ import torch
 import bendtrace as bt
 from tests.corpus import CASES
 from tests.corpus._case import Case
-from tests.past_joins import past_joins
+from tests.past_joins import past_joins, resumed_anywhere
 from tests.promise import Inputs, assert_graph_agrees, assert_promise, bits
 from tests.shares import some
 
@@ -47,6 +47,12 @@ def test_gives_what_eager_gives_and_replays_known_paths(case: Case) -> None:
 @pytest.mark.parametrize("case", some(CASES, 3, start=1), ids=lambda case: case.name)
 def test_recorded_past_joins_does_what_is_known(case: Case) -> None:
     with past_joins():
+        assert_promise(case.make, [*case.paths.values()] * 3)
+
+
+@pytest.mark.parametrize("case", some(CASES, 3, start=2), ids=lambda case: case.name)
+def test_resumed_anywhere_does_what_is_known(case: Case) -> None:
+    with resumed_anywhere(1):
         assert_promise(case.make, [*case.paths.values()] * 3)
 
 
