@@ -104,7 +104,7 @@ def fast_path_for(
     ops, known_as, writes = writer.tape.ops, writer.known, writer.writes
     known_at = known_as.get
     boundaries, find, facts = writer.boundaries, writer.site, writer.facts
-    is_caught = writer.is_caught
+    ask_error = writer.ask_error
     sites: dict[tuple[int, ...], tuple[Site | None, bool]] = {}
     settings, product, mkl = current_settings(), precision(), mkldnn()
     on_cpu = not torch.cuda.is_available()  # where cuDNN and cuBLAS have no influence
@@ -243,8 +243,7 @@ def fast_path_for(
             op.raised, failed = raised_by(op, error), error
         else:
             failed = None
-        if is_caught(op.scope, op.site):
-            writer.ask_error(op)
+        ask_error(op)
         if failed is not None:
             raise failed
         # The result.

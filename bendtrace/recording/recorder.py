@@ -56,7 +56,6 @@ from bendtrace.torch_rules.functions import (
     GIVES_BACK,
     GRAD_FN,
     METADATA,
-    SHAPES,
     SHARING,
     SPECIAL,
     VALUES,
@@ -402,10 +401,7 @@ class Recorder(TorchFunctionMode):
             out = prefix.values[op.index]
         else:
             out, error = self._tried(op, func, args, kwargs)
-        # What only looks at metadata raises nothing. An error of a gate is the call's.
-        if not (func in METADATA or func in SHAPES or is_gate(op)) and self._writer.is_caught(
-            op.scope, op.site
-        ):
+        if not is_gate(op):  # whose error is the call's
             self._writer.ask_error(op)
         if error is not None:
             raise error

@@ -30,7 +30,7 @@ from bendtrace.tape.tape import (
     is_handled,
     map_refs,
 )
-from bendtrace.torch_rules.functions import said_of
+from bendtrace.torch_rules.functions import reads_metadata, said_of
 from bendtrace.torch_rules.writes import Writes
 
 __all__ = ["Known", "Prefix", "Writer"]
@@ -339,8 +339,14 @@ class Writer:
         return known
 
     def ask_error(self, op: Op) -> None:
-        """Add a guard on the error of an op that the model might go on after."""
+        """Add a guard on the error of an op, if the model might go on after it.
+
+        Whether a look at metadata raises is known from the state before it.
+        """
         site, scope = op.site, op.scope
+        is_known = op.raised is None and reads_metadata(op.target)
+        if is_known or not self.is_caught(scope, site):
+            return
         self._add(Guard(len(self.tape.ops), op.index, Test.RAISED, op.raised, "", scope, site))
 
     def _renew_versions(self) -> None:

@@ -20,7 +20,6 @@ from bendtrace.tape.tape import (
 from bendtrace.torch_rules.functions import (
     FLEETING,
     INHERITED,
-    METADATA,
     RANK_DEPENDS_ON_NUMBERS,
     RANK_DEPENDS_ON_SIZES,
     RANKS,
@@ -30,6 +29,7 @@ from bendtrace.torch_rules.functions import (
     is_foreign,
     is_torchs_function,
     known_as,
+    reads_metadata,
 )
 from bendtrace.torch_rules.writes import works_in_place
 
@@ -141,6 +141,8 @@ class Analysis:
         op = self._ops[guard.index]
         if guard.index in self._counters:
             return GuardKind.IMPLIED, 0, 0  # by the path from the beginning of the run
+        if guard.test is Test.RAISED:
+            return GuardKind.DATA, 0, 0
         if guard.index in self.computable and not guard.is_on_identity:
             return GuardKind.INPUT, 0, 0
         if (
@@ -185,9 +187,7 @@ def _may_touch(op: Op) -> bool:
 
 def is_read(op: Op) -> bool:
     """Whether an op only looks at a tensor's metadata."""
-    return op.kind is OpKind.CALL and (
-        op.target in SHAPES or op.target in METADATA or op.target is Tensor.__len__
-    )
+    return op.kind is OpKind.CALL and reads_metadata(op.target)
 
 
 def tested_by(guard: Guard, ops: list[Op]) -> list[int]:

@@ -53,6 +53,8 @@ __all__ = [
     "known_as",
     "may_vary",
     "name_of",
+    "overloads",
+    "reads_metadata",
     "said_of",
     "tells_sizes_from_tuples",
 ]
@@ -424,6 +426,11 @@ def known_as(function: Any) -> str:
     if isinstance(function, OpOverloadPacket):
         return str(function._qualified_op_name).removeprefix("aten::")
     return name_of(function)
+
+
+def reads_metadata(function: Any) -> bool:
+    """Return whether a function only looks at a tensor's metadata."""
+    return function in SHAPES or function in METADATA or function is Tensor.__len__
 
 
 @functools.cache
