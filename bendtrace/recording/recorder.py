@@ -112,18 +112,24 @@ class Recorder(TorchFunctionMode):
         self.tape: Tape = self._writer.tape
         self._values = Values(self._writer, environment, self, self._start, observer)
         self._encoder = Encoder(self._values)
+        self._ran = ran()
+        self._within = False  # in one op, during which the mode stays switched on
+        self._texts = Texts(self._writer, self._as_one)
         if not isinstance(prefix, Prefix) and not is_one_of_several():
             outermost = Recorder._outcome.__code__
             self._states = States(
-                self._writer, self._values, environment, outermost, reads_states, inserter
+                self._writer,
+                self._values,
+                environment,
+                outermost,
+                reads_states,
+                inserter,
+                self._texts,
             )
             self._writer.read_state = self._read_state
             self._writer.goes_on_from = self._goes_on_from
             if lifting is not None:
                 lifting.begin(self._writer, self._values, self._lifted, outermost)
-        self._ran = ran()
-        self._within = False  # in one op, during which the mode stays switched on
-        self._texts = Texts(self._writer, self._as_one)
         self._numbers = Numbers(self._writer, self._values, self._encoder, self._texts, inserter)
         self._compares = self._numbers.compares
         scopes = Scopes(

@@ -33,6 +33,7 @@ from bendtrace.environment.environment import Environment
 from bendtrace.environment.kinds import is_constant
 from bendtrace.recording.effects import Effects
 from bendtrace.recording.native_calls import may_hide
+from bendtrace.recording.texts import Texts, has_marks
 from bendtrace.recording.values import LOOKS, Values
 from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
@@ -73,6 +74,7 @@ class States:
         outermost: the code that called the model.
         reads_all: whether to read all states, including those that take long to read.
         inserter: puts ops of its own into the run, if something does.
+        texts: the texts that were formatted without a guard.
 
     Attributes:
         unread: the reasons why states could not be read.
@@ -85,8 +87,10 @@ class States:
         environment: Environment,
         outermost: CodeType,
         reads_all: bool,
-        inserter: Inserter | None = None,
+        inserter: Inserter | None,
+        texts: Texts,
     ) -> None:
+        self._texts = texts
         self._writer = writer
         self._values = values
         self._environment = environment
@@ -123,7 +127,7 @@ class States:
                 return None
         is_identity = test is Test.SAME or test is Test.OTHER
         with torch._C.DisableTorchFunction():
-            reader = _Reader(self._values, self._environment)
+            reader = _Reader(self._values, self._environment, self._texts)
             try:
                 key = _digest(
                     "identity" if is_identity else test.name,
@@ -209,7 +213,8 @@ def _global_state(modes: int) -> tuple[Any, ...]:
 class _Reader:
     """Reads one state."""
 
-    def __init__(self, values: Values, environment: Environment) -> None:
+    def __init__(self, values: Values, environment: Environment, texts: Texts) -> None:
+        self._texts = texts
         self._values = values
         self._ops = values.tape.ops
         self._environment = environment
@@ -281,6 +286,9 @@ class _Reader:
     def value(self, value: Any) -> Any:
         """Return the representation of a value in the key."""
         kind = type(value)
+        if kind is str and has_marks(value):
+            parts = self._texts.parts(value)
+            return "text", *(p if isinstance(p, str) else self.value_of(p[0]) for p in parts)
         if kind in PLAIN_TYPES:
             return _plain(value, kind)
         if value is stacks.EMPTY:

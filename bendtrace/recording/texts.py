@@ -30,11 +30,17 @@ from bendtrace.tape.tape import OpKind, Ref, Test
 __all__ = [
     "Texts",
     "goes_to_screen",
+    "has_marks",
     "shows",
 ]
 
 _MARK = "\ue0b7{}\ue0b8"  # characters for private use, which nothing else has
 _MARKS = re.compile("\ue0b7([0-9]+)\ue0b8")
+
+
+def has_marks(text: str) -> bool:
+    """Return whether a text has marks in place of values."""
+    return "\ue0b7" in text
 
 
 class Texts:
