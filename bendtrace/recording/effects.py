@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bendtrace.source.sites import TORCH
 from bendtrace.tape.tape import Op, OpKind, Tape, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
@@ -122,11 +123,33 @@ def _draws(function: Any) -> bool:
     is_operator = name.startswith("__") and name.endswith("__")
     if _is_getter(function) or is_operator or name in _OF_PYTHON or function is environ:
         return False
-    found = overloads(name)
-    return (
-        not found
-        or name in _COMPOSED
-        or any(torch.Tag.nondeterministic_seeded in one.tags for one in found)
+    if isinstance(function, types.FunctionType) and not overloads(name):
+        is_torchs = function.__code__.co_filename.startswith(TORCH)
+        return not is_torchs or _names_drawing(function, set())
+    return not overloads(name) or _is_drawing(name)
+
+
+def _is_drawing(name: str) -> bool:
+    """Whether an operator of that name may draw random numbers."""
+    return name in _COMPOSED or any(
+        torch.Tag.nondeterministic_seeded in one.tags for one in overloads(name)
+    )
+
+
+def _names_drawing(function: types.FunctionType, seen: set[types.CodeType]) -> bool:
+    """Whether Python of torch, or what it calls, names something that may draw random numbers."""
+    code, space = function.__code__, function.__globals__
+    seen.add(code)
+    if any(name in _GENERATORS or _is_drawing(name) for name in code.co_names):
+        return True
+    called = [space.get(name) for name in code.co_names]
+    return any(
+        _names_drawing(inner, seen)
+        for inner in called
+        if isinstance(inner, types.FunctionType)
+        and inner.__code__ not in seen
+        and inner.__module__ != "torch.overrides"
+        and inner.__code__.co_filename.startswith(TORCH)
     )
 
 
@@ -154,6 +177,7 @@ _UNSAFE = frozenset({"unsafe_split", "unsafe_split_with_sizes", "_unsafe_view", 
 _SWITCHES: dict[str, tuple[int, str, Any]] = {
     "dropout": (2, "training", True),
     "scaled_dot_product_attention": (4, "dropout_p", 0.0),
+    "multi_head_attention_forward": (13, "training", True),
 }
 _ACTS_OUTSIDE = frozenset(
     {
@@ -161,6 +185,8 @@ _ACTS_OUTSIDE = frozenset(
         "share_memory_", "print", "pin_memory",
     }
 )  # fmt: skip
+# What leads to random numbers by other names than those of operators.
+_GENERATORS = frozenset({"Generator", "random", "manual_seed", "fork_rng", "get_rng_state"})
 # Python in front of operators that draw nothing by themselves.
 _COMPOSED = frozenset({"fractional_max_pool2d", "fractional_max_pool3d"})
 _OF_PYTHON = frozenset(
@@ -168,7 +194,7 @@ _OF_PYTHON = frozenset(
         "item", "tolist", "bool", "float", "int", "double", "half", "long", "size", "dim",
         "numel", "shape", "type", "tensor", "as_tensor", "cpu", "cuda", "is_floating_point",
         "is_complex", "is_contiguous", "apply_along_dim", "stack", "cat", "zeros", "ones", "full",
-        "empty", "arange", "element_size",
+        "empty", "arange", "element_size", "_parse_to",
     }
 )  # fmt: skip
 # Whose operators are compositions, and yet never give back what they are given.
