@@ -129,6 +129,12 @@ class _Names:
     def __init__(self, section: Section, handed: Sequence[Name], script: Script) -> None:
         self.tape, self._script = section.tape, script
         self._names: dict[int, Name] = {}
+        # Results that were told to be tensors from before only after the section was left.
+        self._untold = frozenset(
+            guard.index
+            for guard in section.tape.guards[section.left + 1 :]
+            if section.left >= 0 and guard.test is Test.SAME
+        )
         if section.entered >= 0:
             holes = section.tape.states[section.entered].holes
             for hole, name in zip(holes, handed, strict=True):
@@ -150,12 +156,13 @@ class _Names:
                 name = "given", op.target.named
             elif op.kind is OpKind.SCALAR and op.target is getitem:
                 name = "element", self.of(op.args[0].index), op.args[1]
-            elif first != index:
+            elif first != index and index not in self._untold:
                 name = self.of(first)
             else:
                 name = self._script.late(op, self)
             self._names[index] = name
-        if first != index and name not in self._script.firsts and name not in self._script.apart:
+        is_told = index not in self._untold and name not in self._script.apart
+        if first != index and is_told and name not in self._script.firsts:
             found = self._script.first(self.of(first))
             if found != name:
                 self._script.firsts[name] = found
