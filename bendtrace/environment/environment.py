@@ -239,8 +239,12 @@ class Environment(Found):
             elif part.kind in COPIED:
                 self.alone.append(part)
 
-    def changes(self) -> Iterator[Change]:
-        """Yield what is different now from when the parts were listed."""
+    def changes(self, is_over: bool = True) -> Iterator[Change]:
+        """Yield what is different now from when the parts were listed.
+
+        Args:
+            is_over: whether the run is over, so that what a replay could not do blocks it.
+        """
         for hooks, (holder, table, items) in zip(self.hook_dicts, self.hook_tables, strict=True):
             if (hooks or items) and tuple(hooks.items()) != items:
                 name = table[1:]
@@ -269,7 +273,7 @@ class Environment(Found):
             if self.contents is not None:
                 before = before | self.places.before(self.contents)
         for part in parts:
-            yield from self._changes_of(part, before.get(part.index))
+            yield from self._changes_of(part, before.get(part.index), is_over)
         if not self.watched_objects.same():
             self.leaves_watched_objects = True
             for label in dict.fromkeys(self.watched_objects.changed()):
@@ -285,12 +289,14 @@ class Environment(Found):
         """Return what a run in progress has changed; None if that cannot be followed."""
         kept, left = list(self.blockers), self.leaves_watched_objects
         try:
-            found = list(self.changes())
+            found = list(self.changes(is_over=False))
             return found if self.blockers == kept and self.leaves_watched_objects == left else None
         finally:
             self.blockers[:], self.leaves_watched_objects = kept, left
 
-    def _changes_of(self, part: Captured, before: dict[Any, Any] | None) -> Iterator[Change]:
+    def _changes_of(
+        self, part: Captured, before: dict[Any, Any] | None, is_over: bool
+    ) -> Iterator[Change]:
         if part.kind in COPIED and not is_as_copied(part, part.value):
             self.block(f"the run changes {_WORDS[part.kind].format(part.label)}", part.label)
         if before is None:
@@ -298,7 +304,9 @@ class Environment(Found):
         now = content_of(part, before)
         if part.kind is CaptureKind.IDENTITY and not isinstance(part.value, dict):
             for key, value in before.items():
-                if now.get(key) is not value:
+                if now.get(key) is not value and not is_over:
+                    yield Change(part, key, now.get(key))  # the run may well change it back
+                elif now.get(key) is not value:
                     if isinstance(part.value, types.MappingProxyType):
                         self.leaves_watched_objects = True  # perhaps only the first run does
                     self.block(f"the run changes {key} of {part.label}", key)

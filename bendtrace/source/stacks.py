@@ -288,14 +288,16 @@ def _has_made_tuple(steps: list[dis.Instruction], depths: dict[int, int], depth:
         depths: how deep the stack is at each of them.
         depth: how deep it is once the arguments are on it.
     """
-    after = len(steps) - 1
-    while after and depths.get(steps[after].offset) != depth:
-        after -= 1  # it makes the dict of the arguments by name
-    before = steps[after - 1]
-    return not steps[after].is_jump_target and (
-        before.opname in ("LIST_TO_TUPLE", "BUILD_TUPLE")
-        or before.argrepr == "INTRINSIC_LIST_TO_TUPLE"
-    )
+    for after in range(len(steps) - 1, 0, -1):  # back through what makes the dict of the others
+        step, before = steps[after], steps[after - 1]
+        here = depths.get(step.offset, depth + 1)  # code that is never reached
+        if here < depth:
+            return False
+        is_made = before.opname in ("LIST_TO_TUPLE", "BUILD_TUPLE")
+        is_made = is_made or before.argrepr == "INTRINSIC_LIST_TO_TUPLE"
+        if here == depth and is_made and not step.is_jump_target:
+            return True
+    return False
 
 
 def _effect(step: dis.Instruction, jump: bool) -> int:
