@@ -289,8 +289,8 @@ class Script:
         return holes
 
     def hand_over(self, name: Name, tape: Tape, index: int) -> None:
-        """Note that another run has recorded the value of a name as well."""
-        if type(name) is int and self._steps[name].op.raised is not None:
+        """Note that another run has recorded the value of a name as well, as its answers say."""
+        if type(name) is int:
             self._steps[name].tape, self._steps[name].index = tape, index
 
     def late(self, op: Op, names: _Names) -> Name:

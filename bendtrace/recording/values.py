@@ -112,9 +112,9 @@ class Values:
             self.facts.clear()
         if op.kind is OpKind.CALL and may_vary(op.target):
             self._writer.guard(Test.KIND, op.index, kind_of(out), "", frame)
+        if op.target in OPTIONAL:
+            self.guard_presence(op, out is not None, frame)
         if isinstance(out, Tensor):
-            if op.target in OPTIONAL:
-                self.guard_presence(op, True, frame)
             known = self._writer.known.get(id(out))
             is_known = known is not None and known() is out
             if known is not None and is_known:
@@ -135,8 +135,6 @@ class Values:
             return out
         if out is None:
             self.facts.clear()
-            if op.target in OPTIONAL:
-                self.guard_presence(op, False, frame)
             return None
         kind = type(out)
         traced = TRACED_AS.get(kind)
