@@ -406,6 +406,7 @@ class Recorder(TorchFunctionMode):
             if op.writes:
                 self._values.facts.clear()
             out = prefix.values[op.index]
+            self._writer.ask_unasked(inside=True)
         else:
             out, error = self._tried(op, func, args, kwargs)
         if not is_gate(op):  # whose error is the call's
@@ -420,6 +421,7 @@ class Recorder(TorchFunctionMode):
         """Run an op; return its result, and what it raised."""
         prefix = self._writer.prefix
         self._ran.leave()  # code inside one op is not the run's own
+        outer, self._writer.is_inside = self._writer.is_inside, True
         try:
             if prefix is not None and op.index in prefix.errors:
                 raise prefix.errors[op.index]
@@ -437,6 +439,7 @@ class Recorder(TorchFunctionMode):
             op.raised = raised_by(op, error)
             return None, error
         finally:
+            self._writer.is_inside = outer
             self._ran.enter()
 
     def _observed(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -112,6 +112,7 @@ class _Question:
         other: for a question on identity, the name of the tensor that it is compared with.
         state: the state in which it was asked, if that was read.
         holes: the names of the holes of that state.
+        guard: the guard with which it was recorded.
     """
 
     at: int
@@ -121,6 +122,7 @@ class _Question:
     other: Name
     state: State | None
     holes: tuple[Name, ...]
+    guard: Guard
 
 
 class _Names:
@@ -284,7 +286,7 @@ class Script:
         other = names.of(guard.expected) if guard.is_on_identity else None
         name = names.of(guard.index)
         self._questions.append(
-            _Question(len(self._steps), guard.test, name, answer, other, state, holes)
+            _Question(len(self._steps), guard.test, name, answer, other, state, holes, guard)
         )
         return holes
 
@@ -456,27 +458,26 @@ class Script:
         self.is_merged = self.is_merged or not is_asked
         return not is_asked
 
-    def unasked(self) -> tuple[int, int] | None:
-        """Return what the run need not ask itself, if that comes next.
+    def unasked(self) -> tuple[Guard, int, Any] | None:
+        """Return what the run does not ask itself, if that comes next.
 
-        Of most functions, it is no question whether they gave back what they were given, where
-        they did not.
+        Code inside of an op does not run where the op is not carried out. And of most functions, it
+        is no question whether they gave back what they were given, where they did not.
 
         Returns:
-            The ops that give the two tensors, which are not the same one.
+            The guard with which it was recorded, the op that gives the value, and the answer, which
+            for identity is the op that gives the other tensor.
         """
         question = self._questions[self._asked] if self._asked < len(self._questions) else None
-        if (
-            question is None
-            or question.at != self._taken
-            or question.test not in _IDENTITY
-            or question.answer is True
-        ):
+        if question is None or question.at != self._taken:
             return None
-        names = self._known_as(question.name), self._known_as(question.other)
-        if not all(name in self._indices for name in names):
-            return None
-        return self._indices[names[0]], self._indices[names[1]]
+        index = self._indices.get(self._known_as(question.name))
+        answer = question.answer
+        if not question.guard.is_inside:
+            if question.test not in _IDENTITY or answer is True:
+                return None
+            answer = self._indices.get(self._known_as(question.other))
+        return None if index is None or answer is None else (question.guard, index, answer)
 
     def _value_of(self, step: _Step, number: int) -> Any:
         """Return the value of a step, or what stands in for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -109,6 +110,7 @@ class Writer:
         read_state: reads the state at a guard (see `states.py`); None to read no states.
         goes_on_from: receives the states that the script has read, with the answers.
         before_question: is called before a guard is added, with the code that asks.
+        is_inside: whether code inside of an op runs.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Writer:
         self.read_state: Callable[[int, Test, Any], State | None] | None = None
         self.goes_on_from: Callable[[State, Any], None] | None = None
         self.before_question: Callable[[FrameType], None] | None = None
+        self.is_inside: bool = False
         self._caught: dict[tuple[int, int], bool] = {}
         self._sites = SiteTable(boundaries)
         self.boundaries: set[int] = self._sites.boundaries
@@ -162,7 +165,7 @@ class Writer:
         """
         if self.gone_astray is not None:
             raise self.gone_astray
-        self._ask_unasked()
+        self.ask_unasked()
         is_followed = self.script is not None and self.script.is_active
         if self._resumed > len(self.tape.ops) or is_followed:
             raise NondeterminismError("the resumed run ended before the point where it diverged")
@@ -227,6 +230,7 @@ class Writer:
         """Prepare for an op, before its arguments are encoded."""
         self.writes.begin()
         if self.is_behind and len(self.tape.ops) >= self._resumed:
+            self.ask_unasked()
             if self.script is not None and self.script.is_active:
                 return
             self.is_behind = False
@@ -249,7 +253,8 @@ class Writer:
         site = self.site(frame)
         if how == "bool" and compares_items(frame):
             how = "item"
-        self._add(Guard(len(self.tape.ops), index, test, expected, how, self.scope, site))
+        position, inside = len(self.tape.ops), self.is_inside
+        self._add(Guard(position, index, test, expected, how, self.scope, site, inside))
 
     def _add(self, guard: Guard) -> None:
         number, index = len(self.tape.guards), guard.index
@@ -262,7 +267,7 @@ class Writer:
             )
             return
         if script is not None and not script.expects(guard):
-            self._ask_unasked()
+            self.ask_unasked()
             script = script if script.is_active else None
             number = len(self.tape.guards)
         self.tape.guards.append(guard)
@@ -275,18 +280,30 @@ class Writer:
                 raise
             if state is not None and self.goes_on_from is not None:
                 self.goes_on_from(state, guard.answer)
-        elif self.read_state is not None:
+        elif self.read_state is not None and not guard.is_inside:
             state = self.read_state(index, guard.test, guard.expected)
         if state is not None:
             self.tape.states[number] = state
 
-    def _ask_unasked(self) -> None:
-        """Ask what the script has asked next, and the run does not ask itself."""
+    def ask_unasked(self, inside: bool = False) -> None:
+        """Ask what the script has asked next, and the run does not ask itself.
+
+        Args:
+            inside: whether to ask no more than code inside of the latest op has asked.
+        """
         script = self.script
         while script is not None and script.is_active and (found := script.unasked()):
-            op = self.tape.ops[found[0]]
-            position = len(self.tape.ops)
-            self._add(Guard(position, op.index, Test.OTHER, found[1], "", op.scope, op.site))
+            (asked, index, answer), position = found, len(self.tape.ops)
+            if asked.is_inside:
+                guard = replace(
+                    asked, position=position, index=index, expected=answer, scope=self.scope
+                )
+            elif inside:
+                return
+            else:
+                op = self.tape.ops[index]
+                guard = Guard(position, index, Test.OTHER, answer, "", op.scope, op.site)
+            self._add(guard)
 
     def _follow(self, op: Op) -> None:
         """Look up in the script what the run does, and what it names.
@@ -297,7 +314,7 @@ class Writer:
         script = self.script
         assert script is not None
         if script.is_active and not op.is_given and counts(op):
-            self._ask_unasked()
+            self.ask_unasked()
         if not script.is_active:
             if script.dead and not script.dead.keys().isdisjoint(op.operands):
                 self.require_alive(op.operands)

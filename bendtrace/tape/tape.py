@@ -310,6 +310,7 @@ class Guard:
             "format", "iter", ... ("" for guards without a flow step of the model).
         scope: the module call it happened in.
         site: its place in the source.
+        is_inside: whether code inside of an op consumed it, which runs only if the op does.
     """
 
     position: int
@@ -319,6 +320,7 @@ class Guard:
     how: str
     scope: ModuleCall
     site: Site | None
+    is_inside: bool = False
 
     @property
     def operands(self) -> tuple[int, ...]:

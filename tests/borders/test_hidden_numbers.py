@@ -75,6 +75,13 @@ def from_a_value_in_a_mapped_closure(x: Tensor) -> Tensor:
 
 
 @border.either("")
+def in_a_mapped_closure_before_a_branch(x: Tensor) -> Tensor:
+    n, value = x.shape[0], x.detach().sum().item()
+    y = vmap(lambda row: row * n + n / 2 + (value if value > 0.5 else 2 * value))(x)
+    return y * 2 if y.detach().sum() > 0 else -y
+
+
+@border.either("")
 def in_a_checkpointed_closure(x: Tensor) -> Tensor:
     n = x.shape[0]
     y = x * 2 if x.requires_grad else (x * 2).requires_grad_()
