@@ -11,7 +11,10 @@ from bendtrace.dispatcher import Floor
 
 
 class Gated(nn.Module):
-    """Goes another way for nearly each input: there are 2 ** 12 of them."""
+    """Goes another way for nearly each input: there are 2 ** 12 of them.
+
+    It remembers the way that it went, so that no two ways lead to the same state.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,11 +24,12 @@ class Gated(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        given = x
+        given, way = x, []
         for layer, side in zip(self.layers, self.sides, strict=True):
             h = layer(x)
-            x = x + h.relu() if (given * side).sum() > 0 else x - h.tanh()
-        return self.drop(self.norm(x))
+            way.append("up" if (given * side).sum() > 0 else "down")
+            x = x + h.relu() if way[-1] == "up" else x - h.tanh()
+        return self.drop(self.norm(x)) * len("".join(way))
 
 
 def pair() -> tuple[Gated, Gated]:
@@ -88,7 +92,7 @@ def test_paths_are_followed_again_once_they_repeat() -> None:
 @pytest.mark.all
 def test_what_is_inserted_is_called_all_the_same() -> None:
     model, _ = pair()
-    model.drop.p = 0.0  # in training: paths of a batch norm that counts do not join
+    model.drop.p = 0.0
     bended = bt.BendedModule(model, max_traces=None)
     bring_to_the_floor(bended)
     x = torch.randn(4, 8)
@@ -101,7 +105,7 @@ def test_what_is_inserted_is_called_all_the_same() -> None:
 @pytest.mark.all
 def test_a_trace_that_is_asked_for_is_made() -> None:
     model, _ = pair()
-    model.drop.p = 0.0  # in training: paths of a batch norm that counts do not join
+    model.drop.p = 0.0
     bended = bt.BendedModule(model, max_traces=None)
     bring_to_the_floor(bended)
     x = torch.randn(4, 8)
