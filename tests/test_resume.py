@@ -752,3 +752,19 @@ def test_a_resumed_run_that_can_only_be_run_live_and_takes_from_a_cache() -> Non
         random.seed(seed)
         assert torch.equal(bended(x), wanted)
     assert (bended.stats.traces, bended.stats.replays, bended.stats.live) == (2, 1, 3)
+
+
+def _read_after_a_write(x: Tensor) -> Tensor:
+    a = x * 1
+    row = a[0]
+    a.add_(1)
+    y = row * 2
+    return y * 2 if y.sum() > 0 else y - 1
+
+
+def test_a_resumed_run_knows_whose_writes_were_read_before() -> None:
+    bended = bt.BendedModule(_read_after_a_write)
+    for sign in (1, -1):
+        bended(torch.full((3, 3), 9.0 * sign))
+    (known,) = bended._trees.plain.programs()
+    assert [run.tape.ops[4].reads for run in known.recordings()] == [{2: 3}] * 2

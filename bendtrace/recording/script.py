@@ -149,6 +149,10 @@ class _Names:
         self._names[index] = number
         self.of(index)
 
+    def known(self, index: int) -> Name:
+        """Return the name of the value of an op; None if nothing has named it yet."""
+        return self._names.get(index)
+
     def of(self, index: int) -> Name:
         """Return the name of the value of an op."""
         name, first = self._names.get(index), self.tape.aliases.get(index, index)
@@ -403,6 +407,11 @@ class Script:
             )
         number, self._taken = self._taken, self._taken + 1
         op.writes = tuple(map(self._index_of, map(step.names.of, step.op.writes)))
+        op.reads = {
+            self._index_of(step.names.of(index)): writer
+            for index, wrote in step.op.reads.items()
+            if (writer := self._indices.get(step.names.known(wrote))) is not None
+        }
         self._name(op.index, number)
         raised = self._raised.get(number)
         if raised is not None:
