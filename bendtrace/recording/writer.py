@@ -230,7 +230,6 @@ class Writer:
         """Prepare for an op, before its arguments are encoded."""
         self.writes.begin()
         if self.is_behind and len(self.tape.ops) >= self._resumed:
-            self.ask_unasked()
             if self.script is not None and self.script.is_active:
                 return
             self.is_behind = False
