@@ -283,7 +283,7 @@ class Script:
         if guard.test is Test.RAISED:
             self._raised[len(self._steps) - 1] = answer
         if guard.is_on_identity and answer is True:
-            self._learn_element(guard.index, names)
+            self._learn_same(guard, names)
         elif guard.test is Test.SAME:
             self.apart.add(names.of(guard.index))
             self.firsts.pop(names.of(guard.index), None)
@@ -326,15 +326,17 @@ class Script:
         elif step is not None and not step.is_known:
             step.value, step.is_known = value, True
 
-    def _learn_element(self, index: int, names: _Names) -> None:
-        """Note that an element of a result is a tensor that was there before."""
+    def _learn_same(self, guard: Guard, names: _Names) -> None:
+        """Note that a result, or an element of one, is a tensor that was there before."""
         path: tuple[Any, ...] = ()
-        op = names.tape.ops[index]
+        op, before = names.tape.ops[guard.index], self.first(names.of(guard.expected))
+        if guard.test is Test.OTHER:  # it was another one when it was recorded
+            self.firsts[names.of(guard.index)] = before
         while op.kind is OpKind.SCALAR and op.target is getitem:
             path, op = (op.args[1], *path), names.tape.ops[op.args[0].index]
         number = names.of(op.index)
         if path and type(number) is int:
-            self._steps[number].elements[path] = _Same(self.first(names.of(index)))
+            self._steps[number].elements[path] = _Same(before)
 
     def _learn_from_answers(self) -> None:
         """Note what the answers say of values that nobody holds any more."""
