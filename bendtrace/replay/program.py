@@ -41,8 +41,9 @@ from bendtrace.tape.tape import Guard, Test, raised_by
 __all__ = ["Program"]
 
 _serials = itertools.count()
-# From so many segments on, counters of loops are lifted.
-_MANY = 8
+# If a run is added to so many segments, counters of loops are lifted from the next call on. (It may
+# be one along a known path: where that needs no new ones, it is better left alone.)
+_MANY = 7
 
 
 class Program:
@@ -87,7 +88,7 @@ class Program:
         self.graph: Graph | None = None
         self.is_lifted: bool = False  # whether counters of loops are lifted in its runs
         self.lifts_at: int = _MANY  # from so many segments on, they are to be lifted
-        self._pieces = 0
+        self._pieces = 0  # how many there were before the latest run
         self.excluded: frozenset[Counter] = frozenset()  # those that are not
         if self.live_only:
             return
@@ -464,14 +465,14 @@ class Program:
         graph = self.graph
         if graph is None or graph.is_broken:
             return False
-        has_begun_anew = graph.has_begun_anew
+        has_begun_anew, known = graph.has_begun_anew, len(graph.pieces())
         pieces = graph.add(recording, hits)
         if pieces is None:
             return False
         if graph.has_begun_anew and not has_begun_anew:
             self.root.sides.clear()
             self.root._by_outcome.clear()
-        self._pieces = len(graph.pieces())
+        self._pieces = known
         self.root.code, self.root.recording = graph.beginning.code, graph.first.recording
         for node, piece in pieces:
             guard = recording.tape.guards[piece.after]
