@@ -20,6 +20,7 @@ from bendtrace.flow import steps_of
 from bendtrace.graph.mirror import Graph
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.names import NodeRef, mapped
+from bendtrace.recording.numbers import error_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import (
     COPIED,
@@ -40,6 +41,7 @@ from bendtrace.tape.structure import (
     build,
 )
 from bendtrace.tape.tape import (
+    Guard,
     ModuleCall,
     Op,
     OpKind,
@@ -50,6 +52,7 @@ from bendtrace.tape.tape import (
     map_refs,
     refs_in,
 )
+from bendtrace.torch_rules.intercepts import is_function_apply
 from bendtrace.torch_rules.owners import is_leaf_module
 
 __all__ = ["from_fx", "to_fx"]
@@ -192,11 +195,15 @@ class _Writer:
             return
         if op.kind is OpKind.CALL:
             self._switch(op.context)
-        self._call(name, data)
+        if op.target is not error_of:
+            self._call(name, data)
 
     def _call(self, name: str, data: dict[str, Any]) -> None:
         args, kwargs = self._value(data["args"]), self._value(data["kwargs"])
-        node = self.fx.create_node(data["op"], data["target"], args, kwargs, name)
+        target = data["target"]
+        if is_function_apply(target):
+            target = _plain(target)
+        node = self.fx.create_node(data["op"], target, args, kwargs, name)
         self._keep(name, data, node)
 
     def _keep(self, name: str, data: dict[str, Any], node: fx.Node) -> None:
@@ -263,12 +270,27 @@ class _Writer:
                 continue  # a number here
             if guard.test is Test.RAISED:
                 continue  # an error of an fx graph is raised as it is
+            if self.tape.ops[guard.index].target is error_of:
+                self._check_error(guard, self._asked(number))
+                continue
             expected = guard.expected
             if guard.test in (Test.SAME, Test.OTHER):
                 expected = self.nodes[self.names[guard.expected]]
             node = self.nodes[self.names[guard.index]]
             what = self._asked(number)
             self.fx.call_function(check_guard, (node, guard.test.value, expected, what))
+
+    def _check_error(self, guard: Guard, what: str) -> None:
+        """Test what arithmetic raises, if it raised something: else that is raised as it is."""
+        (function, *operands), expected = self.tape.ops[guard.index].args, guard.expected
+
+        def check_error(*operands: Any) -> None:
+            check_guard(error_of(function, *operands), guard.test.value, expected, what)
+
+        check_error.__module__ = __name__
+        if expected is not None:
+            refs = map_refs(tuple(operands), lambda ref: NodeRef(self.names[ref.index]))
+            self.fx.call_function(check_error, self._value(refs))
 
     def _asked(self, number: int) -> str:
         """Say what a guard is about, and where."""
@@ -288,6 +310,17 @@ _WHAT = {
     Test.SAME: "the tensor",
     Test.OTHER: "the tensor",
 }
+
+
+def _plain(apply: Any) -> Any:
+    """Return a function that fx can call by its name, which `apply` of a class is not."""
+
+    def apply_function(*args: Any, **kwargs: Any) -> Any:
+        return apply(*args, **kwargs)
+
+    apply_function.__name__ = f"apply_{apply.__self__.__name__}"
+    apply_function.__module__ = __name__
+    return apply_function
 
 
 def _is_at(root: nn.Module, target: str, tensor: Any) -> bool:
