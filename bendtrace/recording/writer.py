@@ -27,7 +27,6 @@ from bendtrace.tape.tape import (
     Ref,
     State,
     Tape,
-    TensorMeta,
     Test,
     is_handled,
     map_refs,
@@ -355,22 +354,14 @@ class Writer:
             known = self._caught[key] = is_handled(scope, site)
         return known
 
-    def _is_tried(self, op: Op) -> bool:
-        """Whether code in C might go on after an error of an op, as torch's overloads do."""
-        if op.raised is not None:
-            return True
-        # It raises by dtype and number of elements: of scalars, both are known.
-        meta = self.tape.ops[op.operands[0]].meta if op.target is Tensor.__index__ else None
-        return isinstance(meta, TensorMeta) and len(meta.shape) > 0
-
     def ask_error(self, op: Op) -> None:
         """Add a guard on the error of an op, if the model might go on after it.
 
-        Whether a look at metadata raises is known from the state before it.
+        Whether a look at metadata raises is known from the state before it. Code in C goes on after
+        errors as well: torch tries one overload after the other.
         """
         site, scope = op.site, op.scope
-        is_known = op.raised is None and reads_metadata(op.target)
-        if is_known or not (self._is_tried(op) or self.is_caught(scope, site)):
+        if op.raised is None and (reads_metadata(op.target) or not self.is_caught(scope, site)):
             return
         self._add(Guard(len(self.tape.ops), op.index, Test.RAISED, op.raised, "", scope, site))
 
