@@ -190,7 +190,7 @@ class States:
 
 # Without `reads_all`, a run reads at most so many states, and only those with fewer frames below
 # the model's entry.
-_MOST_AT_FIRST, _NEAR = 64, 12
+_MOST_AT_FIRST, _NEAR = 128, 12
 
 
 def _digest(*key: Any) -> bytes:
