@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import types
 import weakref
 from types import FrameType
 from typing import Any
@@ -210,7 +211,8 @@ class Values:
         Code may test it. What is inserted, or is the user's own, may give back its value in one
         call and not in the next.
         """
-        if not is_torchs_function(op.target) and not is_function_apply(op.target):
+        is_getter = isinstance(op.target, types.MethodWrapperType)
+        if not (is_getter or is_torchs_function(op.target) or is_function_apply(op.target)):
             return True
         if op.target in GIVES_BACK and self.environment.compares_identity:
             return True
