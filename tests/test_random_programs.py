@@ -16,7 +16,7 @@ from tests.programs.found import FOUND
 from tests.shares import some
 
 
-@pytest.mark.parametrize("examples", some([30, 500], chosen=[30]))
+@pytest.mark.parametrize("examples", some([12, 500], chosen=[12]))
 def test_random_programs_do_what_eager_does(examples: int) -> None:
     seen: collections.Counter[str] = collections.Counter()
 
@@ -154,7 +154,7 @@ def test_the_comparison_notices(
     monkeypatch: pytest.MonkeyPatch, forward: Any, noticed: str
 ) -> None:
     monkeypatch.setattr(bt.BendedModule, "forward", forward)
-    with pytest.raises(Unlike, match=noticed):
+    with pytest.raises(Unlike, match=noticed.replace(": ", "(, resumed)?: ", 1)):
         check(_PROGRAM)
 
 
@@ -166,7 +166,7 @@ def test_the_source_of_a_program_can_be_read() -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("examples", some([15, 500], chosen=[15]))
+@pytest.mark.parametrize("examples", some([8, 500], chosen=[8]))
 def test_random_programs_in_a_world_that_changes_do_what_eager_does(examples: int) -> None:
     seen: collections.Counter[str] = collections.Counter()
 
