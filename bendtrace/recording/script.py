@@ -129,7 +129,8 @@ class _Names:
     """Names the values of a recorded run, as far as a section can use them."""
 
     def __init__(self, section: Section, handed: Sequence[Name], script: Script) -> None:
-        self.tape, self._script = section.tape, script
+        self.tape: Tape = section.tape
+        self._script = script
         self._names: dict[int, Name] = {}
         # Results that were told to be tensors from before only after the section was left.
         self._untold = frozenset(
@@ -213,9 +214,9 @@ class Script:
     ) -> None:
         self.values: dict[int, Any] = {}
         self.errors: dict[int, Exception] = {}
-        self.hold = hold
-        self.is_active = True
-        self.is_merged = False
+        self.hold: AutocastHold = hold
+        self.is_active: bool = True
+        self.is_merged: bool = False
         self.dead: dict[int, Any] = {}
         self.firsts: dict[Name, Name] = {}
         self.apart: set[Name] = set()

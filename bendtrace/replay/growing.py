@@ -189,7 +189,7 @@ class Holes(list[Any]):
     _memory: frozenset[int] = frozenset()
 
     def __init__(self, may_grow: bool) -> None:
-        self.may_grow = may_grow
+        self.may_grow: bool = may_grow
 
     def grows(self, growth: Growth, holder: Any, old: Tensor, new: Tensor) -> bool:
         """Say whether a tensor may be exchanged now, and remember it."""
