@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import NondeterminismError
+from bendtrace.recording import effects
 from bendtrace.recording.script import Script
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.stretches import Divergence
@@ -210,3 +211,25 @@ def test_a_write_that_is_not_noted_is_missing_in_the_graph(monkeypatch: pytest.M
     assert noted_reads()
     monkeypatch.setattr(Writes, "repeat", lambda self, op: None)
     assert not noted_reads()
+
+
+def test_numbers_of_a_function_that_is_not_known_to_draw_are_drawn_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def deep(x: Tensor, frames: int) -> Tensor:  # where a first run reads no states
+        if frames:
+            return deep(x, frames - 1)
+        return x * 2 if x.sum() > 0 else x - 1
+
+    def model(x: Tensor) -> Tensor:
+        return deep(x + torch.rand(3), 20)
+
+    monkeypatch.setattr(effects, "_draws", lambda function: False)
+    bended = bt.BendedModule(model)
+    for seed, sign in enumerate((9, -9, 9, -9)):
+        found = []
+        for called in (model, bended):
+            torch.manual_seed(seed)
+            found.append((bits(called(torch.full((3,), float(sign)))), bits(torch.rand(2))))
+        assert found[0] == found[1]
+    assert bended.stats.resumes == 1

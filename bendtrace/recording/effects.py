@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 import types
 from typing import Any
 
 import torch
 
+from bendtrace.environment.code_facts import codes_in
 from bendtrace.source.sites import TORCH
 from bendtrace.tape.tape import Op, OpKind, Tape, refs_in
 from bendtrace.torch_rules.functions import (
@@ -138,11 +140,12 @@ def _is_drawing(name: str) -> bool:
 
 def _names_drawing(function: types.FunctionType, seen: set[types.CodeType]) -> bool:
     """Whether Python of torch, or what it calls, names something that may draw random numbers."""
-    code, space = function.__code__, function.__globals__
-    seen.add(code)
-    if any(name in _GENERATORS or _is_drawing(name) for name in code.co_names):
+    seen.add(function.__code__)
+    names = {name for code in codes_in(function.__code__) for name in code.co_names}
+    if any(name in _GENERATORS or _is_drawing(name) for name in names):
         return True
-    called = [space.get(name) for name in code.co_names]
+    called = [function.__globals__.get(name) for name in names]
+    called += [thing for cell in function.__closure__ or () for thing in gc.get_referents(cell)]
     return any(
         _names_drawing(inner, seen)
         for inner in called

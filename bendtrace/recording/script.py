@@ -449,7 +449,7 @@ class Script:
         return identical(mine, its)
 
     def _asks_for(self, question: _Question, guard: Guard) -> bool:
-        if guard.is_on_identity:  # by which the first names of tensors are told
+        if guard.is_on_identity:  # which decides the first names of tensors
             name = self._known_as(self._names[guard.index])
             return question.test in _IDENTITY and self._known_as(question.name) == name
         return question.test is guard.test and self.first(question.name) == self._name_of(
@@ -492,7 +492,7 @@ class Script:
         return None if index is None or answer is None else (question.guard, index, answer)
 
     def _value_of(self, step: _Step, number: int) -> Any:
-        """Return the value of a step, or what stands in for it."""
+        """Return the value of a step, or its stand-in."""
         if step.is_known:
             return step.value
         if (first := self.first(number)) != number:

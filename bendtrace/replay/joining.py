@@ -23,8 +23,10 @@ def may_join(recording: Recording, analysis: Analysis) -> bool:
     if tape.is_joint or tape.blockers or is_one_of_several():
         return False
     effects, unread = Effects(tape), unread_in(recording, analysis)
-    if not unread or not effects.have_begun():
+    if not unread:
         return True
+    if not effects.have_begun():
+        return not recording.draws  # else something draws that is not known to
     assert effects.first is not None
     return tape.guards[unread[-1]].position <= effects.first
 

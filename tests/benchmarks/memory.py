@@ -186,7 +186,7 @@ def deep(name: str) -> nn.Module:
     return model
 
 
-def given(kind: str) -> dict[str, Any]:
+def arguments(kind: str) -> dict[str, Any]:
     """Return the arguments of one of `KINDS`."""
     ids = torch.randint(3, VOCAB, (4, 16), generator=torch.Generator().manual_seed(0))
     if kind == "no mask":
@@ -200,7 +200,7 @@ def given(kind: str) -> dict[str, Any]:
 
 def measure_changed(name: str, kind: str) -> tuple[int, int]:
     """Return the peak with a native hook on one module, and that of a replay with the same."""
-    model, own, inputs = deep(name), deep(name), given(kind)
+    model, own, inputs = deep(name), deep(name), arguments(kind)
     if kind != "with a cache":
         model.config.use_cache = own.config.use_cache = False
     place = middle_module(model, inputs)

@@ -66,7 +66,7 @@ class _Look(_Interjection):
 
 
 class _Draw(_Interjection):
-    """What it gives is another at each call."""
+    """A function that returns another value at each call."""
 
     def after(self, at: bt.NodePass, inputs: bt.Inputs, output: Any) -> Any:
         self.note(at, output)
