@@ -6,17 +6,17 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
 from bendtrace.interject.compiling import inserted_by
-from bendtrace.interject.gates import running
+from bendtrace.interject.gates import again, running
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.recorded import recorded
+from bendtrace.interject.splicer import Splicer
 from bendtrace.interject.trees import Trees
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Prefix, Recording
@@ -26,6 +26,7 @@ from bendtrace.recording.serving import call_itself
 from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
+from bendtrace.replay.splices import Unfit
 from bendtrace.replay.stretches import Divergence, Finished
 from bendtrace.replay.tree import TraceTree
 from bendtrace.stats import Explanation, Stats
@@ -95,8 +96,17 @@ class Dispatcher:
             plan: what is inserted; None if nothing is.
             auditor: has this call compared, if it is a replay; None for what was given first.
         """
-        tree = self._trees.plain if plan is None else self._trees.of(plan)
         names, arguments = self._signature.told_apart(args, kwargs)
+        if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
+            splicer, known = found
+            call = _Call(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
+            try:
+                return self._spliced(call, known)
+            except Unfit:
+                splicer.is_apart = True
+            with again():
+                return self._record_new(call._replace(tree=self._trees.of(plan), splicer=None))
+        tree = self._trees.plain if plan is None else self._trees.of(plan)
         guess: Guess | None = None
         if self.speculation is not None and auditor is None:
             inserted = None if plan is None else inserted_by(plan)
@@ -159,6 +169,44 @@ class Dispatcher:
             return result.output
         self._leads_down_unknown(plan)
         return self._resume(_Call(args, kwargs, names, arguments, plan, tree), program, result)
+
+    def _splicer(
+        self, plan: Plan, names: tuple[str, ...], arguments: tuple[Any, ...]
+    ) -> tuple[Splicer, Program] | None:
+        """Return what splices insertions into known paths, and these; None if nothing does."""
+        if self.speculation is not None or not plan.can_be_spliced:
+            return None
+        splicer = self._trees.splicer(plan, self._known)
+        if splicer.is_apart:
+            return None
+        program = self._trees.plain.find(names, arguments)
+        graph = None if program is None else program.graph
+        if program is None or graph is None or graph.is_broken:
+            return None
+        if plan.looks_at_changes(program.recordings(), read_and_changed):
+            return None
+        splicer.has_unread = graph.has_unread
+        return splicer, program
+
+    def _spliced(self, call: _Call, program: Program) -> Any:
+        """Serve a call with insertions along the paths without them.
+
+        Raises:
+            Unfit: they have to be recorded.
+        """
+        assert call.splicer is not None
+        assert call.plan is not None
+        if program.wants_lifting and call.tree.lifts:
+            return self._record_lifted(call, program)
+        result = call.tree.replay(call.names, program, call.arguments, splicer=call.splicer)
+        if isinstance(result, Finished):
+            call.splicer.calls += 1
+            self.stats.replays += 1
+            self.latest_run = result.recording
+            call.plan.ran(result.recording)
+            return result.output
+        with nullcontext() if result.held is not None else again():
+            return self._resume(call, program, result)
 
     def _leads_down_unknown(self, plan: Plan | None) -> None:
         if plan is None:  # what is inserted has to be called, whatever that costs
@@ -287,7 +335,7 @@ class Dispatcher:
         with self._called():
             return recorded(
                 self._known, self._signature, call.args, dict(call.kwargs), call.plan, prefix,
-                reads_states, lifting,
+                reads_states, lifting, call.splicer,
             )  # fmt: skip
 
     @property
@@ -308,7 +356,7 @@ class Dispatcher:
         mismatch = explain_divergence(divergence)
         known_live = divergence.known_live
         prefix = divergence.prefix()
-        if known_live and prefix is None:
+        if known_live and prefix is None and call.splicer is None:
             self.stats.live += 1
             call.tree.ran_live(program, divergence)
             with self._called():
@@ -321,7 +369,8 @@ class Dispatcher:
         self.stats.retraces += 1
         self.stats.resumes += 1
         self._mismatch = mismatch
-        if self._passes(recording) or known_live:
+        is_mixed = call.splicer is not None and call.splicer.is_apart
+        if self._passes(recording) or known_live or is_mixed:
             self.stats.live += 1
             call.tree.ran_live(program, divergence)
             return recording.result
@@ -388,9 +437,11 @@ class Floor:
         )
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call: what it was given, what is inserted, and the paths that are known for that."""
+class _Call(NamedTuple):
+    """One call: what it was given, what is inserted, and the paths that are known for that.
+
+    With a splicer, these are the paths without what is inserted.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -398,6 +449,7 @@ class _Call:
     arguments: tuple[Any, ...]
     plan: Plan | None
     tree: TraceTree
+    splicer: Splicer | None = None
 
 
 _FREE = 100.0  # unknown paths that cost nothing

@@ -15,7 +15,7 @@ from bendtrace.history.building import Log, build_log
 from bendtrace.history.entries import layer_type, number_type
 from bendtrace.history.names import Names
 from bendtrace.paths.build import Builder, StepSource, Visit
-from bendtrace.paths.candidates import CandidateGraph, candidates_of
+from bendtrace.paths.candidates import CandidateGraph, RunNodes, candidates_of
 from bendtrace.paths.events import Events
 from bendtrace.paths.naming import Registry
 from bendtrace.paths.view import Tree
@@ -90,7 +90,12 @@ class Run:
     @cached_property
     def candidates(self) -> CandidateGraph:
         """The nodes that something can be inserted at, and how values flow between them."""
-        return candidates_of(self._builder)
+        return candidates_of(self.nodes)
+
+    @cached_property
+    def nodes(self) -> RunNodes:
+        """The nodes, with their passes."""
+        return RunNodes(self._builder)
 
     @cached_property
     def log(self) -> Log:

@@ -34,11 +34,13 @@ def past_joins() -> Iterator[None]:
 
 
 def _led_back(
-    program: Program, arguments: tuple[Any, ...], first: bool = False, compiled: bool = False
-) -> Any:
+    program: Program, arguments: tuple[Any, ...], first: bool = False, compiled: bool = False,
+    splicer: Any = None,
+) -> Any:  # fmt: skip
     graph = program.graph
-    if graph is None or graph.is_broken or first or not program.recording.tape.states:
-        return _run(program, arguments, first, compiled)
+    is_apart = graph is None or graph.is_broken or splicer is not None
+    if is_apart or first or not program.recording.tape.states:
+        return _run(program, arguments, first, compiled, splicer)
     number = min(program.recording.tape.states)
     return Divergence(
         program.root, program.recording, number, None, {}, AutocastHold(), is_anew=True
@@ -59,17 +61,18 @@ def resumed_anywhere(seed: int, most: int = 2) -> Iterator[None]:
     random = Random(seed)
 
     def run(
-        program: Program, arguments: tuple[Any, ...], first: bool = False, compiled: bool = False
-    ) -> Any:
+        program: Program, arguments: tuple[Any, ...], first: bool = False, compiled: bool = False,
+        splicer: Any = None,
+    ) -> Any:  # fmt: skip
         graph = program.graph
         if graph is None or graph.is_broken or first:
-            return _run(program, arguments, first, compiled)
+            return _run(program, arguments, first, compiled, splicer)
         passed = iter(range(random.randrange(most + 1)))
         pieces = [(piece, piece.nodes) for piece in graph.pieces()]
         for piece, nodes in pieces:
             piece.nodes = _Passing(nodes, passed)
         try:
-            return _run(program, arguments)
+            return _run(program, arguments, splicer=splicer)
         finally:
             for piece, nodes in pieces:
                 piece.nodes = nodes

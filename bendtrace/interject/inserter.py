@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,15 @@ from bendtrace._places import place_text
 from bendtrace.environment.code_facts import names_in
 from bendtrace.environment.provenance import is_torchs
 from bendtrace.errors import InputError, InterjectionError
-from bendtrace.interject.gates import AfterGate, BeforeGate, CountGate, Gate, InsteadGate, noted
+from bendtrace.interject.gates import (
+    AfterGate,
+    BeforeGate,
+    CountGate,
+    Gate,
+    InsteadGate,
+    fits,
+    noted,
+)
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.states import States
@@ -41,7 +49,7 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.owners import named_modules
 
-__all__ = ["LiveInserter", "Within", "is_meant_within", "refuse_reading"]
+__all__ = ["LiveInserter", "Within", "is_meant_within", "place_of_node", "refuse_reading"]
 
 Run = Callable[..., Any]
 
@@ -53,6 +61,15 @@ _UNNAMED = frozenset(
 
 # The inputs of these have to be the very tensors of the graph.
 _GOING_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+
+
+class Spliced(Protocol):
+    """Splices insertions into known code (see `splicer.py`)."""
+
+    is_apart: bool
+
+    def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
+        """Return the gate at a node."""
 
 
 class Within(NamedTuple):
@@ -149,6 +166,7 @@ class LiveInserter:
         function: what is run.
         within: where that is, if it is a part of the model.
         path_of: for a method of the model, gives the paths of modules from qualified names.
+        splicer: what is inserted has no ops of its own where it can be spliced in; None for ops.
 
     Attributes:
         plan: as given.
@@ -169,7 +187,9 @@ class LiveInserter:
         function: Callable[..., Any],
         within: Within | None = None,
         path_of: Callable[[str], str] | None = None,
+        splicer: Spliced | None = None,
     ) -> None:
+        self._splicer = splicer
         self._within = within
         self._path_of = path_of
         self.plan = plan
@@ -251,7 +271,7 @@ class LiveInserter:
             self.pending.pop()
         if self._states:
             output = self._states.exchanged(output, frame, scope)
-        return self._after(spot, number, args, kwargs, output, frame, written)
+        return self._after(spot, number, args, kwargs, output, frame, written, scope)
 
     def op(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
@@ -420,7 +440,7 @@ class LiveInserter:
     def _at(self, spot: _Spot, number: int) -> NodePass:
         node = spot.candidate
         if not isinstance(spot.place, str):
-            spot.place = _place(node.site, spot.place)
+            spot.place = place_of_node(node.site, spot.place)
         return NodePass(node.path, number, node.module, node.function, node.scope_path, spot.place)
 
     def _before(
@@ -460,6 +480,7 @@ class LiveInserter:
         output: Any,
         frame: FrameType,
         written: Tensor | None = None,
+        called: ModuleCall | None = None,
     ) -> Any:
         slots = spot.after
         if self._has_output_slots:
@@ -469,6 +490,15 @@ class LiveInserter:
             slots = spot.after
         if (not slots and written is None) or (output is None and spot.candidate.function):
             return output  # an assignment to an index returns nothing, and is not a node
+        if self._splicer is not None:
+            if self.stage.follows_script:
+                return output  # it has been through there
+            scope = None if spot.candidate.function is not None else called
+            given = self._passed_through(spot, output, scope)
+            if given is not None:
+                return given
+            self._splicer.is_apart = True
+            self.stage.block("what is inserted cannot be spliced in")
         whole = any(not slot.place.dig for slot in slots if "after" in slot.forms)
         shape, values = take_apart(output, objects=whole)
         wanted, handed = None, list(values)
@@ -485,6 +515,32 @@ class LiveInserter:
             return output
         put, changed = given
         return put(output, shape, changed)
+
+    def _passed_through(self, spot: _Spot, output: Any, scope: ModuleCall | None) -> Any:
+        """Let the insertions replace an output as a splice does; None where that is impossible."""
+        if type(output) is not Tensor:
+            return None
+        assert self._splicer is not None
+        node = spot.candidate
+        place = spot.place if isinstance(spot.place, ModuleCall) else None
+        gate = self._splicer.gate(node.path, node, node.site, place)
+        is_alike = True
+
+        def through(value: Tensor) -> Any:
+            nonlocal is_alike
+            version = value._version
+            given = gate(value)
+            if given is value:
+                is_alike = value._version == version or not value._is_view()
+            else:
+                is_alike = fits(value, given, True)
+            return given
+
+        given = self.stage.pass_through(through, output, scope)
+        if not is_alike:
+            self._splicer.is_apart = True
+            self.stage.block("what is inserted has returned another kind of tensor than the node")
+        return given
 
     def _needed_after(
         self, spot: _Spot, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
@@ -576,7 +632,7 @@ class LiveInserter:
         return found
 
 
-def _place(site: Site | None, scope: ModuleCall | None) -> str:
+def place_of_node(site: Site | None, scope: ModuleCall | None) -> str:
     """Return the place of a node: each instruction that leads to it, innermost first."""
     found: list[str] = []
     while True:

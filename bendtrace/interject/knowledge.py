@@ -22,7 +22,7 @@ from bendtrace.history.names import Names
 from bendtrace.interject.inserter import LiveInserter
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.structure import take_apart
-from bendtrace.paths.candidates import Candidate, CandidateGraph
+from bendtrace.paths.candidates import Candidate, CandidateGraph, RunNodes
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.view import Tree, find
 from bendtrace.recording.rank_sync import alone
@@ -365,6 +365,11 @@ class Knowledge:
         """Return the views of a run, with node names that continue those of earlier runs."""
         self.name_nodes()
         return self._run(recording)
+
+    def nodes_of(self, recording: Recording) -> RunNodes:
+        """Return the nodes of a known run."""
+        self.name_nodes()
+        return self._run(recording).nodes
 
     def _run(self, recording: Recording) -> Run:
         known = self._views.get(id(recording))

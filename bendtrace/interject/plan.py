@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ from bendtrace.interject.passes import Passes
 from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.recorder import Recording
 
-__all__ = ["Entry", "Location", "Matcher", "Placed", "Plan", "Slot", "State"]
+__all__ = ["Entry", "Location", "Matcher", "Placed", "Plan", "Slot", "State", "slots_of"]
 
 
 class Matcher(Protocol):
@@ -169,6 +169,7 @@ class Plan:
         slots: their slots, without repetitions.
         joins: whether paths may join.
         key: what makes the traces of two plans interchangeable.
+        can_be_spliced: whether they only receive outputs of nodes (see `splicer.py`).
         called_at: which entries the gates of traces call, and whether only in some passes, as far
             as they were asked.
         compiled: what compiled paths know of it (see `compiling.py`).
@@ -181,6 +182,7 @@ class Plan:
         self.slots: tuple[Slot, ...] = tuple(dict.fromkeys(entry.slot for entry in self.entries))
         self.joins: bool = not any(entry.what.needs_paths for entry in self.entries)
         self.key: tuple[bool, frozenset[Slot]] = self.joins, frozenset(self.slots)
+        self.can_be_spliced: bool = self.joins and all(map(_can_be_spliced, self.slots))
         # By the id of gates, with the gate itself so that its id is not reused.
         self.called_at: dict[int, tuple[Any, tuple[Entry, ...], bool]] = {}
         self.compiled: object = None
@@ -226,23 +228,13 @@ class Plan:
 
     def slots_at(self, role: str, node: Candidate) -> tuple[Slot, ...]:
         """Return the slots at a node, except those that depend on its output."""
-        return tuple(
-            slot
-            for slot in self.slots
-            if slot.place.role == role
-            and not slot.place.matcher.needs_output
-            and slot.place.matcher.matches(node)
-        )
+        here = (slot for slot in self.slots if slot.place.role == role)
+        return slots_of((s for s in here if not s.place.matcher.needs_output), role, node)
 
     def slots_after(self, node: Candidate) -> tuple[Slot, ...]:
         """Return the slots at a node that depend on its output."""
-        return tuple(
-            slot
-            for slot in self.slots
-            if slot.place.role == "node"
-            and slot.place.matcher.needs_output
-            and slot.place.matcher.matches(node)
-        )
+        here = (slot for slot in self.slots if slot.place.role == "node")
+        return slots_of((s for s in here if s.place.matcher.needs_output), "node", node)
 
     def states(self) -> dict[str, tuple[Slot, ...]]:
         """Return the slots at parameters and buffers, by their qualified names."""
@@ -251,3 +243,14 @@ class Plan:
             if slot.place.role == "state":
                 found.setdefault(slot.place.matcher.name, []).append(slot)
         return {name: tuple(slots) for name, slots in found.items()}
+
+
+def slots_of(slots: Iterable[Slot], role: str, node: Candidate) -> tuple[Slot, ...]:
+    """Return the slots that are at a node."""
+    return tuple(s for s in slots if s.place.role == role and s.place.matcher.matches(node))
+
+
+def _can_be_spliced(slot: Slot) -> bool:
+    """Whether an insertion only receives whole outputs of nodes, and perhaps replaces them."""
+    is_after = "after" in slot.forms and slot.forms <= {"after", "observes"}
+    return is_after and slot.place.role == "node" and not slot.place.dig

@@ -8,6 +8,7 @@ from bendtrace.interject.inserter import LiveInserter
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
+from bendtrace.interject.splicer import Splicer
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.run import Signature, record
@@ -25,6 +26,7 @@ def recorded(
     prefix: Prefix | Script | None = None,
     reads_states: bool = False,
     lifting: Lifting | None = None,
+    splicer: Splicer | None = None,
 ) -> Recording:
     """Run a model under the tracer, with insertions.
 
@@ -37,11 +39,12 @@ def recorded(
         prefix: the ops that need not run again.
         reads_states: whether the run reads all states where it asks for values.
         lifting: lifts counters of loops; None to lift none.
+        splicer: for a run that is kept with those without insertions, splices these in.
     """
     inserter = None
     if plan is not None:
         known.name_nodes()  # before the run does so in passing
-        inserter = LiveInserter(plan, known.registry, known.model)
+        inserter = LiveInserter(plan, known.registry, known.model, splicer=splicer)
         reads_states = True  # what is inserted must not be called twice
     recording = record(
         known.model, args, kwargs, signature, prefix, inserter=inserter,
@@ -49,7 +52,7 @@ def recorded(
     )  # fmt: skip
     if plan is not None:
         plan.ran(recording)
-        if looked_at := read_and_changed(plan, recording):
+        if splicer is None and (looked_at := read_and_changed(plan, recording)):
             recording.tape.block(
                 "an insertion may read what the run changes, or change what it reads: "
                 f"{', '.join(sorted(looked_at))}"

@@ -8,7 +8,9 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from bendtrace._lazy import LazyModule
+from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
+from bendtrace.interject.splicer import Splicer
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.tree import TraceTree
 
@@ -46,6 +48,7 @@ class Trees:
         self.limit = limit
         self.plain = self.latest = self._new()
         self._inserted: OrderedDict[Hashable, TraceTree] = OrderedDict()
+        self._splicers: OrderedDict[Hashable, Splicer] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, plan: Plan | None) -> TraceTree:
@@ -61,6 +64,17 @@ class Trees:
                 self._inserted.popitem(last=False)
             self.latest = tree
         return tree
+
+    def splicer(self, plan: Plan, known: Knowledge) -> Splicer:
+        """Return what splices some insertions into the paths without any."""
+        with self._lock:
+            splicer = self._splicers.get(plan.key)
+            if splicer is None:
+                splicer = self._splicers[plan.key] = Splicer(plan, known)
+            self._splicers.move_to_end(plan.key)
+            while len(self._splicers) > _MOST:
+                self._splicers.popitem(last=False)
+        return splicer.serves(plan)
 
     def plain_runs(self) -> list[Recording]:
         """Return the runs without insertions, the latest first."""

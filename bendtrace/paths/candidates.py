@@ -31,6 +31,7 @@ __all__ = [
     "CandidateGraph",
     "NodeSelector",
     "OneSelectable",
+    "RunNodes",
     "Selectable",
     "candidates_of",
 ]
@@ -204,23 +205,26 @@ OneSelectable: TypeAlias = (
 Selectable: TypeAlias = OneSelectable | Sequence[OneSelectable]
 
 
-def candidates_of(builder: Builder) -> CandidateGraph:
+def candidates_of(nodes: RunNodes) -> CandidateGraph:
     """Return the nodes of a run, and the flow of values between them.
 
     Nodes are the calls of modules and functions that accept insertions; the tree of paths also
     shows sizes and arithmetic on numbers.
 
     Args:
-        builder: the builder of the tree of the run.
+        nodes: the nodes.
     """
-    nodes = _Nodes(builder)
     return CandidateGraph(nodes.candidates, list(_Flow(nodes).edges()))
 
 
-class _Nodes:
+class RunNodes:
     """Which node each op, and each call of a module, is a pass of.
 
+    Args:
+        builder: the builder of the tree of the run.
+
     Attributes:
+        events: the events of the run.
         candidates: the nodes by path, in the order in which they began.
         of_op: the path of each op that is one.
         of_call: the path of each call, by identity.
@@ -295,7 +299,7 @@ class _Flow:
     it. A size or a dtype is not the value: nothing leads through reading one.
     """
 
-    def __init__(self, nodes: _Nodes) -> None:
+    def __init__(self, nodes: RunNodes) -> None:
         self._nodes = nodes
         self._ops = nodes.events.ops
         # For each value the inputs, state and nodes that it comes from, by op. State that a call is

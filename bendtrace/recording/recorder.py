@@ -561,6 +561,39 @@ class Recorder(TorchFunctionMode):
                 self._observer.escaped(args)
         return self._as_one(op, function, args, {}, frame)
 
+    @property
+    def follows_script(self) -> bool:
+        """Whether the run follows a script (see `watchers.Stage`)."""
+        script = self._writer.script
+        return script is not None and script.is_active
+
+    def pass_through(
+        self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None
+    ) -> Any:
+        """Let a function replace a result of a node (see `watchers.Stage`)."""
+        outer, self._within = self._within, True
+        try:
+            with torch._C.DisableTorchFunction():
+                ref = self._values.at_hand(value)
+            is_sole = ref is not None and (
+                ref.index not in self.tape.aliases
+                if scope is None
+                else scope.is_sole and ref.index >= scope.start
+            )
+            if ref is None or not is_sole:
+                return None
+            given = unwatched(function, (value,), {})
+        finally:
+            self._within = outer
+        with torch._C.DisableTorchFunction():
+            if not self._values.exchange(value, given, ref):
+                self.block("what is inserted returned a tensor that was there before")
+        return given
+
+    def block(self, reason: str) -> None:
+        """Have the recording never be replayed (see `watchers.Stage`)."""
+        self.tape.block(reason)
+
     def expect(self, truth: Any, frame: FrameType) -> bool:
         """Guard a truth value that a gate has returned (see `watchers.Stage`)."""
         if type(truth) is bool:  # a plain one has been guarded already

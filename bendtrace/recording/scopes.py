@@ -15,6 +15,7 @@ from bendtrace.recording.encoding import Encoder
 from bendtrace.recording.values import Values
 from bendtrace.recording.writer import Writer
 from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.contexts import current_context
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.torch_rules.distributed_forward import has_joint_hooks, with_joint_hooks
@@ -26,6 +27,15 @@ _FX = frozenset(
     os.path.join(os.path.dirname(torch.__file__), "fx", *parts)
     for parts in (("_symbolic_trace.py",), ("experimental", "proxy_tensor.py"))
 )
+
+
+def _count_alone() -> int:
+    thing = object()
+    return sys.getrefcount(thing)
+
+
+# The references to what only a variable holds, as they are counted from there.
+_ALONE = _count_alone()
 
 
 class Scopes:
@@ -105,6 +115,8 @@ class Scopes:
                     output = module._call_impl(*args, **kwargs)
             else:
                 output = module._call_impl(*args, **kwargs)
+            scope.is_sole = type(output) is Tensor and sys.getrefcount(output) == _ALONE
+            scope.context = current_context()
             scope.output = self._noted(output)
             if self._observer is not None:
                 with torch._C.DisableTorchFunction():

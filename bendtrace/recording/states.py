@@ -21,7 +21,7 @@ import operator
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -134,7 +134,7 @@ class States:
                     _global_state(self._modes),
                     reader.frames(self._outermost, compared),
                     reader.changes(),
-                    () if self._inserter is None else reader.value([*self._inserter.pending]),
+                    reader.values_of(self._pending()),
                     reader.asked(index),
                     reader.value_of(expected) if is_identity else None,
                     reader.facts(),
@@ -155,6 +155,10 @@ class States:
         """Take a state as read, with the answer to its question."""
         self._before, self._answer = state, (type(answer).__name__, str(answer))
         self._position, self._turn = len(self._writer.tape.ops), turn
+
+    def _pending(self) -> list[Sequence[Any]]:
+        """Return the values that are needed again by what is inserted."""
+        return [] if self._inserter is None else [some for some in self._inserter.pending if some]
 
     def _same_turn(self, turn: int) -> Any:
         """Return the earlier questions in the same turn, with their answers."""

@@ -461,6 +461,22 @@ class Values:
             ref = known
         return False
 
+    def exchange(self, old: Tensor, new: Tensor, ref: Ref) -> bool:
+        """Let a tensor take the place of another; return False if it has a name of its own."""
+        known = self._writer.known
+        before = known.get(id(new))
+        if new is old:
+            assert before is not None
+            before.version = version_of(new)  # it may have been changed in place
+            return True
+        if (before is not None and before() is new) or self.environment.find(new) is not None:
+            return False
+        was = known.pop(id(old), None)
+        now = known[id(new)] = Known(new)
+        now.ref, now.version = ref, version_of(new)
+        now.graphless = was is not None and was.graphless and not new.requires_grad
+        return True
+
     def element(self, ref: Ref, path: tuple[Any, ...], value: Any) -> Ref:
         """Return the op that takes an element out of a result; it is emitted on first use."""
         for depth, key in enumerate(path):

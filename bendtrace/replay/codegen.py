@@ -15,13 +15,14 @@ from typing import Any
 
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed, may_be_caught
 from bendtrace.replay.source import Code, Departure, Source, define, fails, gives_nothing, outcome
+from bendtrace.replay.splices import Splice
 from bendtrace.tape.captured import (
     Access,
     AttributeKey,
     Captured,
     Change,
 )
-from bendtrace.tape.contexts import dispatch_modes
+from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.structure import Instance, Made, existing_in
 from bendtrace.tape.tape import (
     Guard,
@@ -173,8 +174,20 @@ class RunWriter:
             self._forget(2 * position)
 
     def _write_guards(self, position: int) -> None:
+        spliced = list(self.schedule.splices.get(position, ()))
         for number, guard in self.schedule.guards.get(position, ()):
+            while spliced and spliced[0].guards <= number:
+                self._pass_through(spliced.pop(0))
             self._depart_unless(number, guard)
+        for splice in spliced:
+            self._pass_through(splice)
+
+    def _pass_through(self, splice: Splice) -> None:
+        """Write that a value is passed through something, which may replace it."""
+        source = self.source
+        assert splice.context is not None
+        self._switch_to(splice.context)
+        source.line(f"v{splice.index} = {source.bound(splice.function)}(v{splice.index})")
 
     def _write_ops(self, position: int) -> int:
         """Write an op, and perhaps some that follow it; return the one to go on with."""
@@ -211,9 +224,13 @@ class RunWriter:
 
     def _switch_for(self, op: Op) -> None:
         """Write the switch to the grad mode and so on that an op runs under."""
-        if op.kind is OpKind.CALL and op.context != self._current:
-            self.source.line(f"switch.to({self.source.constant(op.context)})")
-            self._current = op.context
+        if op.kind is OpKind.CALL:
+            self._switch_to(op.context)
+
+    def _switch_to(self, context: Context) -> None:
+        if context != self._current:
+            self.source.line(f"switch.to({self.source.constant(context)})")
+            self._current = context
 
     def _carry_out(self, op: Op) -> None:
         source, direct = self.source, self._direct.get(op.index)

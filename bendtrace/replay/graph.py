@@ -21,6 +21,7 @@ from bendtrace.replay.joining import may_join, unread_in
 from bendtrace.replay.nodes import Exit, Node, Piece, Trip
 from bendtrace.replay.schedule import Schedule, Unlinked
 from bendtrace.replay.source import Code
+from bendtrace.replay.splices import Splice
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import State, Tape
@@ -43,6 +44,7 @@ class Graph:
         is_broken: whether the graph has turned out to be unusable.
         has_begun_anew: whether the graph has been started again from a later run.
         beginning: the exit that a call begins with.
+        has_unread: whether calls may come to answers at which no state is known.
         retired: pieces that others have replaced; they hold the counts of calls before that.
     """
 
@@ -63,6 +65,7 @@ class Graph:
         self.beginning: Exit = Exit(None, self.first, -1, self._write)
         for number in sorted(recording.tape.states):
             self._pass(self.first, number)
+        self.has_unread = bool(unread_in(recording, analysis))
 
     def exits(self) -> Iterator[Exit]:
         """Yield the beginning, and the exits of all states."""
@@ -150,6 +153,8 @@ class Graph:
             return None
         if self.first.stop is None:
             self._cut_first(has_learnt)
+        unread = unread_in(self.first.recording, self.first.analysis)
+        self.has_unread = any(self.first.stop is None or n < self.first.stop for n in unread)
         try:
             for node, piece in made:
                 exit = node.after(tape.guards[piece.after].answer)
@@ -273,10 +278,11 @@ class Graph:
         piece: Piece,
         number: int,
         writer: Callable[[Schedule, bool], SegmentWriter] = SegmentWriter,
+        splices: Iterable[Splice] = (),
     ) -> Code:
         schedule = Schedule.of_segment(
-            piece.recording, piece.analysis, self._entry, number, piece.stop, piece.growths
-        )
+            piece.recording, piece.analysis, self._entry, number, piece.stop, piece.growths, splices
+        )  # fmt: skip
         return writer(schedule, self._direct).write()
 
 

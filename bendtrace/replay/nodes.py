@@ -7,16 +7,18 @@ is an answer, with the code that follows it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from bendtrace.recording.effects import Effects
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.growing import Growth, growths_of
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import Code
+from bendtrace.replay.splices import Splice
 from bendtrace.tape.captured import identical
 
 __all__ = ["Exit", "Node", "Piece", "Trip"]
@@ -54,6 +56,18 @@ class Piece:
         """What the run may replace before its end, by the ops that make the longer tensors."""
         return growths_of(self.recording)
 
+    @functools.cached_property
+    def first_effect(self) -> int:
+        """The first op of the run that must not be carried out twice."""
+        effects = Effects(self.recording.tape)
+        effects.have_begun()
+        return len(self.recording.tape.ops) if effects.first is None else effects.first
+
+    def has_acted(self, left: int) -> bool:
+        """Whether such an op may come before the run is left at some guard."""
+        tape = self.recording.tape
+        return self.first_effect < (tape.guards[left].position if left >= 0 else -left)
+
     def count(self, entered: int, left: int | None) -> None:
         """Count a call that ran it from one guard to another."""
         try:
@@ -72,6 +86,7 @@ class Exit:
         number: the guard of its run that had this answer.
         written: the generated code, if it was requested already.
         compiled: the same code with compiled ops in it, if there is any.
+        rewrites: how often the code was to be generated again.
     """
 
     answer: Any
@@ -80,6 +95,7 @@ class Exit:
     _write: Callable[..., Code]
     written: Code | None = None
     compiled: Code | None = None
+    rewrites: int = 0
 
     @property
     def code(self) -> Code:
@@ -96,6 +112,14 @@ class Exit:
         """Return the code as another writer generates it."""
         return self._write(self.piece, self.number, writer)
 
+    def write_spliced(self, splices: Iterable[Splice]) -> Code:
+        """Return the code with values passed through something.
+
+        Raises:
+            Unlinked: the code needs a value that the state does not hold.
+        """
+        return self._write(self.piece, self.number, splices=splices)
+
     @property
     def passes(self) -> int:
         """How many calls have taken this exit."""
@@ -105,6 +129,7 @@ class Exit:
     def rewrite(self) -> None:
         """Drop the generated code, so that it is generated again on its next use."""
         self.written = self.compiled = None
+        self.rewrites += 1
 
 
 class Node:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
+from bendtrace.errors import InterjectionError
 from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.rank_sync import (
     ENDS,
@@ -27,6 +29,7 @@ from bendtrace.replay.joining import may_join
 from bendtrace.replay.nodes import Exit, Piece, Trip
 from bendtrace.replay.schedule import Schedule, Unlinked, may_be_caught
 from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for, outcome
+from bendtrace.replay.splices import Unfit
 from bendtrace.replay.stretches import (
     Divergence,
     Finished,
@@ -38,7 +41,10 @@ from bendtrace.tape.captured import Captured
 from bendtrace.tape.contexts import AutocastHold
 from bendtrace.tape.tape import Guard, Test, raised_by
 
-__all__ = ["Program"]
+__all__ = ["Program", "Splicer"]
+
+# Gives the code of an exit with values passed through something; raises `Unfit` if there is none.
+Splicer: TypeAlias = Callable[[Exit], Code]
 
 _serials = itertools.count()
 # If a run is added to so many segments, counters of loops are lifted from the next call on. (It may
@@ -168,7 +174,11 @@ class Program:
         return Code(source, "value").function(arguments)
 
     def run(
-        self, arguments: tuple[Any, ...], first: bool = False, compiled: bool = False
+        self,
+        arguments: tuple[Any, ...],
+        first: bool = False,
+        compiled: bool = False,
+        splicer: Splicer | None = None,
     ) -> Finished | Divergence:
         """Replay, along known paths as far as they go.
 
@@ -176,14 +186,16 @@ class Program:
             arguments: the bound arguments in order.
             first: whether to go no other way than the first run did.
             compiled: whether to use what is compiled of segments.
+            splicer: gives code in which values are passed through something; None for plain code.
 
         Raises:
             Exception: what an op raises where the model has no handler for it: the model
                 itself would have raised the same at the same point.
+            Unfit: something cannot be spliced in.
         """
         root = self.root
         if self.graph is not None:
-            return self._walk(self.graph, arguments, first, compiled)
+            return self._walk(self.graph, arguments, first, compiled, splicer=splicer)
         model = self.recording.environment.function
         if root.casts or needs_agreement(model, self.recording.tape):
             return self.carry_out(root, arguments, {}, AutocastHold())
@@ -210,6 +222,7 @@ class Program:
         first: bool,
         compiled: bool,
         since: Divergence | None = None,
+        splicer: Splicer | None = None,
     ) -> Finished | Divergence:
         """Replay from state to state.
 
@@ -219,6 +232,7 @@ class Program:
             first: whether to go no other way than the first run did.
             compiled: whether to use what is compiled of segments.
             since: where an earlier walk of the same call ended, at an answer that is known by now.
+            splicer: see `run`.
         """
         trips: list[Trip] = []
         exit: Exit | None = graph.beginning
@@ -230,6 +244,8 @@ class Program:
         assert exit is not None
         piece, entered = exit.piece, exit.number
         code = (exit.compiled if compiled else None) or exit.code
+        if splicer is not None:
+            code = splicer(exit)
         while True:
             error: Any = None
             values: dict[int, Any] | None
@@ -239,6 +255,10 @@ class Program:
                 result = code.function(arguments, held)
             except Exception as raised:
                 held.put_back()
+                if isinstance(raised, Unfit):
+                    hold.release()
+                    _require_restart(trips, piece, raised)
+                    raise
                 departure = _raised(raised, piece.owner, piece.recording, code)
                 if departure is None:
                     hold.release()
@@ -267,7 +287,13 @@ class Program:
                         exit = node.no
                     else:
                         exit = node.after(answer)
-                    if exit is not None and (found := exit.written or _written(exit)) is not None:
+                    found = None
+                    if exit is not None and splicer is None:
+                        found = exit.written or _written(exit)
+                    elif exit is not None and splicer is not None:
+                        with suppress(Unfit):
+                            found = splicer(exit)
+                    if exit is not None and found is not None:
                         if compiled:
                             found = exit.compiled or found
                         if held.grown and not held.may_enter(
@@ -277,7 +303,8 @@ class Program:
                         trips.append((piece, entered, number))
                         piece, entered, code = exit.piece, exit.number, found
                         continue
-                    graph.is_broken = graph.is_broken or exit is not None
+                    if splicer is None:
+                        graph.is_broken = graph.is_broken or exit is not None
                 if type(answer) is list:  # which the model is given, and may change
                     answer = copy.deepcopy(answer)
                 state = piece.recording.tape.states.get(number)
@@ -290,7 +317,12 @@ class Program:
                 piece.owner, piece.recording, number, answer, {}, hold, True, trips, values, error
             )
 
-    def go_on(self, divergence: Divergence, arguments: tuple[Any, ...]) -> Finished | Divergence:
+    def go_on(
+        self,
+        divergence: Divergence,
+        arguments: tuple[Any, ...],
+        splicer: Splicer | None = None,
+    ) -> Finished | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
         if divergence.is_anew:
             assert self.graph is not None
@@ -298,7 +330,7 @@ class Program:
                 return self.run(arguments)
             if divergence.exit is None or _written(divergence.exit) is None:
                 return divergence
-            return self._walk(self.graph, arguments, False, False, divergence)
+            return self._walk(self.graph, arguments, False, False, divergence, splicer)
         side = divergence.stretch.side(divergence.number, divergence.outcome)
         assert side is not None
         assert side.target is not None
@@ -518,6 +550,17 @@ def _raised(
         return None
     values = {**frame.f_locals, f"v{index}": error.with_traceback(None)}
     return Departure(-1 - index, raised_by(op, error), values)
+
+
+def _require_restart(trips: list[Trip], piece: Piece, unfit: Unfit) -> None:
+    """Raise if a call that cannot go on must not begin again either."""
+    has_acted = piece.first_effect < unfit.position
+    if has_acted or any(along.has_acted(left) for along, _, left in trips if left is not None):
+        raise InterjectionError(
+            f"{unfit}, as in earlier calls, after the model has changed something that must not be "
+            "changed twice: call it again",
+            "",
+        ) from unfit
 
 
 def _values_in(names: dict[str, Any]) -> dict[int, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.growing import Growth
 from bendtrace.replay.source import gives_nothing, needed_for, test_of
+from bendtrace.replay.splices import Splice
 from bendtrace.tape.captured import Change
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import (
@@ -64,6 +66,7 @@ class Schedule:
             that the guards and the output need, and all that cannot be left out.
         growths: which tensors of the environment may be replaced before the end, by op.
         same: ops before `start` that gave back an argument or state, with the op that names it.
+        splices: what values are passed through, in order.
 
     Attributes:
         guards: those tested at each position, in order.
@@ -87,6 +90,7 @@ class Schedule:
         needed: set[int] | None = None,
         growths: Mapping[int, Growth] | None = None,
         same: Mapping[int, int] | None = None,
+        splices: Iterable[Splice] = (),
     ) -> None:
         self.recording = recording
         self.tape: Tape = recording.tape
@@ -99,6 +103,9 @@ class Schedule:
         self.held: Mapping[int, tuple[int, ...]] | dict[int, tuple[int, ...]] = held or {}
         self.growths: Mapping[int, Growth] | dict[int, Growth] = growths or {}
         self.same: Mapping[int, int] | dict[int, int] = same or {}
+        self.splices: dict[int, list[Splice]] = {}
+        for splice in splices:
+            self.splices.setdefault(splice.position, []).append(splice)
         self.end: int = len(self.tape.ops) if stop is None else self.tape.guards[stop].position
         self.changes: list[Change] = recording.changes if stop is None else []
         values = [change.value for change in self.changes]
@@ -156,6 +163,7 @@ class Schedule:
         after: int,
         stop: int | None,
         growths: Mapping[int, Growth],
+        splices: Iterable[Splice] = (),
     ) -> Schedule:
         """Return the schedule of a segment: from a state to another, or to the end of the run.
 
@@ -167,6 +175,7 @@ class Schedule:
                 of the run, when input guards have been tested.
             stop: the guard that it ends with; None for the end of the run.
             growths: what may be exchanged before the end of the run.
+            splices: what values of the run are passed through, in order.
         """
         tape = recording.tape
         is_first = after < 0
@@ -190,6 +199,7 @@ class Schedule:
             held={n: tape.states[n].holes for n in guards if n in tape.states},
             growths=growths,
             same=same_as_given(tape, after),
+            splices=(splice for splice in splices if splice.lies_in(after, stop)),
         )
 
     def steps(self) -> Iterator[tuple[int, list[tuple[int, Guard]], Op | None]]:
@@ -214,6 +224,7 @@ class Schedule:
                 roots.update(guard.operands)
                 for hole in self.held.get(number, ()):
                     roots.update(self._parts_of(hole) if self.is_late(ops[hole]) else (hole,))
+        roots.update(splice.index for splice in chain(*self.splices.values()))
         remaining = ops[self.start : self.end]
         roots.update(op.index for op in remaining if not is_droppable(op, self.analysis))
         return needed_for(ops, roots, self.available, self.same)
@@ -249,6 +260,8 @@ class Schedule:
                 for hole in holes:  # which may have to be computed there
                     if self.is_late(self.tape.ops[hole]):
                         use(self._parts_of(hole), 2 * position)
+        for position, spliced in self.splices.items():
+            use((splice.index for splice in spliced), 2 * position)
         use((ref.index for ref in refs_in(self.outputs)), 2 * len(self.tape.ops) + 2)
         return last
 
@@ -277,6 +290,8 @@ class Schedule:
     def switches(self) -> bool:
         """Whether ops run under another grad mode, or the like, than the run begins with."""
         ops = self.tape.ops[self.start : self.end]
+        if any(splice.context != self.entry for splice in chain(*self.splices.values())):
+            return True
         return any(
             op.kind is OpKind.CALL and op.context != self.entry and op.index in self.needed
             for op in (*self.late, *ops)

@@ -261,7 +261,8 @@ class Divergence:
                 for piece, entered, left in self.trips
                 if left is not None
             ]
-            return Script(sections, self.outcome, self.held, self.error, self.hold)
+            held, self.held = self.held, {}  # the run alone holds the values
+            return Script(sections, self.outcome, held, self.error, self.hold)
         ops, stale = self.stretch.ops_until(self.position), self._stale()
         computed: dict[int, Any] = {}
         errors: dict[int, Exception] = {}

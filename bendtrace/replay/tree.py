@@ -19,7 +19,7 @@ from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.global_state import GlobalState
-from bendtrace.replay.program import Program
+from bendtrace.replay.program import Program, Splicer
 from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stretch
 from bendtrace.source.sites import users_level
 from bendtrace.tape.captured import (
@@ -390,11 +390,13 @@ class TraceTree:
 
     def replay(
         self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...],
-        compiled: bool = False,
+        compiled: bool = False, splicer: Splicer | None = None,
     ) -> Finished | Divergence:  # fmt: skip
         """Run a program, going over to paths that are known from other programs."""
-        result = program.run(arguments, compiled=compiled)
+        result = program.run(arguments, compiled=compiled, splicer=splicer)
         while isinstance(result, Divergence) and not result.known_live:
+            if splicer is not None and result.held is None:
+                break  # nothing may be done again
             known = self._known_elsewhere(names, program, result, arguments)
             if known is None:
                 break
@@ -405,7 +407,7 @@ class TraceTree:
                     has_grown = False
             if not has_grown:
                 break
-            result = program.go_on(result, arguments)
+            result = program.go_on(result, arguments, splicer)
             self._keep_to_limit()
         return result
 

@@ -65,6 +65,7 @@ MACHINERY = (
 )
 TORCH = os.path.dirname(torch.__file__) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_NOT_THE_MODEL = (TORCH, *MACHINERY)
 # Seen from inside, what lies behind this code is not the model: the run itself.
 BEHIND: set[types.CodeType] = set()
 
@@ -86,9 +87,13 @@ def users_level() -> int:
 
 
 def users_frame(frame: FrameType) -> FrameType:
-    """The innermost frame that is not torch's own."""
+    """The innermost frame that is neither torch's own nor the tracer's."""
     found: FrameType | None = frame
-    while found is not None and found.f_code.co_filename.startswith(TORCH):
+    while (
+        found is not None
+        and found.f_code.co_filename.startswith(_NOT_THE_MODEL)
+        and found.f_code not in BEHIND
+    ):
         found = found.f_back
     return found or frame
 

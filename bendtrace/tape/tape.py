@@ -118,10 +118,14 @@ class ModuleCall:
         stop: length of the tape when it ended.
         site: the site of the call, within the parent.
         training: whether the module was in training mode.
+        is_sole: whether nothing but the caller has received the tensor that it returned.
+        context: the grad mode and so on when it ended.
     """
 
     __slots__ = (
         "args",
+        "context",
+        "is_sole",
         "kwargs",
         "module",
         "number",
@@ -153,6 +157,8 @@ class ModuleCall:
         self.output: Any = None
         self.site: Site | None = None
         self.training: bool = False
+        self.is_sole: bool = False
+        self.context: Context | None = None
 
     def __repr__(self) -> str:
         return f"<call {self.number + 1} of {self.path or 'the root'}>"

@@ -191,6 +191,27 @@ class Stage(Protocol):
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
         """Record a call of `function` on the tape as one op, and return its result."""
 
+    @property
+    def follows_script(self) -> bool:
+        """Whether what the run does has been done before (see `recording/script.py`)."""
+
+    def pass_through(
+        self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None
+    ) -> Any:
+        """Let a function replace a result of a node, without an op of its own.
+
+        Args:
+            function: the function.
+            value: the result.
+            scope: the call that returned it; None for an op.
+
+        Returns:
+            What the function returned; None if only an op can tell of it, and nothing was called.
+        """
+
+    def block(self, reason: str) -> None:
+        """Have the recording never be replayed."""
+
     def expect(self, truth: Any, frame: FrameType) -> bool:
         """Return a truth value from a gate; replays continue only while it is the same."""
 

@@ -1,0 +1,295 @@
+"""Splices what is inserted into the code of runs that were recorded without it.
+
+What is known of a model without insertions is the insertion point: a gate goes into the code of a
+segment, at the place where the node has its value, and nothing is recorded for it. That is so where
+what follows is the same whatever the value:
+
+- the gate only receives the output of the node, a tensor, and gives one of the same kind;
+- nobody but the caller of the node has that tensor, so that replacing it in the code replaces it
+  for the model. For modules, that was counted when the run was recorded;
+- nothing has happened by then that must not happen twice, so that a call in which the gate gives
+  something else can begin again (see `gates.again`).
+
+Where one of these does not hold, runs with the insertion are recorded, and kept apart.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, Self
+
+from torch import Tensor
+
+from bendtrace.interject.gates import AfterGate, Through
+from bendtrace.interject.inserter import place_of_node
+from bendtrace.interject.interjection import NodePass
+from bendtrace.interject.knowledge import Knowledge
+from bendtrace.interject.plan import Plan, slots_of
+from bendtrace.interject.structure import Leaf
+from bendtrace.paths.candidates import Candidate, RunNodes
+from bendtrace.recording.effects import Effects, makes_anew, sets_nothing
+from bendtrace.recording.recorder import Recording
+from bendtrace.replay.analysis import Analysis, is_read
+from bendtrace.replay.nodes import Exit, Piece
+from bendtrace.replay.schedule import Unlinked
+from bendtrace.replay.source import Code
+from bendtrace.replay.splices import Splice, Unfit
+from bendtrace.source.sites import Site
+from bendtrace.tape.contexts import Context
+from bendtrace.tape.tape import (
+    Guard,
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    Tape,
+    TensorMeta,
+    Test,
+)
+from bendtrace.torch_rules.functions import OPTIONAL, is_torchs_function
+from bendtrace.torch_rules.writes import works_in_place
+
+__all__ = ["Splicer"]
+
+
+class Splicer:
+    """Gives the code of segments with what is inserted at some places.
+
+    Args:
+        plan: insertions at these places.
+        known: the runs of the model.
+
+    Attributes:
+        is_apart: whether it has turned out that runs with the insertions have to be recorded.
+        calls: how many calls it has served to their end.
+        has_unread: whether the call may come to answers at which no state is known.
+    """
+
+    has_unread = False
+
+    def __init__(self, plan: Plan, known: Knowledge) -> None:
+        self.is_apart = not plan.can_be_spliced
+        self.calls = 0
+        self._slots = plan.slots
+        self._plan = weakref.ref(plan)
+        self._known = known
+        self._gates: dict[str, AfterGate | None] = {}
+        self._splices: dict[int, tuple[Recording, tuple[Splice, ...]]] = {}
+        self._codes: dict[Exit, tuple[int, Code]] = {}
+
+    def __call__(self, exit: Exit) -> Code:
+        """Return the code of an exit.
+
+        Raises:
+            Unfit: there is none.
+        """
+        known = self._codes.get(exit)
+        if known is not None and known[0] == exit.rewrites:
+            return known[1]
+        piece = exit.piece
+        try:
+            mine = [s for s in self._splices_in(piece) if s.lies_in(exit.number, piece.stop)]
+            unfit = next((s for s in mine if not s.is_fit), None)
+            if unfit is not None:
+                raise Unfit(f"{unfit.path!r} is no place where known code can be changed")
+            code = exit.write_spliced(mine) if mine else exit.code
+        except (Unfit, Unlinked) as error:
+            self.is_apart = True
+            raise Unfit(str(error)) from error
+        self._codes[exit] = exit.rewrites, code
+        return code
+
+    def serves(self, plan: Plan) -> Self:
+        """Note the insertions of the call that comes next, which are not kept alive."""
+        self._plan = weakref.ref(plan)
+        return self
+
+    def keeps(self) -> bool:
+        """Whether a call may have to begin again although it went well so far."""
+        return self.has_unread or self.calls < _FIRST
+
+    def _splices_in(self, piece: Piece) -> tuple[Splice, ...]:
+        recording = piece.recording
+        known = self._splices.get(id(recording))
+        if known is None:
+            nodes = self._known.nodes_of(recording)
+            places = _Places(self, nodes, recording, piece.analysis)
+            if not places.is_open:
+                raise Unfit("the run calls code that nothing can be inserted in as one op")
+            found = places.find()
+            known = self._splices[id(recording)] = recording, found
+        return known[1]
+
+    def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
+        """Return the gate at a node; None if nothing is inserted there."""
+        if path not in self._gates:
+            gate = None
+            slots, plan = slots_of(self._slots, "node", node), self._plan()
+            if slots:
+                assert plan is not None
+                at = NodePass(
+                    path, 0, node.module, node.function, node.scope_path, place_of_node(site, scope)
+                )
+                gate = AfterGate(at, slots, Leaf(Tensor, 0), plan)
+                gate.counts = True
+            self._gates[path] = gate
+        return self._gates[path]
+
+
+_FIRST = 3  # calls in which what is inserted may turn out not to fit
+
+
+class _Places:
+    """Finds where gates go in a recorded run.
+
+    Args:
+        splicer: knows what is inserted.
+        nodes: the nodes of the run.
+        recording: the run.
+        analysis: its analysis.
+    """
+
+    def __init__(
+        self, splicer: Splicer, nodes: RunNodes, recording: Recording, analysis: Analysis
+    ) -> None:
+        self._splicer = splicer
+        self._nodes = nodes
+        self._tape: Tape = recording.tape
+        self._analysis = analysis
+        self._positions = [guard.position for guard in self._tape.guards]
+        self._writes = any(op.writes or works_in_place(op) for op in self._tape.ops)
+        # What is inserted at modules that are called inside of an op has to be refused.
+        self.is_open = all(
+            op.kind is not OpKind.CALL
+            or isinstance(op.target, types.MethodWrapperType)
+            or is_torchs_function(op.target)
+            for op in self._tape.ops
+        )
+
+    def find(self) -> tuple[Splice, ...]:
+        """Return the splices in order."""
+        found: list[tuple[int, int, float, Splice]] = []
+        nodes, ops = self._nodes, self._tape.ops
+        for index, path in nodes.of_op.items():
+            op = ops[index]
+            gate = self._splicer.gate(path, nodes.candidates[path], op.site, op.scope)
+            if gate is not None and op.raised is None:
+                is_fit = _is_result(op, self._tape)
+                guards = self._guards_until(index + 1, functools.partial(_is_bound, index))
+                splice = self._splice(index, index + 1, guards, op.context, gate, is_fit)
+                found.append((index + 1, guards, -math.inf, splice))
+        roots = [nodes.events.root, *self._tape.calls]
+        for call in dict.fromkeys(roots):
+            path = nodes.of_call.get(id(call), "")
+            gate = self._splicer.gate(path, nodes.candidates[path], call.site, call.parent)
+            if gate is not None:
+                is_fit = self._is_output(call)
+                index = call.output.index if is_fit else -1
+                guards = self._guards_until(call.stop, functools.partial(_is_asked_in, call))
+                splice = self._splice(index, call.stop, guards, call.context, gate, is_fit)
+                found.append((call.stop, guards, -_depth_of(call), splice))
+        found.sort(key=lambda item: item[:3])
+        return tuple(splice for *_, splice in found)
+
+    def _is_output(self, call: ModuleCall) -> bool:
+        """Whether a call has returned a tensor that it made, and that nobody else has."""
+        output = call.output
+        return (
+            call.is_sole
+            and call is not self._nodes.events.root
+            and type(output) is Ref
+            and output.index >= call.start
+            and isinstance(self._tape.ops[output.index].meta, TensorMeta)
+        )
+
+    def _splice(
+        self,
+        index: int,
+        position: int,
+        guards: int,
+        context: Context | None,
+        gate: AfterGate,
+        is_fit: bool,
+    ) -> Splice:
+        asked = any(
+            guard.index == index and guard.test not in _OF_RESULTS
+            for guard in self._tape.guards[:guards]
+        )
+        is_fit = (
+            is_fit
+            and not asked
+            and position <= self._end
+            and index not in self._outside
+            and index not in self._analysis.computable
+            and not is_read(self._tape.ops[index])
+        )
+        through = Through(gate, self._writes, self._splicer.keeps, position)
+        return Splice(index, position, guards, context, through, gate.at.path, is_fit)
+
+    def _guards_until(self, position: int, precedes: Callable[[Guard], bool]) -> int:
+        """Return how many guards come before the end of a node at a position."""
+        guards = self._tape.guards
+        number = bisect.bisect_left(self._positions, position)
+        while (
+            number < len(guards)
+            and guards[number].position == position
+            and precedes(guards[number])
+        ):
+            number += 1
+        return number
+
+    @functools.cached_property
+    def _end(self) -> int:
+        """The first op that must not be carried out twice."""
+        effects = Effects(self._tape)
+        effects.have_begun()
+        return len(self._tape.ops) if effects.first is None else effects.first
+
+    @functools.cached_property
+    def _outside(self) -> set[int]:
+        """The ops whose values may have memory from before the run."""
+        found: set[int] = set()
+        for op in self._tape.ops:
+            is_new = op.kind is OpKind.CALL and not sets_nothing(op) and makes_anew(op.target)
+            if not op.is_work or not (is_new or found.isdisjoint(op.operands)):
+                found.add(op.index)
+        return found
+
+
+# What is asked of a result before the model receives it.
+_OF_RESULTS = frozenset({Test.RAISED, Test.SAME, Test.OTHER, Test.KIND})
+
+
+def _is_bound(index: int, guard: Guard) -> bool:
+    return guard.index == index and guard.test in _OF_RESULTS
+
+
+def _is_result(op: Op, tape: Tape) -> bool:
+    """Whether an op gives a tensor that was not there before."""
+    return (
+        isinstance(op.meta, TensorMeta)
+        and not op.writes
+        and not works_in_place(op)
+        and op.index not in tape.aliases
+        and op.target not in OPTIONAL
+        and is_torchs_function(op.target)
+    )
+
+
+def _is_asked_in(call: ModuleCall, guard: Guard) -> bool:
+    scope: ModuleCall | None = guard.scope
+    while scope is not None and scope is not call:
+        scope = scope.parent
+    return scope is call
+
+
+def _depth_of(call: ModuleCall) -> int:
+    depth, around = 0, call.parent
+    while around is not None:
+        depth, around = depth + 1, around.parent
+    return depth
