@@ -484,7 +484,9 @@ class Trace(ModelHistory):
                 return v2
         """
         self._require_replayable()
-        return self._program.root.code.text
+        graph = self._program.graph
+        assert graph is not None
+        return graph.beginning.code.text
 
     def replay(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the run on other inputs.
@@ -530,7 +532,7 @@ class Trace(ModelHistory):
         result = self._program.run(values, first=True)
         if isinstance(result, Divergence):
             result.hold.release()
-            mismatch = explain_divergence(result)()
+            mismatch = explain_divergence(result.recording, result.number, result.outcome)()
             raise DivergenceError(mismatch.reason, mismatch.step)
         return result.output
 

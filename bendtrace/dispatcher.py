@@ -19,7 +19,7 @@ from bendtrace.interject.recorded import recorded
 from bendtrace.interject.splicer import Splicer
 from bendtrace.interject.trees import Trees
 from bendtrace.recording.lifting import Lifting
-from bendtrace.recording.recorder import Prefix, Recording
+from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, uninitialized_in
 from bendtrace.recording.script import Script
 from bendtrace.recording.serving import call_itself
@@ -313,13 +313,13 @@ class Dispatcher:
         self,
         call: _Call,
         divergence: Divergence | None = None,
-        prefix: Prefix | Script | None = None,
+        script: Script | None = None,
         lifting: Lifting | None = None,
     ) -> Recording:
         """Record a call, from its start or after a divergence, and note it if the model raises."""
-        reads_states = lifting is not None or (divergence is not None and divergence.is_anew)
+        reads_states = lifting is not None or divergence is not None
         try:
-            return self._recorded(call, prefix, reads_states, lifting)
+            return self._recorded(call, script, reads_states, lifting)
         except Exception as error:
             call.tree.failed(error, divergence)
             raise
@@ -327,14 +327,14 @@ class Dispatcher:
     def _recorded(
         self,
         call: _Call,
-        prefix: Prefix | Script | None = None,
+        script: Script | None = None,
         reads_states: bool = False,
         lifting: Lifting | None = None,
     ) -> Recording:
         """Run the model under the tracer, with what is inserted in it."""
         with self._called():
             return recorded(
-                self._known, self._signature, call.args, dict(call.kwargs), call.plan, prefix,
+                self._known, self._signature, call.args, dict(call.kwargs), call.plan, script,
                 reads_states, lifting, call.splicer,
             )  # fmt: skip
 
@@ -353,19 +353,19 @@ class Dispatcher:
         return output
 
     def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
-        mismatch = explain_divergence(divergence)
+        mismatch = explain_divergence(divergence.recording, divergence.number, divergence.outcome)
         known_live = divergence.known_live
-        prefix = divergence.prefix()
-        if known_live and prefix is None and call.splicer is None:
+        script = divergence.script()
+        if known_live and script is None and call.splicer is None:
             self.stats.live += 1
             call.tree.ran_live(program, divergence)
             with self._called():
                 return call_itself(self._model, call.args, dict(call.kwargs))
-        lifting = program.lifting() if divergence.is_anew else None
+        lifting = program.lifting()
         try:
-            recording = self._traced(call, divergence, prefix, lifting)
+            recording = self._traced(call, divergence, script, lifting)
         finally:
-            divergence.release(prefix)
+            divergence.release(script)
         self.stats.retraces += 1
         self.stats.resumes += 1
         self._mismatch = mismatch
@@ -376,7 +376,7 @@ class Dispatcher:
             return recording.result
         self.stats.traces += 1
         self.stats.live += bool(recording.tape.blockers)
-        call.tree.grow(program, divergence, recording)
+        call.tree.grow(program, recording, divergence)
         return self._kept(recording, program)
 
 

@@ -43,7 +43,7 @@ def _led_back(
         return _run(program, arguments, first, compiled, splicer)
     number = min(program.recording.tape.states)
     return Divergence(
-        program.root, program.recording, number, None, {}, AutocastHold(), is_anew=True
+        program.root, program.recording, number, None, AutocastHold()
     )
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
 from bendtrace.replay import program
+from bendtrace.replay.graph import Graph
 from tests.promise import Inputs, bits, state
 
 Make = Callable[[], Callable[..., Any]]
@@ -25,8 +26,15 @@ Make = Callable[[], Callable[..., Any]]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let no paths join, so that a resumed run is handed all that was computed; or let them."""
     if request.param == "apart":
-        monkeypatch.setattr(program, "may_join", lambda *_: False)
+        monkeypatch.setattr(program, "Graph", _Apart)
     return str(request.param)
+
+
+class _Apart(Graph):
+    """A graph in which no paths join."""
+
+    def __init__(self, *args: Any, joins: bool) -> None:
+        super().__init__(*args, joins=False)
 
 
 class _Ops(TorchDispatchMode):

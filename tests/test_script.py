@@ -115,7 +115,7 @@ def test_a_result_that_was_a_copy_in_the_first_run_is_what_was_there_before(plac
     assert bended.stats == bt.Stats(traces=3, replays=2, retraces=2, resumes=2)
 
 
-prefix, take, of_segment = Divergence.prefix, Script.take, Schedule.of_segment
+script_of, take, of_segment = Divergence.script, Script.take, Schedule.of_segment
 
 
 def held_of(divergence: Divergence, shape: tuple[int, ...]) -> list[int]:
@@ -129,9 +129,9 @@ def test_two_holes_that_are_exchanged_are_noticed(monkeypatch: pytest.MonkeyPatc
         assert self.held is not None
         one, other = held_of(self, (3, 4))[-2:]
         self.held[one], self.held[other] = self.held[other], self.held[one]
-        return prefix(self)
+        return script_of(self)
 
-    monkeypatch.setattr(Divergence, "prefix", exchanged)
+    monkeypatch.setattr(Divergence, "script", exchanged)
     with pytest.raises(AssertionError, match="call"):
         stream()
 
@@ -144,9 +144,9 @@ def test_a_stand_in_that_is_read_is_noticed(
         assert self.held is not None
         for index in held_of(self, shape):
             del self.held[index]
-        return prefix(self)
+        return script_of(self)
 
-    monkeypatch.setattr(Divergence, "prefix", less)
+    monkeypatch.setattr(Divergence, "script", less)
     with pytest.raises(NondeterminismError, match="which no code of the model could reach any"):
         stream()
 

@@ -189,7 +189,7 @@ class CompiledPath(CompiledFunction):
         # Mostly each is a result of its own, in that order.
         self._slots = None if slots_of_leaves == list(range(len(made))) else slots_of_leaves
         past = len(ops) + 1  # where all ops have been carried out, and all guards tested
-        finish = Schedule.of_run(recording, analysis, self._entry, past, recording.tape, leaves)
+        finish = Schedule(recording, analysis, self._entry, {}, start=past, available=leaves)
         self._finish = write_run(finish).function
         self._picked = straight.picked
         self._variables = [(op.args[0], op.meta) for op in ops if op.target is environ]

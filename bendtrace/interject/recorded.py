@@ -10,7 +10,7 @@ from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.splicer import Splicer
 from bendtrace.recording.lifting import Lifting
-from bendtrace.recording.recorder import Prefix, Recording
+from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.script import Script
 
@@ -23,7 +23,7 @@ def recorded(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     plan: Plan | None,
-    prefix: Prefix | Script | None = None,
+    script: Script | None = None,
     reads_states: bool = False,
     lifting: Lifting | None = None,
     splicer: Splicer | None = None,
@@ -36,7 +36,7 @@ def recorded(
         args: the positional arguments.
         kwargs: the keyword arguments.
         plan: the insertions; None for none.
-        prefix: the ops that need not run again.
+        script: what need not run again.
         reads_states: whether the run reads all states where it asks for values.
         lifting: lifts counters of loops; None to lift none.
         splicer: for a run that is kept with those without insertions, splices these in.
@@ -47,7 +47,7 @@ def recorded(
         inserter = LiveInserter(plan, known.registry, known.model, splicer=splicer)
         reads_states = True  # what is inserted must not be called twice
     recording = record(
-        known.model, args, kwargs, signature, prefix, inserter=inserter,
+        known.model, args, kwargs, signature, script, inserter=inserter,
         reads_states=reads_states, lifting=lifting,
     )  # fmt: skip
     if plan is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bendtrace.errors import DivergenceError, InputError, NodePathError, NondeterminismError
@@ -23,19 +24,13 @@ from bendtrace.interject.suffixes import (
     Suffixes,
 )
 from bendtrace.paths.view import Node, find
-from bendtrace.recording.recorder import Prefix, Recording
-from bendtrace.recording.script import Script
-from bendtrace.replay.explain import Mismatch, explain_divergence
-from bendtrace.replay.program import Program
-from bendtrace.replay.source import test_of
-from bendtrace.replay.stretches import (
-    Divergence,
-    Finished,
-    RandomStates,
-    Stretch,
-    have_drawn,
-    random_states,
-)
+from bendtrace.recording.rank_sync import ENDS, joint_call, needs_agreement
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.script import Script, Section
+from bendtrace.replay.explain import explain_divergence
+from bendtrace.replay.raising import departure_by, values_in
+from bendtrace.replay.source import Departure, gives_nothing, test_of
+from bendtrace.replay.stretches import RandomStates, have_drawn, random_states
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import AutocastHold
@@ -43,7 +38,6 @@ from bendtrace.tape.tape import (
     Guard,
     OpKind,
     TensorMeta,
-    Test,
     refs_in,
 )
 from bendtrace.torch_rules.functions import is_gate
@@ -51,45 +45,92 @@ from bendtrace.torch_rules.functions import is_gate
 __all__ = ["from_activations", "told"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Left:
-    """A rest that has left all known paths.
+    """A rest that has left the path of the run that it followed.
 
     Attributes:
-        run: the recorded run that it followed.
+        run: the recorded run.
         prepared: the rest.
-        divergence: where it left the path, as the code of replays records it.
-        position: the first op that was not reached.
-        done: the ops that were run.
-        slots: the given values.
-        random: the states of the random generators at its start.
+        number: the guard of the run that did not hold; -1 - i where op i raised, or did not.
+        outcome: what was found instead.
+        values: the variables of the code so far.
     """
 
     run: KnownRun
     prepared: Prepared
-    divergence: Divergence
-    position: int
-    done: frozenset[int]
-    slots: dict[str, Any]
-    random: RandomStates
+    number: int
+    outcome: Any
+    values: dict[str, Any]
+    slots: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def has_effects(self) -> bool:
-        """Whether anything besides the values of the run has been changed, or may have been."""
-        return have_drawn(self.random) or self.prepared.rest.memory.has_effects(self.done)
+    def position(self) -> int:
+        """The first op that was not carried out."""
+        tape, start = self.prepared.recording.tape, self.prepared.rest.start
+        if self.number >= 0:
+            return max(tape.guards[self.number].position, start)
+        op = tape.ops[-1 - self.number]
+        # Arithmetic that raises leaves no op, a torch function that raises does.
+        return op.index + (op.kind is OpKind.CALL)
+
+    @property
+    def done(self) -> frozenset[int]:
+        """The ops that were carried out."""
+        rest, code, position = self.prepared.rest, self.prepared.code, self.position
+        assert code is not None
+        return rest.available | {i for i in code.code.emitted if i < position}
+
+    @property
+    def passed(self) -> set[Any]:
+        """The tests that the rest has made."""
+        rest = self.prepared.rest
+        return {test_of(guard) for n, guard in rest.guards.items() if self._is_before(n, guard)}
+
+    def _is_before(self, number: int, guard: Guard) -> bool:
+        """Whether a guard was tested before the run was left, or is the guard that failed."""
+        guards, start = self.prepared.recording.tape.guards, self.prepared.rest.start
+        when = max(guard.position, start)
+        if self.number < 0:
+            return when <= -1 - self.number
+        return (when, number) <= (max(guards[self.number].position, start), self.number)
+
+    def other_run(self) -> Recording | None:
+        """Return a run that did the same so far, and then went the other way, if one is known."""
+        number, recording = self.number, self.prepared.recording
+        guards = recording.tape.guards
+        for other in self.run.program.recordings() if number >= 0 else ():
+            its = other.tape.guards
+            if len(its) <= number or not identical(its[number].answer, self.outcome):
+                continue
+            if _asks_alike(its[number], guards[number]) and all(
+                _asks_alike(its[n], guards[n]) and identical(its[n].answer, guards[n].answer)
+                for n in range(number)
+            ):
+                return other
+        return None
+
+    def has_effects(self, random: RandomStates) -> bool:
+        """Whether anything besides the values of the run has been changed, or may have been.
+
+        Args:
+            random: the states of the random generators at its start.
+        """
+        return have_drawn(random) or self.prepared.rest.memory.has_effects(self.done)
 
     @property
     def can_be_resumed(self) -> bool:
         """Whether the model's Python can take over, and find the given values in its way."""
-        ops = self.prepared.recording.tape.ops
-        if self.divergence.position != self.position:
+        tape, position = self.prepared.recording.tape, self.position
+        ops = tape.ops
+        if self.number >= 0 and tape.guards[self.number].position < position:
             return False
         for spots in self.prepared.spots.values():
             for spot in spots:
                 op = ops[spot.index]
                 between = ops[spot.index + 1 : spot.start]
                 if (
-                    spot.start > self.position
+                    spot.start > position
                     or op.kind is not OpKind.CALL
                     or not isinstance(op.meta, TensorMeta)
                     or any(
@@ -99,13 +140,16 @@ class Left:
                     )
                 ):
                     return False
-        return not self.prepared.rest.disturbs(self.done, self.position)
+        return not self.prepared.rest.disturbs(self.done, position)
 
-    def prefix(self) -> Prefix | Script | None:
+    def script(self, hold: AutocastHold) -> Script:
         """Return the ops that the model's Python need not run again."""
-        for cut in self.prepared.cuts:
-            self.divergence.values[f"v{cut.index}"] = self.slots[f"s{cut.slot}"]
-        return self.divergence.prefix()
+        tape, done = self.prepared.recording.tape, self.done
+        held = {i: value for i, value in values_in(self.values).items() if i in done}
+        held.update((i, None) for i in done if gives_nothing(tape.ops[i]))
+        held.update((cut.index, self.slots[f"s{cut.slot}"]) for cut in self.prepared.cuts)
+        section = Section(tape, -1, self.number)
+        return Script([section], self.outcome, held, None, hold, is_exact=True)
 
     def agrees_with(self, recording: Recording) -> bool:
         """Return whether all decisions so far agree, so that a run belongs to the program."""
@@ -121,53 +165,10 @@ class Left:
         )
 
 
-def owner_of(program: Program, recording: Recording, number: int) -> tuple[Stretch, int]:
-    """Return the code that tests a guard of a run, and the guard's number in it."""
-    stretch = next(own for own, _ in program.stretches() if own.recording is recording)
-    while (parent := stretch.parent) is not None:
-        if number < 0:
-            if -1 - number >= stretch.start:
-                break
-        else:
-            guard = stretch.recording.tape.guards[number]
-            branch = next(
-                n for n, sides in parent.sides.items() for side in sides if side.target is stretch
-            )
-            twin = next(
-                (
-                    n
-                    for n, other in enumerate(parent.recording.tape.guards)
-                    if (other.position, test_of(other)) == (guard.position, test_of(guard))
-                    and (other.position < stretch.start or n == branch)
-                ),
-                None,
-            )
-            if twin is None:
-                break
-            number = twin
-        stretch = parent
-    return stretch, number
-
-
-def other_side(owner: Stretch, number: int, outcome: Any, recording: Recording) -> Recording | None:
-    """Return the run in which a guard had another outcome; None if none is known."""
-    tape = owner.recording.tape
-    own = tape.guards[number].expected if number >= 0 else tape.ops[-1 - number].raised
-    is_identity = number >= 0 and tape.guards[number].test in (Test.SAME, Test.OTHER)
-    if owner.recording is not recording and not is_identity and identical(own, outcome):
-        return owner.recording
-    side = owner.side(number, outcome)
-    return None if side is None or side.target is None else side.target.recording
-
-
-def is_before(number: int, guard: Guard, divergence: Divergence) -> bool:
-    """Return whether a guard was tested before a run was left, or is the guard that failed."""
-    start = divergence.stretch.start
-    when = max(guard.position, start)
-    left = divergence.guard
-    if left is None:
-        return when <= -1 - divergence.number
-    return (when, number) <= (max(left.position, start), divergence.number)
+def _asks_alike(one: Guard, other: Guard) -> bool:
+    """Whether the guards of two runs test the same of the same op."""
+    is_same = one.test is other.test or (one.is_on_identity and other.is_on_identity)
+    return is_same and (one.position, one.index) == (other.position, other.index)
 
 
 def from_activations(
@@ -288,7 +289,7 @@ class _Run:
                             "an insertion may read what the rest changes, and a recorded run "
                             "changes that at its end: pass the model's arguments as well"
                         )
-                elif prepared.stretch is not None:
+                elif prepared.code is not None:
                     hold = AutocastHold()
                     try:
                         return self._gone_through(run, prepared, hold, tree, plan)
@@ -362,38 +363,61 @@ class _Run:
         slots = self._rests.values_for(prepared)
         values = dict(slots)
         random = () if prepared.rest.is_straight else random_states()
-        passed: frozenset[Any] = frozenset()
+        passed: set[Any] = set()
         seen: set[tuple[int, int]] = set()
         while True:
-            stretch, rest = prepared.stretch, prepared.rest
-            assert stretch is not None
-            result = run.program.carry_out(stretch, run.arguments, dict(values), hold)
-            if isinstance(result, Finished):
+            left = self._carry_out(run, prepared, dict(values), hold)
+            if not isinstance(left, Left):
                 if plan is not None:
                     plan.ran(prepared.recording)
-                return result.output
-            position = result.position
-            done = rest.available | {i for i in stretch.code.emitted if i < position}
-            passed |= {
-                test_of(guard) for n, guard in rest.guards.items() if is_before(n, guard, result)
-            }
-            owner, number = owner_of(run.program, prepared.recording, result.number)
-            known = other_side(owner, number, result.outcome, prepared.recording)
-            following = None
-            if known is not None and (id(known), position) not in seen:
-                seen.add((id(known), position))
+                return left
+            passed |= left.passed
+            known, following = left.other_run(), None
+            if known is not None and (id(known), left.position) not in seen:
+                seen.add((id(known), left.position))
                 other = KnownRun(run.program, known, run.arguments, run.missing)
-                following = self._following(other, position, done, passed)
+                following = self._following(other, left.position, left.done, frozenset(passed))
             if following is None:
-                divergence = Divergence(
-                    owner, owner.recording, number, result.outcome, result.values, hold
-                )
-                why = explain_divergence(result)()
-                del result
-                left = Left(run, prepared, divergence, position, done, slots, random)
-                return self._gone_on(left, why, tree, plan)
+                left.slots = slots
+                return self._gone_on(left, random, hold, tree, plan)
             slots = {**self._rests.values_for(following), **slots}
-            run, prepared, values = other, following, {**slots, **result.values}
+            run, prepared, values = other, following, {**slots, **left.values}
+
+    def _carry_out(
+        self, run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: AutocastHold
+    ) -> Any:
+        """Run the code of a rest; return its result, or a `Left` if it follows another path."""
+        model, tape = run.program.recording.environment.function, prepared.recording.tape
+        if not needs_agreement(model, run.program.recording.tape):
+            return self._result(run, prepared, values, hold)
+        with joint_call(model, goes_on=True) as joint:
+            if joint is not None:
+                joint.follows(tape)
+            result = self._result(run, prepared, values, hold)
+            if joint is not None and isinstance(result, Left):
+                joint.leaves(result)
+            elif joint is not None:
+                joint.ends(result)
+            return result
+
+    @staticmethod
+    def _result(
+        run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: AutocastHold
+    ) -> Any:
+        rest = prepared.code
+        assert rest is not None
+        if rest.casts:
+            hold.take()
+        try:
+            result = rest.code.function(run.arguments, values)
+        except Exception as error:
+            result = departure_by(error, prepared.recording, rest.code)
+            if result is None:
+                raise
+        if type(result) is not Departure:
+            return result
+        outcome = copy.deepcopy(result.outcome) if type(result.outcome) is list else result.outcome
+        return Left(run, prepared, result.guard, outcome, {**values, **result.values})
 
     def _following(
         self, run: KnownRun, start: int, done: frozenset[int], passed: frozenset[Any]
@@ -406,22 +430,30 @@ class _Run:
             return None  # it does not reach the nodes
         if prepared.rest.lacks:
             raise InputError(self._rests.explained(prepared, prepared.rest.lacks[0]))
-        return prepared if prepared.stretch is not None else None
+        return prepared if prepared.code is not None else None
 
     # Where no recorded run goes
 
-    def _gone_on(self, left: Left, why: Mismatch, tree: TraceTree, plan: Plan | None) -> Any:
+    def _gone_on(
+        self,
+        left: Left,
+        random: RandomStates,
+        hold: AutocastHold,
+        tree: TraceTree,
+        plan: Plan | None,
+    ) -> Any:
         """Continue where no recorded run went, or none that can be continued."""
+        why = explain_divergence(left.prepared.recording, left.number, left.outcome)()
         if left.run.missing:
             raise DivergenceError(
                 f"the rest of the model takes a path that no recorded run took: {why.reason}; "
                 "pass the model's arguments as well, or call it with such values first",
                 why.step,
             )
-        has_effects = left.has_effects
+        has_effects = left.has_effects(random)
         if left.can_be_resumed:
             try:
-                return self._resumed(left, tree, plan)
+                return self._resumed(left, hold, tree, plan)
             except NondeterminismError as error:
                 if has_effects:
                     raise DivergenceError(
@@ -430,7 +462,7 @@ class _Run:
                         "already been run. Call the module with these arguments first",
                         why.step,
                     ) from error
-        left.divergence.hold.release()
+        hold.release()
         if has_effects:
             raise DivergenceError(
                 f"{why.reason}, and the rest cannot continue from here: the operations run so "
@@ -440,23 +472,24 @@ class _Run:
             )
         return self._live()
 
-    def _resumed(self, left: Left, tree: TraceTree, plan: Plan | None) -> Any:
+    def _resumed(self, left: Left, hold: AutocastHold, tree: TraceTree, plan: Plan | None) -> Any:
         """Continue with the model's own Python, and keep the path that it takes."""
-        model, divergence = self._model, left.divergence
-        prefix = left.prefix()
+        model, script = self._model, left.script(hold)
         try:
             recording = recorded(
-                model._known, model._signature, self._args, self._kwargs, plan, prefix
-            )
+                model._known, model._signature, self._args, self._kwargs, plan, script,
+                reads_states=True,
+            )  # fmt: skip
         finally:
-            divergence.release(prefix)
+            script.values.clear()
+            left.values.clear()
         model.stats.retraces += 1
         model.stats.resumes += 1
         output, recording.result = recording.result, None
         if left.agrees_with(recording) and not recording.is_transient:
             model.stats.traces += 1
             model.stats.live += bool(recording.tape.blockers)
-            tree.grow(left.run.program, divergence, recording)
+            tree.grow(left.run.program, recording)
         else:
             model.stats.live += 1
         self._require_one_pass(recording)
@@ -476,3 +509,6 @@ class _Run:
     def _live(self) -> Any:
         """Call the model with the given values instead of its own."""
         return call_with(self._model, self._given, self._args, self._kwargs, bended=self._bended)
+
+
+ENDS.add(_Run._carry_out.__code__)

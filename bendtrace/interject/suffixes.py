@@ -30,8 +30,7 @@ from bendtrace.replay.cut_points import Cut, Lack, argument_of
 from bendtrace.replay.explain import explain_check
 from bendtrace.replay.program import Program
 from bendtrace.replay.source import Code
-from bendtrace.replay.stretches import Stretch
-from bendtrace.replay.suffix import Suffix, write_rest
+from bendtrace.replay.suffix import Rest, Suffix, write_rest
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import Access, Captured
 from bendtrace.tape.tape import OpKind
@@ -68,14 +67,14 @@ class Prepared:
         spots: where on its tape the value of each node is given.
         cuts: the same, by op.
         rest: the required ops.
-        stretch: its code; None if it cannot be run.
+        code: the same as code; None if it cannot be run.
     """
 
     recording: Recording
     spots: dict[str, tuple[Spot, ...]]
     cuts: list[Cut]
     rest: Suffix
-    stretch: Stretch | None = None
+    code: Rest | None = None
 
 
 class Suffixes:
@@ -146,7 +145,7 @@ class Suffixes:
         )  # fmt: skip
         prepared = Prepared(recording, spots, cuts, rest)
         if not (rest.unclear or rest.lacks or rest.is_too_late()):
-            prepared.stretch = write_rest(rest, analysis, program.global_state.context)
+            prepared.code = write_rest(rest, analysis, program.global_state.context)
         return prepared
 
     def _require_same(self, tree: Tree, text: str) -> None:

@@ -111,7 +111,7 @@ def fast_path_for(
     context, unchanged = current_context(), _GlobalState().check
     grad = context.grad
     unheeded: set[Any] = set()
-    is_behind = writer.prefix is not None
+    is_behind = writer.is_behind
 
     def renew() -> None:
         nonlocal context, grad, unchanged

@@ -39,11 +39,10 @@ from bendtrace.recording.script import Script
 from bendtrace.recording.states import States
 from bendtrace.recording.texts import Texts, goes_to_screen
 from bendtrace.recording.values import TRACED_AS, Values
-from bendtrace.recording.writer import Prefix, Writer
+from bendtrace.recording.writer import Writer
 from bendtrace.source.sites import BEHIND, Site, definition, user_place, users_frame
 from bendtrace.source.usage import only_tests
 from bendtrace.tape.captured import Captured, CaptureKind
-from bendtrace.tape.contexts import AutocastHold
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, Test, raised_by
 from bendtrace.tape.watchers import Inserter, Observer, StopRun, set_around, unwatched
 from bendtrace.torch_rules.arrays import SharedArrays, may_share
@@ -67,7 +66,7 @@ from bendtrace.torch_rules.intercepts import INTERCEPT_CODES, watching
 from bendtrace.torch_rules.monkeypatches import asked, may_be_patched
 from bendtrace.torch_rules.transforms import REGISTERS, HandleOfRun, registers
 
-__all__ = ["Prefix", "Recorder", "Recording"]
+__all__ = ["Recorder", "Recording"]
 
 # Longer results of `tolist` are guarded as a whole, not turned into traced scalars.
 _LONG_LIST = 256
@@ -79,7 +78,7 @@ class Recorder(TorchFunctionMode):
     Args:
         function: what is going to be run.
         environment: what the run can read.
-        prefix: for a resumed run, the ops carried out before, or a script of them.
+        script: for a resumed run, what was done before.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values (`states.py`).
@@ -91,7 +90,7 @@ class Recorder(TorchFunctionMode):
         self,
         function: Callable[..., Any],
         environment: Environment,
-        prefix: Prefix | Script | None = None,
+        script: Script | None = None,
         observer: Observer | None = None,
         inserter: Inserter | None = None,
         reads_states: bool = False,
@@ -108,28 +107,22 @@ class Recorder(TorchFunctionMode):
         self.environment = environment
         self._function = function
         self._start = definition(function)
-        self._writer = Writer(environment, prefix, INTERCEPT_CODES | {Recorder._outcome.__code__})
+        self._writer = Writer(environment, script, INTERCEPT_CODES | {Recorder._outcome.__code__})
         self.tape: Tape = self._writer.tape
         self._values = Values(self._writer, environment, self, self._start, observer)
         self._encoder = Encoder(self._values)
         self._ran = ran()
         self._within = False  # in one op, during which the mode stays switched on
         self._texts = Texts(self._writer, self._as_one)
-        if not isinstance(prefix, Prefix) and not is_one_of_several():
-            outermost = Recorder._outcome.__code__
-            self._states = States(
-                self._writer,
-                self._values,
-                environment,
-                outermost,
-                reads_states,
-                inserter,
-                self._texts,
-            )
-            self._writer.read_state = self._read_state
-            self._writer.goes_on_from = self._goes_on_from
-            if lifting is not None:
-                lifting.begin(self._writer, self._values, self._lifted, outermost)
+        outermost = Recorder._outcome.__code__
+        reads_states = reads_states or is_one_of_several()  # which cannot begin again by itself
+        self._states = States(
+            self._writer, self._values, environment, outermost, reads_states, inserter, self._texts
+        )
+        self._writer.read_state = self._read_state
+        self._writer.goes_on_from = self._goes_on_from
+        if lifting is not None:
+            lifting.begin(self._writer, self._values, self._lifted, outermost)
         self._numbers = Numbers(self._writer, self._values, self._encoder, self._texts, inserter)
         self._compares = self._numbers.compares
         scopes = Scopes(
@@ -354,8 +347,8 @@ class Recorder(TorchFunctionMode):
         self, op: Op, func: Any, args: Any, kwargs: dict[str, Any], out: Any, frame: FrameType
     ) -> None:
         """Watch the arrays in the arguments of an op, if its result shares their memory."""
-        prefix, again = self._writer.prefix, None
-        if prefix is not None and op.index in prefix.values:
+        again = None
+        if op.index in self._writer.handed:
             again = functools.partial(unwatched, func, args, kwargs)
         self._arrays.gave(op, (*args, *kwargs.values()), out, again, frame)
         if self._arrays and self._fast_path is not None:
@@ -401,11 +394,11 @@ class Recorder(TorchFunctionMode):
 
     def _carry_out(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op (or, resumed, take its earlier result)."""
-        prefix, error = self._writer.prefix, None
-        if prefix is not None and op.index in prefix.values:
+        handed, error = self._writer.handed, None
+        if op.index in handed:
             if op.writes:
                 self._values.facts.clear()
-            out = prefix.values[op.index]
+            out = handed[op.index]
             self._writer.ask_unasked(inside=True)
         else:
             out, error = self._tried(op, func, args, kwargs)
@@ -419,12 +412,12 @@ class Recorder(TorchFunctionMode):
         self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, Exception | None]:
         """Run an op; return its result, and what it raised."""
-        prefix = self._writer.prefix
+        errors = self._writer.errors
         self._ran.leave()  # code inside one op is not the run's own
         outer, self._writer.is_inside = self._writer.is_inside, True
         try:
-            if prefix is not None and op.index in prefix.errors:
-                raise prefix.errors[op.index]
+            if op.index in errors:
+                raise errors[op.index]
             if self._observer is None:
                 out = unwatched(func, args, kwargs)
             else:
@@ -609,7 +602,7 @@ class Recorder(TorchFunctionMode):
 
     def hand_over(self, values: dict[int, Any]) -> None:
         """Take values that an earlier run has computed, by op, instead of computing them again."""
-        self._writer.prefix = Prefix([], values, {}, AutocastHold())
+        self._writer.handed = values
 
     def state(self, tensor: Tensor) -> Captured | None:
         """Return the captured value for a tensor (see `watchers.Stage`)."""

@@ -17,7 +17,7 @@ from bendtrace.errors import InputError
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.probes import look_once
 from bendtrace.recording.rank_sync import ENDS, recorded_call
-from bendtrace.recording.recorder import Prefix, Recorder, Recording
+from bendtrace.recording.recorder import Recorder, Recording
 from bendtrace.recording.script import Script
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.watchers import Inserter, Observer
@@ -135,7 +135,7 @@ def record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     signature: Signature,
-    prefix: Prefix | Script | None = None,
+    script: Script | None = None,
     observer: Observer | None = None,
     inserter: Inserter | None = None,
     reads_states: bool = False,
@@ -149,7 +149,7 @@ def record(
         args: its positional arguments.
         kwargs: its keyword arguments.
         signature: names the arguments.
-        prefix: for a resumed run, the ops carried out before.
+        script: for a resumed run, what was done before.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values.
@@ -168,7 +168,7 @@ def record(
             "it once first"
         )
     recorder = Recorder(
-        function, environment, prefix, observer, inserter, reads_states, keeps_errors,
+        function, environment, script, observer, inserter, reads_states, keeps_errors,
         lifting,
     )  # fmt: skip
     exchanged = _Arguments(recorder)
@@ -176,7 +176,7 @@ def record(
     given = [exchanged.given[name] for name in signature.names(args, kwargs)]
     try:
         with recorded_call(
-            function, environment.names, recorder.tape, goes_on=prefix is not None
+            function, environment.names, recorder.tape, goes_on=script is not None
         ) as joint:
             recording = recorder.run(
                 tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))

@@ -189,6 +189,8 @@ class Script:
         held: the values that it has at its end, by the ops of the last section.
         error: what the last op raised; None if the script ends with a question.
         hold: keeps autocast's cache until the script is over.
+        is_exact: whether ops whose results are not held are carried out again, so that there are no
+            stand-ins, and questions are asked as they come.
 
     Attributes:
         values: the results of ops, by their numbers in the run that follows the script.
@@ -211,6 +213,7 @@ class Script:
         held: Mapping[int, Any],
         error: Exception | None,
         hold: AutocastHold,
+        is_exact: bool = False,
     ) -> None:
         self.values: dict[int, Any] = {}
         self.errors: dict[int, Exception] = {}
@@ -224,6 +227,7 @@ class Script:
         self._questions: list[_Question] = []
         self._objects: dict[Name, Any] = {}
         self._raised: dict[int, Raised | None] = {}  # by steps whose errors the model catches
+        self._is_exact = is_exact
         self._error = error
         self._taken = self._asked = 0
         # Of the run that follows the script: names by ops, and ops by names.
@@ -241,7 +245,8 @@ class Script:
             handed = self._read(section, names, last)
         for index, value in held.items():
             self._learn(names.of(index), value)
-        self._learn_from_answers()
+        if not is_exact:
+            self._learn_from_answers()
         if not self._steps and not self._questions:
             self._end()
 
@@ -416,13 +421,14 @@ class Script:
             if (writer := self._indices.get(step.names.known(wrote))) is not None
         }
         self._name(op.index, number)
-        raised = self._raised.get(number)
-        if raised is not None:
-            is_held = step.is_known and isinstance(step.value, Exception)
-            self.errors[op.index] = step.value if is_held else _error_like(*raised)
+        raised = None if self._is_exact else self._raised.get(number)
+        if step.is_known and isinstance(step.value, Exception):
+            self.errors[op.index] = step.value
+        elif raised is not None:
+            self.errors[op.index] = _error_like(*raised)
         elif self._error is not None and self._taken == len(self._steps):
             self.errors[op.index] = self._error
-        else:
+        elif step.is_known or not self._is_exact:
             self._objects[number] = self.values[op.index] = self._value_of(step, number)
         if self._taken == len(self._steps) and self._asked == len(self._questions):
             self._end()
@@ -441,7 +447,7 @@ class Script:
         its = map_refs(step.names.arguments(before), lambda ref: Ref(self.first(ref.index)))
         if identical(mine, its) or _text(mine) == _text(its):
             return True
-        if not self.is_merged:
+        if self._is_exact or not self.is_merged:
             return False
         mine, its = (
             map_refs(some, lambda ref: id(self._object(ref.index))) for some in (mine, its)
@@ -521,8 +527,10 @@ class Script:
             path, name = (name[2], *path), name[1]
         return path, self._steps[name] if type(name) is int else None
 
-    def _is_exact(self, name: Name) -> bool:
+    def _is_of_call(self, name: Name) -> bool:
         """Whether the value of a name is that of this call."""
+        if self._is_exact:
+            return True
         path, step = self._rooted(self.first(name))
         return step is None or step.is_known or (path != () and path in step.elements)
 
@@ -536,7 +544,7 @@ class Script:
         Returns:
             A tuple with the result; None if the arithmetic can be done.
         """
-        if all(self._is_exact(self._name_of(index)) for index in operands):
+        if all(self._is_of_call(self._name_of(index)) for index in operands):
             return None
         step = self._steps[self._taken] if self._taken < len(self._steps) else None
         if step is None or step.op.kind is not OpKind.SCALAR or step.op.target != function:
@@ -578,7 +586,7 @@ class Script:
     def _end(self) -> None:
         self.is_active = False
         for index, name in self._names.items():
-            if not self._is_exact(name):
+            if not self._is_of_call(name):
                 path, step = self._rooted(self.first(name))
                 assert step is not None
                 meta = step.tape.ops[step.index].meta

@@ -428,11 +428,10 @@ class Values:
                     known.ref, known.parent, known.key = None, ref, (*path, i)
                     known.graphless = False
                     known.version = version_of(item)
-                    if at_once or self._was_taken(ref, (*path, i)):
+                    if at_once:
                         known.ref = element = self.element(ref, (*path, i), item)
-                        if at_once:
-                            op = self.tape.ops[ref.index]
-                            self._guard_identity(op, element.index, None, frame)
+                        op = self.tape.ops[ref.index]
+                        self._guard_identity(op, element.index, None, frame)
             elif type(item) in TRACED_AS:
                 source = (ref, (*path, i))
                 item = self.traced(TRACED_AS[type(item)], item, source, frame, 1 + len(path))
@@ -448,18 +447,6 @@ class Values:
         if kind not in (tuple, list):
             return build(kind, bound, attributes_of(out)), tuple(metas)
         return kind(bound), tuple(metas)
-
-    def _was_taken(self, ref: Ref, path: tuple[Any, ...]) -> bool:
-        """Return whether a resumed run takes out an element next, as it did before.
-
-        It was a different tensor then, which already had a name, and was compared with that one.
-        """
-        for key in path:
-            known = self._elements.get((ref.index, key))
-            if known is None:
-                return self._writer.did_next(operator.getitem, (ref, key))
-            ref = known
-        return False
 
     def exchange(self, old: Tensor, new: Tensor, ref: Ref) -> bool:
         """Let a tensor take the place of another; return False if it has a name of its own."""

@@ -17,8 +17,8 @@ from bendtrace.errors import NondeterminismError
 from bendtrace.recording.script import Script, counts
 from bendtrace.source.sites import Site, SiteTable, user_place
 from bendtrace.source.usage import compares_items
-from bendtrace.tape.captured import Access, CaptureKind
-from bendtrace.tape.contexts import AutocastHold, current_context, current_settings
+from bendtrace.tape.captured import CaptureKind
+from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.tape import (
     Guard,
     ModuleCall,
@@ -29,37 +29,11 @@ from bendtrace.tape.tape import (
     Tape,
     Test,
     is_handled,
-    map_refs,
 )
 from bendtrace.torch_rules.functions import reads_metadata, said_of
 from bendtrace.torch_rules.writes import Writes
 
-__all__ = ["Known", "Prefix", "Writer"]
-
-
-class Prefix:
-    """The part of a run that was replayed before it diverged.
-
-    Attributes:
-        ops: the tape up to the divergence.
-        values: the values that the replay computed, by op; ops without a value are run again.
-        errors: errors that ops raised in the replay.
-        hold: keeps autocast's cache until the run is past the prefix.
-    """
-
-    __slots__ = ("errors", "hold", "ops", "values")
-
-    def __init__(
-        self,
-        ops: list[Op],
-        values: dict[int, Any],
-        errors: dict[int, Exception],
-        hold: AutocastHold,
-    ) -> None:
-        self.ops: list[Op] = ops
-        self.values: dict[int, Any] = values
-        self.errors: dict[int, Exception] = errors
-        self.hold: AutocastHold = hold
+__all__ = ["Known", "Writer"]
 
 
 class Known(weakref.ref[Tensor]):
@@ -88,7 +62,7 @@ class Writer:
 
     Args:
         environment: the values that the run can read.
-        prefix: for a resumed run, the ops that were run before, or a script of them.
+        script: for a resumed run, what was done before.
         boundaries: code at which the chain of calls to an op ends.
 
     Attributes:
@@ -100,7 +74,8 @@ class Writer:
         facts: the metadata of tensors that were asked for since the latest question, by op and
             function. Which were asked for before does not matter from a question on, where runs
             that came to it on different ways are in the same state.
-        prefix: as given, until the run is over.
+        handed: results of ops that need not be carried out, by op.
+        errors: errors that ops raise without being carried out, by op.
         gone_astray: the error of a resumed run that behaved differently than before.
         writes: tracks writes to tensors.
         is_behind: whether the run is repeating what the resumed run did.
@@ -116,7 +91,7 @@ class Writer:
     def __init__(
         self,
         environment: Environment,
-        prefix: Prefix | Script | None,
+        script: Script | None,
         boundaries: frozenset[CodeType],
     ) -> None:
         self.tape: Tape = Tape(blockers=list(environment.blockers))
@@ -125,20 +100,17 @@ class Writer:
         self.known: dict[int, Known] = {}
         self.aliases: dict[int, int] = self.tape.aliases
         self.facts: dict[tuple[int, Any], Any] = {}
-        self.prefix = prefix
         self.gone_astray: NondeterminismError | None = None
         self.writes: Writes = Writes()
         self.given: list[Any] = []
         self._environment = environment
-        given = () if prefix is None else environment.arguments
-        self._arguments = tuple(part.value for part in given if part.access is Access.ROOT)
-        self.script: Script | None = prefix if isinstance(prefix, Script) else None
-        if self.script is not None:
-            self.script.begin(self.aliases, _tensors_in(environment))
-        self._resumed = len(prefix.ops) if isinstance(prefix, Prefix) else 0
-        self.is_behind: bool = self._resumed > 0 or (
-            self.script is not None and self.script.is_active
-        )
+        self.script = script
+        self.handed: dict[int, Any] = {}
+        self.errors: dict[int, Exception] = {}
+        if script is not None:
+            script.begin(self.aliases, _tensors_in(environment))
+            self.handed, self.errors = script.values, script.errors
+        self.is_behind: bool = script is not None and script.is_active
         self.read_state: Callable[[int, Test, Any], State | None] | None = None
         self.goes_on_from: Callable[[State, Any], None] | None = None
         self.before_question: Callable[[FrameType], None] | None = None
@@ -151,9 +123,9 @@ class Writer:
 
     def close(self) -> None:
         """Release the objects of the caller, and the values computed before."""
-        if self.prefix is not None:
-            self.prefix.hold.release()
-        self._arguments, self.prefix, self.given = (), None, []
+        if self.script is not None:
+            self.script.hold.release()
+        self.handed, self.errors, self.given = {}, {}, []
         self.known.clear()  # torch refuses to swap tensors that have weak references
         self.writes.begin()
 
@@ -166,8 +138,7 @@ class Writer:
         if self.gone_astray is not None:
             raise self.gone_astray
         self.ask_unasked()
-        is_followed = self.script is not None and self.script.is_active
-        if self._resumed > len(self.tape.ops) or is_followed:
+        if self.script is not None and self.script.is_active:
             raise NondeterminismError("the resumed run ended before the point where it diverged")
 
     def name_as(self, index: int, first: int) -> None:
@@ -193,11 +164,8 @@ class Writer:
         """
         ops = self.tape.ops
         site = None if frame is None else self.site(frame)
-        if len(ops) < self._resumed:
-            self._name_again(kind, target)
-        elif self.script is not None and self.script.is_active:
-            pass
-        elif self.prefix is not None and self.prefix.hold.release():
+        script = self.script
+        if script is not None and not script.is_active and script.hold.release():
             self.forgot_casts()
         op = Op(len(ops), kind, target, args, kwargs, self.scope, site, current_context())
         if torch.get_default_dtype() is not self._dtype:
@@ -206,19 +174,8 @@ class Writer:
         if kind is OpKind.CALL and current_settings() != self._settings:
             place = user_place(sys._getframe(1))
             self.tape.block(f"at {place} the run has changed a torch setting")
-        if self.script is not None:
+        if script is not None:
             self._follow(op)
-        elif op.index < self._resumed:
-            assert isinstance(self.prefix, Prefix)
-            before = self.prefix.ops[op.index]
-            if not before.does_the_same_as(op) and not self._means_the_same(before, op):
-                self.gone_astray = NondeterminismError(
-                    f"the resumed run did {op} where it did {before} before, with all guards equal"
-                    + (f" (at {site.place})" if site is not None else "")
-                )
-                raise self.gone_astray
-            op.reads, op.writes = before.reads, before.writes
-            self.writes.repeat(op)
         counters = self.tape.counters
         if counters and kind is OpKind.SCALAR and op.operands:
             if counters.issuperset(op.operands):
@@ -229,19 +186,11 @@ class Writer:
     def begin(self) -> None:
         """Prepare for an op, before its arguments are encoded."""
         self.writes.begin()
-        if self.is_behind and len(self.tape.ops) >= self._resumed:
+        if self.is_behind:
             if self.script is not None and self.script.is_active:
                 return
             self.is_behind = False
             self._renew_versions()
-
-    def did_next(self, target: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether the next op of a resumed run, according to its prefix, is this call."""
-        position = len(self.tape.ops)
-        if not isinstance(self.prefix, Prefix) or position >= self._resumed:
-            return False
-        op = self.prefix.ops[position]
-        return bool(op.target is target and op.args == args)
 
     def guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
         """Add a guard on the value of op `index`."""
@@ -366,7 +315,7 @@ class Writer:
         self._add(Guard(len(self.tape.ops), op.index, Test.RAISED, op.raised, "", scope, site))
 
     def _renew_versions(self) -> None:
-        """Separate names that the prefix has made stale from those that are still valid."""
+        """Separate names that the script has made stale from those that are still valid."""
         if self.script is not None:
             for index, meta in self.script.dead.items():
                 self.tape.ops[index].meta = meta
@@ -380,50 +329,3 @@ class Writer:
         ]
         for tensor in self.writes.stale_names(named):
             self.known[id(tensor)].version = -1
-
-    def _name_again(self, kind: OpKind, target: Any) -> None:
-        """Keep in step with a run for which two tensors have become one.
-
-        Its prefix names the tensor a second time, from another place of the model's state.
-        """
-        assert isinstance(self.prefix, Prefix)
-        ops = self.tape.ops
-        while len(ops) < self._resumed:
-            before = self.prefix.ops[len(ops)]
-            if before.kind is not OpKind.STATE:
-                return
-            if kind is OpKind.STATE and before.target.named == target.named:
-                return
-            try:
-                tensor = before.target.read(self._arguments)
-            except (LookupError, AttributeError, TypeError):
-                return
-            known = self.known.get(id(tensor))
-            if known is None or known() is not tensor or known.ref is None:
-                return
-            part = self._environment.find(tensor)
-            again = Op(
-                len(ops), OpKind.STATE, part, (), {}, before.scope, before.site, before.context
-            )
-            again.meta = before.meta
-            self.name_as(again.index, known.ref.index)
-            ops.append(again)
-
-    def _means_the_same(self, before: Op, op: Op) -> bool:
-        """Return whether two ops differ only in the name that they use for a tensor.
-
-        In the replay that diverged an op may have returned its input, although it returned a copy
-        when it was recorded: now that input has two names.
-        """
-
-        def first_name(ref: Ref) -> Ref:
-            return Ref(self.aliases.get(ref.index, ref.index))
-
-        if before.kind is OpKind.STATE and op.kind is OpKind.STATE:
-            return before.target.read(self._arguments) is op.target.read(self._arguments)
-        arguments = [map_refs((some.args, some.kwargs), first_name) for some in (before, op)]
-        return (
-            arguments[0] == arguments[1]
-            and before.kind is op.kind
-            and (before.target == op.target or str(before.target) == str(op.target))
-        )

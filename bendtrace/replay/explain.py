@@ -17,7 +17,6 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.guard_code import Check
 from bendtrace.replay.program import Program
-from bendtrace.replay.stretches import Divergence
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.tape import (
     Guard,
@@ -78,13 +77,18 @@ def _explain_part(check: Check, arguments: tuple[Any, ...]) -> Mismatch:
     return Mismatch(reason, recorded, _short(new) if isinstance(new, Tensor) else new)
 
 
-def explain_divergence(divergence: Divergence) -> Callable[[], Mismatch]:
-    """Return what says why a replay could not go on; it holds none of the replay's values."""
-    recording, number = divergence.recording, divergence.number
-    if divergence.guard is not None:
-        return functools.partial(explain_guard, recording, number, divergence.outcome)
+def explain_divergence(recording: Recording, number: int, outcome: Any) -> Callable[[], Mismatch]:
+    """Return what says why a replay could not go on; it holds none of the replay's values.
+
+    Args:
+        recording: the run that was repeated.
+        number: the guard that did not hold; -1 - i where op i raised, or did not.
+        outcome: what was found instead.
+    """
+    if number >= 0:
+        return functools.partial(explain_guard, recording, number, outcome)
     op = recording.tape.ops[-1 - number]
-    reason = _of_error(op, op.raised, divergence.outcome)
+    reason = _of_error(op, op.raised, outcome)
     return lambda: Mismatch(reason)
 
 

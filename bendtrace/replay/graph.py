@@ -17,7 +17,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.comparison import Names, agree, does_something
-from bendtrace.replay.joining import may_join, unread_in
+from bendtrace.replay.joining import know_states, unread_in
 from bendtrace.replay.nodes import Exit, Node, Piece, Trip
 from bendtrace.replay.schedule import Schedule, Unlinked
 from bendtrace.replay.source import Code
@@ -37,8 +37,10 @@ class Graph:
         entry: grad mode, autocast and similar settings when a run begins.
         direct: whether generated code may call what torch functions end up calling.
         analysis: the analysis of the first run.
+        joins: whether paths may join: if not, each state is that of one path.
 
     Attributes:
+        joins: as given.
         first: the first run, as a piece.
         may_grow: whether caches may be replaced before the end of a call (see `growing.py`).
         is_broken: whether the graph has turned out to be unusable.
@@ -51,8 +53,15 @@ class Graph:
     has_begun_anew: bool
 
     def __init__(
-        self, recording: Recording, entry: Context, direct: bool, analysis: Analysis
+        self,
+        recording: Recording,
+        entry: Context,
+        direct: bool,
+        analysis: Analysis,
+        joins: bool = True,
     ) -> None:
+        know_states(recording, analysis, joins)
+        self.joins = joins
         self._entry = entry
         self._direct = direct
         self._nodes: dict[bytes, Node] = {}
@@ -92,16 +101,15 @@ class Graph:
             hits: how many calls have taken its path.
 
         Returns:
-            The new pieces, with the states at which they begin; None if the paths of the run cannot
-            join, or it does not fit in: the graph is unusable from then on.
+            The new pieces, with the states at which they begin; None if the run does not fit in:
+            the graph is unusable from then on.
 
         Raises:
             NondeterminismError: from one state, the run did something different from an earlier
                 run.
         """
         tape, analysis, has_learnt = recording.tape, Analysis(recording.tape), False
-        if not may_join(recording, analysis):
-            return None
+        know_states(recording, analysis, self.joins)
         made: list[tuple[Node, Piece]] = []
         piece: Piece | None = None  # the piece being added; None where everything is known
         known: tuple[Exit, int] | None = self.beginning, -1

@@ -1,34 +1,74 @@
-"""Whether the paths of a recorded run can join others, and what a run may write to."""
+"""The states of a recorded run that were not read, and what a run may write to."""
 
 from __future__ import annotations
+
+import hashlib
+
+from torch import Tensor
 
 from bendtrace.recording.effects import Effects, makes_anew, sets_nothing
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
-from bendtrace.tape.tape import OpKind, Tape, refs_in
+from bendtrace.tape.tape import Op, OpKind, State, Tape, refs_in
 from bendtrace.torch_rules.functions import known_as
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["may_join", "may_write_to", "unread_in"]
+__all__ = ["know_states", "may_write_to", "unread_in"]
 
 
-def may_join(recording: Recording, analysis: Analysis) -> bool:
-    """Whether the model can go on from any question of a run with another answer.
+def know_states(recording: Recording, analysis: Analysis, joins: bool = True) -> None:
+    """Give questions whose states were not read states that are equal only to themselves.
 
-    It goes on from a state, or starts again where no state was read, and nothing was done by then
-    that cannot be done twice.
+    From a question without a state, the model has to begin again. That may be where nothing was
+    done before that cannot be done twice.
+
+    Args:
+        recording: the run.
+        analysis: its guards, sorted.
+        joins: whether a run may be in the states of others; else no question keeps its own.
     """
     tape = recording.tape
-    if tape.is_joint or tape.blockers or is_one_of_several():
-        return False
-    effects, unread = Effects(tape), unread_in(recording, analysis)
-    if not unread:
-        return True
-    if not effects.have_begun():
-        return not recording.draws  # else something draws that is not known to
-    assert effects.first is not None
-    return tape.guards[unread[-1]].position <= effects.first
+    if not joins:
+        tape.states = {}
+        unread = list(range(len(tape.guards)))
+    else:
+        unread = unread_in(recording, analysis)
+        effects = Effects(tape)
+        if not (recording.draws or is_one_of_several()):
+            first = effects.first if effects.have_begun() else len(tape.ops)
+            assert first is not None
+            unread = [number for number in unread if tape.guards[number].position > first]
+    for number in unread:
+        tape.states[number] = _state_after(tape, number)
+
+
+def _state_after(tape: Tape, number: int) -> State:
+    """Return a state that is known by the path to it: it holds all that was computed."""
+    before = number - 1
+    while before >= 0 and before not in tape.states:
+        before -= 1
+    position = tape.guards[before].position if before >= 0 else 0
+    computed = tuple(
+        op.index for op in tape.ops[position : tape.guards[number].position] if _gives_value(op)
+    )
+    known = tape.states.get(before, _START)
+    between = [
+        (guard.test.name, type(guard.answer).__name__, str(guard.answer))
+        for guard in tape.guards[max(before, 0) : number]
+    ]
+    said = repr((known.key, between, tape.guards[number].test.name)).encode("utf-8", "replace")
+    key = hashlib.blake2b(said, digest_size=20).digest()
+    return State(key, known.holes + computed, known.kept)
+
+
+def _gives_value(op: Op) -> bool:
+    return op.kind is OpKind.SCALAR or (
+        op.kind is OpKind.CALL and op.target is not Tensor.__setitem__
+    )
+
+
+_START = State(b"", (), ())
 
 
 def unread_in(recording: Recording, analysis: Analysis) -> list[int]:

@@ -1,4 +1,4 @@
-"""The paths known for one set of input guards: a first run, and where others branch off it."""
+"""The paths known for one set of input guards, and how a call is led along them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import FrameType
 from typing import Any, TypeAlias
 
 from bendtrace.errors import InterjectionError
@@ -20,14 +19,13 @@ from bendtrace.recording.rank_sync import (
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, counts, tested_by
 from bendtrace.replay.check import CheckWriter
-from bendtrace.replay.codegen import write_run
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.graph import Graph
 from bendtrace.replay.growing import Holes
 from bendtrace.replay.guard_code import Check
-from bendtrace.replay.joining import may_join
 from bendtrace.replay.nodes import Exit, Piece, Trip
-from bendtrace.replay.schedule import Schedule, Unlinked, may_be_caught
+from bendtrace.replay.raising import departure_by, place_of, values_in
+from bendtrace.replay.schedule import Unlinked
 from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for, outcome
 from bendtrace.replay.splices import Unfit
 from bendtrace.replay.stretches import (
@@ -39,7 +37,7 @@ from bendtrace.replay.stretches import (
 )
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.contexts import AutocastHold
-from bendtrace.tape.tape import Guard, Test, raised_by
+from bendtrace.tape.tape import Guard, Test
 
 __all__ = ["Program", "Splicer"]
 
@@ -65,9 +63,8 @@ class Program:
     Attributes:
         serial: counts programs in the order in which they were made.
         live: for a run that can only be run live, how often that was done; else None.
-        root: the code of the first run, if it can be replayed.
-        graph: the states that runs have been in; None where paths do not join, so that resumed
-            runs are handed all that was computed.
+        root: the first run, if it can be replayed.
+        graph: the states that runs have been in; None if all are run live.
     """
 
     def __init__(
@@ -99,13 +96,10 @@ class Program:
         if self.live_only:
             return
         direct = not (global_state.modes or global_state.monkeypatches)
-        if joins and may_join(recording, self.analysis):
-            self.graph = Graph(recording, global_state.context, direct, self.analysis)
-            self.root: Stretch = Stretch(recording, 1, code=self.graph.beginning.code)
-            self.graph.first.owner = self.root
-            return
-        schedule = Schedule.of_run(recording, self.analysis, global_state.context)
-        self.root = Stretch(recording, 1, code=write_run(schedule, direct))
+        self.graph = Graph(recording, global_state.context, direct, self.analysis, joins=joins)
+        self.root: Stretch = Stretch(recording, 1)
+        self.graph.first.owner = self.root
+        assert self.graph.beginning.code
 
     @property
     def wants_lifting(self) -> bool:
@@ -193,47 +187,62 @@ class Program:
                 itself would have raised the same at the same point.
             Unfit: something cannot be spliced in.
         """
-        root = self.root
-        if self.graph is not None:
-            return self._walk(self.graph, arguments, first, compiled, splicer=splicer)
+        return self._agreed(arguments, first, compiled, splicer=splicer)
+
+    def go_on(
+        self,
+        divergence: Divergence,
+        arguments: tuple[Any, ...],
+        splicer: Splicer | None = None,
+    ) -> Finished | Divergence:
+        """Continue a replay whose other side has become known since it diverged."""
+        if divergence.held is None:  # nothing was done that cannot be done again
+            return self.run(arguments)
+        if divergence.exit is None or _written(divergence.exit) is None:
+            return divergence
+        return self._agreed(arguments, since=divergence, splicer=splicer)
+
+    def _agreed(
+        self,
+        arguments: tuple[Any, ...],
+        first: bool = False,
+        compiled: bool = False,
+        since: Divergence | None = None,
+        splicer: Splicer | None = None,
+    ) -> Finished | Divergence:
+        """Replay, in agreement with other ranks where they communicate in it (see `_walk`)."""
         model = self.recording.environment.function
-        if root.casts or needs_agreement(model, self.recording.tape):
-            return self.carry_out(root, arguments, {}, AutocastHold())
-        # The usual call, which needs nothing of what the others are carried out with.
-        values: dict[str, Any] = {}
-        try:
-            result = root.code.function(arguments, values)
-        except Exception as error:
-            result = _raised(error, root, root.recording, root.code)
-            if result is None:
-                raise
-        else:
-            if type(result) is not Departure:
-                root.hits += 1
-                return Finished(result, root)
-        begun = [result]
-        del result  # see `_follow`
-        return self._follow(root, arguments, values, AutocastHold(), None, begun)
+        if not needs_agreement(model, self.recording.tape):
+            return self._walk(arguments, first, compiled, since, splicer)
+        with joint_call(model, goes_on=since is not None) as joint:
+            result = self._walk(arguments, first, compiled, since, splicer, joint)
+            if joint is not None and isinstance(result, Finished):
+                joint.ends(result.output)
+            elif joint is not None:
+                joint.leaves(result)
+            return result
 
     def _walk(
         self,
-        graph: Graph,
         arguments: tuple[Any, ...],
         first: bool,
         compiled: bool,
-        since: Divergence | None = None,
-        splicer: Splicer | None = None,
+        since: Divergence | None,
+        splicer: Splicer | None,
+        joint: JointCall | None = None,
     ) -> Finished | Divergence:
         """Replay from state to state.
 
         Args:
-            graph: the states.
             arguments: the bound arguments in order.
             first: whether to go no other way than the first run did.
             compiled: whether to use what is compiled of segments.
             since: where an earlier walk of the same call ended, at an answer that is known by now.
             splicer: see `run`.
+            joint: what other ranks are told.
         """
+        graph = self.graph
+        assert graph is not None
         trips: list[Trip] = []
         exit: Exit | None = graph.beginning
         held, hold = Holes(graph.may_grow and not compiled and since is None), AutocastHold()
@@ -249,6 +258,8 @@ class Program:
         while True:
             error: Any = None
             values: dict[int, Any] | None
+            if joint is not None:
+                joint.follows(piece.recording.tape)
             if piece.casts:
                 hold.take()
             try:
@@ -259,13 +270,13 @@ class Program:
                     hold.release()
                     _require_restart(trips, piece, raised)
                     raise
-                departure = _raised(raised, piece.owner, piece.recording, code)
+                departure = departure_by(raised, piece.recording, code)
                 if departure is None:
                     hold.release()
                     _count_raised(trips, piece, entered, raised, code)
                     raise
                 number, answer = departure.guard, departure.outcome
-                values = _values_in(departure.values)
+                values = values_in(departure.values)
                 error = values.pop(-1 - number)
                 del departure
             except BaseException:
@@ -314,103 +325,8 @@ class Program:
             if error is None and node is not None:
                 piece, number = node.piece, node.number
             return Divergence(
-                piece.owner, piece.recording, number, answer, {}, hold, True, trips, values, error
+                piece.owner, piece.recording, number, answer, hold, trips, values, error
             )
-
-    def go_on(
-        self,
-        divergence: Divergence,
-        arguments: tuple[Any, ...],
-        splicer: Splicer | None = None,
-    ) -> Finished | Divergence:
-        """Continue a replay whose other side has become known since it diverged."""
-        if divergence.is_anew:
-            assert self.graph is not None
-            if divergence.held is None:  # nothing was done that cannot be done again
-                return self.run(arguments)
-            if divergence.exit is None or _written(divergence.exit) is None:
-                return divergence
-            return self._walk(self.graph, arguments, False, False, divergence, splicer)
-        side = divergence.stretch.side(divergence.number, divergence.outcome)
-        assert side is not None
-        assert side.target is not None
-        return self.carry_out(side.target, arguments, divergence.values, divergence.hold)
-
-    def carry_out(
-        self,
-        stretch: Stretch,
-        arguments: tuple[Any, ...],
-        values: dict[str, Any],
-        hold: AutocastHold,
-    ) -> Finished | Divergence:
-        """Run some code, and what is known to follow it.
-
-        Args:
-            stretch: the code.
-            arguments: the bound arguments in order.
-            values: what it takes over; it may be emptied.
-            hold: on autocast's cache.
-
-        Raises:
-            Exception: see `run`.
-        """
-        model = self.recording.environment.function
-        if not needs_agreement(model, self.recording.tape):
-            return self._follow(stretch, arguments, values, hold, None)
-        with joint_call(model, goes_on=bool(values)) as joint:
-            result = self._follow(stretch, arguments, values, hold, joint)
-            if joint is not None and isinstance(result, Finished):
-                joint.ends(result.output)
-            elif joint is not None:
-                joint.leaves(result)
-            return result
-
-    def _follow(
-        self,
-        stretch: Stretch,
-        arguments: tuple[Any, ...],
-        values: dict[str, Any],
-        hold: AutocastHold,
-        joint: JointCall | None,
-        begun: list[Departure] | None = None,
-    ) -> Finished | Divergence:
-        while True:
-            departure: Departure | None
-            if joint is not None:
-                joint.follows(stretch.recording.tape)
-            if begun:  # somebody else has carried out the first stretch
-                departure = begun.pop()
-            else:
-                if stretch.casts:
-                    hold.take()
-                try:
-                    result = stretch.code.function(arguments, values)
-                except Exception as error:
-                    departure = _raised(error, stretch, stretch.recording, stretch.code)
-                    if departure is None:
-                        hold.release()
-                        raise
-                except BaseException:
-                    hold.release()
-                    raise
-                else:
-                    if type(result) is not Departure:
-                        hold.release()
-                        stretch.hits += 1
-                        return Finished(result, stretch)
-                    departure = result
-            number, outcome = departure.guard, departure.outcome
-            if type(outcome) is list:  # which the model is given, and may change
-                outcome = copy.deepcopy(outcome)
-            values.update(departure.values)
-            # What is left must be the only one to hold the values: the next stretch forgets
-            # them when it needs them no more. (Among them is `values` itself.)
-            values.pop("E", None)
-            result = departure = None
-            side = stretch.side(number, outcome)
-            if side is None or side.target is None:
-                return Divergence(stretch, stretch.recording, number, outcome, values, hold)
-            stretch = side.target
 
     def stretches(self) -> Iterator[tuple[Stretch, Stretch | None]]:
         """Yield all code with the code that it branches off, parents before children."""
@@ -429,8 +345,7 @@ class Program:
 
         It is None if a replay has gone along parts that no single run combined in this way.
         """
-        if self.graph is None or finished.way is None:
-            return finished.stretch
+        assert self.graph is not None
         piece = self.graph.run_along(tuple(finished.way))
         return None if piece is None else piece.owner
 
@@ -450,38 +365,31 @@ class Program:
 
     # What follows changes the tree: under the lock of the `TraceTree`.
 
-    def grow(self, divergence: Divergence, recording: Recording, hits: int = 1) -> bool:
+    def grow(
+        self, recording: Recording, divergence: Divergence | None = None, hits: int = 1
+    ) -> bool:
         """Add the path that a resumed run took after `divergence`.
 
         Args:
-            divergence: where it left the known path.
             recording: the run.
+            divergence: where it left the known path; None if that is not known.
             hits: how many calls have taken the path.
 
         Returns:
             Whether it fits in: if not, the program is to be replaced.
         """
         self.recording.environment.filled_caches.update(recording.environment.filled_caches)
-        if divergence.is_anew and not recording.tape.blockers:
-            return divergence.number >= 0 and self.join(recording, hits)
-        position, parent = divergence.position, divergence.stretch
-        side = parent.make_side(divergence.number, divergence.outcome)
+        if not recording.tape.blockers:
+            return self.join(recording, hits)
+        if divergence is None:
+            return True
+        side = divergence.stretch.make_side(divergence.number, divergence.outcome)
         if side.target is not None or side.live is not None:
             known = side.target or side.live  # another thread was faster
             assert known is not None
             known.hits += hits
-        elif recording.tape.blockers:
-            side.live = Path(recording, hits)
         else:
-            available = parent.available | {i for i in parent.code.emitted if i < position}
-            schedule = Schedule.of_run(
-                recording, Analysis(recording.tape), self.global_state.context, position,
-                divergence.recording.tape, available,
-            )  # fmt: skip
-            side.target = Stretch(
-                recording, hits, code=write_run(schedule, not self.global_state.modes),
-                available=schedule.available, start=position, parent=parent,
-            )  # fmt: skip
+            side.live = Path(recording, hits)
         return True
 
     def join(self, recording: Recording, hits: int = 1) -> bool:
@@ -504,16 +412,14 @@ class Program:
         if graph.has_begun_anew and not has_begun_anew:
             self.root.sides.clear()
             self.root._by_outcome.clear()
-        self._pieces = known
-        self.root.code, self.root.recording = graph.beginning.code, graph.first.recording
+        self._pieces = known if graph.joins else 0
+        self.root.recording = graph.first.recording
         for node, piece in pieces:
             guard = recording.tape.guards[piece.after]
             exit = node.after(guard.answer)
             assert exit is not None
             parent: Stretch = node.piece.owner
-            piece.owner = Stretch(
-                recording, hits, code=exit.code, start=guard.position, parent=parent
-            )
+            piece.owner = Stretch(recording, hits, parent=parent)
             parent.make_side(node.number, exit.answer).target = piece.owner
         return True
 
@@ -534,24 +440,6 @@ def _sides(stretch: Stretch) -> list[Side]:
     return [side for sides in list(stretch.sides.values()) for side in sides]
 
 
-def _raised(
-    error: Exception, stretch: Stretch, recording: Recording, code: Code
-) -> Departure | None:
-    """Turn what an op raised into a departure, if the model could go on from there."""
-    place = _place_of(error, code)
-    if place is None:
-        return None
-    index, frame = place
-    op = recording.tape.ops[index]
-    if not may_be_caught(op, recording):
-        stretch.failures[index, type(error).__name__] += 1
-        if op.site is not None:
-            error.add_note(f"raised in a replay of {op.site.place}: {op.site.place.text}")
-        return None
-    values = {**frame.f_locals, f"v{index}": error.with_traceback(None)}
-    return Departure(-1 - index, raised_by(op, error), values)
-
-
 def _require_restart(trips: list[Trip], piece: Piece, unfit: Unfit) -> None:
     """Raise if a call that cannot go on must not begin again either."""
     has_acted = piece.first_effect < unfit.position
@@ -563,32 +451,13 @@ def _require_restart(trips: list[Trip], piece: Piece, unfit: Unfit) -> None:
         ) from unfit
 
 
-def _values_in(names: dict[str, Any]) -> dict[int, Any]:
-    """Return the values of ops among the variables of generated code."""
-    return {
-        int(name[1:]): value
-        for name, value in names.items()
-        if name[0] == "v" and name[1:].isdecimal()
-    }
-
-
-def _place_of(error: Exception, code: Code) -> tuple[int, FrameType] | None:
-    """Return which op of some code raised an error, and the frame that it was in."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code is not code.function.__code__:
-        traceback = traceback.tb_next
-    if traceback is None:
-        return None
-    index = code.op_of_line.get(traceback.tb_lineno)
-    return None if index is None else (index, traceback.tb_frame)
-
-
 def _count_raised(
     trips: list[Trip], piece: Piece, entered: int, error: Exception, code: Code
 ) -> None:
     """Count a call that an op has ended by raising an error."""
-    place = _place_of(error, code)
+    place = place_of(error, code)
     if place is not None:
+        piece.owner.failures[place[0], type(error).__name__] += 1
         _count([*trips, (piece, entered, -1 - place[0])])
 
 
@@ -611,4 +480,4 @@ def _written(exit: Exit) -> Code | None:
         return None
 
 
-ENDS.add(Program.carry_out.__code__)
+ENDS.add(Program._agreed.__code__)

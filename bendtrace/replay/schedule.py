@@ -120,41 +120,6 @@ class Schedule:
             self.needed = needed
 
     @classmethod
-    def of_run(
-        cls,
-        recording: Recording,
-        analysis: Analysis,
-        entry: Context,
-        start: int = 0,
-        before: Tape | None = None,
-        available: Collection[int] = (),
-    ) -> Schedule:
-        """Return the schedule of a run from some op on.
-
-        Args:
-            recording: the run.
-            analysis: its guards, sorted.
-            entry: grad mode and so on when it begins.
-            start: the first op to carry out; those before were, by another run.
-            before: the tape of that other run, which tested the guards that it has.
-            available: ops before `start` whose values are handed over.
-        """
-        passed = before.guards if before is not None else ()
-        known = {test_of(guard) for guard in passed if guard.position < start}
-        tested: set[object] = set()
-        guards: dict[int, Guard] = {}
-        for number, guard in enumerate(recording.tape.guards):
-            # The check before the run knew nothing of the guards of a path that branched off.
-            in_run = start > 0 or analysis.kinds[number] is GuardKind.DATA
-            is_known = guard.position < start and test_of(guard) in known
-            # Whether an op raised is tested where it is carried out.
-            is_known = is_known or (guard.test is Test.RAISED and guard.index < start)
-            if in_run and not is_known and test_of(guard) not in tested:
-                tested.add(test_of(guard))
-                guards[number] = guard
-        return cls(recording, analysis, entry, guards, start=start, available=available)
-
-    @classmethod
     def of_segment(
         cls,
         recording: Recording,

@@ -1,4 +1,4 @@
-"""Straight-line code for recorded runs, where others branch off it, and how a replay ends."""
+"""Recorded runs, where others branch off them, and how a replay ends."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from bendtrace.recording.recorder import Prefix, Recording
+from bendtrace.recording.recorder import Recording
 from bendtrace.recording.script import Script, Section
 from bendtrace.replay.nodes import Exit, Trip
-from bendtrace.replay.source import Code, gives_nothing
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import AutocastHold
-from bendtrace.tape.tape import Guard, Op, OpKind
+from bendtrace.tape.tape import Guard
 
 __all__ = [
     "Divergence",
@@ -91,7 +90,7 @@ class Side:
 
     Attributes:
         outcome: what the test gave; the `Raised` of an op that raised, None if it did not.
-        target: code for what follows, if that is known.
+        target: what follows, if that is known.
         live: the run that showed that it can only be run live.
         failures: exceptions that the model raised before such a run came to its end.
     """
@@ -104,42 +103,21 @@ class Side:
 
 @dataclass(eq=False)
 class Stretch(Path):
-    """Straight-line code for the rest of a recorded run, from some op on.
+    """The rest of a recorded run, from where it left those before it.
 
     Attributes:
-        code: the generated function.
-        available: ops before it whose values are handed over when it is entered.
-        start: the first op that it carries out.
-        parent: the code that it branches off.
+        parent: the one that it branches off.
         sides: where runs go on whose guard (by number; -1 - i where op i raised, or did not
             although it had when recorded) had another outcome.
         failures: names of exceptions that its ops raised and the model has no handler for.
-        casts: whether some of it runs under autocast.
     """
 
-    code: Code = field(kw_only=True)
-    available: frozenset[int] = frozenset()
-    start: int = 0
     parent: Stretch | None = field(default=None, repr=False)
     # Read without a lock: the tuples are exchanged, not changed.
     sides: dict[int, tuple[Side, ...]] = field(default_factory=dict)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
-    casts: bool = field(init=False)
     # Made where there are many sides, and anew where one is gone.
     _by_outcome: dict[int, dict[tuple[type, Any], Side]] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        self.casts = any(op.context.autocast for op in self.recording.tape.ops)
-
-    def ops_until(self, position: int) -> list[Op]:
-        """Return the ops carried out before a position, as the runs that did so have them."""
-        pieces: list[list[Op]] = []
-        stretch: Stretch | None = self
-        while stretch is not None:
-            pieces.append(stretch.recording.tape.ops[stretch.start : position])
-            position = min(position, stretch.start)
-            stretch = stretch.parent
-        return [op for piece in reversed(pieces) for op in piece]
 
     def side(self, number: int, outcome: Any) -> Side | None:
         """Return what is known of an outcome of a guard."""
@@ -177,13 +155,13 @@ class Finished:
 
     Attributes:
         output: what it returned.
-        stretch: the code that it ended in.
-        way: the parts of the graph that it went along; None where paths do not join.
+        stretch: the one that it ended in.
+        way: the parts of the graph that it went along.
     """
 
     output: Any
     stretch: Stretch
-    way: list[Trip] | None = None
+    way: list[Trip]
 
     @property
     def recording(self) -> Recording:
@@ -196,15 +174,13 @@ class Divergence:
     """A replay that came to a guard whose other side is not known.
 
     Attributes:
-        stretch: the code that was running.
+        stretch: what was being repeated.
         recording: the run that was being replayed. (That of `stretch` may be another by now:
             threads grow the graph.)
         number: the guard on the tape of `recording`; -1 - i where op i raised, or did not raise
             although it had when recorded.
         outcome: what the test gave.
-        values: the variables of the run so far: `v<op>`, and others.
         hold: on autocast's cache; released by who goes on.
-        is_anew: whether it left a graph of states, so that not all of its values are there.
         trips: the parts of the graph that the call went along.
         held: the values of the state that it came to, by the ops of the last part; None if no state
             was read, and the model can do everything again.
@@ -215,9 +191,7 @@ class Divergence:
     recording: Recording
     number: int
     outcome: Any
-    values: dict[str, Any]
     hold: AutocastHold
-    is_anew: bool = False
     trips: list[Trip] = field(default_factory=list)
     held: dict[int, Any] | None = None
     error: Exception | None = None
@@ -226,16 +200,6 @@ class Divergence:
     def guard(self) -> Guard | None:
         """The guard that does not hold; None where an op raised or did not."""
         return self.recording.tape.guards[self.number] if self.number >= 0 else None
-
-    @property
-    def position(self) -> int:
-        """The first op that has not been carried out."""
-        if self.guard is not None:
-            # A path that branched off may have to test something first that is older than it.
-            return max(self.guard.position, self.stretch.start)
-        op = self.recording.tape.ops[-1 - self.number]
-        # Arithmetic that raises leaves no op, a torch function that raises does.
-        return op.index + (op.kind is OpKind.CALL)
 
     @property
     def exit(self) -> Exit | None:
@@ -250,60 +214,29 @@ class Divergence:
         side = self.stretch.side(self.number, self.outcome)
         return side is not None and side.target is None and side.live is not None
 
-    def prefix(self) -> Prefix | Script | None:
+    def script(self) -> Script | None:
         """What a resumed run does not have to do again; None if that is nothing."""
-        if self.is_anew:
-            if self.held is None:
-                self.hold.release()
-                return None
-            sections = [
-                Section(piece.recording.tape, entered, left)
-                for piece, entered, left in self.trips
-                if left is not None
-            ]
-            held, self.held = self.held, {}  # the run alone holds the values
-            return Script(sections, self.outcome, held, self.error, self.hold)
-        ops, stale = self.stretch.ops_until(self.position), self._stale()
-        computed: dict[int, Any] = {}
-        errors: dict[int, Exception] = {}
-        for op in ops:
-            value = _MISSING if op.index in stale else self.values.get(f"v{op.index}", _MISSING)
-            if isinstance(value, Exception):
-                errors[op.index] = value
-            elif gives_nothing(op):
-                computed[op.index] = None
-            elif value is not _MISSING:
-                computed[op.index] = value
-        return Prefix(ops, computed, errors, self.hold)
+        if self.held is None:
+            self.hold.release()
+            return None
+        sections = [
+            Section(piece.recording.tape, entered, left)
+            for piece, entered, left in self.trips
+            if left is not None
+        ]
+        held, self.held = self.held, {}  # the run alone holds the values
+        return Script(sections, self.outcome, held, self.error, self.hold)
 
-    def _stale(self) -> set[int]:
-        """Return the ops by whose numbers the values of other ops are known.
-
-        Code takes state out of the model at its beginning, also what it uses after the guard at
-        which another path branches off. There, the number belongs to an op of that path, which may
-        have been left out.
-        """
-        stale: set[int] = set()
-        own: set[int] = set()
-        stretch = self.stretch
-        while (parent := stretch.parent) is not None:
-            own |= stretch.code.emitted
-            stale.update(i for i in parent.code.emitted if i >= stretch.start and i not in own)
-            stretch = parent
-        return stale
-
-    def release(self, prefix: Prefix | Script | None) -> None:
+    def release(self, script: Script | None) -> None:
         """Let go of the values, once a run has been resumed with them."""
-        if prefix is None:
+        if script is None:
             return
-        # Whoever else still holds the prefix, as the recorder does until the garbage collector
+        # Whoever else still holds the script, as the recorder does until the garbage collector
         # comes by, would keep them alive.
         self.hold.release()  # if the run did not even begin
-        prefix.values.clear()
-        prefix.errors.clear()
-        self.values.clear()
+        script.values.clear()
+        script.errors.clear()
         self.held = None
 
 
-_MISSING = object()
 _FEW = 8  # sides that are looked at one by one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
@@ -18,8 +18,7 @@ from bendtrace.replay.cut_points import (
     argument_of,
 )
 from bendtrace.replay.schedule import Schedule, is_droppable
-from bendtrace.replay.source import test_of
-from bendtrace.replay.stretches import Stretch
+from bendtrace.replay.source import Code, test_of
 from bendtrace.tape.captured import Captured, Change
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.structure import existing_in
@@ -35,7 +34,7 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["Suffix", "write_rest"]
+__all__ = ["Rest", "Suffix", "write_rest"]
 
 
 class Suffix:
@@ -455,7 +454,21 @@ def _decides(output: Any) -> bool:
     return any(isinstance(leaf, (bool, int, float, str)) for leaf in leaves_in(output))
 
 
-def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> Stretch:
+class Rest(NamedTuple):
+    """The rest of a run as code.
+
+    Attributes:
+        recording: the run, without the changes that do not belong to the rest.
+        code: takes the values that it goes on from by their names.
+        casts: whether some of it runs under autocast.
+    """
+
+    recording: Recording
+    code: Code
+    casts: bool
+
+
+def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> Rest:
     """Write the code of the rest of a run.
 
     It takes the given values, and for a run that goes on those computed so far, from `E`:
@@ -474,7 +487,7 @@ def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> Stretch:
         needed=rest.needed | rest.available,
     )  # fmt: skip
     code = _RestWriter(schedule, rest).write()
-    return Stretch(kept, 0, code=code, available=rest.available, start=rest.start)
+    return Rest(kept, code, any(op.context.autocast for op in whole.tape.ops))
 
 
 class _RestWriter(RunWriter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import os
 import threading
@@ -164,15 +165,15 @@ class TraceTree:
     def grow(
         self,
         program: Program,
-        divergence: Divergence,
         recording: Recording,
+        divergence: Divergence | None = None,
     ) -> None:
-        """Keep the path that a resumed run took after `divergence`.
+        """Keep the path that a resumed run took.
 
         Args:
-            program: the program that diverged.
-            divergence: where it did.
+            program: the program that it left.
             recording: the run.
+            divergence: where it did; None if that is not known to the program.
         """
         with self._lock:
             first = program.recording.environment
@@ -183,17 +184,15 @@ class TraceTree:
             if more and not blocked:
                 other = self._program(recording, program.global_state)
                 other.follows(program, False)
-                if recording.tape.counters and other.graph is None:
-                    self._stop_lifting(program)
-                else:
-                    self._exchange(program, other)
-            elif not program.grow(divergence, recording):
+                self._exchange(program, other)
+            elif not program.grow(recording, divergence):
                 known = (program.root.recording, recording)
                 if any(run.tape.counters for run in known):
                     self._stop_lifting(program)
                 else:
+                    apart = map(_apart, known)
                     self._exchange(
-                        program, *(Program(run, program.global_state, joins=False) for run in known)
+                        program, *(Program(run, program.global_state, joins=False) for run in apart)
                     )
         self._keep_to_limit()
 
@@ -216,10 +215,7 @@ class TraceTree:
                 return  # the next run keeps the numbers that Python needs
             other = self._program(recording, program.global_state)
             other.follows(program, True)
-            if other.graph is None:
-                self._stop_lifting(program)
-            else:
-                self._exchange(program, other)
+            self._exchange(program, other)
         self._keep_to_limit()
 
     def _stop_lifting(self, program: Program) -> None:
@@ -402,7 +398,7 @@ class TraceTree:
                 break
             with self._lock:
                 try:
-                    has_grown = program.grow(result, known, hits=0)
+                    has_grown = program.grow(known, result, hits=0)
                 except NondeterminismError:  # it was given something else
                     has_grown = False
             if not has_grown:
@@ -416,9 +412,9 @@ class TraceTree:
         arguments: tuple[Any, ...],
     ) -> Recording | None:  # fmt: skip
         """Find a recorded run that is the same up to a divergence and then took its side."""
-        if divergence.guard is None or not program.analysis.fixed_metadata:
+        is_apart = program.graph is None or not program.graph.joins
+        if divergence.guard is None or is_apart or not program.analysis.fixed_metadata:
             return None  # the arguments are not any more what the other programs check
-        goes = _goes_on_from if divergence.is_anew else _goes_the_other_way
         index = self._indices.get(names)
         for other in () if index is None else index.candidates(arguments):
             if other is program or other.live_only or not other.admits(arguments):
@@ -426,9 +422,8 @@ class TraceTree:
             for recording in other.recordings():
                 seen, first = recording.environment, program.recording.environment
                 more = seen.sees_more_than(first) or seen.ties_more_than(first)
-                if divergence.is_anew:  # where runs are compared by the names of what they had
-                    more = more or first.ties_more_than(seen)
-                if not (more or recording.tape.blockers) and goes(recording, divergence):
+                more = more or first.ties_more_than(seen)  # runs are compared by names
+                if not (more or recording.tape.blockers) and _goes_on_from(recording, divergence):
                     return recording
         return None
 
@@ -467,10 +462,6 @@ def _seen(part: Captured, arguments: tuple[Any, ...]) -> Any:
     return value if part.kind is CaptureKind.PLAIN else id(value)
 
 
-def _described(part: Captured) -> tuple[Any, Any]:
-    return part.named, part.size if part.kind is CaptureKind.TENSOR else None
-
-
 def _parting(recording: Recording, other: Recording) -> Departing | None:
     """Return the first guard of a run that another run, the same so far, found otherwise."""
     pairs = zip(recording.tape.guards, other.tape.guards, strict=False)
@@ -491,21 +482,11 @@ def _goes_on_from(recording: Recording, divergence: Divergence) -> bool:
     )
 
 
-def _goes_the_other_way(recording: Recording, divergence: Divergence) -> bool:
-    """Whether a run did the same up to a divergence, and took its side."""
-    here = divergence.recording
-    parting = _parting(here, recording)
-    if parting is None or parting[0] != divergence.number:
-        return False
-    if not identical(parting[1], divergence.outcome):
-        return False
-    parts = here.environment.parts, recording.environment.parts
-    if list(map(_described, parts[0])) != list(map(_described, parts[1])):
-        return False
-    done, ops = divergence.stretch.ops_until(divergence.position), recording.tape.ops
-    return len(ops) >= len(done) and all(
-        mine.does_the_same_as(other) for mine, other in zip(done, ops, strict=False)
-    )
+def _apart(recording: Recording) -> Recording:
+    """Return a run with states of its own: others may still read those that it has."""
+    found = copy.copy(recording)
+    found.tape = copy.copy(recording.tape)
+    return found
 
 
 class Fixed(NamedTuple):
