@@ -244,7 +244,10 @@ class Script:
             names = _Names(section, handed, self)
             handed = self._read(section, names, last)
         for index, value in held.items():
-            self._learn(names.of(index), value)
+            if not is_exact:
+                self._learn(names.of(index), value)
+            elif type(number := names.of(index)) is int:
+                self._steps[number].value, self._steps[number].is_known = value, True
         if not is_exact:
             self._learn_from_answers()
         if not self._steps and not self._questions:
