@@ -19,6 +19,7 @@ from bendtrace.interject.recorded import recorded
 from bendtrace.interject.splicer import Splicer
 from bendtrace.interject.trees import Trees
 from bendtrace.recording.lifting import Lifting
+from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, uninitialized_in
 from bendtrace.recording.script import Script
@@ -174,7 +175,7 @@ class Dispatcher:
         self, plan: Plan, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> tuple[Splicer, Program] | None:
         """Return what splices insertions into known paths, and these; None if nothing does."""
-        if self.speculation is not None or not plan.can_be_spliced:
+        if self.speculation is not None or not plan.can_be_spliced or is_one_of_several():
             return None
         splicer = self._trees.splicer(plan, self._known)
         if splicer.is_apart:

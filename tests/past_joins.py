@@ -42,9 +42,7 @@ def _led_back(
     if is_apart or first or not program.recording.tape.states:
         return _run(program, arguments, first, compiled, splicer)
     number = min(program.recording.tape.states)
-    return Divergence(
-        program.root, program.recording, number, None, AutocastHold()
-    )
+    return Divergence(program.root, program.recording, number, None, AutocastHold())
 
 
 @contextmanager

@@ -190,10 +190,11 @@ class TraceTree:
                 if any(run.tape.counters for run in known):
                     self._stop_lifting(program)
                 else:
-                    apart = map(_apart, known)
-                    self._exchange(
-                        program, *(Program(run, program.global_state, joins=False) for run in apart)
-                    )
+                    one, two = map(_apart, known)
+                    others = [Program(one, program.global_state, joins=False)]
+                    if not others[0].join(two):
+                        others.append(Program(two, program.global_state, joins=False))
+                    self._exchange(program, *others)
         self._keep_to_limit()
 
     def lift(self, program: Program, recording: Recording, lifting: Lifting) -> None:
