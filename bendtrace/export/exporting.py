@@ -270,7 +270,7 @@ def _recorded(
         recordings.append(recording)
         arguments = tuple(signature.bind(*pytree.tree_map(_copied, (args, kwargs))).values())
         if first is None:
-            first = Program(recording, GlobalState.current(), joins=False)
+            first = Program(recording, GlobalState.current())
         else:
             failing = first.failing(arguments)
             if failing is not None:
