@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import said_of
 
-__all__ = ["Script", "Section", "counts"]
+__all__ = ["Follower", "Script", "Section", "counts"]
 
 Name: TypeAlias = Any
 
@@ -180,6 +180,18 @@ class _Names:
         return map_refs((op.args, op.kwargs), lambda ref: Ref(self.of(ref.index)))
 
 
+class Follower(Protocol):
+    """Knows states that a run comes to (see `replay/following.py`)."""
+
+    def state(self, tape: Tape) -> State | None:
+        """Return the state of the latest question; None if it has to be read."""
+        ...
+
+    def passes(self, tape: Tape, state: State) -> None:
+        """Take the state of the latest question."""
+        ...
+
+
 class Script:
     """What a call has done so far.
 
@@ -189,6 +201,7 @@ class Script:
         held: the values that it has at its end, by the ops of the last section.
         error: what the last op raised; None if the script ends with a question.
         hold: keeps autocast's cache until the script is over.
+        follower: knows states that the run comes to after the script.
         is_exact: whether ops whose results are not held are carried out again, so that there are no
             stand-ins, and questions are asked as they come.
 
@@ -196,6 +209,7 @@ class Script:
         values: the results of ops, by their numbers in the run that follows the script.
         errors: the errors that ops raise, likewise.
         hold: as given.
+        follower: as given.
         is_active: whether the run has not come to the end yet.
         is_merged: whether two tensors that the script has are one in this call.
         dead: once it has, the ops whose values are stand-ins, with what is known of the values.
@@ -213,11 +227,13 @@ class Script:
         held: Mapping[int, Any],
         error: Exception | None,
         hold: AutocastHold,
+        follower: Follower | None = None,
         is_exact: bool = False,
     ) -> None:
         self.values: dict[int, Any] = {}
         self.errors: dict[int, Exception] = {}
         self.hold: AutocastHold = hold
+        self.follower = follower
         self.is_active: bool = True
         self.is_merged: bool = False
         self.dead: dict[int, Any] = {}

@@ -86,6 +86,10 @@ class Graph:
         """Yield the states."""
         yield from self._nodes.values()
 
+    def node(self, key: bytes) -> Node | None:
+        """Return the state with a key, if it is known."""
+        return self._nodes.get(key)
+
     def pieces(self) -> list[Piece]:
         """Return all pieces, the first run first."""
         found = {id(self.first): self.first}

@@ -19,6 +19,7 @@ from bendtrace.recording.rank_sync import (
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, counts, tested_by
 from bendtrace.replay.check import CheckWriter
+from bendtrace.replay.following import Following
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.graph import Graph
 from bendtrace.replay.growing import Holes
@@ -325,7 +326,15 @@ class Program:
             if error is None and node is not None:
                 piece, number = node.piece, node.number
             return Divergence(
-                piece.owner, piece.recording, number, answer, hold, trips, values, error
+                piece.owner,
+                piece.recording,
+                number,
+                answer,
+                hold,
+                trips,
+                values,
+                error,
+                Following(graph.node) if graph.joins else None,
             )
 
     def stretches(self) -> Iterator[tuple[Stretch, Stretch | None]]:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.script import Script, Section
+from bendtrace.recording.script import Follower, Script, Section
 from bendtrace.replay.nodes import Exit, Trip
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import AutocastHold
@@ -185,6 +185,7 @@ class Divergence:
         held: the values of the state that it came to, by the ops of the last part; None if no state
             was read, and the model can do everything again.
         error: what an op raised, if it was not a guard that led away.
+        follower: knows states that a resumed run may come to.
     """
 
     stretch: Stretch
@@ -195,6 +196,7 @@ class Divergence:
     trips: list[Trip] = field(default_factory=list)
     held: dict[int, Any] | None = None
     error: Exception | None = None
+    follower: Follower | None = None
 
     @property
     def guard(self) -> Guard | None:
@@ -225,7 +227,7 @@ class Divergence:
             if left is not None
         ]
         held, self.held = self.held, {}  # the run alone holds the values
-        return Script(sections, self.outcome, held, self.error, self.hold)
+        return Script(sections, self.outcome, held, self.error, self.hold, self.follower)
 
     def release(self, script: Script | None) -> None:
         """Let go of the values, once a run has been resumed with them."""

@@ -1,0 +1,78 @@
+"""Following a run along the graph, so that it need not read the states that it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bendtrace.recording.script import counts
+from bendtrace.replay.comparison import Names
+from bendtrace.replay.nodes import Exit, Node
+from bendtrace.tape.captured import identical
+from bendtrace.tape.tape import Guard, State, Tape
+
+__all__ = ["Following"]
+
+
+class Following:
+    """Knows the states of a run from the first one on that is in the graph.
+
+    From a known state, a run with a known answer comes to the state that is known to follow. To
+    read it would take far longer, where it lies below many frames. What the run does is compared
+    with the graph all the same, when it is added.
+
+    Args:
+        node_of: gives the node of a key; None if there is none.
+    """
+
+    def __init__(self, node_of: Callable[[bytes], Node | None]) -> None:
+        self._node_of = node_of
+        self._exit: Exit | None = None  # what is known to follow
+        self._number = -1  # the question of the run that the exit answers
+
+    def state(self, tape: Tape) -> State | None:
+        """Return the state of the latest question; None if it has to be read.
+
+        Args:
+            tape: what the run has recorded so far.
+        """
+        exit, number = self._exit, len(tape.guards) - 1
+        if exit is None:
+            return None
+        piece, known = exit.piece, exit.piece.recording.tape
+        ahead = exit.number + number - self._number
+        is_beyond = piece.stop is not None and ahead > piece.stop
+        if is_beyond or ahead not in piece.nodes or not self._agree(tape, known, exit, ahead):
+            self._exit = None
+            return None
+        first, last = tape.guards[self._number].position, tape.guards[number].position
+        most = sum(map(counts, tape.ops[first:last]))
+        ours = Names(tape, self._number, most).indices()
+        theirs = Names(known, exit.number, most)
+        found = known.states[ahead]
+        holes = tuple(ours.get(theirs.name(hole), -1) for hole in found.holes)
+        if -1 in holes:
+            self._exit = None
+            return None
+        return State(found.key, holes, found.kept)
+
+    def _agree(self, tape: Tape, known: Tape, exit: Exit, ahead: int) -> bool:
+        """Whether the same was asked since the last state, with the same answers."""
+        mine, its = tape.guards[self._number + 1 :], known.guards[exit.number + 1 : ahead + 1]
+        return len(mine) == len(its) and all(
+            _asks_alike(one, other) and (place == len(mine) or identical(one.answer, other.answer))
+            for place, (one, other) in enumerate(zip(mine, its, strict=True), 1)
+        )
+
+    def passes(self, tape: Tape, state: State) -> None:
+        """Take the state of the latest question, which has been answered by now."""
+        number = len(tape.guards) - 1
+        before = tape.states.get(number - 1)
+        if before is not None and (before.key, before.holes) == (state.key, state.holes):
+            return  # the same question again
+        node = self._node_of(state.key)
+        self._exit = None if node is None else node.after(tape.guards[-1].answer)
+        self._number = number
+
+
+def _asks_alike(one: Guard, other: Guard) -> bool:
+    return one.test is other.test or (one.is_on_identity and other.is_on_identity)

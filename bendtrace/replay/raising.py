@@ -1,0 +1,48 @@
+"""Errors that ops of generated code raise: which op it was, and whether the model may go on."""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+from bendtrace.recording.recorder import Recording
+from bendtrace.replay.schedule import may_be_caught
+from bendtrace.replay.source import Code, Departure
+from bendtrace.tape.tape import raised_by
+
+__all__ = ["departure_by", "place_of", "values_in"]
+
+
+def departure_by(error: Exception, recording: Recording, code: Code) -> Departure | None:
+    """Turn what an op raised into a departure, if the model could go on from there."""
+    place = place_of(error, code)
+    if place is None:
+        return None
+    index, frame = place
+    op = recording.tape.ops[index]
+    if not may_be_caught(op, recording):
+        if op.site is not None:
+            error.add_note(f"raised in a replay of {op.site.place}: {op.site.place.text}")
+        return None
+    values = {**frame.f_locals, f"v{index}": error.with_traceback(None)}
+    return Departure(-1 - index, raised_by(op, error), values)
+
+
+def values_in(names: dict[str, Any]) -> dict[int, Any]:
+    """Return the values of ops among the variables of generated code."""
+    return {
+        int(name[1:]): value
+        for name, value in names.items()
+        if name[0] == "v" and name[1:].isdecimal()
+    }
+
+
+def place_of(error: Exception, code: Code) -> tuple[int, FrameType] | None:
+    """Return which op of some code raised an error, and the frame that it was in."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code is not code.function.__code__:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return None
+    index = code.op_of_line.get(traceback.tb_lineno)
+    return None if index is None else (index, traceback.tb_frame)
