@@ -9,14 +9,18 @@ from typing import Any
 from unittest import mock
 
 from bendtrace.dispatcher import Floor
+from bendtrace.recording.states import States
 from bendtrace.replay.nodes import Node
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Divergence
 from bendtrace.tape.contexts import AutocastHold
+from bendtrace.tape.tape import State, Test
 
-__all__ = ["past_joins", "resumed_anywhere"]
+__all__ = ["followed", "past_joins", "resumed_anywhere"]
 
-_run = Program.run
+_run, _read = Program.run, States.read
+# The states that were known to follow and read, to the same effect.
+followed: list[bytes] = []
 
 
 @contextmanager
@@ -77,9 +81,27 @@ def resumed_anywhere(seed: int, most: int = 2) -> Iterator[None]:
 
     with (
         mock.patch.object(Program, "run", run),
+        mock.patch.object(States, "read", _read_and_followed),
         mock.patch.object(Floor, "takes", return_value=False),
     ):
         yield
+
+
+def _read_and_followed(
+    states: States, index: int, test: Test, expected: Any, turn: int, compared: frozenset[int]
+) -> State | None:
+    """Read a state also where it is known to follow, and compare the two."""
+    follower, tape = states._follower, states._writer.tape
+    known = None if follower is None else follower.state(tape)
+    states._follower = None
+    state = _read(states, index, test, expected, turn, compared)
+    states._follower = follower
+    if follower is not None and state is not None:
+        if known is not None:
+            assert (known.key, known.holes) == (state.key, state.holes)
+            followed.append(known.key)
+        follower.passes(tape, state)
+    return state
 
 
 class _Passing(dict[int, Node]):

@@ -7,6 +7,7 @@ with eager, or the resumed run itself, would notice the same fault in the engine
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import NondeterminismError
-from bendtrace.recording import effects
+from bendtrace.recording import effects, states
 from bendtrace.recording.script import Script
+from bendtrace.recording.states import States, _Reader
+from bendtrace.replay.following import Following
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.stretches import Divergence
+from bendtrace.tape.tape import State, Tape
 from bendtrace.torch_rules.functions import is_gate
 from bendtrace.torch_rules.writes import Writes
 from tests.promise import bits, seed_everything
@@ -233,3 +237,57 @@ def test_numbers_of_a_function_that_is_not_known_to_draw_are_drawn_once(
             found.append((bits(called(torch.full((3,), float(sign)))), bits(torch.rand(2))))
         assert found[0] == found[1]
     assert bended.stats.resumes == 1
+
+
+class Asking(nn.Module):
+    """Layers that do nothing but ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = -x
+        for layer in self.layers:
+            h, y = layer(x), y * 1.5
+            x = torch.relu(h) + x if h.mean() > 0 else torch.tanh(h) - y
+        return x - y
+
+
+def ask(calls: int = 40) -> int:
+    """Compare calls with eager, and return how many states were read."""
+    model, count = Asking(), 0
+    bended = bt.BendedModule(model)
+
+    def counted(*given: Any) -> Any:
+        nonlocal count
+        count += 1
+        return _Reader(*given)
+
+    with torch.no_grad(), mock.patch.object(states, "_Reader", counted):
+        for seed in range(calls):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+            assert bits(bended(x)) == bits(model(x)), f"call {seed}"
+    assert bended.stats.live == 0
+    return count
+
+
+def test_a_state_that_follows_is_known_without_reading_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    known = ask()
+    monkeypatch.setattr(Following, "state", lambda self, tape: None)
+    torch.manual_seed(0)
+    assert known < ask()
+
+
+def test_a_state_that_is_followed_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    follow = Following.state
+
+    def exchanged(self: Following, tape: Tape) -> State | None:
+        found = follow(self, tape)
+        return found and found._replace(holes=found.holes[::-1])
+
+    monkeypatch.setattr(Following, "state", exchanged)
+    torch.manual_seed(0)
+    with pytest.raises((AssertionError, NondeterminismError)):
+        ask()
