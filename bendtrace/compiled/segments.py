@@ -178,6 +178,8 @@ class CompiledSegments:
         graph = program.graph
         if graph is None or graph.is_broken or why_not_under(program.global_state) is not None:
             return
+        if program.recording.tape.is_joint:
+            return
         compiled = self._programs.setdefault(program, _Compiled())
         for exit in list(graph.exits()):
             if exit.written is None:
