@@ -532,6 +532,9 @@ class Trace(ModelHistory):
         result = self._program.run(values, first=True)
         if isinstance(result, Divergence):
             result.hold.release()
+            if result.is_raised:
+                assert result.error is not None
+                raise result.error
             mismatch = explain_divergence(result.recording, result.number, result.outcome)()
             raise DivergenceError(mismatch.reason, mismatch.step)
         return result.output

@@ -29,6 +29,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.script import Script, Section
 from bendtrace.replay.explain import explain_divergence
 from bendtrace.replay.raising import departure_by, values_in
+from bendtrace.replay.schedule import may_be_caught
 from bendtrace.replay.source import Departure, gives_nothing, test_of
 from bendtrace.replay.stretches import RandomStates, have_drawn, random_states
 from bendtrace.replay.tree import TraceTree
@@ -412,7 +413,8 @@ class _Run:
             result = rest.code.function(run.arguments, values)
         except Exception as error:
             result = departure_by(error, prepared.recording, rest.code)
-            if result is None:
+            ops = prepared.recording.tape.ops
+            if result is None or not may_be_caught(ops[-1 - result.guard], prepared.recording):
                 raise
         if type(result) is not Departure:
             return result

@@ -1,4 +1,4 @@
-"""Errors that ops of generated code raise: which op it was, and whether the model may go on."""
+"""Errors that ops of generated code raise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from types import FrameType
 from typing import Any
 
 from bendtrace.recording.recorder import Recording
-from bendtrace.replay.schedule import may_be_caught
 from bendtrace.replay.source import Code, Departure
 from bendtrace.tape.tape import raised_by
 
@@ -14,18 +13,13 @@ __all__ = ["departure_by", "place_of", "values_in"]
 
 
 def departure_by(error: Exception, recording: Recording, code: Code) -> Departure | None:
-    """Turn what an op raised into a departure, if the model could go on from there."""
+    """Turn what an op raised into a departure; None if it was not an op that raised it."""
     place = place_of(error, code)
     if place is None:
         return None
     index, frame = place
-    op = recording.tape.ops[index]
-    if not may_be_caught(op, recording):
-        if op.site is not None:
-            error.add_note(f"raised in a replay of {op.site.place}: {op.site.place.text}")
-        return None
     values = {**frame.f_locals, f"v{index}": error.with_traceback(None)}
-    return Departure(-1 - index, raised_by(op, error), values)
+    return Departure(-1 - index, raised_by(recording.tape.ops[index], error), values)
 
 
 def values_in(names: dict[str, Any]) -> dict[int, Any]:

@@ -11,6 +11,7 @@ import torch
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.script import Follower, Script, Section
 from bendtrace.replay.nodes import Exit, Trip
+from bendtrace.replay.schedule import may_be_caught
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import AutocastHold
 from bendtrace.tape.tape import Guard
@@ -202,6 +203,12 @@ class Divergence:
     def guard(self) -> Guard | None:
         """The guard that does not hold; None where an op raised or did not."""
         return self.recording.tape.guards[self.number] if self.number >= 0 else None
+
+    @property
+    def is_raised(self) -> bool:
+        """Whether an op raised an error that the model has no handler for."""
+        ops = self.recording.tape.ops
+        return self.error is not None and not may_be_caught(ops[-1 - self.number], self.recording)
 
     @property
     def exit(self) -> Exit | None:
