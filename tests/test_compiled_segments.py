@@ -307,6 +307,7 @@ def test_a_compiler_that_is_wrong_is_found_out() -> None:
     assert all(row["reason"].startswith("compiled, ") for row in rows)
 
 
+@pytest.mark.more
 def test_a_compiler_that_raises_is_told_of() -> None:
     def failing(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         raise ValueError("no such chip")

@@ -214,6 +214,7 @@ def test_a_sampler_draws_what_eager_draws() -> None:
     assert_looked_at(bended, eager, DRAWINGS)
 
 
+@pytest.mark.more
 def test_single_steps_of_a_sampler_can_be_changed() -> None:
     """In step 2 of 5 the noise that the network sees is another."""
     eager, bended = pair(Sampler)

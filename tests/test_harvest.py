@@ -132,6 +132,7 @@ def test_files_can_be_read_with_safetensors_alone(tmp_path: Path) -> None:
     assert found["5"].dtype == torch.float16
 
 
+@pytest.mark.more
 def test_a_transformer_with_dict_batches(tmp_path: Path) -> None:
     from transformers import BertConfig, BertModel
 
