@@ -429,6 +429,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.more
 @given(models(), st.sampled_from(OPTIONS))
 @settings(max_examples=60, deadline=None)
 def test_each_value_is_drawn_once_and_in_the_boxes_of_its_modules(

@@ -271,6 +271,7 @@ def expect_error(path: Path) -> LoadError:
     return caught.value
 
 
+@pytest.mark.more
 def test_every_damage_gives_one_clear_error(saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "log"
     shutil.copytree(saved, path)
