@@ -91,9 +91,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[LEFT] = dict(Counter(option for _, option in left if option))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one worker in the shortest run, so that nothing is set up in all of them.
+
+    The longer runs have files that take longer than all others together.
+    """
+    if not getattr(config.option, "brief", False):
+        return None
+    from xdist.scheduler import LoadFileScheduling  # there is xdist where this is called
+
+    return LoadFileScheduling(config, log)
+
+
+def pytest_collection() -> None:
+    # Imports and cases make objects by the million, and hardly any garbage.
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     # What is imported stays. Looking through all of it, in each search for garbage, took
     # longer than many tests.
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -555,6 +555,7 @@ def run_trainer(
     ]  # fmt: skip
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_that_raised_can_be_begun_anew(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -849,6 +849,7 @@ def test_an_evaluation_scores_probes_and_puts_them_back() -> None:
         assert torch.equal(probe.probes[path].weight, weights[path])
 
 
+@pytest.mark.more
 def test_each_token_of_a_language_model_can_be_probed() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

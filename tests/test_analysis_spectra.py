@@ -171,7 +171,7 @@ def test_all_modes_agree_and_numpy_with_them(
     st.booleans(),
     st.sampled_from([0.0, 1.0, 1e4]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_batches_and_merging_make_no_difference(
     seed: int, samples: int, features: int, cuts: list[int], centred: bool, mean: float
 ) -> None:

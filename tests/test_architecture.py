@@ -27,15 +27,19 @@ def unit_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0]
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements in a node that are run, and not those for types alone."""
+    is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    for part in ("orelse", "finalbody", "handlers", "cases", *([] if is_for_types else ["body"])):
+        for inner in getattr(node, part, ()):
+            yield inner
+            yield from statements(inner)
+
+
 def imports(path: Path) -> Iterator[str]:
     """Yield the units that a file imports when it runs."""
-    tree = ast.parse(path.read_text("utf-8"))
-    skipped: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            skipped |= {id(inner) for part in node.body for inner in ast.walk(part)}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or id(node) in skipped or not node.module:
+    for node in statements(ast.parse(path.read_text("utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.module:
             continue
         package, _, rest = node.module.partition(".")
         if package == "bendtrace":

@@ -1681,6 +1681,7 @@ def test_callbacks_are_copied_with_what_they_drew() -> None:
 # --- A language model
 
 
+@pytest.mark.more
 def test_a_language_model_is_bent_by_patterns_and_generates() -> None:
     config = GPT2Config(
         n_layer=2, n_head=2, n_embd=8, vocab_size=50, n_positions=40, bos_token_id=0, eos_token_id=1

@@ -158,6 +158,7 @@ def test_gradients_of_parameters_are_those_of_the_run_itself(case: Case) -> None
         assert not any(hooks)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", ["all", "gradients", "stream"])
 @pytest.mark.parametrize("model", some(MODELS, 5), ids=lambda model: model.name)
 def test_hugging_face_models_do_the_same_logged(model: TinyModel, way: str, tmp_path: Path) -> None:

@@ -508,6 +508,7 @@ def python(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.more
 def test_python_m_bendtrace_succeeds() -> None:
     done = python()
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 pytest.importorskip("transformers", reason="needs the test extra")
 
 
+@pytest.mark.more
 def test_the_patched_gpt2_is_that_of_hooks() -> None:
     import transformers
 

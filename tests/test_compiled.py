@@ -53,6 +53,7 @@ UP, DOWN = torch.ones(3), -torch.ones(3)
 # Which calls are served
 
 
+@pytest.mark.more
 def test_paths_that_join_are_told_apart() -> None:
     """Both end in the same segment; what is compiled is the whole of each."""
 
@@ -207,6 +208,7 @@ def test_a_number_is_given_out_as_the_number_it_is() -> None:
 # What comes out
 
 
+@pytest.mark.more
 def test_objects_that_were_there_before_are_given_out_themselves() -> None:
     class Handing(nn.Module):
         def __init__(self) -> None:
@@ -349,6 +351,7 @@ def test_when_torch_compile_compiles_no_more_calls_are_replayed() -> None:
     assert "recompile_limit" in bended.compiled.reasons[0]
 
 
+@pytest.mark.more
 def test_a_size_that_depends_on_values_is_counted_anew() -> None:
     def compared(x: Tensor) -> Tensor:
         rows = (x > 0).nonzero().squeeze(1)

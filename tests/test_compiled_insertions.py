@@ -270,6 +270,7 @@ def test_analysers_captures_and_probes_see_what_they_see_in_replays() -> None:
     both.one_graph()
 
 
+@pytest.mark.more
 def test_a_cache_and_a_harvest_are_those_of_replays(tmp_path: Any) -> None:
     both = Both()
     rows = []
@@ -316,6 +317,7 @@ def test_nodes_that_give_the_same_tensor_are_kept_each_by_itself() -> None:
     both.one_graph()
 
 
+@pytest.mark.more
 def test_edited_latents_are_kept_after_a_compiled_call() -> None:
     both = Both()
     with torch.no_grad():
@@ -364,6 +366,7 @@ def test_each_call_is_counted_and_what_never_fires_is_warned_of() -> None:
     assert bended.compiled.hits == 4 + 2
 
 
+@pytest.mark.more
 def test_what_stays_inserted_is_asked_again_when_an_attribute_changes() -> None:
     asked = []
 
@@ -427,6 +430,7 @@ def test_calls_that_are_counted_later_are_counted_once() -> None:
         assert str(ours.report()) == str(theirs.report())
 
 
+@pytest.mark.more
 def test_taking_away_and_inserting_again_compiles_nothing_again() -> None:
     both = Both()
     add = lambda n: bt.patches.AddPatch(drawn(n))  # noqa: E731
@@ -457,6 +461,7 @@ def test_an_effect_that_flips_a_question_goes_the_other_way() -> None:
 # Inputs of the graph
 
 
+@pytest.mark.more
 def test_the_same_tensor_at_two_places_is_not_taken_for_others() -> None:
     """A graph compiled for one tensor in two places has one input for both."""
     both = Both()
@@ -496,6 +501,7 @@ def test_what_a_function_reads_is_looked_at_in_each_call(monkeypatch: pytest.Mon
     assert [row["hits"] for row in both.rows] == [2, 2, 2, 2]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
 def test_numbers_are_computed_with_as_numbers_whatever_the_dtype(dtype: torch.dtype) -> None:
     def model(x: Tensor) -> Tensor:

@@ -190,6 +190,7 @@ def test_other_sizes() -> None:
 # What is not compiled
 
 
+@pytest.mark.more
 def test_random_numbers_and_state_are_as_in_eager() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
@@ -213,6 +214,7 @@ def test_random_numbers_and_state_are_as_in_eager() -> None:
     assert not any("dropout" in row["functions"] for row in bended.compiled.segments)
 
 
+@pytest.mark.more
 def test_sizes_that_depend_on_values_stay_outside() -> None:
     def picked(x: Tensor) -> Tensor:
         for i in range(4):
@@ -305,6 +307,7 @@ def test_a_compiler_that_is_wrong_is_found_out() -> None:
     assert all(row["reason"].startswith("compiled, ") for row in rows)
 
 
+@pytest.mark.more
 def test_a_compiler_that_raises_is_told_of() -> None:
     def failing(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         raise ValueError("no such chip")
@@ -363,6 +366,7 @@ def nearly(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     return lambda *args: tuple(t * (1 + 1e-5) if t.is_floating_point() else t for t in graph(*args))
 
 
+@pytest.mark.more
 def test_replays_of_traces_and_insertions_are_the_model_s_own_bits() -> None:
     model = Layers()
     bended = compiled(model, nearly)
@@ -377,6 +381,7 @@ def test_replays_of_traces_and_insertions_are_the_model_s_own_bits() -> None:
             assert bits(bended(*args)) == bits(wanted)
 
 
+@pytest.mark.more
 def test_an_error_is_the_model_s() -> None:
     def model(x: Tensor, index: Tensor) -> Tensor:
         for i in range(3):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conftest import _drawn, _needed_option
+from tests.conftest import _drawn, _needed_option, pytest_xdist_make_scheduler
 
 
 class Item(NamedTuple):
@@ -52,3 +53,13 @@ def test_days_draw_all_cases_in_turn_but_those_of_longer_runs() -> None:
 )
 def test_the_others_need_an_option(item: Any, option: str) -> None:
     assert _needed_option(item, set()) == option
+
+
+@pytest.mark.parametrize("brief", [True, False])
+def test_the_shortest_run_gives_each_file_to_one_worker(brief: bool) -> None:
+    scheduling = pytest.importorskip("xdist.scheduler")
+    config: Any = SimpleNamespace(
+        option=SimpleNamespace(brief=brief), getvalue=lambda name: ["popen", "popen"]
+    )
+    found = pytest_xdist_make_scheduler(config, None)
+    assert isinstance(found, scheduling.LoadFileScheduling) is brief

@@ -111,6 +111,7 @@ def test_a_counted_loop_runs_for_longer_than_any_input_took(model: Callable[...,
         assert_equal(made, model, x)
 
 
+@pytest.mark.more
 def test_the_limit_of_a_counted_loop_is_a_question() -> None:
     made = exported(limited)
     assert any("`step < 50`" in str(one) for one in made.unseen)
@@ -195,6 +196,7 @@ def written_out(x: Tensor) -> Any:
     return x
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model", some([tells_types, looks_at_variables, written_out], 3))
 def test_code_that_could_tell_the_difference_is_given_its_int(model: Callable[..., Any]) -> None:
     made = exported(model)

@@ -188,6 +188,7 @@ def test_insertions_find_the_same_nodes(
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.more
 def test_what_is_compiled_counts_as_well() -> None:
     torch.manual_seed(0)
     model = Halving().eval()

@@ -429,6 +429,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.more
 @given(models(), st.sampled_from(OPTIONS))
 @settings(max_examples=60, deadline=None)
 def test_each_value_is_drawn_once_and_in_the_boxes_of_its_modules(
@@ -493,6 +494,7 @@ def test_each_data_flow_is_drawn_and_no_other(model: nn.Module) -> None:
     assert {(e.source.key, e.target.key) for e in shown.edges} == expected
 
 
+@pytest.mark.more
 @given(models())
 @settings(max_examples=15, deadline=None)
 def test_the_same_run_gives_the_same_picture(model: nn.Module) -> None:
@@ -634,6 +636,7 @@ def test_the_ending_says_what_is_written(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 6
 
 
+@pytest.mark.more
 def test_the_same_picture_gives_the_same_file(tmp_path: Path) -> None:
     trace = stack(3)
     for ending in ("svg", "png", "pdf", "dot"):
@@ -727,6 +730,7 @@ def test_pictures_show_themselves_in_notebooks() -> None:
 # The documents
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("folder", "suffix"), [("pictures", "svg"), ("texts", "txt")])
 def test_what_the_documents_show_is_what_the_script_makes(folder: str, suffix: str) -> None:
     script = runpy.run_path(str(DOCS / "make_pictures.py"))

@@ -57,6 +57,7 @@ def test_a_branch_is_a_cond_and_a_loop_is_a_while_loop() -> None:
         assert_equal(made, model, torch.full((5,), scale))
 
 
+@pytest.mark.more
 def test_branches_in_a_loop_and_loops_in_a_branch() -> None:
     def model(x: Tensor) -> Tensor:
         if x.sum() > 0:
@@ -75,6 +76,7 @@ def test_branches_in_a_loop_and_loops_in_a_branch() -> None:
         assert_equal(made, model, torch.rand(2) * 20 - 1)
 
 
+@pytest.mark.more
 def test_a_loop_that_is_left_in_its_middle() -> None:
     def model(x: Tensor) -> tuple[Tensor, Tensor]:
         steps = torch.zeros(())
@@ -123,6 +125,7 @@ def test_a_write_to_shared_memory_behind_a_question_is_refused_by_line() -> None
         exported(model, ONES, -ONES)
 
 
+@pytest.mark.more
 def test_numbers_out_of_tensors_are_computed_with_as_in_python() -> None:
     def model(x: Tensor, table: Tensor) -> tuple[Any, ...]:
         n, share = int(x.argmax()), x[0].item()
@@ -196,6 +199,7 @@ def test_numbers_among_the_inputs_stay_as_they_were() -> None:
             made(*args, scale=scale)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("seed", "is_counted"),
     some(itertools.product(range(40), [False, True]), chosen=[(1, False), (3, True)]),
@@ -240,6 +244,7 @@ def test_an_unseen_side_raises_an_error_that_names_the_question() -> None:
     assert "never taken" in str(made)
 
 
+@pytest.mark.more
 def test_unseen_sides_in_loops_and_branches_raise_behind_them() -> None:
     def model(x: Tensor) -> Tensor:
         while x.norm() > 1:

@@ -98,6 +98,7 @@ def test_the_corpus_is_written_down_alike(case: Case, grad: bool) -> None:
             assert_same(case.make, inputs)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "mixtral"])
 def test_transformers_are_written_down_alike(name: str) -> None:
     found = [model for model in MODELS if model.name == name]

@@ -42,6 +42,7 @@ def pair(network: type[nn.Module], training: bool = False) -> tuple[nn.Module, b
     return eager, bt.BendedModule(network().train(training))
 
 
+@pytest.mark.more
 @every
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_a_network_is_itself_at_all_sizes(network: type[nn.Module], training: bool) -> None:
@@ -63,6 +64,7 @@ def test_the_log_has_what_native_hooks_see(network: type[nn.Module]) -> None:
     assert_logged_and_drawn(lambda: network().train(), CALLS[0])
 
 
+@pytest.mark.more
 @every
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_looking_and_changing(network: type[nn.Module], training: bool) -> None:
@@ -75,6 +77,7 @@ def test_looking_and_changing(network: type[nn.Module], training: bool) -> None:
     )
 
 
+@pytest.mark.more
 def test_heads_that_are_there_in_training_only() -> None:
     _, bended = pair(GoogLeNet, training=True)
     x = CALLS[0]()[0][0]
@@ -98,6 +101,7 @@ def test_heads_that_are_there_in_training_only() -> None:
         bended.eval()
 
 
+@pytest.mark.more
 def test_rows_that_stochastic_depth_leaves_out_can_be_kept() -> None:
     """The draws are nodes: with ones in their place all rows are kept, and scaled."""
     eager, bended = pair(EfficientNet, training=True)

@@ -112,6 +112,7 @@ def test_graphs_with_any_number_of_edges() -> None:
     assert bended.stats.live == 0
 
 
+@pytest.mark.more
 def test_messages_of_a_graph_are_logged_and_changed() -> None:
     for call in (GRAPHS[0], GRAPHS[3]):
         assert_logged_and_drawn(lambda: Graphs().eval(), call)
@@ -176,6 +177,7 @@ STEPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.more
 def test_a_step_of_diffusion_at_any_size() -> None:
     for training in (False, True):
         bended = assert_promise(lambda: UNet().train(training), STEPS)  # noqa: B023
@@ -212,6 +214,7 @@ def test_a_sampler_draws_what_eager_draws() -> None:
     assert_looked_at(bended, eager, DRAWINGS)
 
 
+@pytest.mark.more
 def test_single_steps_of_a_sampler_can_be_changed() -> None:
     """In step 2 of 5 the noise that the network sees is another."""
     eager, bended = pair(Sampler)
@@ -234,6 +237,7 @@ def test_single_steps_of_a_sampler_can_be_changed() -> None:
     assert outcome(bended, DRAWINGS[0](), 0) == outcome(eager, DRAWINGS[0](), 0) != wanted[0]
 
 
+@pytest.mark.more
 def test_steering_a_sampler_with_gradients() -> None:
     eager, bended = pair(Sampler)
     steer = torch.zeros(1, 8, 1, 1, requires_grad=True)
@@ -275,6 +279,7 @@ TARGETS = [
 ]  # fmt: skip
 
 
+@pytest.mark.more
 def test_as_many_boxes_as_there_are() -> None:
     with torch.no_grad():
         bended = assert_promise(lambda: Detector().eval(), IMAGES * 2)

@@ -95,6 +95,7 @@ def test_tokens_are_those_of_eager_and_known_steps_are_replayed(
         assert bended.stats.replays == 2 * LONG - bended.stats.traces
 
 
+@pytest.mark.more
 def test_hidden_states_and_attentions_of_each_step(make: Callable[[], Any]) -> None:
     """The library gathers them with forward hooks, which its first call puts on the modules."""
     eager, bended = make(), bt.BendedModule(make())
@@ -109,6 +110,7 @@ def test_hidden_states_and_attentions_of_each_step(make: Callable[[], Any]) -> N
     assert bended.stats.replays >= LONG
 
 
+@pytest.mark.more
 def test_prompts_of_other_lengths_and_batches(make: Callable[[], Any]) -> None:
     eager, bended = make(), bt.BendedModule(make())
     same(eager, bended, input_ids=prompt())
@@ -121,6 +123,7 @@ def test_prompts_of_other_lengths_and_batches(make: Callable[[], Any]) -> None:
     assert bended.stats.live == 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", some(["greedy", "sampling", "beams"], 3))
 def test_a_padded_batch(make: Callable[[], Any], way: str) -> None:
     eager, bended = make(), bt.BendedModule(make())
@@ -130,6 +133,7 @@ def test_a_padded_batch(make: Callable[[], Any], way: str) -> None:
     assert bended.stats.live == 0
 
 
+@pytest.mark.more
 def test_a_padded_batch_after_one_without_padding(make: Callable[[], Any]) -> None:
     eager, bended = make(), bt.BendedModule(make())
     for _ in range(2):
@@ -146,6 +150,7 @@ def test_the_static_cache_of_the_library(make: Callable[[], Any]) -> None:
     assert bended.stats.replays + bended.stats.live >= LONG
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["t5", "mamba", "mixtral"])
 @pytest.mark.parametrize("way", ["greedy", "sampling"])
 def test_other_architectures(name: str, way: str) -> None:
@@ -157,6 +162,7 @@ def test_other_architectures(name: str, way: str) -> None:
     assert bended.stats.live == 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", ["a draft model", "drafts from the prompt", "guidance"])
 def test_several_calls_for_each_token_or_several_tokens_a_call(way: str) -> None:
     (model,) = (m for m in MODELS if m.name == "llama")
@@ -172,6 +178,7 @@ def test_several_calls_for_each_token_or_several_tokens_a_call(way: str) -> None
     assert bended.stats.live == 0
 
 
+@pytest.mark.more
 def test_two_bended_models_generate_in_turn() -> None:
     pairs = [(m.make(), bt.BendedModule(m.make())) for m in MODELS if m.name in NAMES]
     for seed in range(3):

@@ -317,6 +317,7 @@ class ReadsTheSize(Attends):
         return x + before[1] * x.new_ones(before[1], 1, 16)[:1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("make", [Flags, Shortens, Undoes, ReadsLater, ReadsTheSize])
 def test_later_questions_decide_what_is_kept(make: type[Attends]) -> None:
     for ask in (lambda x, index: None, questions):

@@ -132,6 +132,7 @@ def test_files_can_be_read_with_safetensors_alone(tmp_path: Path) -> None:
     assert found["5"].dtype == torch.float16
 
 
+@pytest.mark.more
 def test_a_transformer_with_dict_batches(tmp_path: Path) -> None:
     from transformers import BertConfig, BertModel
 
@@ -169,6 +170,7 @@ def test_a_transformer_with_dict_batches(tmp_path: Path) -> None:
     assert torch.equal(mean[node].tensor(), torch.cat([part.mean(1) for part in wanted]))
 
 
+@pytest.mark.more
 def test_generate_is_called_by_a_function_and_passes_are_counted_on(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

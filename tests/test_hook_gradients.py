@@ -823,6 +823,7 @@ def test_under_activation_checkpoints(
     assert kinds == ["before", "after", "before", "after", "backward"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "model", [pytest.param(model, id=model.name) for model in HF_MODELS if model.name != "bert"]
 )

@@ -30,6 +30,7 @@ SHARES = 16
 QUICK = {"albert", "bloom", "decision_transformer", "dinov2", "granitemoe", "qwen3"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model_type", some(CHOSEN, chosen=QUICK))
 def test_a_model_is_itself(model_type: str) -> None:
     """Called, replayed, logged, printed, looked at and set to zero in the middle."""
@@ -175,6 +176,7 @@ def assert_trains(auto: str, model_type: str) -> bt.BendedModule:
     return bended
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("auto", "model_type"), some(TRAINED, 8))
 def test_training_with_labels(auto: str, model_type: str) -> None:
     stats = assert_trains(auto, model_type).stats

@@ -959,6 +959,7 @@ def test_a_bended_module_inside_another_keeps_its_insertions() -> None:
     assert outer.stats.traces == 2
 
 
+@pytest.mark.more
 def test_torch_compile_around_a_bended_module_leaves_what_is_inserted_alone() -> None:
     bended = bt.BendedModule(lambda x: x.relu())
     compiled = torch.compile(lambda x: bended(x + 1) * 2, backend="eager")

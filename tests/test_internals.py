@@ -83,14 +83,18 @@ def is_internal(path: str) -> bool:
 def lookups() -> Iterator[Lookup]:
     """Yield the calls of `internal` in the package."""
     for file in FILES:
-        tree = ast.parse(file.read_text("utf-8"))
+        text = file.read_text("utf-8")
+        if "internal(" not in text:
+            continue  # each run of the tests imports this file, and parsing takes seconds
+        tree = ast.parse(text)
         constants = {
             ast.unparse(node.targets[0]): node.value
             for node in tree.body
             if isinstance(node, ast.Assign)
         }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "internal":
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Name) and called.id == "internal":
                 path, _, part, *names = [*node.args, *[ast.Constant("")] * 3][
                     : max(3, len(node.args))
                 ]

@@ -438,6 +438,7 @@ def interventions(shape: torch.Size) -> dict[str, Edit]:
     }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("what", ["patching", "ablation", "steering"])
 @pytest.mark.parametrize(("name", "place"), some(LANGUAGE, 3))
 def test_interventions_in_language_models(name: str, place: str, what: str) -> None:

@@ -123,6 +123,7 @@ def logits_and_gradients(call: Any, model: Any, ids: Tensor) -> Any:
     return bits([out, [parameter.grad for parameter in model.parameters()]])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "place"), some(CASES, 3))
 def test_logits_and_gradients_are_those_of_a_change_by_hand(name: str, place: str) -> None:
     path, patch, call, edit = PLACES[name][place]

@@ -16,6 +16,7 @@ from tests.programs.found import FOUND
 from tests.shares import some
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("examples", some([12, 500], chosen=[12]))
 def test_random_programs_do_what_eager_does(examples: int) -> None:
     seen: collections.Counter[str] = collections.Counter()

@@ -213,6 +213,7 @@ def test_a_crash_and_a_hang_are_told_and_the_next_case_runs(monkeypatch: Any) ->
     assert "SIGABRT" in found[1]["why"]
 
 
+@pytest.mark.more
 def test_a_run_goes_on_where_it_was_and_tells_of_another_one(
     tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:

@@ -200,6 +200,7 @@ def test_nested_containers_are_dug_into_with_dots_after_the_bar() -> None:
     assert pg.graph._tree.resolve("output|sub_1.mean")._shape == torch.Size([])
 
 
+@pytest.mark.more
 def test_a_layer_of_a_language_model_is_found_by_the_path_in_the_document() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -498,6 +498,7 @@ def test_the_arguments_keep_what_they_were() -> None:
     assert not x._backward_hooks
 
 
+@pytest.mark.more
 def test_two_threads_can_log_at_once() -> None:
     torch.manual_seed(0)
     jobs = [(SimpleRecurrent(), torch.rand(5, 5)), (Item(), torch.ones(8))]

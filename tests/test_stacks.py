@@ -186,6 +186,7 @@ STRESS = """
 """
 
 
+@pytest.mark.more
 def test_a_great_many_reads_in_the_middle_of_everything_do_no_harm(
     request: pytest.FixtureRequest,
 ) -> None:

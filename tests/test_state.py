@@ -1496,6 +1496,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("first", MODES)
 def test_every_mode_after_every_other(first: str) -> None:
     def model_input() -> Tensor:

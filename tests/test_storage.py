@@ -223,6 +223,7 @@ def test_a_log_loaded_from_where_another_is_saved_keeps_its_values(tmp_path: Pat
     assert everything(loaded)["values"] == everything(history(0))["values"]
 
 
+@pytest.mark.more
 def test_a_log_is_loaded_without_the_model_and_without_pickle(tmp_path: Path) -> None:
     log = history()
     save(log, tmp_path / "log")
@@ -270,6 +271,7 @@ def expect_error(path: Path) -> LoadError:
     return caught.value
 
 
+@pytest.mark.more
 def test_every_damage_gives_one_clear_error(saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "log"
     shutil.copytree(saved, path)

@@ -225,6 +225,7 @@ def test_clipping_accumulation_and_schedules(name: str, options: dict[str, Any])
     same_training(make, data, **options)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
 def test_evaluation_between_the_steps(name: str) -> None:
     make, data = MODELS[name]

@@ -45,6 +45,7 @@ def test_the_log_of_every_corpus_model_is_true(case: Case) -> None:
         assert (state(model), torch.get_rng_state().tolist(), bits([args, kwargs])) == before
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("model", some(MODELS, 4), ids=lambda model: model.name)
 def test_the_log_of_every_hugging_face_model_is_true(model: TinyModel, mode: Any) -> None:

@@ -83,6 +83,7 @@ def test_modules_and_ops_give_zeros_numbers_tensors_or_what_a_function_says() ->
     assert torch.equal(bended(CLEAN), model(CLEAN))
 
 
+@pytest.mark.more
 def test_heads_of_gpt2_are_slices_of_what_the_output_projection_is_given() -> None:
     model, tokens = gpt2(), CLEAN
     bended = bt.BendedModule(model)

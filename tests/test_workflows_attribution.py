@@ -137,6 +137,7 @@ def test_every_op_that_has_a_gradient_is_a_site_as_it_stands() -> None:
     assert found.total[found.sites.index(name)].item() == largest
 
 
+@pytest.mark.more
 def test_every_op_of_models_is_reached_by_one_run_for_each_input() -> None:
     for model in (transformer(), gpt2()):
         bended = bt.BendedModule(model)

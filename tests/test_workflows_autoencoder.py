@@ -275,6 +275,7 @@ def test_what_is_no_autoencoder_is_refused() -> None:
     assert bended.insertions == ()
 
 
+@pytest.mark.more
 def test_it_works_while_a_language_model_writes() -> None:
     pytest.importorskip("transformers", reason="needs the test extra")
     from tests.hf_models import MODELS

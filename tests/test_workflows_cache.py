@@ -465,6 +465,7 @@ def test_names_of_transformer_lens_are_what_they_mean(name: str) -> None:
     assert list(several) == ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_names_without_an_equal_say_why(name: str) -> None:
     model, batch = language_model(name)
@@ -485,6 +486,7 @@ def test_names_without_an_equal_say_why(name: str) -> None:
     assert bended.insertions == ()
 
 
+@pytest.mark.more
 def test_attention_that_is_one_operation_has_no_pattern_to_show() -> None:
     model, batch = language_model("gpt2", "sdpa")
     for warm in (False, True):

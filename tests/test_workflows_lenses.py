@@ -215,6 +215,7 @@ def test_what_is_no_lens_is_refused(options: dict[str, Any], message: str) -> No
     assert bended.insertions == ()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_language_model_of_hugging_face(name: str) -> None:
     pytest.importorskip("transformers", reason="needs the test extra")

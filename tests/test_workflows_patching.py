@@ -102,6 +102,7 @@ def test_ops_between_modules_are_sites() -> None:
         assert found.values.item() == logit_difference(model(CORRUPTED)).item()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("cached", some([False, True], 2, start=1))
 def test_gpt2_is_patched_as_by_native_hooks(cached: bool) -> None:
     model = gpt2(use_cache=cached)

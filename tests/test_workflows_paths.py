@@ -110,6 +110,7 @@ def test_a_direct_edge_is_what_between_puts_on_it() -> None:
     assert found.values[0, 2].item() == whole.values.item()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model", [transformer(), gpt2(), gpt2(use_cache=False)])
 @pytest.mark.parametrize("direction", some(["denoise", "noise"], 2))
 def test_all_paths_to_the_output_are_activation_patching(model: nn.Module, direction: Any) -> None:
@@ -133,6 +134,7 @@ def test_all_paths_to_the_output_are_activation_patching(model: nn.Module, direc
     assert (found.clean, found.corrupted) == (whole.clean, whole.corrupted)
 
 
+@pytest.mark.more
 def test_heads_are_senders_by_what_the_output_projection_is_given() -> None:
     model = transformer()
     name = "blocks.0.attn.out"
@@ -165,6 +167,7 @@ def test_heads_are_senders_by_what_the_output_projection_is_given() -> None:
     assert found.values.shape == (1, 2, HEADS)
 
 
+@pytest.mark.more
 def test_gpt2_from_attention_to_attention_by_the_residual_stream() -> None:
     model = gpt2()
     first, second = model.transformer.h

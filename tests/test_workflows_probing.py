@@ -172,6 +172,7 @@ def test_five_lines_from_a_loader_to_an_accuracy() -> None:
         assert probe.accuracy(test[path], test.labels) > 0.6
 
 
+@pytest.mark.more
 def test_a_language_model_of_hugging_face() -> None:
     pytest.importorskip("transformers", reason="needs the test extra")
     from tests.hf_models import MODELS

@@ -66,6 +66,7 @@ def test_fields_of_convolutions_follow_the_closed_formula(seed: int) -> None:
     assert torch.equal(field.mask, wanted)
 
 
+@pytest.mark.more
 def test_maxima_norms_and_strides_in_two_dimensions() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -557,6 +557,7 @@ def family(request: pytest.FixtureRequest) -> tuple[str, Any, Any]:
     return request.param, language_model(request.param), language_model(request.param)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", some(WAYS, 3))
 def test_generating_is_that_of_a_hook_on_the_model(family: Any, way: str) -> None:
     name, eager, model = family

@@ -1,7 +1,7 @@
 """All benchmarks: `python -m tests.benchmarks`.
 
-Without sections, all are measured: calls, tracing, inserting, leaving, streams, starting, growth,
-compiled, export.
+Without sections, all are measured: calls, tracing, inserting, leaving, streams, changes, peaks,
+starting, growth, compiled, export. Whoever names streams gets changes, too.
 Each way is checked before it is timed; what a way cannot do stands in its cell. `--write-docs` puts
 what was found into docs/performance.md, together with its JSON and its figure.
 """
@@ -92,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options = _options(given)
         except ValueError as error:
             parser.error(str(error))
-        report = measured(given.sections or names, options, functools.partial(_keep, given.json))
+        chosen = [*given.sections, "changes"] if "streams" in given.sections else given.sections
+        report = measured(chosen or names, options, functools.partial(_keep, given.json))
     for table in tables_of(report):
         print(table.text(), end="\n\n")
     print(f"measured in {report['minutes']} minutes")

@@ -167,6 +167,10 @@ BUDGETS = (
     Budget("the same, geometric mean", "streams", 0.9, _mean_of_streams),
     Budget("runs recorded in a stream, of pairs of a state and an answer", "streams", 2.0,
            _recordings),
+    Budget("a call in a stream with something inserted, or that writes", "changes", 1.0, _streams),
+    Budget("geometric mean of these", "changes", 0.9, _mean_of_streams),
+    Budget("runs recorded for these, of pairs of a state and an answer", "changes", 2.0,
+           _recordings),
     Budget("import over torch", "starting", 0.15, _import, "s"),
     Budget("exponent of growth", "growth", 1.1, _exponents, ""),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from tests.benchmarks.exported import EXPORTED, table_of_exported
 from tests.benchmarks.feeding import after_first, relative
 from tests.benchmarks.growth import GROWTHS
 from tests.benchmarks.guarding import LAYERS
+from tests.benchmarks.memory import DEEP
 from tests.benchmarks.models import CASES, case_of
 from tests.benchmarks.streams import STREAMS
 from tests.benchmarks.table import Table, amount, duration, ratio
@@ -383,10 +384,12 @@ _STREAMED_QUICKLY, _PART_QUICKLY = 60, 20
 _LIMIT = 60.0  # seconds for a stream of torch.compile; its compilers are ended after twice that
 
 
+def _calls_of(options: Options) -> tuple[int, int]:
+    return (_STREAMED_QUICKLY, _PART_QUICKLY) if options.quick else (_STREAMED, _PART)
+
+
 def _measure_streams(options: Options) -> Data:
-    calls, size = _STREAMED, _PART
-    if options.quick:
-        calls, size = _STREAMED_QUICKLY, _PART_QUICKLY
+    calls, size = _calls_of(options)
     found: Data = {}
     for name in options.streams:
         options.tell(f"streams: {name}")
@@ -401,46 +404,53 @@ def _measure_streams(options: Options) -> Data:
                 one["torch.compile"] = {"reason": f"no answer in {2 * _LIMIT:.0f} s"}
             except RuntimeError as error:
                 one["torch.compile"] = {"reason": str(error).strip().splitlines()[-1][:60]}
+    return found
+
+
+def _measure_changes(options: Options) -> Data:
+    calls, size = _calls_of(options)
+    found: Data = {}
     for name in options.changes:
-        options.tell(f"streams: {name}")
+        options.tell(f"changes: {name}")
         found[name] = ask("stream, changed", here=options.here, name=name, calls=calls, size=size)
     return found
 
 
 def _tables_of_streams(data: Data) -> list[Table]:
-    changed = {change.name for change in CHANGES}
-    plain = {name: one for name, one in data.items() if name not in changed}
-    changes = {name: one for name, one in data.items() if name in changed}
-    command = "python -m tests.benchmarks streams"
-    tables = []
-    if plain:
-        peers = [one.get("torch.compile") for one in plain.values()]
-        theirs = [relative(one)[-1] for one in peers if one is not None and "reason" not in one]
-        mean = f"{statistics.geometric_mean(theirs):.2f}x, of {len(theirs)}" if theirs else "-"
-        headers, rows = _rows_of_streams(plain)
-        cells = [*map(_stream_compiled, peers), mean]
-        tables.append(
-            Table(
-                "streams", "A call with an input like none before, one thread, of eager's time",
-                ["model", *headers[:4], f"torch.compile, {headers[3]}", *headers[4:]],
-                [[*row[:5], cell, *row[5:]] for row, cell in zip(rows, cells, strict=True)],
-                command,
-                "Recorded: runs of the model under the tracer. Pairs: answers that are known, over "
-                "all states. Live: calls that the model itself served. Breaks: how often "
-                "torch.compile's tracer had to stop; graphs: what it compiled. Where it compiles "
-                "none, the model runs as it is.",
-            )
-        )  # fmt: skip
-    if changes:
-        headers, rows = _rows_of_streams(changes)
-        tables.append(
-            Table(
-                "changes", "The same with something inserted, of the time of native hooks, and for "
-                "models that write, of their own",
-                ["model", *headers], rows, command,
-            )
-        )  # fmt: skip
-    return tables
+    if not data:
+        return []
+    peers = [one.get("torch.compile") for one in data.values()]
+    theirs = [relative(one)[-1] for one in peers if one is not None and "reason" not in one]
+    mean = f"{statistics.geometric_mean(theirs):.2f}x, of {len(theirs)}" if theirs else "-"
+    headers, rows = _rows_of_streams(data)
+    cells = [*map(_stream_compiled, peers), mean]
+    return [
+        Table(
+            "streams", "A call with an input like none before, one thread, of eager's time",
+            ["model", *headers[:4], f"torch.compile, {headers[3]}", *headers[4:]],
+            [[*row[:5], cell, *row[5:]] for row, cell in zip(rows, cells, strict=True)],
+            "python -m tests.benchmarks streams",
+            "Recorded: runs of the model under the tracer. Pairs: answers that are known, over "
+            "all states. Live: calls that the model itself served. Breaks: how often "
+            "torch.compile's tracer had to stop; graphs: what it compiled. Where it compiles "
+            "none, the model runs as it is.",
+        )
+    ]  # fmt: skip
+
+
+def _tables_of_changes(data: Data) -> list[Table]:
+    if not data:
+        return []
+    headers, rows = _rows_of_streams(data)
+    calls = next(iter(data.values()))["calls"]
+    return [
+        Table(
+            "changes", "The same with something inserted, of the time of native hooks, and for "
+            "models that write, of their own",
+            ["model", *headers], rows, "python -m tests.benchmarks changes",
+            f"{calls:,} calls of each.",
+        )
+    ]  # fmt: skip
 
 
 def _rows_of_streams(data: Data) -> tuple[list[str], list[list[str]]]:
@@ -474,6 +484,32 @@ def _stream_compiled(found: Data | None) -> str:
     breaks = sum(found["breaks"].values())
     differ = f", {found['differ']} outputs differ" if found["differ"] else ""
     return f"{relative(found)[-1]:.2f}x ({breaks} breaks, {found['graphs']} graphs{differ})"
+
+
+# Peaks of memory
+
+
+def _measure_peaks(options: Options) -> Data:
+    found: Data = {}
+    for name in list(DEEP)[:1] if options.quick else DEEP:
+        options.tell(f"peaks: {name}")
+        hooked, replayed = ask("peaks", here=options.here, name=name, kind="padded")
+        found[name] = {"native hook": hooked, "replay": replayed}
+    return found
+
+
+def _tables_of_peaks(data: Data) -> list[Table]:
+    rows = [
+        [name, amount(one["native hook"]), amount(one["replay"]),
+         f"{one['replay'] / one['native hook']:.2f}x"]
+        for name, one in data.items()
+    ]  # fmt: skip
+    return [
+        Table(
+            "peaks", "The most memory that tensors take at once in a call with one module changed",
+            ["model", "native hook", "replay", "ratio"], rows, "python -m tests.benchmarks peaks",
+        )
+    ]  # fmt: skip
 
 
 # Starting
@@ -622,6 +658,8 @@ SECTIONS = (
     Section("inserting", _measure_inserting, _tables_of_inserting),
     Section("leaving", _measure_leaving, _tables_of_leaving),
     Section("streams", _measure_streams, _tables_of_streams),
+    Section("changes", _measure_changes, _tables_of_changes),
+    Section("peaks", _measure_peaks, _tables_of_peaks),
     Section("starting", _measure_starting, _tables_of_starting),
     Section("growth", _measure_growth, _tables_of_growth),
     Section("compiled", _measure_compiled, _tables_of_compiled),

@@ -153,6 +153,12 @@ def _stream_compiled(name: str, calls: int, size: int, seconds: float) -> Any:
     return compiled(name, calls, size, seconds)
 
 
+def _peaks(name: str, kind: str) -> Any:
+    from tests.benchmarks.memory import measure_changed
+
+    return measure_changed(name, kind)
+
+
 def _with_insertions(case: str, kind: str, rounds: int, seconds: float, backend: str) -> Any:
     from tests.benchmarks.compiled import compared_with_insertions
     from tests.benchmarks.models import case_of
@@ -172,7 +178,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     "memory of torchlens": _memory_of_torchlens, "per op": _per_op, "leaving": _leaving,
     "recompiling": _recompiling, "growth": _growth, "stream": _stream,
     "stream, changed": _stream_changed, "stream, compiled": _stream_compiled,
-    "with insertions": _with_insertions, "exported": _exported,
+    "peaks": _peaks, "with insertions": _with_insertions, "exported": _exported,
 }  # fmt: skip
 
 
