@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bendtrace as bt
 from bendtrace.replay import program
 from bendtrace.replay.graph import Graph
+from bendtrace.replay.stretches import Divergence
 from tests.promise import Inputs, bits, state
 
 Make = Callable[[], Callable[..., Any]]
@@ -776,3 +778,87 @@ def test_a_resumed_run_knows_whose_writes_were_read_before() -> None:
         bended(torch.full((3, 3), 9.0 * sign))
     (known,) = bended._trees.plain.programs()
     assert [run.tape.ops[4].reads for run in known.recordings()] == [{2: 3}] * 2
+
+
+# Errors that the model does not catch
+
+
+class _Counted:
+    """A context that notes how it was left."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+
+    def __enter__(self) -> None:
+        self.owner.left = "not yet"
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.owner.left = "well" if kind is None else kind.__name__
+
+
+class Failing(nn.Module):
+    """Looks rows up, of which there may be none, and changes state before, meanwhile and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.left, self.drop = "", "", nn.Dropout()
+        self.register_buffer("rows", torch.arange(4.0))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, seen: list[Any]) -> Tensor:
+        self.phase = "started"
+        self.drop.train(False)
+        self.calls.add_(1)
+        seen.append("started")
+        noise, held = torch.rand(2), x * 0.5
+        with _Counted(self), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            x.add_(1)
+            try:
+                y = self.rows[x.long()] + noise.sum()
+            finally:
+                x.sub_(1)
+                self.calls.add_(held.sum())
+                seen.append(held.shape)
+                print("looked up")
+        seen.pop()
+        self.drop.train(True)
+        self.phase = "done"
+        return y * 2 if y.sum() > 5 else self.drop(y)
+
+
+def test_what_an_error_leaves_behind_is_what_eager_leaves(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed, script_of = [], Divergence.script
+
+    def counted(self: Divergence) -> Any:
+        handed.append(type(self.error))
+        return script_of(self)
+
+    monkeypatch.setattr(Divergence, "script", counted)
+    values = (1.0, 1.0, 1.0, 7.0, 0.0, 1.0, 9.0, 1.0)
+    bended = follow(Failing, *(lambda value=value: (filled(value)(), []) for value in values))
+    assert capsys.readouterr().out == "looked up\n" * 16
+    assert bended.stats.live == 0
+    assert IndexError in handed  # so that a replay came to it
+
+
+def test_an_error_after_a_known_branch_is_raised_where_the_model_raises_it() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = torch.relu(x) if x.sum() > 0 else torch.tanh(x)
+        return torch.linalg.cholesky(y)
+
+    bended = bt.BendedModule(model)
+    good, bad = torch.eye(3), torch.eye(3)
+    bad[2, 2] = -0.5
+    for x in (good, -good + 0.4, good):
+        with contextlib.suppress(RuntimeError):
+            assert bits(bended(x)) == bits(model(x))
+    with pytest.raises(torch.linalg.LinAlgError) as given:
+        bended(bad)
+    with pytest.raises(torch.linalg.LinAlgError) as wanted:
+        model(bad)
+    assert str(given.value) == str(wanted.value)
+    assert any(entry.name == "model" for entry in given.traceback)
+    assert bits(bended(good)) == bits(model(good))
