@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
 from bendtrace.interject.compiling import inserted_by
-from bendtrace.interject.gates import again, running
+from bendtrace.interject.gates import again, attempt, running
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
@@ -185,7 +185,7 @@ class Dispatcher:
             return None
         if plan.looks_at_changes(program.recordings(), read_and_changed):
             return None
-        splicer.has_unread = graph.has_unread
+        splicer.goes_along(graph)
         return splicer, program
 
     def _spliced(self, call: _Call, program: Program) -> Any:
@@ -196,6 +196,7 @@ class Dispatcher:
         """
         assert call.splicer is not None
         assert call.plan is not None
+        attempt().receives(call.args, call.kwargs)
         if program.wants_lifting and call.tree.lifts:
             return self._record_lifted(call, program)
         result = call.tree.replay(call.names, program, call.arguments, splicer=call.splicer)

@@ -19,7 +19,6 @@ from bendtrace.interject.gates import (
     CountGate,
     Gate,
     InsteadGate,
-    fits,
     noted,
 )
 from bendtrace.interject.interjection import NodePass
@@ -27,6 +26,8 @@ from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.states import States
 from bendtrace.interject.steps import NOT_WRITABLE
 from bendtrace.interject.structure import filled, refilled, take_apart
+from bendtrace.interject.tensors import version_of
+from bendtrace.interject.through import fits, is_shared, kind_of
 from bendtrace.interject.writing import overlaps, written_by
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.events import bound, parameters_of
@@ -528,12 +529,14 @@ class LiveInserter:
 
         def through(value: Tensor) -> Any:
             nonlocal is_alike
-            version = value._version
+            kind, version = kind_of(value), version_of(value)
             given = gate(value)
-            if given is value:
-                is_alike = value._version == version or not value._is_view()
+            if given is not value:
+                is_alike = fits(kind, given, True)
+            elif version_of(value) != version and is_shared(value):
+                is_alike = False
             else:
-                is_alike = fits(value, given, True)
+                is_alike = kind is not None and kind_of(value) == kind
             return given
 
         given = self.stage.pass_through(through, output, scope)

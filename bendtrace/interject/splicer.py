@@ -18,23 +18,24 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
 from torch import Tensor
 
-from bendtrace.interject.gates import AfterGate, Through
+from bendtrace.interject.gates import AfterGate
 from bendtrace.interject.inserter import place_of_node
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.plan import Plan, slots_of
+from bendtrace.interject.plan import Plan, Slot, slots_of
 from bendtrace.interject.structure import Leaf
+from bendtrace.interject.through import Through
 from bendtrace.paths.candidates import Candidate, RunNodes
 from bendtrace.recording.effects import Effects, makes_anew, sets_nothing
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, is_read
+from bendtrace.replay.graph import Graph
 from bendtrace.replay.nodes import Exit, Piece
 from bendtrace.replay.schedule import Unlinked
 from bendtrace.replay.source import Code
@@ -67,18 +68,18 @@ class Splicer:
     Attributes:
         is_apart: whether it has turned out that runs with the insertions have to be recorded.
         calls: how many calls it has served to their end.
-        has_unread: whether the call may come to answers at which no state is known.
+        writes: whether a known run writes to tensors in place.
     """
-
-    has_unread = False
 
     def __init__(self, plan: Plan, known: Knowledge) -> None:
         self.is_apart = not plan.can_be_spliced
         self.calls = 0
+        self.writes = False
+        self._has_unread = False
         self._slots = plan.slots
         self._plan = weakref.ref(plan)
         self._known = known
-        self._gates: dict[str, AfterGate | None] = {}
+        self._gates: dict[tuple[str, tuple[Slot, ...]], AfterGate] = {}
         self._splices: dict[int, tuple[Recording, tuple[Splice, ...]]] = {}
         self._codes: dict[Exit, tuple[int, Code]] = {}
 
@@ -109,16 +110,22 @@ class Splicer:
         self._plan = weakref.ref(plan)
         return self
 
+    def goes_along(self, graph: Graph) -> None:
+        """Note along which paths a call is going to be served."""
+        self.writes = self.writes or graph.writes
+        self._has_unread = self._has_unread or graph.has_unread
+
+    @property
     def keeps(self) -> bool:
         """Whether a call may have to begin again although it went well so far."""
-        return self.has_unread or self.calls < _FIRST
+        return self._has_unread or self.calls < _FIRST
 
     def _splices_in(self, piece: Piece) -> tuple[Splice, ...]:
         recording = piece.recording
         known = self._splices.get(id(recording))
         if known is None:
             nodes = self._known.nodes_of(recording)
-            places = _Places(self, nodes, recording, piece.analysis)
+            places = _Places(self, nodes, piece)
             if not places.is_open:
                 raise Unfit("the run calls code that nothing can be inserted in as one op")
             found = places.find()
@@ -127,18 +134,18 @@ class Splicer:
 
     def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
         """Return the gate at a node; None if nothing is inserted there."""
-        if path not in self._gates:
-            gate = None
-            slots, plan = slots_of(self._slots, "node", node), self._plan()
-            if slots:
-                assert plan is not None
-                at = NodePass(
-                    path, 0, node.module, node.function, node.scope_path, place_of_node(site, scope)
-                )
-                gate = AfterGate(at, slots, Leaf(Tensor, 0), plan)
-                gate.counts = True
-            self._gates[path] = gate
-        return self._gates[path]
+        slots, plan = slots_of(self._slots, "node", node), self._plan()
+        if not slots:
+            return None
+        gate = self._gates.get((path, slots))
+        if gate is None:
+            assert plan is not None
+            at = NodePass(
+                path, 0, node.module, node.function, node.scope_path, place_of_node(site, scope)
+            )
+            gate = self._gates[path, slots] = AfterGate(at, slots, Leaf(Tensor, 0), plan)
+            gate.counts = True
+        return gate
 
 
 _FIRST = 3  # calls in which what is inserted may turn out not to fit
@@ -149,27 +156,22 @@ class _Places:
 
     Args:
         splicer: knows what is inserted.
-        nodes: the nodes of the run.
-        recording: the run.
-        analysis: its analysis.
+        nodes: the nodes of a run.
+        piece: the run.
+
+    Attributes:
+        is_open: whether gates reach all modules that it calls.
     """
 
-    def __init__(
-        self, splicer: Splicer, nodes: RunNodes, recording: Recording, analysis: Analysis
-    ) -> None:
+    def __init__(self, splicer: Splicer, nodes: RunNodes, piece: Piece) -> None:
         self._splicer = splicer
         self._nodes = nodes
-        self._tape: Tape = recording.tape
-        self._analysis = analysis
+        self._piece = piece
+        self._recording: Recording = piece.recording
+        self._tape: Tape = piece.recording.tape
+        self._analysis: Analysis = piece.analysis
         self._positions = [guard.position for guard in self._tape.guards]
-        self._writes = any(op.writes or works_in_place(op) for op in self._tape.ops)
-        # What is inserted at modules that are called inside of an op has to be refused.
-        self.is_open = all(
-            op.kind is not OpKind.CALL
-            or isinstance(op.target, types.MethodWrapperType)
-            or is_torchs_function(op.target)
-            for op in self._tape.ops
-        )
+        self.is_open: bool = not self._tape.is_closed
 
     def find(self) -> tuple[Splice, ...]:
         """Return the splices in order."""
@@ -226,10 +228,15 @@ class _Places:
             and position <= self._end
             and index not in self._outside
             and index not in self._analysis.computable
+            and index not in self._piece.growths
             and not is_read(self._tape.ops[index])
         )
-        through = Through(gate, self._writes, self._splicer.keeps, position)
+        is_part = self._is_part
+        through = Through(gate, self._splicer, is_part, position)
         return Splice(index, position, guards, context, through, gate.at.path, is_fit)
+
+    def _is_part(self, tensor: Tensor) -> bool:
+        return self._recording.environment.find(tensor) is not None
 
     def _guards_until(self, position: int, precedes: Callable[[Guard], bool]) -> int:
         """Return how many guards come before the end of a node at a position."""
@@ -247,8 +254,10 @@ class _Places:
     def _end(self) -> int:
         """The first op that must not be carried out twice."""
         effects = Effects(self._tape)
-        effects.have_begun()
-        return len(self._tape.ops) if effects.first is None else effects.first
+        if not effects.have_begun():
+            return -1 if self._recording.draws else len(self._tape.ops)
+        assert effects.first is not None
+        return effects.first
 
     @functools.cached_property
     def _outside(self) -> set[int]:

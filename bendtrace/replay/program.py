@@ -330,6 +330,11 @@ class Program:
                 return self.run(arguments)
             if divergence.exit is None or _written(divergence.exit) is None:
                 return divergence
+            if splicer is not None:
+                try:
+                    splicer(divergence.exit)
+                except Unfit:
+                    return divergence
             return self._walk(self.graph, arguments, False, False, divergence, splicer)
         side = divergence.stretch.side(divergence.number, divergence.outcome)
         assert side is not None
