@@ -74,24 +74,22 @@ class Through:
             if is_fit and version_of(value) == version and not value.is_inference():
                 current.note_unchanged(path, number)
                 return value
-        copied = None
-        if is_fit and not is_held and may_change and splicing.keeps:
-            copied = given.clone()  # for the model, which may change it in place
-            may_change = False
         if given is value and is_shared(value):
             current.refuse(path, number)
+        elif not is_fit:
+            current.note(path, number, given, True, False)
+        elif may_change and splicing.keeps and not is_held:
+            current.meets(given)
+            current.note(path, number, given.clone(), True, False)
         else:
-            is_kept = splicing.keeps or not is_fit
-            current.note(path, number, given, is_kept, is_fit and may_change)
-        if not is_fit or (copied is not None and kind_of(copied) != kind):
+            current.note(path, number, given, splicing.keeps, may_change)
+        if not is_fit:
             splicing.is_apart = True
             raise Unfit(
                 f"what is inserted at {path!r} gives another kind of tensor than the node",
                 self._position,
             )
-        if copied is not None:
-            current.meets(copied)
-        return given if copied is None else copied
+        return given
 
 
 def _count_alone() -> int:
