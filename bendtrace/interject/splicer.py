@@ -20,6 +20,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor
@@ -134,7 +135,8 @@ class Splicer:
 
     def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
         """Return the gate at a node; None if nothing is inserted there."""
-        slots, plan = slots_of(self._slots, "node", node), self._plan()
+        unseen = replace(node, shape=None, dtype=None)  # as a run has it at that time
+        slots, plan = slots_of(self._slots, "node", unseen), self._plan()
         if not slots:
             return None
         gate = self._gates.get((path, slots))
