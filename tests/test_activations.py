@@ -674,12 +674,16 @@ def test_what_is_inserted_applies_to_the_rest() -> None:
     handle = bended.interject("fc2", lambda value: value + 1)
     bended(v, ones)
     assert handle.report().fired == 1
+    for given in ({}, {"mask": ones}):  # the call went along the path that was known
+        with pytest.raises(InputError, match=r"nothing has been traced yet .* call its trace"):
+            from_activations(bended, {"relu": v}, (), given)
+    bended.trace(v, mask=ones)
     for _ in range(2):
         given = from_activations(bended, {"relu": v}, (), {"mask": ones})
         assert bits(given) == bits((model.fc2(v) + 1) * ones + v)
         given = from_activations(bended, {"relu": v}, (), {"mask": ones}, bended=False)
         assert bits(given) == bits((model.fc2(v * 2) + 1) * ones + v * 2)
-    assert (handle.report().fired, called) == (5, ["fc1"])
+    assert (handle.report().fired, called) == (6, ["fc1", "fc1"])
     handle.remove()
     with pytest.raises(
         bt.errors.InputError, match="nothing has been traced yet with the current insertions"
