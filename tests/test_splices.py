@@ -18,6 +18,7 @@ from bendtrace.errors import InterjectionError, NeverFiredWarning
 from bendtrace.interject import through
 from bendtrace.interject.attempt import Attempt
 from bendtrace.recording import scopes
+from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import Tape
 from tests.promise import bits, seed_everything
 
@@ -797,6 +798,31 @@ def test_a_sweep_over_places_records_nothing_and_keeps_nothing() -> None:
             counts.append(sum(name.startswith("bendtrace") for name in modules))
     assert bended.stats.traces == 1
     assert counts[-1] == counts[1]
+
+
+@pytest.mark.filterwarnings("ignore::bendtrace.errors.TraceLimitWarning")
+def test_paths_that_are_gone_are_not_kept_for_their_splices() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu = nn.ReLU()
+
+        def forward(self, x: Tensor, times: int) -> Tensor:
+            for _ in range(times):
+                x = self.relu(x) + 1
+            return x
+
+    bended, calls = bt.BendedModule(Model(), max_traces=4), 45
+    with torch.no_grad():
+        for times in range(1, calls + 1):
+            bended(INPUTS[0], times)
+            with bended.interject("relu", double):
+                bended(INPUTS[0], times)
+    assert served(bended) >= calls - 1
+    gc.collect()
+    recordings = [thing for thing in gc.get_objects() if type(thing) is Recording]
+    mine = [one for one in recordings if one.environment.function is bended.model]
+    assert 4 <= len(mine) <= 38
 
 
 def test_no_change_is_kept_alive() -> None:

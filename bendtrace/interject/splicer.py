@@ -19,7 +19,7 @@ import bisect
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -66,6 +66,7 @@ class Splicer:
     Args:
         plan: insertions at these places.
         known: the runs of the model.
+        exits: gives all exits that calls may take.
 
     Attributes:
         is_apart: whether it has turned out that runs with the insertions have to be recorded.
@@ -73,7 +74,7 @@ class Splicer:
         writes: whether a known run writes to tensors in place.
     """
 
-    def __init__(self, plan: Plan, known: Knowledge) -> None:
+    def __init__(self, plan: Plan, known: Knowledge, exits: Callable[[], Iterable[Exit]]) -> None:
         self.is_apart = not plan.can_be_spliced
         self.calls = 0
         self.writes = False
@@ -81,6 +82,8 @@ class Splicer:
         self._slots = plan.slots
         self._plan = weakref.ref(plan)
         self._known = known
+        self._exits = exits
+        self._most = _PRUNED
         self._gates: dict[tuple[str, tuple[Slot, ...]], AfterGate] = {}
         self._splices: dict[int, tuple[Recording, tuple[Splice, ...]]] = {}
         self._codes: dict[Exit, tuple[int, Code]] = {}
@@ -104,8 +107,18 @@ class Splicer:
         except (Unfit, Unlinked) as error:
             self.is_apart = True
             raise Unfit(str(error)) from error
+        if len(self._codes) >= self._most:
+            self._prune()
         self._codes[exit] = exit.rewrites, code
         return code
+
+    def _prune(self) -> None:
+        """Forget the code of exits that are gone."""
+        alive = set(self._exits())
+        self._codes = {exit: code for exit, code in self._codes.items() if exit in alive}
+        recordings = {id(exit.piece.recording) for exit in self._codes}
+        self._splices = {key: s for key, s in self._splices.items() if key in recordings}
+        self._most = max(_PRUNED, 2 * len(self._codes))
 
     def serves(self, plan: Plan) -> Self:
         """Note the insertions of the call that comes next, which are not kept alive."""
@@ -151,6 +164,7 @@ class Splicer:
         return gate
 
 
+_PRUNED = 32  # exits with code, before it is asked whether they are still there
 _FIRST = 3  # calls in which what is inserted may turn out not to fit
 
 
