@@ -526,7 +526,7 @@ class BaseModule(ModuleProxy[ModelT]):
             False
         """
         names, arguments = self._signature.told_apart(args, kwargs)
-        tree = self._trees.of(self._board.plan(args, kwargs))
+        tree = self._dispatcher.serving(self._board.plan(args, kwargs), names, arguments)
         return self._dispatcher.explained(tree, names, arguments)
 
     def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:

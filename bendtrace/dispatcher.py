@@ -188,6 +188,14 @@ class Dispatcher:
         splicer.goes_along(graph)
         return splicer, program
 
+    def serving(
+        self, plan: Plan | None, names: tuple[str, ...], arguments: tuple[Any, ...]
+    ) -> TraceTree:
+        """Return the paths along which a call would be served."""
+        if plan is not None and self._splicer(plan, names, arguments) is not None:
+            return self._trees.plain
+        return self._trees.of(plan)
+
     def _spliced(self, call: _Call, program: Program) -> Any:
         """Serve a call with insertions along the paths without them.
 

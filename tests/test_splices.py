@@ -290,6 +290,21 @@ def test_training_steps_are_equal(change: Change) -> None:
     assert found[0] == found[1]
 
 
+def test_what_is_shown_is_what_serves_the_calls() -> None:
+    bended, x = bt.BendedModule(make(Gated)), INPUTS[0]
+    with torch.no_grad():
+        bended(x)
+        plain = bended.traces
+        with bended.interject("gates_1", lambda value: value.t().contiguous().t()):
+            bended(x)
+            assert are_apart(bended) == [True]
+            assert bended.explain(x).serving[0].names != plain[0].names
+        with bended.interject("gates_1.linear", double):
+            assert bended.explain(x).serving
+            bended(x)
+            assert [trace.names for trace in bended.traces] == [trace.names for trace in plain]
+
+
 # What is written to, or drawn, before and after
 
 

@@ -75,6 +75,7 @@ class Trees:
             self._splicers.move_to_end(plan.key)
             while len(self._splicers) > _MOST:
                 self._splicers.popitem(last=False)
+            self.latest = self.plain
         return splicer.serves(plan)
 
     def _exits(self) -> Iterator[Exit]:
