@@ -340,6 +340,28 @@ def test_a_change_behind_what_must_not_be_done_twice_is_recorded() -> None:
     assert are_apart(bended) == [True]
 
 
+def test_a_change_behind_what_only_some_paths_write_is_recorded() -> None:
+    class Model(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("count", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 0:
+                self.count.add_(1)
+            x = torch.tanh(x)
+            if x.mean() > 10:
+                x = x * 2
+            return self.layer(x).float()
+
+    for changes in ({"layer": other_dtype}, {"layer": double}):
+        bended = compared(Model, changes, mode=torch.no_grad)
+        assert are_apart(bended) == [True]
+
+
 class InPlace(Gated):
     """Works in place on what its layers give."""
 
@@ -576,6 +598,66 @@ def test_a_value_that_somebody_else_has(holder: type[nn.Module], mode: Any) -> N
         assert is_refused[:2] == [True, True]
     if holder not in (GivesBack, GivesView, WorksInPlace):  # there, the caller has it as well
         assert not is_refused[-1]
+
+
+class AsksItself(nn.Module):
+    """Asks for the truth of its value, and of its sign, before it gives the value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sum() * 2
+        self.factor = 2 if y else 3
+        return y
+
+
+@pytest.mark.parametrize("change", [turned, lambda value: value * 0, lambda value: value.zero_()])
+def test_a_value_that_was_asked_for_before_it_was_given(change: Change) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asks = AsksItself()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.asks(x)
+            x = x * self.asks.factor
+            return x + 1 if y else x - 1
+
+    bended = compared(Around, {"asks": change}, mode=torch.no_grad)
+    assert are_apart(bended) == [True]
+
+
+@pytest.mark.parametrize("change", [double, Tensor.neg_, lambda value: (value * 2)[:]])
+@pytest.mark.parametrize("place", ["longer", "keys"])
+def test_a_cache_that_grows(place: str, change: Change) -> None:
+    class Longer(nn.Module):
+        def forward(self, cache: Tensor, new: Tensor) -> Tensor:
+            return torch.cat([cache, new], 0)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys, self.longer = nn.Linear(4, 4), Longer()
+
+        def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+            keys = self.keys(x)
+            cache["keys"] = self.longer(cache["keys"], keys) if cache else keys
+            return cache["keys"].sum(0) + x
+
+    def generated(call: Any) -> Any:
+        x, cache, outputs = INPUTS[0], dict[str, Tensor](), []
+        for _ in range(5):
+            x = call(x, cache)
+            outputs.append(x)
+        return bits([outputs, cache])
+
+    eager, model = make(Model), make(Model)
+    bended = bt.BendedModule(model)
+    with torch.no_grad():
+        for _ in range(2):
+            assert generated(bended) == generated(eager)
+        eager.get_submodule(place).register_forward_hook(lambda m, args, output: change(output))
+        with bended.interject(place, change):
+            for _ in range(2):
+                assert generated(bended) == generated(eager)
 
 
 def test_a_value_with_a_weak_reference_is_refused() -> None:

@@ -88,21 +88,29 @@ class Splicer:
         self._splices: dict[int, tuple[Recording, tuple[Splice, ...]]] = {}
         self._codes: dict[Exit, tuple[int, Code]] = {}
 
-    def __call__(self, exit: Exit) -> Code:
+    def __call__(self, exit: Exit, has_acted: bool) -> Code:
         """Return the code of an exit.
+
+        Args:
+            exit: the exit.
+            has_acted: whether the call has done something that must not be done twice.
 
         Raises:
             Unfit: there is none.
         """
         known = self._codes.get(exit)
         if known is not None and known[0] == exit.rewrites:
+            if has_acted and known[1] is not exit.written:
+                self.is_apart = True
+                raise Unfit("something is inserted behind what must not be done twice")
             return known[1]
         piece = exit.piece
         try:
             mine = [s for s in self._splices_in(piece) if s.lies_in(exit.number, piece.stop)]
             unfit = next((s for s in mine if not s.is_fit), None)
-            if unfit is not None:
-                raise Unfit(f"{unfit.path!r} is no place where known code can be changed")
+            if unfit is not None or (mine and has_acted):
+                path = (unfit or mine[0]).path
+                raise Unfit(f"{path!r} is no place where known code can be changed")
             code = exit.write_spliced(mine) if mine else exit.code
         except (Unfit, Unlinked) as error:
             self.is_apart = True
