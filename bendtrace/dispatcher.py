@@ -180,8 +180,10 @@ class Dispatcher:
         if splicer.is_apart:
             return None
         program = self._trees.plain.find(names, arguments)
-        graph = None if program is None else program.graph
-        if program is None or graph is None or graph.is_broken:
+        if program is None or program.live_only or program.ignored:
+            return None
+        graph = program.graph
+        if graph is None or graph.is_broken:
             return None
         if plan.looks_at_changes(program.recordings(), read_and_changed):
             return None
