@@ -18,8 +18,9 @@ from bendtrace._trace import OPTIONS, Trace, run_trace
 from bendtrace.dispatcher import Dispatcher
 from bendtrace.errors import InputError
 from bendtrace.interject.gates import running
-from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within, refuse_reading
+from bendtrace.interject.inserter import LiveInserter
 from bendtrace.interject.knowledge import Knowledge
+from bendtrace.interject.parts import Within, is_meant_within, refuse_reading
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.trees import Trees
 from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
@@ -525,7 +526,7 @@ class BaseModule(ModuleProxy[ModelT]):
             False
         """
         names, arguments = self._signature.told_apart(args, kwargs)
-        tree = self._trees.of(self._board.plan(args, kwargs))
+        tree = self._dispatcher.serving(self._board.plan(args, kwargs), names, arguments)
         return self._dispatcher.explained(tree, names, arguments)
 
     def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:

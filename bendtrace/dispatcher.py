@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
 from bendtrace.interject.compiling import inserted_by
-from bendtrace.interject.gates import again, running
+from bendtrace.interject.gates import again, attempt, running
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
@@ -181,13 +181,23 @@ class Dispatcher:
         if splicer.is_apart:
             return None
         program = self._trees.plain.find(names, arguments)
-        graph = None if program is None else program.graph
-        if program is None or graph is None or graph.is_broken:
+        if program is None or program.live_only or program.ignored:
+            return None
+        graph = program.graph
+        if graph is None or graph.is_broken:
             return None
         if plan.looks_at_changes(program.recordings(), read_and_changed):
             return None
-        splicer.has_unread = graph.has_unread
+        splicer.goes_along(graph)
         return splicer, program
+
+    def serving(
+        self, plan: Plan | None, names: tuple[str, ...], arguments: tuple[Any, ...]
+    ) -> TraceTree:
+        """Return the paths along which a call would be served."""
+        if plan is not None and self._splicer(plan, names, arguments) is not None:
+            return self._trees.plain
+        return self._trees.of(plan)
 
     def _spliced(self, call: _Call, program: Program) -> Any:
         """Serve a call with insertions along the paths without them.
@@ -197,6 +207,7 @@ class Dispatcher:
         """
         assert call.splicer is not None
         assert call.plan is not None
+        attempt().receives(call.args, call.kwargs)
         if program.wants_lifting and call.tree.lifts:
             return self._record_lifted(call, program)
         result = call.tree.replay(call.names, program, call.arguments, splicer=call.splicer)

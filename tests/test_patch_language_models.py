@@ -135,7 +135,7 @@ def test_logits_and_gradients_are_those_of_a_change_by_hand(name: str, place: st
         wanted = [logits_and_gradients(eager, eager, ids) for ids in batches]
     assert wanted != plain
     with pg.patch({path: patch}):
-        for _ in range(2):
+        for _ in range(3):
             replays = pg.stats.replays
             assert [logits_and_gradients(pg, model, ids) for ids in batches] == wanted
     assert pg.stats.replays == replays + len(batches)

@@ -841,7 +841,9 @@ def test_what_an_error_leaves_behind_is_what_eager_leaves(
 
     monkeypatch.setattr(Divergence, "script", counted)
     values = (1.0, 1.0, 1.0, 7.0, 0.0, 1.0, 9.0, 1.0)
-    bended = follow(lambda: Failing(tries), *(lambda value=value: (filled(value)(), []) for value in values))
+    bended = follow(
+        lambda: Failing(tries), *(lambda value=value: (filled(value)(), []) for value in values)
+    )
     assert capsys.readouterr().out == "looked up\n" * (16 if tries else 12)
     assert bended.stats.live == 0
     assert handed == [None if tries else IndexError] * 2  # it is a question there

@@ -8,7 +8,6 @@ some passes only has a gate at each, and is asked there.
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 import weakref
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from bendtrace._places import place_text
 from bendtrace.errors import InterjectionError
+from bendtrace.interject.attempt import Attempt
 from bendtrace.interject.gradients import CallGradients, ChecksGradients
 from bendtrace.interject.interjection import NO_INPUTS, Inputs, NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot
@@ -38,8 +38,6 @@ from bendtrace.interject.structure import (
     take_apart,
 )
 from bendtrace.interject.tensors import differ, version_of
-from bendtrace.replay.splices import Unfit
-from bendtrace.source.internals import internal
 
 __all__ = [
     "AfterGate",
@@ -48,12 +46,12 @@ __all__ = [
     "Gate",
     "InsteadGate",
     "StateGate",
-    "Through",
     "again",
     "as_inputs",
-    "fits",
+    "attempt",
     "noted",
     "of_this_run",
+    "passes_of",
     "running",
 ]
 
@@ -72,9 +70,7 @@ class _Local(threading.local):
         self.kept: dict[Any, Any] = {}
         self.reshaped: dict[str, None] = {}  # the insertions, by slot, in this call of the model
         self.passes: dict[tuple[str, str], int] = {}  # by node and role, in this call
-        # By node and pass, what splices have returned, for a run that begins again.
-        self.returned: dict[tuple[str, int], Any] = {}
-        self.answers: dict[tuple[str, int], Any] = {}
+        self.attempt: Attempt = Attempt()
         self.containers = Containers()  # those of the running gate
 
 
@@ -90,7 +86,7 @@ def running(plan: Plan) -> Iterator[None]:
     """
     before = vars(_local).copy()
     _local.plan, _local.through, _local.error, _local.kept, _local.reshaped = plan, {}, None, {}, {}
-    _local.passes, _local.returned, _local.answers = {}, {}, {}
+    _local.passes, _local.attempt = {}, Attempt()
     try:
         yield
         if _local.error is not None:
@@ -110,14 +106,25 @@ def again() -> Iterator[None]:
     """Run a call of the model again from its start, without calling what was called already.
 
     Raises:
-        InterjectionError: what was returned before is gone.
+        InterjectionError: what was returned before is gone, or was changed since.
     """
-    _local.answers = {at: value() for at, value in _local.returned.items()}
-    _local.passes, _local.returned = {}, {}
+    current = _local.attempt
+    current.begin_again()
+    _local.passes = {}
     try:
         yield
     finally:
-        _local.answers = {}
+        current.answers = {}
+
+
+def attempt() -> Attempt:
+    """Return what the gates of the call have returned so far."""
+    return _local.attempt
+
+
+def passes_of(gate: Gate) -> int:
+    """Return how often the call has passed a gate so far."""
+    return _local.passes.get((gate.at.path, gate.role), 0)
 
 
 def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
@@ -224,8 +231,9 @@ class Gate:
             known = self._passes.get(number)
             at = self._passes[number] = replace(at, number=number) if known is None else known
         _local.passes[key] = at.number + 1
-        if _local.answers and (at.path, at.number) in _local.answers:
-            given = _local.answers.pop((at.path, at.number))
+        answers = _local.attempt.answers
+        if answers and (at.path, at.number) in answers:
+            given = answers.pop((at.path, at.number))
             _local.containers = outer
             return values[0] if given is None else given
         entries = self._entries(at.number)
@@ -381,108 +389,6 @@ class AfterGate(Gate):
                 self.at.path,
             )
         return original.copy_(value)
-
-
-class Through:
-    """What a splice passes a value through: a gate, as long as it gives back the like.
-
-    Args:
-        gate: the gate.
-        writes: whether the run writes to tensors in place.
-        keeps: whether what the gate returns is kept until the end of the call.
-        position: how many ops of the run come before the place.
-    """
-
-    def __init__(
-        self, gate: AfterGate, writes: bool, keeps: Callable[[], bool], position: int
-    ) -> None:
-        self._position = position
-        self._gate = gate
-        self._writes = writes
-        self._keeps = keeps
-
-    def __call__(self, value: Any) -> Any:
-        """Pass a value through.
-
-        Raises:
-            Unfit: what was returned is of another kind.
-        """
-        path, version = self._gate.at.path, value._version
-        number = _local.passes.get((path, "after"), 0)
-        given = self._gate(value)
-        if given is value:
-            if value._version == version:
-                _local.returned[path, number] = _unchanged
-                return value
-            if value._is_view():
-                _local.returned[path, number] = functools.partial(
-                    _gone, path, "has changed a view in place"
-                )
-                return value
-        if given is not value or value._version != version:
-            kept = given if self._keeps() else weakref.ref(given)
-            _local.returned[path, number] = functools.partial(_returned, kept, path)
-        if given is value or fits(value, given, self._writes):
-            return given
-        raise Unfit(
-            f"what is inserted at {path!r} gives another kind of tensor than the node",
-            self._position,
-        )
-
-
-def fits(value: Tensor, given: Any, writes: bool) -> bool:
-    """Whether a tensor can take the place of another in a known run.
-
-    Args:
-        value: the tensor.
-        given: what takes its place.
-        writes: whether the run writes to tensors in place.
-    """
-    if type(given) is not Tensor or type(value) is not Tensor:
-        return False
-    if given.layout is not torch.strided or value.layout is not torch.strided:
-        return False
-    alike = (
-        given.shape == value.shape
-        and given.dtype is value.dtype
-        and given.device == value.device
-        and given.stride() == value.stride()
-        and given.requires_grad == value.requires_grad
-        and given.is_leaf == value.is_leaf
-        and given.is_conj() == value.is_conj()
-        and given.is_neg() == value.is_neg()
-        and given.is_inference() == value.is_inference()
-    )
-    return alike and not (writes and (given._is_view() or _is_shared(given)))
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether other tensors may have the same memory."""
-    return _uses(tensor.untyped_storage()._cdata) > _ALONE
-
-
-def _unchanged() -> None:
-    return None
-
-
-def _returned(kept: Any, path: str) -> Any:
-    given = kept() if isinstance(kept, weakref.ref) else kept
-    if given is None:
-        _gone(path, "what it returned is gone")
-    return given
-
-
-def _gone(path: str, why: str) -> Any:
-    raise InterjectionError(
-        f"what is inserted at {path!r} has been called, and {why}; but the call has to begin "
-        "again, since something inserted has returned another kind of value than in earlier "
-        "calls: call the model again",
-        path,
-    )
-
-
-_uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
-_ALONE = _uses(torch.empty(1).untyped_storage()._cdata)
 
 
 class StateGate(AfterGate):

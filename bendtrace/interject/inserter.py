@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, MethodType
-from typing import Any, NamedTuple, Protocol
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bendtrace._places import place_text
-from bendtrace.environment.code_facts import names_in
-from bendtrace.environment.provenance import is_torchs
-from bendtrace.errors import InputError, InterjectionError
+from bendtrace.errors import InterjectionError
 from bendtrace.interject.gates import (
     AfterGate,
     BeforeGate,
     CountGate,
     Gate,
     InsteadGate,
-    fits,
     noted,
 )
 from bendtrace.interject.interjection import NodePass
+from bendtrace.interject.parts import Within
 from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.states import States
 from bendtrace.interject.steps import NOT_WRITABLE
 from bendtrace.interject.structure import filled, refilled, take_apart
+from bendtrace.interject.tensors import version_of
+from bendtrace.interject.through import fits, is_shared, kind_of
 from bendtrace.interject.writing import overlaps, written_by
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.events import bound, parameters_of
@@ -49,7 +49,7 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.owners import named_modules
 
-__all__ = ["LiveInserter", "Within", "is_meant_within", "place_of_node", "refuse_reading"]
+__all__ = ["LiveInserter", "place_of_node"]
 
 Run = Callable[..., Any]
 
@@ -70,61 +70,6 @@ class Spliced(Protocol):
 
     def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
         """Return the gate at a node."""
-
-
-class Within(NamedTuple):
-    """The position in a model of a part that is run separately.
-
-    Attributes:
-        model: the model.
-        name: qualified name of the part.
-        path: its node path.
-    """
-
-    model: Callable[..., Any]
-    name: str
-    path: str
-
-
-def refuse_reading(plan: Plan, method: MethodType) -> None:
-    """Raise if a method of the model reads a weight itself at which something is inserted.
-
-    Raises:
-        InputError: it does, and what is inserted there would not be called.
-    """
-    code: Any = getattr(method.__func__, "__code__", None)
-    is_users = code is not None and not is_torchs(getattr(method, "__module__", None))
-    names = names_in(code) if is_users else frozenset()
-    for slot in plan.slots:
-        weight = slot.place.matcher.name if slot.place.role == "state" else ""
-        if weight and names.issuperset(weight.split(".")):
-            raise InputError(
-                f"{method.__name__} reads {weight} itself, and what is inserted there is called "
-                "in calls of the model and of its modules only: use "
-                f"bended.trace(fn={method.__name__!r}, ...).output, or remove the insertion"
-            )
-
-
-def is_meant_within(plan: Plan, module: nn.Module, within: Within) -> bool:
-    """Whether insertions of a plan apply, or may apply, to the calls of a part of a model."""
-    for slot in plan.slots:
-        matcher = slot.place.matcher
-        if slot.place.role == "state":
-            if matcher.name.startswith(f"{within.name}."):
-                return True
-            continue
-        paths = getattr(matcher, "paths", (getattr(matcher, "path", None),))
-        if getattr(matcher, "is_broad", False) or any(
-            path is not None and f"{path}.".startswith(f"{within.path}.") for path in paths
-        ):
-            return True
-        for name, inner in named_modules(module, within.name):
-            path = ".".join(map(identifier, name.split(".")))
-            base = path.rpartition(".")[2]
-            scope = name.rpartition(".")[0]
-            if matcher.matches(Candidate(path, base, inner, name, None, None, scope)):
-                return True
-    return False
 
 
 class _Spot:
@@ -528,12 +473,14 @@ class LiveInserter:
 
         def through(value: Tensor) -> Any:
             nonlocal is_alike
-            version = value._version
+            kind, version = kind_of(value), version_of(value)
             given = gate(value)
-            if given is value:
-                is_alike = value._version == version or not value._is_view()
+            if given is not value:
+                is_alike = fits(kind, given, True)
+            elif version_of(value) != version and is_shared(value):
+                is_alike = False
             else:
-                is_alike = fits(value, given, True)
+                is_alike = kind is not None and kind_of(value) == kind
             return given
 
         given = self.stage.pass_through(through, output, scope)

@@ -252,5 +252,7 @@ def slots_of(slots: Iterable[Slot], role: str, node: Candidate) -> tuple[Slot, .
 
 def _can_be_spliced(slot: Slot) -> bool:
     """Whether an insertion only receives whole outputs of nodes, and perhaps replaces them."""
-    is_after = "after" in slot.forms and slot.forms <= {"after", "observes"}
-    return is_after and slot.place.role == "node" and not slot.place.dig
+    is_after = "after" in slot.forms and slot.forms <= {"after", "observes", "permits"}
+    place = slot.place
+    # One that is chosen by its output may be another with other arguments.
+    return is_after and place.role == "node" and not (place.dig or place.matcher.needs_output)

@@ -314,6 +314,9 @@ class _Run:
 
     def _chosen(self, tree: TraceTree) -> tuple[KnownRun, Prepared] | None:
         """Return the run with the required rest; None if the model's own Python has to decide."""
+        plain = self._model._trees.plain
+        if tree is not plain and not any(tree.programs()):
+            self._require_whole(plain)
         runs = KnownRuns(self._model, tree, self._bound, self._form)
         self._is_whole = runs.is_whole
         error: Exception | None = None
@@ -329,6 +332,15 @@ class _Run:
             assert error is not None
             raise error
         return None  # there may be another path
+
+    def _require_whole(self, plain: TraceTree) -> None:
+        """Raise for arguments that are too few to call the model, where it has to be called."""
+        if not KnownRuns(self._model, plain, self._bound, self._form).is_whole:
+            raise InputError(
+                "nothing has been traced yet with the current insertions, which calls of the "
+                "module splice into the paths that are known without them: call its trace() "
+                "first, or pass all arguments of the model"
+            )
 
     def _require_possible(self, prepared: Prepared) -> None:
         rest = prepared.rest

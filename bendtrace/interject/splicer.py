@@ -18,23 +18,25 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor
 
-from bendtrace.interject.gates import AfterGate, Through
+from bendtrace.interject.gates import AfterGate
 from bendtrace.interject.inserter import place_of_node
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.plan import Plan, slots_of
+from bendtrace.interject.plan import Plan, Slot, slots_of
 from bendtrace.interject.structure import Leaf
+from bendtrace.interject.through import Through
 from bendtrace.paths.candidates import Candidate, RunNodes
 from bendtrace.recording.effects import Effects, makes_anew, sets_nothing
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, is_read
+from bendtrace.replay.graph import Graph
 from bendtrace.replay.nodes import Exit, Piece
 from bendtrace.replay.schedule import Unlinked
 from bendtrace.replay.source import Code
@@ -52,6 +54,7 @@ from bendtrace.tape.tape import (
     Test,
 )
 from bendtrace.torch_rules.functions import OPTIONAL, is_torchs_function
+from bendtrace.torch_rules.owners import named_modules
 from bendtrace.torch_rules.writes import works_in_place
 
 __all__ = ["Splicer"]
@@ -63,62 +66,89 @@ class Splicer:
     Args:
         plan: insertions at these places.
         known: the runs of the model.
+        exits: gives all exits that calls may take.
 
     Attributes:
         is_apart: whether it has turned out that runs with the insertions have to be recorded.
         calls: how many calls it has served to their end.
-        has_unread: whether the call may come to answers at which no state is known.
+        writes: whether a known run writes to tensors in place.
     """
 
-    has_unread = False
-
-    def __init__(self, plan: Plan, known: Knowledge) -> None:
+    def __init__(self, plan: Plan, known: Knowledge, exits: Callable[[], Iterable[Exit]]) -> None:
         self.is_apart = not plan.can_be_spliced
         self.calls = 0
+        self.writes = False
+        self._has_unread = False
         self._slots = plan.slots
         self._plan = weakref.ref(plan)
         self._known = known
-        self._gates: dict[str, AfterGate | None] = {}
+        self._exits = exits
+        self._most = _PRUNED
+        self._gates: dict[tuple[str, tuple[Slot, ...]], AfterGate] = {}
         self._splices: dict[int, tuple[Recording, tuple[Splice, ...]]] = {}
         self._codes: dict[Exit, tuple[int, Code]] = {}
 
-    def __call__(self, exit: Exit) -> Code:
+    def __call__(self, exit: Exit, has_acted: bool) -> Code:
         """Return the code of an exit.
+
+        Args:
+            exit: the exit.
+            has_acted: whether the call has done something that must not be done twice.
 
         Raises:
             Unfit: there is none.
         """
         known = self._codes.get(exit)
         if known is not None and known[0] == exit.rewrites:
+            if has_acted and known[1] is not exit.written:
+                self.is_apart = True
+                raise Unfit("something is inserted behind what must not be done twice")
             return known[1]
         piece = exit.piece
         try:
             mine = [s for s in self._splices_in(piece) if s.lies_in(exit.number, piece.stop)]
             unfit = next((s for s in mine if not s.is_fit), None)
-            if unfit is not None:
-                raise Unfit(f"{unfit.path!r} is no place where known code can be changed")
+            if unfit is not None or (mine and has_acted):
+                path = (unfit or mine[0]).path
+                raise Unfit(f"{path!r} is no place where known code can be changed")
             code = exit.write_spliced(mine) if mine else exit.code
         except (Unfit, Unlinked) as error:
             self.is_apart = True
             raise Unfit(str(error)) from error
+        if len(self._codes) >= self._most:
+            self._prune()
         self._codes[exit] = exit.rewrites, code
         return code
+
+    def _prune(self) -> None:
+        """Forget the code of exits that are gone."""
+        alive = set(self._exits())
+        self._codes = {exit: code for exit, code in self._codes.items() if exit in alive}
+        recordings = {id(exit.piece.recording) for exit in self._codes}
+        self._splices = {key: s for key, s in self._splices.items() if key in recordings}
+        self._most = max(_PRUNED, 2 * len(self._codes))
 
     def serves(self, plan: Plan) -> Self:
         """Note the insertions of the call that comes next, which are not kept alive."""
         self._plan = weakref.ref(plan)
         return self
 
+    def goes_along(self, graph: Graph) -> None:
+        """Note along which paths a call is going to be served."""
+        self.writes = self.writes or graph.writes
+        self._has_unread = self._has_unread or graph.has_unread
+
+    @property
     def keeps(self) -> bool:
         """Whether a call may have to begin again although it went well so far."""
-        return self.has_unread or self.calls < _FIRST
+        return self._has_unread or self.calls < _FIRST
 
     def _splices_in(self, piece: Piece) -> tuple[Splice, ...]:
         recording = piece.recording
         known = self._splices.get(id(recording))
         if known is None:
             nodes = self._known.nodes_of(recording)
-            places = _Places(self, nodes, recording, piece.analysis)
+            places = _Places(self, nodes, piece)
             if not places.is_open:
                 raise Unfit("the run calls code that nothing can be inserted in as one op")
             found = places.find()
@@ -127,20 +157,22 @@ class Splicer:
 
     def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
         """Return the gate at a node; None if nothing is inserted there."""
-        if path not in self._gates:
-            gate = None
-            slots, plan = slots_of(self._slots, "node", node), self._plan()
-            if slots:
-                assert plan is not None
-                at = NodePass(
-                    path, 0, node.module, node.function, node.scope_path, place_of_node(site, scope)
-                )
-                gate = AfterGate(at, slots, Leaf(Tensor, 0), plan)
-                gate.counts = True
-            self._gates[path] = gate
-        return self._gates[path]
+        unseen = replace(node, shape=None, dtype=None)  # as a run has it at that time
+        slots, plan = slots_of(self._slots, "node", unseen), self._plan()
+        if not slots:
+            return None
+        gate = self._gates.get((path, slots))
+        if gate is None:
+            assert plan is not None
+            at = NodePass(
+                path, 0, node.module, node.function, node.scope_path, place_of_node(site, scope)
+            )
+            gate = self._gates[path, slots] = AfterGate(at, slots, Leaf(Tensor, 0), plan)
+            gate.counts = True
+        return gate
 
 
+_PRUNED = 32  # exits with code, before it is asked whether they are still there
 _FIRST = 3  # calls in which what is inserted may turn out not to fit
 
 
@@ -149,27 +181,22 @@ class _Places:
 
     Args:
         splicer: knows what is inserted.
-        nodes: the nodes of the run.
-        recording: the run.
-        analysis: its analysis.
+        nodes: the nodes of a run.
+        piece: the run.
+
+    Attributes:
+        is_open: whether gates reach all modules that it calls.
     """
 
-    def __init__(
-        self, splicer: Splicer, nodes: RunNodes, recording: Recording, analysis: Analysis
-    ) -> None:
+    def __init__(self, splicer: Splicer, nodes: RunNodes, piece: Piece) -> None:
         self._splicer = splicer
         self._nodes = nodes
-        self._tape: Tape = recording.tape
-        self._analysis = analysis
+        self._piece = piece
+        self._recording: Recording = piece.recording
+        self._tape: Tape = piece.recording.tape
+        self._analysis: Analysis = piece.analysis
         self._positions = [guard.position for guard in self._tape.guards]
-        self._writes = any(op.writes or works_in_place(op) for op in self._tape.ops)
-        # What is inserted at modules that are called inside of an op has to be refused.
-        self.is_open = all(
-            op.kind is not OpKind.CALL
-            or isinstance(op.target, types.MethodWrapperType)
-            or is_torchs_function(op.target)
-            for op in self._tape.ops
-        )
+        self.is_open: bool = not self._tape.is_closed
 
     def find(self) -> tuple[Splice, ...]:
         """Return the splices in order."""
@@ -226,10 +253,26 @@ class _Places:
             and position <= self._end
             and index not in self._outside
             and index not in self._analysis.computable
+            and index not in self._piece.growths
             and not is_read(self._tape.ops[index])
         )
-        through = Through(gate, self._writes, self._splicer.keeps, position)
+        is_part = self._is_part
+        through = Through(gate, self._splicer, is_part, position)
         return Splice(index, position, guards, context, through, gate.at.path, is_fit)
+
+    def _is_part(self, tensor: Tensor) -> bool:
+        """Whether the model may have a tensor, and compare it with others."""
+        environment, model = self._recording.environment, self._nodes.events.root.module
+        if id(tensor) in environment.by_id:
+            return True
+        if model is None or not environment.compares_identity:
+            return False
+        return any(
+            one is tensor
+            for _, module in named_modules(model)
+            for held in (module._parameters, module._buffers, vars(module))
+            for one in held.values()
+        )
 
     def _guards_until(self, position: int, precedes: Callable[[Guard], bool]) -> int:
         """Return how many guards come before the end of a node at a position."""
@@ -247,8 +290,10 @@ class _Places:
     def _end(self) -> int:
         """The first op that must not be carried out twice."""
         effects = Effects(self._tape)
-        effects.have_begun()
-        return len(self._tape.ops) if effects.first is None else effects.first
+        if not effects.have_begun():
+            return -1 if self._recording.draws else len(self._tape.ops)
+        assert effects.first is not None
+        return effects.first
 
     @functools.cached_property
     def _outside(self) -> set[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 from bendtrace._lazy import LazyModule
@@ -12,6 +12,7 @@ from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.splicer import Splicer
 from bendtrace.recording.recorder import Recording
+from bendtrace.replay.nodes import Exit
 from bendtrace.replay.tree import TraceTree
 
 if TYPE_CHECKING:
@@ -70,11 +71,18 @@ class Trees:
         with self._lock:
             splicer = self._splicers.get(plan.key)
             if splicer is None:
-                splicer = self._splicers[plan.key] = Splicer(plan, known)
+                splicer = self._splicers[plan.key] = Splicer(plan, known, self._exits)
             self._splicers.move_to_end(plan.key)
             while len(self._splicers) > _MOST:
                 self._splicers.popitem(last=False)
+            self.latest = self.plain
         return splicer.serves(plan)
+
+    def _exits(self) -> Iterator[Exit]:
+        """Yield the exits of all paths without insertions."""
+        for program in self.plain.programs():
+            if program.graph is not None:
+                yield from program.graph.exits()
 
     def plain_runs(self) -> list[Recording]:
         """Return the runs without insertions, the latest first."""

@@ -500,7 +500,7 @@ class Recorder(TorchFunctionMode):
                 )
             if self._observer is not None:
                 self._observer.escaped((args, kwargs))
-        outer = set_around(self if self._inserter is not None else None)
+        outer = set_around(self)
         given = Given(function, args, kwargs, self.environment)
         self._writer.given += given.containers
         try:
@@ -620,10 +620,12 @@ class Recorder(TorchFunctionMode):
 
     def wants_inside(self) -> bool:
         """Return whether there are insertions in the running module (see `watchers.Watcher`)."""
+        self.tape.is_closed = True
         return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)
 
     def called_inside(self, module: nn.Module) -> None:
         """Tell the inserter of a module without gates (see `watchers.Watcher`)."""
+        self.tape.is_closed = True
         if self._inserter is not None:
             with self._ran.left():
                 self._inserter.inside(module, self.environment.module_paths.get(id(module), ""))

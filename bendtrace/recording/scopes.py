@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from bendtrace.environment.environment import Environment
 from bendtrace.environment.executed import Ran
 from bendtrace.recording.encoding import Encoder
 from bendtrace.recording.values import Values
-from bendtrace.recording.writer import Writer
+from bendtrace.recording.writer import Known, Writer
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.tape import ModuleCall
@@ -32,6 +33,11 @@ _FX = frozenset(
 def _count_alone() -> int:
     thing = object()
     return sys.getrefcount(thing)
+
+
+def _is_known_alone(tensor: Tensor) -> bool:
+    """Whether there is no weak reference to a tensor, except for those of recorders."""
+    return all(type(one) is Known for one in weakref.getweakrefs(tensor))
 
 
 # The references to what only a variable holds, as they are counted from there.
@@ -115,7 +121,8 @@ class Scopes:
                     output = module._call_impl(*args, **kwargs)
             else:
                 output = module._call_impl(*args, **kwargs)
-            scope.is_sole = type(output) is Tensor and sys.getrefcount(output) == _ALONE
+            is_held = type(output) is not Tensor or sys.getrefcount(output) > _ALONE
+            scope.is_sole = not is_held and _is_known_alone(output)
             scope.context = current_context()
             scope.output = self._noted(output)
             if self._observer is not None:

@@ -45,6 +45,7 @@ from bendtrace.tape.captured import (
     attributes_of,
     bits_of,
     is_array,
+    is_leaf,
     requires_grad,
 )
 from bendtrace.tape.contexts import current_context, current_settings, dispatch_modes
@@ -386,7 +387,7 @@ class _Reader:
         return (
             self._by_identity(kind), what, None if part is None else part.named,
             tensor.dtype, tensor.dim(), tensor.device, tensor.layout,
-            requires_grad(tensor), _is_leaf(tensor), tensor.is_inference(), memory,
+            requires_grad(tensor), is_leaf(tensor), tensor.is_inference(), memory,
             tuple((name, self.value(item)) for name, item in own.items()) if own else (),
         )  # fmt: skip
 
@@ -549,16 +550,6 @@ def _plain(value: Any, kind: type) -> Any:
 
 def _address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
-
-
-def _is_leaf(tensor: Tensor) -> bool:
-    """Whether a tensor is a leaf.
-
-    Asking a view of a tensor that requires grad makes torch record its origin, and a later change
-    of the view by the model would then behave differently.
-    """
-    base = tensor._base
-    return (base is None or not requires_grad(base)) and tensor.is_leaf
 
 
 _DEEPEST = 16

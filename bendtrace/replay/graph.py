@@ -25,6 +25,7 @@ from bendtrace.replay.splices import Splice
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import State, Tape
+from bendtrace.torch_rules.writes import works_in_place
 
 __all__ = ["Graph"]
 
@@ -47,6 +48,7 @@ class Graph:
         has_begun_anew: whether the graph has been started again from a later run.
         beginning: the exit that a call begins with.
         has_unread: whether calls may come to answers at which no state is known.
+        writes: whether a run writes to tensors in place.
         retired: pieces that others have replaced; they hold the counts of calls before that.
     """
 
@@ -74,7 +76,8 @@ class Graph:
         self.beginning: Exit = Exit(None, self.first, -1, self._write)
         for number in sorted(recording.tape.states):
             self._pass(self.first, number)
-        self.has_unread = bool(unread_in(recording, analysis))
+        self.has_unread: bool = bool(unread_in(recording, analysis))
+        self.writes: bool = _writes_in_place(recording.tape)
 
     def exits(self) -> Iterator[Exit]:
         """Yield the beginning, and the exits of all states."""
@@ -114,6 +117,7 @@ class Graph:
         """
         tape, analysis, has_learnt = recording.tape, Analysis(recording.tape), False
         know_states(recording, analysis, self.joins)
+        self.writes = self.writes or _writes_in_place(tape)
         made: list[tuple[Node, Piece]] = []
         piece: Piece | None = None  # the piece being added; None where everything is known
         known: tuple[Exit, int] | None = self.beginning, -1
@@ -310,6 +314,10 @@ def _joined(trips: Iterable[Trip]) -> Iterator[Trip]:
         before = piece, entered, left
     if before is not None:
         yield before
+
+
+def _writes_in_place(tape: Tape) -> bool:
+    return any(op.writes or works_in_place(op) for op in tape.ops)
 
 
 def _is_repeated(tape: Tape, number: int) -> bool:

@@ -43,7 +43,8 @@ from bendtrace.tape.tape import Guard, Test
 __all__ = ["Program", "Splicer"]
 
 # Gives the code of an exit with values passed through something; raises `Unfit` if there is none.
-Splicer: TypeAlias = Callable[[Exit], Code]
+# It is told whether the call has done something that must not be done twice.
+Splicer: TypeAlias = Callable[[Exit, bool], Code]
 
 _serials = itertools.count()
 # If a run is added to so many segments, counters of loops are lifted from the next call on. (It may
@@ -201,6 +202,11 @@ class Program:
             return self.run(arguments)
         if divergence.exit is None or _written(divergence.exit) is None:
             return divergence
+        if splicer is not None:
+            try:
+                splicer(divergence.exit, _have_acted(divergence.trips))
+            except Unfit:
+                return divergence
         return self._agreed(arguments, since=divergence, splicer=splicer)
 
     def _agreed(
@@ -254,8 +260,9 @@ class Program:
         assert exit is not None
         piece, entered = exit.piece, exit.number
         code = (exit.compiled if compiled else None) or exit.code
+        has_acted = splicer is not None and _have_acted(trips)
         if splicer is not None:
-            code = splicer(exit)
+            code = splicer(exit, has_acted)
         while True:
             error: Any = None
             values: dict[int, Any] | None
@@ -303,8 +310,9 @@ class Program:
                     if exit is not None and splicer is None:
                         found = exit.written or _written(exit)
                     elif exit is not None and splicer is not None:
+                        has_acted = has_acted or piece.has_acted(number)
                         with suppress(Unfit):
-                            found = splicer(exit)
+                            found = splicer(exit, has_acted)
                     if exit is not None and found is not None:
                         if compiled:
                             found = exit.compiled or found
@@ -451,13 +459,17 @@ def _sides(stretch: Stretch) -> list[Side]:
 
 def _require_restart(trips: list[Trip], piece: Piece, unfit: Unfit) -> None:
     """Raise if a call that cannot go on must not begin again either."""
-    has_acted = piece.first_effect < unfit.position
-    if has_acted or any(along.has_acted(left) for along, _, left in trips if left is not None):
+    if piece.first_effect < unfit.position or _have_acted(trips):
         raise InterjectionError(
             f"{unfit}, as in earlier calls, after the model has changed something that must not be "
             "changed twice: call it again",
             "",
         ) from unfit
+
+
+def _have_acted(trips: list[Trip]) -> bool:
+    """Whether a call may have done something that must not be done twice."""
+    return any(piece.has_acted(left) for piece, _, left in trips if left is not None)
 
 
 def _count_raised(

@@ -33,6 +33,7 @@ __all__ = [
     "identical",
     "is_array",
     "is_as_copied",
+    "is_leaf",
     "is_scalar",
     "is_told_by_identity",
     "module_of",
@@ -135,6 +136,16 @@ def requires_grad(tensor: torch.Tensor) -> bool:
         return tensor.requires_grad
     except RuntimeError:
         return False
+
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a leaf.
+
+    Asking a view of a tensor that requires grad makes torch record its origin, and a later change
+    of the view by the model would then behave differently.
+    """
+    base = tensor._base
+    return (base is None or not requires_grad(base)) and tensor.is_leaf
 
 
 def is_array(value: Any) -> bool:

@@ -382,6 +382,7 @@ class Tape:
         aliases: ops that returned a tensor which another op had returned first, with that op.
         outlines: of results that are containers, these with a `TensorMeta` for each tensor.
         classes: the classes of tensors that ops returned, of others than `Tensor`.
+        is_closed: whether it calls modules, or might have called some, in the middle of an op.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -397,6 +398,7 @@ class Tape:
     aliases: dict[int, int] = field(default_factory=dict)
     outlines: dict[int, Any] = field(default_factory=dict)
     classes: dict[int, type] = field(default_factory=dict)
+    is_closed: bool = False
 
     def block(self, reason: str) -> None:
         """Record why this run must not be replayed."""

@@ -21,13 +21,16 @@ Inserted = tuple[str, int, bool]
 _Seen = list[Any]
 
 
-def insert(bended: bt.BendedModule, inserted: Inserted, seen: _Seen) -> None:
+def insert(bended: bt.BendedModule, inserted: Inserted, seen: _Seen) -> bt.Insertion:
     """Insert something in a program.
 
     Args:
         bended: the program.
         inserted: what, and where.
         seen: is made longer by what the insertion is called with.
+
+    Returns:
+        The insertion.
     """
     kind, where, is_second = inserted
 
@@ -39,7 +42,7 @@ def insert(bended: bt.BendedModule, inserted: Inserted, seen: _Seen) -> None:
 
     what = KINDS[kind](seen)
     what.self_contained = True  # `bits` could read anything, and then calls would run live
-    bended.interject(selects, what, passes=[1] if is_second else None, allow_none=True)
+    return bended.interject(selects, what, passes=[1] if is_second else None, allow_none=True)
 
 
 class _Interjection(bt.Interjection):

@@ -156,7 +156,7 @@ def check(program: Program) -> Counts:
         Unlike: naming the first thing that differs.
     """
     # Of torch's warnings some come only once in a process.
-    with warnings.catch_warnings(action="ignore"), program.modules(7) as modules:
+    with warnings.catch_warnings(action="ignore"), program.modules(9) as modules:
         made = []
         for module in modules:
             _seed(0)
@@ -221,8 +221,9 @@ class _Inserted:
         self, program: Program, models: list[Any], modules: list[types.ModuleType]
     ) -> None:
         self._program, self._models, self._modules = program, models, modules
-        self._seen: list[list[Any]] = [[], [], []]
+        self._seen: list[list[Any]] = [[], [], [], [], []]
         self._subjects = [self._bended(number) for number in range(3)]
+        self._spliced = bt.BendedModule(models[4])
 
     @property
     def stats(self) -> bt.Stats:
@@ -249,6 +250,26 @@ class _Inserted:
         for number, how in ((1, where), (2, f"{where}, resumed")):
             _alike(outcomes[number], outcomes[0], how)
             _same(self._seen[number] == self._seen[0], how, "other calls of what is inserted")
+        self._check_spliced(call, seed)
+
+    def _check_spliced(self, call: Call, seed: int) -> None:
+        """Make a call after one without what is inserted, which leaves its path behind."""
+        outcomes = []
+        for number in (3, 4):
+            model, module = self._models[number], self._modules[number]
+            plain = model if number == 3 else self._spliced
+            _one(plain, model, call, seed, module)
+            model.zero_grad()
+            self._seen[number].clear()
+            if number == 3:
+                outcomes.append(_one(self._bended(3), model, call, seed, module))
+                continue
+            assert self._program.inserted is not None
+            with insert(plain, self._program.inserted, self._seen[number]):
+                outcomes.append(_one(plain, model, call, seed, module))
+        how = f"call {seed}, spliced"
+        _alike(outcomes[1], outcomes[0], how)
+        _same(self._seen[4] == self._seen[3], how, "other calls of what is inserted")
 
 
 _RAISED = ("raised",)

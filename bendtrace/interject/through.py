@@ -1,0 +1,146 @@
+"""What known code passes a value through: a gate, as long as it gives back the like."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bendtrace.interject.gates import AfterGate, attempt, passes_of
+from bendtrace.interject.tensors import version_of
+from bendtrace.replay.splices import Unfit
+from bendtrace.source.internals import internal
+from bendtrace.tape.captured import is_leaf, requires_grad
+
+__all__ = ["Through", "fits", "is_shared", "kind_of"]
+
+
+class Splicing(Protocol):
+    """What splices gates into known code (see `splicer.py`)."""
+
+    is_apart: bool
+
+    @property
+    def writes(self) -> bool:
+        """Whether a known run writes to tensors in place."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a call may have to begin again although it went well so far."""
+
+
+class Through:
+    """Passes a value through a gate.
+
+    Args:
+        gate: the gate.
+        splicing: what has put it there.
+        is_part: whether a tensor is a part of the model, or was one of its arguments.
+        position: how many ops of the run come before the place.
+    """
+
+    def __init__(
+        self,
+        gate: AfterGate,
+        splicing: Splicing,
+        is_part: Callable[[Tensor], bool],
+        position: int,
+    ) -> None:
+        self._gate = gate
+        self._splicing = splicing
+        self._is_part = is_part
+        self._position = position
+
+    def __call__(self, value: Any) -> Any:
+        """Pass a value through.
+
+        Raises:
+            Unfit: what was returned is of another kind.
+        """
+        path, number = self._gate.at.path, passes_of(self._gate)
+        kind, version = kind_of(value), version_of(value)
+        given = self._gate(value)
+        current, splicing = attempt(), self._splicing
+        is_held, may_change = True, splicing.writes
+        if given is not value:
+            is_held = sys.getrefcount(given) > _ALONE
+            is_known = is_held and (current.has_met(given) or self._is_part(given))
+            is_fit = not is_known and fits(kind, given, may_change)
+        else:
+            is_fit = kind is not None and kind_of(value) == kind
+            if is_fit and version_of(value) == version and not value.is_inference():
+                current.note_unchanged(path, number)
+                return value
+        if given is value and is_shared(value):
+            current.refuse(path, number)
+        elif not is_fit:
+            current.note(path, number, given, True, False)
+        elif may_change and splicing.keeps and not is_held:
+            current.meets(given)
+            current.note(path, number, given.clone(), True, False)
+        else:
+            current.note(path, number, given, splicing.keeps, may_change)
+        if not is_fit:
+            splicing.is_apart = True
+            raise Unfit(
+                f"what is inserted at {path!r} gives another kind of tensor than the node",
+                self._position,
+            )
+        return given
+
+
+def _count_alone() -> int:
+    thing = object()
+    return sys.getrefcount(thing)
+
+
+# The references to what only a variable holds, as they are counted from there.
+_ALONE = _count_alone()
+
+
+def fits(kind: tuple[Any, ...] | None, given: Any, writes: bool) -> bool:
+    """Whether a tensor can take the place of another in a known run.
+
+    Args:
+        kind: that of the other.
+        given: what takes its place.
+        writes: whether the run writes to tensors in place.
+    """
+    if kind is None or type(given) is not Tensor or kind_of(given) != kind:
+        return False
+    return not (writes and is_shared(given))
+
+
+def kind_of(tensor: Any) -> tuple[Any, ...] | None:
+    """Return what code may rely on about a tensor, whatever is in it; None if that is not known."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.__dict__:
+        return None
+    return (
+        tensor.dtype,
+        tensor.device,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        requires_grad(tensor),
+        is_leaf(tensor),
+        tensor.is_inference(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether other tensors may have the same memory."""
+    return tensor._is_view() or _uses_of(tensor) > _ONE
+
+
+def _uses_of(tensor: Tensor) -> int:
+    return _uses(tensor.untyped_storage()._cdata)
+
+
+_uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
+_probe = torch.empty(1, device="cpu")
+_ONE = _uses_of(_probe)
