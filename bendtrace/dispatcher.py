@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
+from bendtrace.floor import Floor
 from bendtrace.interject.compiling import inserted_by
 from bendtrace.interject.gates import again, running
 from bendtrace.interject.knowledge import Knowledge
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from bendtrace.auditing import Auditor
     from bendtrace.compiled.speculation import Guess, Speculation
 
-__all__ = ["Dispatcher", "Floor"]
+__all__ = ["Dispatcher"]
 
 
 class Dispatcher:
@@ -118,8 +119,9 @@ class Dispatcher:
                 self.latest_run = guess.recording
                 return guess.output
         program = tree.find(names, arguments)
-        if program is not None and program.ignored and tree.settles(names, program, arguments):
-            program = None
+        if program is not None and program.ignored:
+            if tree.settles(names, program, arguments, self.floor.has_waited):
+                program = None
         if program is None and self._signature.has_changed():
             return self.call(args, kwargs, plan, auditor)
         if program is None and uninitialized_in(self._model):
@@ -142,6 +144,7 @@ class Dispatcher:
             self.stats.live += 1
             tree.ran_live(program)
             if plan is None:
+                self.floor.lived()
                 with self._called():
                     return call_itself(self._model, args, kwargs)
             return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
@@ -167,7 +170,6 @@ class Dispatcher:
             if guess is not None and self.speculation is not None:
                 self.speculation.replayed(guess, names, program, result, arguments)
             return result.output
-        self._leads_down_unknown(plan)
         return self._resume(_Call(args, kwargs, names, arguments, plan, tree), program, result)
 
     def _splicer(
@@ -353,14 +355,17 @@ class Dispatcher:
         return output
 
     def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
-        mismatch = explain_divergence(divergence)
-        known_live = divergence.known_live
-        prefix = divergence.prefix()
-        if known_live and prefix is None and call.splicer is None:
+        known_live = divergence.known_live and not call.tree.looks_again_after(divergence)
+        if known_live and call.plan is None and not divergence.has_acted:
             self.stats.live += 1
+            self.floor.lived()
             call.tree.ran_live(program, divergence)
+            divergence.drop()
             with self._called():
                 return call_itself(self._model, call.args, dict(call.kwargs))
+        self._leads_down_unknown(call.plan)
+        mismatch = explain_divergence(divergence)
+        prefix = divergence.prefix()
         lifting = program.lifting() if divergence.is_anew else None
         try:
             recording = self._traced(call, divergence, prefix, lifting)
@@ -380,63 +385,6 @@ class Dispatcher:
         return self._kept(recording, program)
 
 
-class Floor:
-    """Counts known and unknown paths, and says which calls are for the model itself.
-
-    A call along a path that is not known is traced, or resumed, and costs some fifty times what
-    the model costs. Where such calls go on for ever, nothing is gained by them. So a hundred of
-    them are free, and from then on one in two hundred calls: what known paths save pays for
-    those. Where there are more, calls run the model itself, and paths are tried again from time to
-    time: each time after twice as many calls, until most of them are known.
-
-    Attributes:
-        unknown: calls along unknown paths so far.
-        waiting: calls until paths are tried again; 0 while they are followed.
-        counts: whether a call along a known path makes a difference.
-    """
-
-    def __init__(self) -> None:
-        self.unknown: int = 0
-        self.waiting: int = 0
-        self.counts: bool = False
-        self._left = _FREE
-        self._next = _FIRST
-
-    def takes(self) -> bool:
-        """Whether the next call is for the model itself."""
-        if not self.waiting:
-            return False
-        self.waiting -= 1
-        if not self.waiting:
-            self._left = _TRIED
-        return True
-
-    def followed(self, is_known: bool) -> None:
-        """Count a call that was served along a path, or led down an unknown one."""
-        if is_known:
-            self._left = min(self._left + _EARNED, _FREE)
-            self.counts = self._left < _FREE
-            if self._left > _RECOVERED:
-                self._next = _FIRST
-            return
-        self.unknown += 1
-        self.counts = True
-        self._left -= 1
-        if self._left <= 0:
-            self.waiting = self._next
-            self._next = min(self._next * 2, _LONGEST)
-
-    @property
-    def reason(self) -> str | None:
-        """Why calls are for the model itself at present; None if they are not."""
-        if not self.waiting:
-            return None
-        return (
-            f"the paths of the model do not repeat: {self.unknown} calls led down unknown ones; "
-            f"known ones are tried again after {self.waiting} more calls"
-        )
-
-
 class _Call(NamedTuple):
     """One call: what it was given, what is inserted, and the paths that are known for that.
 
@@ -452,11 +400,6 @@ class _Call(NamedTuple):
     splicer: Splicer | None = None
 
 
-_FREE = 100.0  # unknown paths that cost nothing
-_EARNED = 0.005  # what a call along a known path adds, of an unknown one
-_FIRST, _LONGEST = 512, 1 << 16  # calls of the model itself before paths are tried again
-_TRIED = 2.0  # unknown paths that end a trial
-_RECOVERED = 3.0  # from here on, the trials before count no more
 # Of so many programs, the latest, the one that came nearest is said when a new path is recorded.
 _NEAR = 16
 # After this many runs that filled a cache, a cache is taken to be filled by every call.

@@ -466,7 +466,7 @@ class Program:
             return divergence.number >= 0 and self.join(recording, hits)
         position, parent = divergence.position, divergence.stretch
         side = parent.make_side(divergence.number, divergence.outcome)
-        if side.target is not None or side.live is not None:
+        if side.target is not None or (side.live is not None and recording.tape.blockers):
             known = side.target or side.live  # another thread was faster
             assert known is not None
             known.hits += hits

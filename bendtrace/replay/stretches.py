@@ -250,6 +250,19 @@ class Divergence:
         side = self.stretch.side(self.number, self.outcome)
         return side is not None and side.target is None and side.live is not None
 
+    @property
+    def has_acted(self) -> bool:
+        """Whether the call may have done something that must not be done twice."""
+        return not self.is_anew or any(
+            piece.has_acted(left) for piece, _, left in self.trips if left is not None
+        )
+
+    def drop(self) -> None:
+        """Let go of the values, of which nothing will be used."""
+        self.hold.release()
+        self.values.clear()
+        self.held = None
+
     def prefix(self) -> Prefix | Script | None:
         """What a resumed run does not have to do again; None if that is nothing."""
         if self.is_anew:
