@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
 from bendtrace.floor import Floor
+from bendtrace.interject.beside import Beside, beside
 from bendtrace.interject.compiling import inserted_by
 from bendtrace.interject.gates import again, running
 from bendtrace.interject.knowledge import Knowledge
@@ -56,8 +57,7 @@ class Dispatcher:
         last_mismatch: why the latest call that was not a replay was not one.
         latest: the latest trace.
         latest_run: what the latest call has repeated, or made.
-        floor: which calls run the model itself because its paths do not repeat; whoever has
-            nothing inserted asks it before `call`.
+        floor: which calls with nothing inserted run the model itself; asked before `call`.
         passing: why some runs could not be repeated, although later ones may.
     """
 
@@ -84,6 +84,8 @@ class Dispatcher:
         self.passing: dict[str, None] = {}
         self._auditor = auditor
         self.floor: Floor = Floor()
+        # The latest insertions, what calls them without the tracer, and how many traces there were.
+        self._latest_beside: tuple[Plan, Beside | None, int] | None = None
 
     def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
@@ -97,6 +99,12 @@ class Dispatcher:
             plan: what is inserted; None if nothing is.
             auditor: has this call compared, if it is a replay; None for what was given first.
         """
+        floor = self.floor
+        if plan is not None:
+            floor = self._trees.floor(plan)
+            if floor.waiting and (runner := self._beside(plan)) is not None and floor.takes():
+                self.stats.live += 1
+                return runner.call(args, kwargs, self.latest_run)
         names, arguments = self._signature.told_apart(args, kwargs)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, known = found
@@ -120,7 +128,7 @@ class Dispatcher:
                 return guess.output
         program = tree.find(names, arguments)
         if program is not None and program.ignored:
-            if tree.settles(names, program, arguments, self.floor.has_waited):
+            if tree.settles(names, program, arguments, floor.has_waited):
                 program = None
         if program is None and self._signature.has_changed():
             return self.call(args, kwargs, plan, auditor)
@@ -133,24 +141,28 @@ class Dispatcher:
             self.stats.live += 1  # this call makes the parameters of lazy modules
             with self._called():
                 return call_itself(self._model, args, kwargs)
+        if program is None and plan is not None:
+            plain = self._trees.plain.find(names, arguments)  # on which insertions go live, too
+            if plain is not None and plain.live_only and not self._trees.plain.looks_again(plain):
+                if (runner := self._beside(plan)) is not None:
+                    self._trees.plain.ran_live(plain)
+                    floor.lived()
+                    self.stats.live += 1
+                    return runner.call(args, kwargs, plain.recording)
         if program is None:
-            self._leads_down_unknown(plan)
+            floor.followed(False)
             return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
         if program.live_only:
             if tree.looks_again(program):
-                self._leads_down_unknown(plan)
+                floor.followed(False)
                 call = _Call(args, kwargs, names, arguments, plan, tree)
                 return self._look_again(call, program)
-            self.stats.live += 1
             tree.ran_live(program)
-            if plan is None:
-                self.floor.lived()
-                with self._called():
-                    return call_itself(self._model, args, kwargs)
-            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
+            floor.lived()
+            return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
         if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
-            self.stats.live += 1
-            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
+            floor.lived()
+            return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
         if program.wants_lifting and tree.lifts:
             return self._record_lifted(_Call(args, kwargs, names, arguments, plan, tree), program)
         auditor = auditor or self._auditor
@@ -165,8 +177,8 @@ class Dispatcher:
                 audit.compare(result.recording, result.output)
             if plan is not None:
                 plan.ran(result.recording)
-            elif self.floor.counts:
-                self.floor.followed(True)
+            if floor.counts:
+                floor.followed(True)
             if guess is not None and self.speculation is not None:
                 self.speculation.replayed(guess, names, program, result, arguments)
             return result.output
@@ -206,13 +218,37 @@ class Dispatcher:
             self.stats.replays += 1
             self.latest_run = result.recording
             call.plan.ran(result.recording)
+            if (floor := self._floor_of(call.plan)).counts:
+                floor.followed(True)
             return result.output
         with nullcontext() if result.held is not None else again():
             return self._resume(call, program, result)
 
-    def _leads_down_unknown(self, plan: Plan | None) -> None:
-        if plan is None:  # what is inserted has to be called, whatever that costs
-            self.floor.followed(False)
+    def _floor_of(self, plan: Plan | None) -> Floor:
+        return self.floor if plan is None else self._trees.floor(plan)
+
+    # By the model's own Python, without the tracer where that is possible
+
+    def _run_live(self, call: _Call, program: Program) -> Any:
+        self.stats.live += 1
+        if call.plan is None:
+            with self._called():
+                return call_itself(self._model, call.args, call.kwargs)
+        runner = self._beside(call.plan)
+        if runner is None:
+            return self._recorded(call).result
+        return runner.call(call.args, call.kwargs, program.recording)
+
+    def _beside(self, plan: Plan) -> Beside | None:
+        """Return what calls insertions without the tracer; None if that is impossible."""
+        known, traces = self._latest_beside, self.stats.traces
+        if known is None or known[0] is not plan or (known[1] is None and known[2] < traces):
+            known = self._latest_beside = plan, beside(self._known, plan), traces
+        return known[1]
+
+    def forget_insertions(self) -> None:
+        """Keep nothing of the insertions of earlier calls."""
+        self._latest_beside = None
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
         """Run the model under the tracer, keep the path, and return the output."""
@@ -363,7 +399,7 @@ class Dispatcher:
             divergence.drop()
             with self._called():
                 return call_itself(self._model, call.args, dict(call.kwargs))
-        self._leads_down_unknown(call.plan)
+        self._floor_of(call.plan).followed(False)
         mismatch = explain_divergence(divergence)
         prefix = divergence.prefix()
         lifting = program.lifting() if divergence.is_anew else None
