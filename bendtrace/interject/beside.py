@@ -49,19 +49,12 @@ _WRAPPED: Any = internal("torch.nn.Module._wrapped_call_impl.__code__", None, "c
 _PLAIN_FORMS = frozenset({"after", "observes", "permits"})
 # Modules that call their parts by one fused function, unless somebody looks.
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-# Code that calls others as one op, or once more in the backward pass.
+# Code that calls other code as one op, and that calls it once more in the backward pass.
 _AS_ONE = (
-    *(
-        os.path.join(TORCH, *names)
-        for names in (
-            ("utils", "checkpoint.py"),
-            ("autograd", ""),
-            ("_functorch", ""),
-            ("_higher_order_ops", ""),
-        )
-    ),
+    *(os.path.join(TORCH, name, "") for name in ("autograd", "_functorch", "_higher_order_ops")),
     os.path.join(PACKAGE, "torch_rules", ""),
 )
+_RECOMPUTES = os.path.join(TORCH, "utils", "checkpoint.py")
 
 
 class Beside:
@@ -253,16 +246,19 @@ class _Place:
         spot: what is inserted there.
         gate: receives what it returns, if that is a tensor; None if more has to be done.
         is_inside: whether the call is inside of something that is one op.
+        is_recomputed: whether the backward pass does it again, if there is one.
     """
 
-    __slots__ = ("frames", "gate", "is_inside", "scope", "spot")
+    __slots__ = ("frames", "gate", "is_inside", "is_recomputed", "scope", "spot")
 
     def __init__(self, frames: tuple[_Around, ...], scope: ModuleCall, spot: Spot) -> None:
         self.frames = frames
         self.scope = scope
         self.spot = spot
         self.gate: AfterGate | None = None
-        self.is_inside: bool = any(one.code.co_filename.startswith(_AS_ONE) for one in frames)
+        files = [one.code.co_filename for one in frames]
+        self.is_inside: bool = any(file.startswith(_AS_ONE) for file in files)
+        self.is_recomputed: bool = _RECOMPUTES in files and not self.is_inside
 
     def is_at(self, frame: FrameType | None) -> bool:
         """Whether a frame, and those around it, are these."""
@@ -334,15 +330,32 @@ class _Run:
             spot.number += 1
             output = own(*args, **kwargs)
             if type(output) is Tensor:
-                return place.gate(output)
+                return _apart(place.gate, (output,))
             return self._inserter.left(spot, number, args, kwargs, output, frame, place.scope)
         if place.is_inside:
             self._inserter.inside(module, place.scope.path)
         elif spot.slots or spot.inputs:
+            return self._through(place, own, args, kwargs, frame)
+        return own(*args, **kwargs)
+
+    def _through(
+        self,
+        place: _Place,
+        own: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> Any:
+        """Call a module as the inserter does in a recorded run."""
+        if place.is_recomputed:
+            self._inserter.recomputed(True)
+        try:
             return self._inserter.module(
                 place.scope, args, kwargs, frame, lambda scope, args, kwargs: own(*args, **kwargs)
             )
-        return own(*args, **kwargs)
+        finally:
+            if place.is_recomputed:
+                self._inserter.recomputed(False)
 
     def _place(self, module: nn.Module, frame: FrameType | None) -> _Place:
         """Find out where a module is called."""
@@ -365,7 +378,8 @@ class _Run:
             scope = self._scope(called, self._sites.find(caller), scope)
         spot = self._inserter.spot_of(scope)
         place, slots = _Place(tuple(frames), scope, spot), spot.after
-        is_plain = slots and slots == spot.slots and not spot.inputs and not place.is_inside
+        is_once = not (place.is_inside or place.is_recomputed)
+        is_plain = slots and slots == spot.slots and not spot.inputs and is_once
         if is_plain and not getattr(module, "inplace", False):
             if all(slot.forms <= _PLAIN_FORMS and not slot.place.dig for slot in slots):
                 place.gate = AfterGate(
@@ -385,6 +399,15 @@ class _Run:
         return scope
 
 
+def _apart(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call a gate: modules that are called in it are no nodes."""
+    run, _local.run = _local.run, None
+    try:
+        return gate(*args)
+    finally:
+        _local.run = run
+
+
 class _Unrecorded:
     """What an inserter acts on (see `watchers.Stage`), where nothing is recorded."""
 
@@ -397,7 +420,7 @@ class _Unrecorded:
         return None
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
-        return function(*args)
+        return _apart(function, args)
 
     def pass_through(
         self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None
