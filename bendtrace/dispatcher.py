@@ -391,7 +391,8 @@ class Dispatcher:
         return output
 
     def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
-        known_live = divergence.known_live and not call.tree.looks_again_after(divergence)
+        was_live = divergence.known_live
+        known_live = was_live and not call.tree.looks_again_after(divergence)
         if known_live and call.plan is None and not divergence.has_acted:
             self.stats.live += 1
             self.floor.lived()
@@ -407,6 +408,10 @@ class Dispatcher:
             recording = self._traced(call, divergence, prefix, lifting)
         finally:
             divergence.release(prefix)
+        if was_live and not known_live and recording.tape.blockers:
+            self.stats.live += 1
+            call.tree.ran_live(program, divergence)
+            return recording.result
         self.stats.retraces += 1
         self.stats.resumes += 1
         self._mismatch = mismatch

@@ -283,6 +283,7 @@ class _Run:
     def __init__(self, known: Knowledge, plan: Plan, modules: list[nn.Module]) -> None:
         model: Any = known.model
         known.name_nodes()
+        self._known = known
         self._model = model
         self._plan = plan
         self._names = {id(module): name for name, module in named_modules(model)}
@@ -376,6 +377,12 @@ class _Run:
         scope = self._whole
         for called, caller in reversed(calls):
             scope = self._scope(called, self._sites.find(caller), scope)
+        # Other functions of torch that call modules may be called in another way in recorded runs:
+        # names would differ.
+        known = self._known.paths_of(module)
+        if self._inserter.names.path(scope) not in known and len(known) == 1:
+            if any(_is_of_torch(one.code) for one in frames):
+                self._inserter.names.rename(scope, known[0])
         spot = self._inserter.spot_of(scope)
         place, slots = _Place(tuple(frames), scope, spot), spot.after
         is_once = not (place.is_inside or place.is_recomputed)
@@ -397,6 +404,14 @@ class _Run:
             scope.site = site
             self._inserter.names.call(scope, (), {})
         return scope
+
+
+def _is_of_torch(code: CodeType) -> bool:
+    """Whether code is torch's own, but not that of a module."""
+    return code.co_filename.startswith(TORCH) and not code.co_filename.startswith(_MODULES)
+
+
+_MODULES = os.path.join(TORCH, "nn", "modules", "")
 
 
 def _apart(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
