@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import bendtrace as bt
 from bendtrace.errors import InterjectionError
 from bendtrace.recording.recorder import Recorder
+from bendtrace.replay.tree import TraceTree
 
 SETTINGS = {"factor": 2.0, "live": True}
 
@@ -58,6 +59,7 @@ class Net(nn.Module):
 
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets longer by each run that is recorded."""
+    bt.trace(torch.relu, torch.ones(1))  # the first one of a process looks at more
     found: list[int] = []
     run = Recorder.run
 
@@ -129,7 +131,9 @@ def test_live_calls_are_recorded_rarely_and_do_what_the_model_does(
         linear.register_forward_hook(lambda module, inputs, output: output * 1.1)
         where = next(m for m in own.modules() if type(m) is nn.Linear)
         bended.interject(where, lambda value: (calls.append(1), value * 1.1)[1])
-    found = recordings(monkeypatch)
+    found, looked = recordings(monkeypatch), []
+    find = TraceTree.find
+    monkeypatch.setattr(TraceTree, "find", lambda *given: (looked.append(1), find(*given))[1])
     for number in range(300):
         x = torch.randn(2, 4 if make is Net else 3)
         torch.manual_seed(number)
@@ -138,7 +142,8 @@ def test_live_calls_are_recorded_rarely_and_do_what_the_model_does(
         assert torch.equal(bended(x), wanted)
         assert getattr(own, "losses", None) == getattr(model, "losses", None)
         assert getattr(own, "step", None) == getattr(model, "step", None)
-    assert len(found) <= most + inserted
+    assert len(found) <= most + 4 * inserted
+    assert len(looked) <= 80
     assert bended.stats.live >= 290
     assert bended.stats.live + bended.stats.replays + bended.stats.traces >= 300
     assert bended.why_live
@@ -189,7 +194,7 @@ def test_a_side_that_runs_live_is_neither_recorded_each_time_nor_forgotten(
         x = torch.tensor([6.0, 1.0]) + torch.rand(2)
         assert torch.equal(bended(x), model(x))
     assert len(found) <= 8
-    for _ in range(300):
+    for _ in range(1600):
         x = torch.tensor([1.0, 1.0]) + torch.rand(2)
         assert torch.equal(bended(x), model(x))
     replays = bended.stats.replays

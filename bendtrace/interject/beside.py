@@ -87,9 +87,6 @@ class Beside:
             kwargs: the keyword arguments.
             recording: the run that the call is likely to be like, for reports; None if none is.
         """
-        if recording is not self._reported and recording is not None:
-            self._plan.ran(recording)
-            self._reported = recording
         with _lock:
             run = self._idle.pop() if self._idle else None
         if run is None:
@@ -100,8 +97,13 @@ class Beside:
                 _stand_in(module)
         try:
             if self._is_around:
-                return run.module(self._model, self._itself, args, dict(kwargs), sys._getframe())
-            return call_itself(self._model, args, kwargs)
+                output = run.module(self._model, self._itself, args, dict(kwargs), sys._getframe())
+            else:
+                output = call_itself(self._model, args, kwargs)
+            if recording is not self._reported and recording is not None:
+                self._plan.ran(recording)
+                self._reported = recording
+            return output
         finally:
             with _lock:
                 for module in self._stations:
