@@ -408,15 +408,12 @@ class Dispatcher:
             recording = self._traced(call, divergence, prefix, lifting)
         finally:
             divergence.release(prefix)
-        if was_live and not known_live and recording.tape.blockers:
-            self.stats.live += 1
-            call.tree.ran_live(program, divergence)
-            return recording.result
         self.stats.retraces += 1
         self.stats.resumes += 1
         self._mismatch = mismatch
         is_mixed = call.splicer is not None and call.splicer.is_apart
-        if self._passes(recording) or known_live or is_mixed:
+        is_live = known_live or (was_live and bool(recording.tape.blockers))
+        if self._passes(recording) or is_live or is_mixed:
             self.stats.live += 1
             call.tree.ran_live(program, divergence)
             return recording.result
