@@ -224,6 +224,7 @@ class BaseModule(ModuleProxy[ModelT]):
 
     def _note_inserted(self, any_there: bool) -> None:
         object.__setattr__(self, "_inserted", any_there)
+        self._dispatcher.forget_insertions()
 
     def _called_inside(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -472,8 +473,8 @@ class BaseModule(ModuleProxy[ModelT]):
         for recording in (*self._trees.plain_runs(), *self._trees.inserted_runs()):
             reasons += recording.tape.blockers
         reasons += self._dispatcher.passing
-        if (plainly := self._dispatcher.floor.reason) is not None:
-            reasons.append(plainly)
+        floors = self._dispatcher.floor, *self._trees.floors()
+        reasons += [floor.reason for floor in floors if floor.reason is not None]
         return tuple(dict.fromkeys(reasons))
 
     def audit(self: BaseModule[Callable[P, R]], /, *args: P.args, **kwargs: P.kwargs) -> R:

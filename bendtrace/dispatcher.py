@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
+from bendtrace.floor import Floor
+from bendtrace.interject.beside import Beside, beside
 from bendtrace.interject.compiling import inserted_by
 from bendtrace.interject.gates import again, attempt, running
 from bendtrace.interject.knowledge import Knowledge
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from bendtrace.auditing import Auditor
     from bendtrace.compiled.speculation import Guess, Speculation
 
-__all__ = ["Dispatcher", "Floor"]
+__all__ = ["Dispatcher"]
 
 
 class Dispatcher:
@@ -56,8 +58,7 @@ class Dispatcher:
         last_mismatch: why the latest call that was not a replay was not one.
         latest: the latest trace.
         latest_run: what the latest call has repeated, or made.
-        floor: which calls run the model itself because its paths do not repeat; whoever has
-            nothing inserted asks it before `call`.
+        floor: which calls with nothing inserted run the model itself; asked before `call`.
         passing: why some runs could not be repeated, although later ones may.
     """
 
@@ -84,6 +85,8 @@ class Dispatcher:
         self.passing: dict[str, None] = {}
         self._auditor = auditor
         self.floor: Floor = Floor()
+        # The latest insertions, what calls them without the tracer, and how many traces there were.
+        self._latest_beside: tuple[Plan, Beside | None, int] | None = None
 
     def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
@@ -97,6 +100,12 @@ class Dispatcher:
             plan: what is inserted; None if nothing is.
             auditor: has this call compared, if it is a replay; None for what was given first.
         """
+        floor = self.floor
+        if plan is not None:
+            floor = self._trees.floor(plan)
+            if floor.waiting and (runner := self._beside(plan)) is not None and floor.takes():
+                self.stats.live += 1
+                return runner.call(args, kwargs, self.latest_run)
         names, arguments = self._signature.told_apart(args, kwargs)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, known = found
@@ -119,8 +128,9 @@ class Dispatcher:
                 self.latest_run = guess.recording
                 return guess.output
         program = tree.find(names, arguments)
-        if program is not None and program.ignored and tree.settles(names, program, arguments):
-            program = None
+        if program is not None and program.ignored:
+            if tree.settles(names, program, arguments, floor.has_waited):
+                program = None
         if program is None and self._signature.has_changed():
             return self.call(args, kwargs, plan, auditor)
         if program is None and uninitialized_in(self._model):
@@ -132,23 +142,28 @@ class Dispatcher:
             self.stats.live += 1  # this call makes the parameters of lazy modules
             with self._called():
                 return call_itself(self._model, args, kwargs)
+        if program is None and plan is not None:
+            plain = self._trees.plain.find(names, arguments)  # on which insertions go live, too
+            if plain is not None and plain.live_only and not self._trees.plain.looks_again(plain):
+                if (runner := self._beside(plan)) is not None:
+                    self._trees.plain.ran_live(plain)
+                    floor.lived()
+                    self.stats.live += 1
+                    return runner.call(args, kwargs, plain.recording)
         if program is None:
-            self._leads_down_unknown(plan)
+            floor.followed(False)
             return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
         if program.live_only:
             if tree.looks_again(program):
-                self._leads_down_unknown(plan)
+                floor.followed(False)
                 call = _Call(args, kwargs, names, arguments, plan, tree)
                 return self._look_again(call, program)
-            self.stats.live += 1
             tree.ran_live(program)
-            if plan is None:
-                with self._called():
-                    return call_itself(self._model, args, kwargs)
-            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
+            floor.lived()
+            return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
         if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
-            self.stats.live += 1
-            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
+            floor.lived()
+            return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
         if program.wants_lifting and tree.lifts:
             return self._record_lifted(_Call(args, kwargs, names, arguments, plan, tree), program)
         auditor = auditor or self._auditor
@@ -163,12 +178,11 @@ class Dispatcher:
                 audit.compare(result.recording, result.output)
             if plan is not None:
                 plan.ran(result.recording)
-            elif self.floor.counts:
-                self.floor.followed(True)
+            if floor.counts:
+                floor.followed(True)
             if guess is not None and self.speculation is not None:
                 self.speculation.replayed(guess, names, program, result, arguments)
             return result.output
-        self._leads_down_unknown(plan)
         return self._resume(_Call(args, kwargs, names, arguments, plan, tree), program, result)
 
     def _splicer(
@@ -216,13 +230,37 @@ class Dispatcher:
             self.stats.replays += 1
             self.latest_run = result.recording
             call.plan.ran(result.recording)
+            if (floor := self._floor_of(call.plan)).counts:
+                floor.followed(True)
             return result.output
         with nullcontext() if result.held is not None else again():
             return self._resume(call, program, result)
 
-    def _leads_down_unknown(self, plan: Plan | None) -> None:
-        if plan is None:  # what is inserted has to be called, whatever that costs
-            self.floor.followed(False)
+    def _floor_of(self, plan: Plan | None) -> Floor:
+        return self.floor if plan is None else self._trees.floor(plan)
+
+    # By the model's own Python, without the tracer where that is possible
+
+    def _run_live(self, call: _Call, program: Program) -> Any:
+        self.stats.live += 1
+        if call.plan is None:
+            with self._called():
+                return call_itself(self._model, call.args, call.kwargs)
+        runner = self._beside(call.plan)
+        if runner is None:
+            return self._recorded(call).result
+        return runner.call(call.args, call.kwargs, program.recording)
+
+    def _beside(self, plan: Plan) -> Beside | None:
+        """Return what calls insertions without the tracer; None if that is impossible."""
+        known, traces = self._latest_beside, self.stats.traces
+        if known is None or known[0] is not plan or (known[1] is None and known[2] < traces):
+            known = self._latest_beside = plan, beside(self._known, plan), traces
+        return known[1]
+
+    def forget_insertions(self) -> None:
+        """Keep nothing of the insertions of earlier calls."""
+        self._latest_beside = None
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
         """Run the model under the tracer, keep the path, and return the output."""
@@ -365,15 +403,18 @@ class Dispatcher:
         return output
 
     def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
-        mismatch = explain_divergence(divergence.recording, divergence.number, divergence.outcome)
-        known_live = divergence.known_live
-        script = divergence.script()
-        if known_live and script is None and call.splicer is None:
+        was_live = divergence.known_live
+        known_live = was_live and not call.tree.looks_again_after(divergence)
+        if known_live and call.plan is None and not divergence.has_acted:
             self.stats.live += 1
+            self.floor.lived()
             call.tree.ran_live(program, divergence)
+            divergence.drop()
             with self._called():
                 return call_itself(self._model, call.args, dict(call.kwargs))
-        lifting = program.lifting()
+        self._floor_of(call.plan).followed(False)
+        mismatch = explain_divergence(divergence.recording, divergence.number, divergence.outcome)
+        script, lifting = divergence.script(), program.lifting()
         try:
             recording = self._traced(call, divergence, script, lifting)
         finally:
@@ -382,7 +423,8 @@ class Dispatcher:
         self.stats.resumes += 1
         self._mismatch = mismatch
         is_mixed = call.splicer is not None and call.splicer.is_apart
-        if self._passes(recording) or known_live or is_mixed:
+        is_live = known_live or (was_live and bool(recording.tape.blockers))
+        if self._passes(recording) or is_live or is_mixed:
             self.stats.live += 1
             call.tree.ran_live(program, divergence)
             return recording.result
@@ -390,63 +432,6 @@ class Dispatcher:
         self.stats.live += bool(recording.tape.blockers)
         call.tree.grow(program, recording, divergence)
         return self._kept(recording, program)
-
-
-class Floor:
-    """Counts known and unknown paths, and says which calls are for the model itself.
-
-    A call along a path that is not known is traced, or resumed, and costs some fifty times what
-    the model costs. Where such calls go on for ever, nothing is gained by them. So a hundred of
-    them are free, and from then on one in two hundred calls: what known paths save pays for
-    those. Where there are more, calls run the model itself, and paths are tried again from time to
-    time: each time after twice as many calls, until most of them are known.
-
-    Attributes:
-        unknown: calls along unknown paths so far.
-        waiting: calls until paths are tried again; 0 while they are followed.
-        counts: whether a call along a known path makes a difference.
-    """
-
-    def __init__(self) -> None:
-        self.unknown: int = 0
-        self.waiting: int = 0
-        self.counts: bool = False
-        self._left = _FREE
-        self._next = _FIRST
-
-    def takes(self) -> bool:
-        """Whether the next call is for the model itself."""
-        if not self.waiting:
-            return False
-        self.waiting -= 1
-        if not self.waiting:
-            self._left = _TRIED
-        return True
-
-    def followed(self, is_known: bool) -> None:
-        """Count a call that was served along a path, or led down an unknown one."""
-        if is_known:
-            self._left = min(self._left + _EARNED, _FREE)
-            self.counts = self._left < _FREE
-            if self._left > _RECOVERED:
-                self._next = _FIRST
-            return
-        self.unknown += 1
-        self.counts = True
-        self._left -= 1
-        if self._left <= 0:
-            self.waiting = self._next
-            self._next = min(self._next * 2, _LONGEST)
-
-    @property
-    def reason(self) -> str | None:
-        """Why calls are for the model itself at present; None if they are not."""
-        if not self.waiting:
-            return None
-        return (
-            f"the paths of the model do not repeat: {self.unknown} calls led down unknown ones; "
-            f"known ones are tried again after {self.waiting} more calls"
-        )
 
 
 class _Call(NamedTuple):
@@ -464,11 +449,6 @@ class _Call(NamedTuple):
     splicer: Splicer | None = None
 
 
-_FREE = 100.0  # unknown paths that cost nothing
-_EARNED = 0.005  # what a call along a known path adds, of an unknown one
-_FIRST, _LONGEST = 512, 1 << 16  # calls of the model itself before paths are tried again
-_TRIED = 2.0  # unknown paths that end a trial
-_RECOVERED = 3.0  # from here on, the trials before count no more
 # Of so many programs, the latest, the one that came nearest is said when a new path is recorded.
 _NEAR = 16
 # After this many runs that filled a cache, a cache is taken to be filled by every call.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.dispatcher import Floor
+from bendtrace.floor import Floor
 
 
 class Gated(nn.Module):

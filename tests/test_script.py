@@ -17,7 +17,7 @@ import bendtrace as bt
 from bendtrace.errors import NondeterminismError
 from bendtrace.recording import effects, states
 from bendtrace.recording.script import Script
-from bendtrace.recording.states import States, _Reader
+from bendtrace.recording.states import _Reader
 from bendtrace.replay.following import Following
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.stretches import Divergence

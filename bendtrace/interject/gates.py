@@ -12,8 +12,9 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -77,28 +78,48 @@ class _Local(threading.local):
 _local = _Local()
 
 
-@contextmanager
-def running(plan: Plan) -> Iterator[None]:
+def running(plan: Plan) -> AbstractContextManager[None]:
     """Make the gates that the calling thread reaches call the insertions of a plan.
 
     Raises:
         Exception: an error raised by an insertion, if the model has caught it.
     """
-    before = vars(_local).copy()
-    _local.plan, _local.through, _local.error, _local.kept, _local.reshaped = plan, {}, None, {}, {}
-    _local.passes, _local.attempt = {}, Attempt()
-    try:
-        yield
-        if _local.error is not None:
-            raise _local.error
-    except Exception as error:
-        for note in _local.reshaped:
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
-        raise
-    finally:
-        vars(_local).update(before)
-        _local.plan, _local.models_own = before.get("plan"), None
+    return _Running(plan)
+
+
+class _Running:
+    """The context of `running`; a class, since it is entered in each call of a model."""
+
+    __slots__ = ("_before", "_plan")
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __enter__(self) -> None:
+        now = vars(_local)
+        self._before = now.copy()
+        now.update(
+            plan=self._plan, through={}, error=None, kept={}, reshaped={}, passes={},
+            attempt=Attempt(),
+        )  # fmt: skip
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        now = vars(_local)
+        raised, reshaped = now["error"] if error is None else error, now["reshaped"]
+        now.update(self._before)
+        now["plan"], now["models_own"] = self._before.get("plan"), None
+        if not isinstance(raised, Exception):
+            return
+        for note in reshaped:
+            if note not in getattr(raised, "__notes__", ()):
+                raised.add_note(note)
+        if error is None:
+            raise raised
 
 
 @contextmanager
@@ -129,7 +150,7 @@ def passes_of(gate: Gate) -> int:
 
 def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
     """Record that an insertion changed a shape or dtype, so that errors of the call mention it."""
-    if isinstance(old, Tensor) and isinstance(new, Tensor):
+    if old is not new and isinstance(old, Tensor) and isinstance(new, Tensor):
         if old.shape != new.shape or old.dtype != new.dtype:
             what = getattr(entry.what, "function", None)
             name = getattr(what, "__name__", entry.what.label)
@@ -177,6 +198,7 @@ class Gate:
         self.at = at
         self.slots = slots
         self.shape = shape
+        self._key = at.path, self.role
         self._passes: dict[int, NodePass] = {at.number: at}
         self.tells_in_place: bool = self.role == "after" and has_mutable((shape,))
         if self.role == "before":  # the tuple of arguments and the dict of keywords are new
@@ -225,13 +247,7 @@ class Gate:
             flag that says whether to update these in place.
         """
         outer, _local.containers = _local.containers, Containers()
-        at, key = self.at, (self.at.path, self.role)
-        if self.counts and _local.plan is not None:
-            number = _local.passes.get(key, 0)
-            known = self._passes.get(number)
-            at = self._passes[number] = replace(at, number=number) if known is None else known
-        _local.passes[key] = at.number + 1
-        answers = _local.attempt.answers
+        at, answers = self._next_pass(), _local.attempt.answers
         if answers and (at.path, at.number) in answers:
             given = answers.pop((at.path, at.number))
             _local.containers = outer
@@ -251,6 +267,16 @@ class Gate:
         if not self.tells_in_place:
             return given
         return (*(given if isinstance(given, tuple) else (given,)), in_place)
+
+    def _next_pass(self) -> NodePass:
+        """Return the pass that begins, and count it."""
+        passes, at = _local.passes, self.at
+        if self.counts and _local.plan is not None:
+            number = passes.get(self._key, 0)
+            known = self._passes.get(number)
+            at = self._passes[number] = replace(at, number=number) if known is None else known
+        passes[self._key] = at.number + 1
+        return at
 
     def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
         raise NotImplementedError
@@ -311,13 +337,26 @@ class AfterGate(Gate):
         self._is_simple = shape == Leaf(Tensor, 0) and given is None and not writes
         self._is_told = any("backward" in slot.forms for slot in slots)
 
-    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
-        """Call the insertions; return the tensors and numbers of the new value."""
-        if self._is_simple and not self._is_told:
-            value = values[0]
+    def __call__(self, *values: Any) -> Any:
+        """Call the insertions (see `Gate`)."""
+        if not self._is_simple or self._is_told or _local.answers:
+            return super().__call__(*values)
+        # The usual case, in which no containers are involved.
+        at, value = self._next_pass(), values[0]
+        entries = self._entries(at.number)
+        try:
             for entry in entries:
                 value = self._exchange(entry, value, at)
-            return value
+        except Exception as error:
+            if error is not _local.models_own:
+                noted(error)
+            for entry in entries:
+                entry.insertion.failed()
+            raise
+        return value
+
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+        """Call the insertions; return the tensors and numbers of the new value."""
         found = list(values[: self._count])
         through: _Watching = (None, None)
         if self._is_told:

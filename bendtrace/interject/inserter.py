@@ -49,7 +49,7 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.owners import named_modules
 
-__all__ = ["LiveInserter", "place_of_node"]
+__all__ = ["LiveInserter", "Spot", "place_of_node"]
 
 Run = Callable[..., Any]
 
@@ -72,7 +72,7 @@ class Spliced(Protocol):
         """Return the gate at a node."""
 
 
-class _Spot:
+class Spot:
     """A node of the run, and the slots at it."""
 
     __slots__ = (
@@ -140,7 +140,7 @@ class LiveInserter:
         self.plan = plan
         self._registry = registry
         self._function = function
-        self._spots: dict[str, _Spot] = {}
+        self._spots: dict[str, Spot] = {}
         self.pending: list[Sequence[Any]] = []
         self._raised: set[str] = set()
         self._recomputed = 0  # how many checkpointed blocks the run is in
@@ -197,10 +197,7 @@ class LiveInserter:
         path = self.names.call(scope, args, kwargs)
         if self._states:
             args, kwargs = self._states.exchanged((args, kwargs), frame)
-        spot = self._spots.get(path)
-        if spot is None:
-            base = identifier(self.names.relative(scope)) if path else ""
-            spot = self._spot(path, base, scope)
+        spot = self._spots.get(path) or self.spot_of(scope)
         number = spot.number
         spot.number += 1
         written = spot.written(args, kwargs)
@@ -217,6 +214,32 @@ class LiveInserter:
         if self._states:
             output = self._states.exchanged(output, frame, scope)
         return self._after(spot, number, args, kwargs, output, frame, written, scope)
+
+    # Where the calls of modules are met without a recorder (see `beside.py`)
+
+    def spot_of(self, scope: ModuleCall) -> Spot:
+        """Return what is inserted at a call of a module that has its name."""
+        path = self.names.path(scope)
+        spot = self._spots.get(path)
+        if spot is None:
+            base = identifier(self.names.relative(scope)) if path else ""
+            spot = self._spot(path, base, scope)
+        return spot
+
+    def left(
+        self, spot: Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any,
+        frame: FrameType, scope: ModuleCall,
+    ) -> Any:  # fmt: skip
+        """Replace the output of a module before which nothing is inserted."""
+        return self._after(spot, number, args, kwargs, output, frame, None, scope)
+
+    def begins_again(self) -> None:
+        """Prepare for the next run in the same place."""
+        for spot in self._spots.values():
+            spot.number = 0
+        self._raised.clear()
+        self._states.made.clear()
+        self.pending[:] = [self._states.made]
 
     def op(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
@@ -242,7 +265,7 @@ class LiveInserter:
             candidate.uses_parameter = any(
                 isinstance(tensor, nn.Parameter) for tensor in _tensors_in(given)
             )
-            spot = self._spots[path] = _Spot(candidate, self.plan, scope)
+            spot = self._spots[path] = Spot(candidate, self.plan, scope)
         number = spot.number
         spot.number += 1
         written = spot.written(args, kwargs)
@@ -372,17 +395,18 @@ class LiveInserter:
                 )
             )
 
-    def _spot(self, path: str, base: str, scope: ModuleCall) -> _Spot:
+    def _spot(self, path: str, base: str, scope: ModuleCall) -> Spot:
         outer = scope.parent
         candidate = Candidate(
             path, base, scope.module, self.qualified(scope), None,
             None if outer is None else outer.module, self.qualified(outer),
             scope.site,
         )  # fmt: skip
-        spot = self._spots[path] = _Spot(candidate, self.plan, outer)
+        spot = self._spots[path] = Spot(candidate, self.plan, outer)
         return spot
 
-    def _at(self, spot: _Spot, number: int) -> NodePass:
+    def at(self, spot: Spot, number: int) -> NodePass:
+        """Return a pass of a node."""
         node = spot.candidate
         if not isinstance(spot.place, str):
             spot.place = place_of_node(node.site, spot.place)
@@ -390,7 +414,7 @@ class LiveInserter:
 
     def _before(
         self,
-        spot: _Spot,
+        spot: Spot,
         scope: ModuleCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -402,12 +426,12 @@ class LiveInserter:
         if not slots and written is None:
             return args, kwargs
         if written is None and all("blind" in slot.forms for slot in slots):
-            self.put(CountGate(self._at(spot, spot.number - 1), slots, self.plan), (), frame)
+            self.put(CountGate(self.at(spot, spot.number - 1), slots, self.plan), (), frame)
             return args, kwargs
         whole = any("before" in slot.forms for slot in spot.before)
         shape, values = take_apart((args, kwargs), objects=whole)
         number = next((i for i, value in enumerate(values) if value is written), None)
-        at = self._at(spot, spot.number - 1)
+        at = self.at(spot, spot.number - 1)
         gate = BeforeGate(at, slots, shape, self.plan, places, number)
         given = self._through(gate, shape, (args, kwargs), values, values, frame)
         if given is None:
@@ -418,7 +442,7 @@ class LiveInserter:
 
     def _after(
         self,
-        spot: _Spot,
+        spot: Spot,
         number: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -453,7 +477,7 @@ class LiveInserter:
         if written is not None:
             handed.append(written)
         gate = AfterGate(
-            self._at(spot, number), slots, shape, self.plan, wanted, written is not None
+            self.at(spot, number), slots, shape, self.plan, wanted, written is not None
         )
         given = self._through(gate, shape, (output,), values, handed, frame)
         if given is None:
@@ -461,7 +485,7 @@ class LiveInserter:
         put, changed = given
         return put(output, shape, changed)
 
-    def _passed_through(self, spot: _Spot, output: Any, scope: ModuleCall | None) -> Any:
+    def _passed_through(self, spot: Spot, output: Any, scope: ModuleCall | None) -> Any:
         """Let the insertions replace an output as a splice does; None where that is impossible."""
         if type(output) is not Tensor:
             return None
@@ -490,7 +514,7 @@ class LiveInserter:
         return given
 
     def _needed_after(
-        self, spot: _Spot, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
+        self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
     ) -> Sequence[Any]:
         """Return the values of a node's inputs that its gates need again after it."""
         if written is None and not self._wants_inputs:
@@ -498,12 +522,12 @@ class LiveInserter:
         return [*take_apart((args, kwargs), objects=False)[1], written]
 
     def _instead(
-        self, spot: _Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
+        self, spot: Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:  # fmt: skip
         """Call the insertion instead of a function."""
         shape, values = take_apart((args, kwargs))
-        gate = InsteadGate(self._at(spot, number), spot.instead, shape, self.plan)
+        gate = InsteadGate(self.at(spot, number), spot.instead, shape, self.plan)
         return self.put(gate, values, frame)
 
     def _through(
@@ -538,7 +562,7 @@ class LiveInserter:
             return None
         return put, changed
 
-    def _see(self, spot: _Spot, output: Any) -> None:
+    def _see(self, spot: Spot, output: Any) -> None:
         """Show the output of a node to the insertions that select by it."""
         with torch._C.DisableTorchFunction():
             _, values = take_apart(output, objects=False)
@@ -550,7 +574,7 @@ class LiveInserter:
     # Inputs, parameters and buffers
 
     def _input_places(
-        self, spot: _Spot, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, spot: Spot, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[Slot, tuple[Any, ...]]:
         """Return the positions, in arguments and keywords, of the inputs with insertions."""
         if not spot.inputs:

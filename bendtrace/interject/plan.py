@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from bendtrace.floor import Floor
 from bendtrace.interject.interjection import Interjection, NodePass
 from bendtrace.interject.passes import Passes
 from bendtrace.paths.candidates import Candidate
@@ -174,6 +175,7 @@ class Plan:
             as they were asked.
         compiled: what compiled paths know of it (see `compiling.py`).
         reaches: what their code reaches (see `reading.py`).
+        floor: which calls with such insertions run the model itself; None if nobody has asked.
     """
 
     def __init__(self, entries: Sequence[Entry], totals: dict[str, int] | None = None) -> None:
@@ -187,6 +189,7 @@ class Plan:
         self.called_at: dict[int, tuple[Any, tuple[Entry, ...], bool]] = {}
         self.compiled: object = None
         self.reaches: object = None
+        self.floor: Floor | None = None
         self._looked: dict[int, tuple[Recording, bool]] = {}
         self._entries_of: dict[tuple[Slot, ...], tuple[Entry, ...]] = {}
 

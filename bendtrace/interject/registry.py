@@ -6,8 +6,8 @@ import copy
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -40,9 +40,15 @@ Kept = tuple[str, tuple[Target, ...], Interjection, Passes, bool]
 
 
 class _Calls(threading.local):
-    """How many calls of the model the thread is in."""
+    """How many calls of the model the thread is in; a context that counts one more."""
 
     depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
 
 
 class InsertionRegistry:
@@ -143,14 +149,9 @@ class InsertionRegistry:
                 self._insertions, self._plan = kept, None
                 self._changed(bool(kept))
 
-    @contextmanager
-    def called(self) -> Iterator[None]:
+    def called(self) -> AbstractContextManager[None]:
         """Mark the model as running on this thread."""
-        self._calls.depth += 1
-        try:
-            yield
-        finally:
-            self._calls.depth -= 1
+        return self._calls
 
     def clear(self) -> None:
         """Remove all insertions."""

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 from bendtrace._lazy import LazyModule
+from bendtrace.floor import Floor
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.splicer import Splicer
@@ -50,6 +51,7 @@ class Trees:
         self.plain = self.latest = self._new()
         self._inserted: OrderedDict[Hashable, TraceTree] = OrderedDict()
         self._splicers: OrderedDict[Hashable, Splicer] = OrderedDict()
+        self._floors: OrderedDict[Hashable, Floor] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, plan: Plan | None) -> TraceTree:
@@ -83,6 +85,20 @@ class Trees:
         for program in self.plain.programs():
             if program.graph is not None:
                 yield from program.graph.exits()
+
+    def floor(self, plan: Plan) -> Floor:
+        """Return which calls with some insertions run the model itself."""
+        if plan.floor is None:
+            with self._lock:
+                plan.floor = self._floors.setdefault(plan.key, Floor())
+                self._floors.move_to_end(plan.key)
+                while len(self._floors) > _MOST:
+                    self._floors.popitem(last=False)
+        return plan.floor
+
+    def floors(self) -> list[Floor]:
+        """Return which calls run the model itself, for each set of locations."""
+        return list(self._floors.values())
 
     def plain_runs(self) -> list[Recording]:
         """Return the runs without insertions, the latest first."""

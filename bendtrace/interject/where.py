@@ -89,6 +89,7 @@ class OfModule:
 
     is_broad: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
+    is_of_modules: ClassVar[bool] = True
     module: nn.Module
 
     def matches(self, node: Candidate) -> bool:
@@ -118,6 +119,11 @@ class Selected:
     def needs_output(self) -> bool:
         """Whether it depends on the output of the node."""
         return self.selector.needs_output
+
+    @property
+    def is_of_modules(self) -> bool:
+        """Whether it selects calls of modules only, by the module alone."""
+        return self.selector.is_of_modules
 
     def matches(self, node: Candidate) -> bool:
         """Return whether the selector selects a node."""

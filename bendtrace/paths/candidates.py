@@ -173,6 +173,7 @@ class NodeSelector:
         looks_ahead: whether the decision needs the whole graph. Such selectors are resolved by a
             run of the model without insertions on the same inputs.
         needs_output: whether the decision needs the output of a node.
+        is_of_modules: whether it selects calls of modules only, by the module alone.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -187,6 +188,7 @@ class NodeSelector:
 
     looks_ahead: bool = False
     needs_output: bool = False
+    is_of_modules: bool = False
 
     def matches(self, node: Candidate) -> bool:
         """Return whether the selector selects a node, judged by the node alone."""

@@ -70,6 +70,10 @@ class LiveNames:
         self._inputs(path, bound(known, args, kwargs))
         return path
 
+    def rename(self, scope: ModuleCall, path: str) -> None:
+        """Give a call the path that it has in other runs."""
+        self._paths[id(scope)] = path
+
     def function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Name the arguments of a function that is not a module."""
         self._inputs("", bound(parameters_of(self._function), args, kwargs))

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.script import Follower, Script, Section
 from bendtrace.replay.nodes import Exit, Trip
@@ -222,6 +223,20 @@ class Divergence:
         """Whether it is known already that what follows can only be run live."""
         side = self.stretch.side(self.number, self.outcome)
         return side is not None and side.target is None and side.live is not None
+
+    @property
+    def has_acted(self) -> bool:
+        """Whether the call may have done something that must not be done twice."""
+        return is_one_of_several() or any(
+            piece.has_acted(left) or piece.recording.draws
+            for piece, _, left in self.trips
+            if left is not None
+        )
+
+    def drop(self) -> None:
+        """Let go of the values, of which nothing will be used."""
+        self.hold.release()
+        self.held = None
 
     def script(self) -> Script | None:
         """What a resumed run does not have to do again; None if that is nothing."""

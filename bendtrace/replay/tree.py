@@ -8,7 +8,7 @@ import os
 import threading
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,12 +39,20 @@ from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["ProgramIndex", "TraceTree"]
 
-_SETTLED = 16
+# Calls in a row without a change after which a value is taken to change no more. Of those that
+# come after a wait (see `Floor`), each counts for several: the waits differ in length, so that a
+# value which comes round again does not look the same.
+_SETTLED, _WAITED = 16, 4
+# How often calls are live before they are recorded again: each power of 2 up to the first number,
+# then not the next one, and at the latest after the second number.
+_OFTEN, _RARELY = 16, 2048
 # So many programs are looked at one by one; among more, what served such arguments goes first.
 _FEW, _MOST_KINDS = 4, 4096
 # After this many runs that each changed what the next one was checked for, a value is taken to
 # change on every call (a counter), and the model to be run live.
 _EVOLVING = 4
+
+_MOST_WHILES = 10  # after which the while gets no longer
 
 # Errors are not noted for more outcomes of one guard than this.
 _MOST_SIDES = 64
@@ -93,6 +101,7 @@ class TraceTree:
         self._served: dict[tuple[Any, ...], Program] = {}
         self._indices: dict[tuple[str, ...], ProgramIndex] = {}
         self._outdated: Counter[tuple[tuple[str, ...], str]] = Counter()
+        self._settled: Counter[tuple[str, ...]] = Counter()  # how often that did not last
         self._ties = False  # whether a call was given what the model holds
         self._spent: set[int] = set()  # programs that were counted as outdated
         self._lock = threading.RLock()
@@ -249,12 +258,17 @@ class TraceTree:
         """Whether the next call of a program that is run live is to be recorded all the same.
 
         Where values decide, it may go a way that can be replayed. The more calls were live, the
-        less often that is tried: the 2nd, 4th, 8th and so on.
+        less often that is tried: the 2nd, 4th, 8th and 16th time, the 64th, and so on. (After the
+        16th, most calls run the model itself and are not counted here, see `Floor`.)
         """
         if program.live is None or program.ignored or not program.analysis.needs_values:
             return False
-        tried = program.live.hits + 1
-        return tried & (tried - 1) == 0
+        return _is_due(program.live.hits)
+
+    def looks_again_after(self, divergence: Divergence) -> bool:
+        """Whether the next call along a side that is run live is to be recorded all the same."""
+        side = divergence.stretch.side(divergence.number, divergence.outcome)
+        return side is not None and side.live is not None and _is_due(side.live.hits)
 
     def replace(
         self, names: tuple[str, ...], live: Program, recording: Recording, global_state: GlobalState
@@ -277,10 +291,20 @@ class TraceTree:
         self._keep_to_limit()
         return program, leaves
 
-    def settles(self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...]) -> bool:
+    def settles(
+        self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...],
+        has_waited: bool = False,
+    ) -> bool:  # fmt: skip
         """Whether what was taken to change on every call has not done so for a while.
 
-        The program is dropped then, and what follows is recorded anew.
+        The program is dropped then, and what follows is recorded anew. If it changes again after
+        that, the next while is twice as long.
+
+        Args:
+            names: names of the arguments.
+            program: the program.
+            arguments: the bound arguments in order.
+            has_waited: whether calls before this one have run the model itself.
         """
         if not program.ignored:
             return False
@@ -288,10 +312,11 @@ class TraceTree:
         if now != program.latest:
             program.latest, program.same = now, 0
             return False
-        program.same += 1
-        if program.same < _SETTLED:
+        program.same += _WAITED if has_waited else 1
+        if program.same < _SETTLED << min(self._settled[names], _MOST_WHILES):
             return False
         with self._lock:
+            self._settled[names] += 1
             listed = self._programs.get(names, ())
             self._drop(names, *(program for program in listed if program.ignored))
             for key in [key for key in self._outdated if key[0] == names]:
@@ -429,6 +454,13 @@ class TraceTree:
         return None
 
 
+def _is_due(hits: int) -> bool:
+    """Whether what was live so often is recorded the next time (see `looks_again`)."""
+    tried = hits + 1
+    is_power = tried & (tried - 1) == 0
+    return (is_power and (tried <= _OFTEN or tried > 2 * _OFTEN)) or tried % _RARELY == 0
+
+
 def _kind_of(argument: Any) -> Any:
     """Return what arguments that the same program serves are likely to have in common."""
     kind = type(argument)
@@ -460,7 +492,10 @@ def _seen(part: Captured, arguments: tuple[Any, ...]) -> Any:
         value = part.read(arguments)
     except (LookupError, AttributeError, TypeError):
         return None
-    return value if part.kind is CaptureKind.PLAIN else id(value)
+    if part.kind is CaptureKind.PLAIN:
+        return value
+    # What it held before is looked at as well, but not what was added to it.
+    return id(value), len(value) if isinstance(value, (list, dict, set, deque)) else 0
 
 
 def _parting(recording: Recording, other: Recording) -> Departing | None:

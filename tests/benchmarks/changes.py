@@ -6,7 +6,7 @@ Each is compared with the same change made by native hooks, or with the model it
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,60 @@ class WritesCache(Asking):
         h = super().opened(number, gate, x)
         self.cache[number] = h[0]
         return h + 0.1 * self.cache[: number + 1].mean(0)
+
+
+# Models that run live
+
+
+class Counts(Asking):
+    """Counts its calls."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        x = super().forward(x)
+        return x if self.steps % 3 else -x
+
+
+class Collects(Asking):
+    """Keeps a number of each call in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+        self.means: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.means.append(x.mean().item())
+        return x
+
+
+class ReadsArray(Asking):
+    """Passes content to numpy."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * float(x.detach().numpy().max())
+
+
+class LooksUp(Asking):
+    """Looks up a number of each call by its text."""
+
+    table: Mapping[str, float] = {}
+
+    def __init__(self) -> None:
+        super().__init__(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * self.table.get(f"{x.mean().item():.6f}", 2.0)
 
 
 class EarlyBert(nn.Module):
@@ -321,6 +375,16 @@ CHANGES = (
     Change("12 gated layers, autocast", lambda: Casts(12), _ROW),
     Change("12 gated layers, a buffer written, one node changed", WritesBuffer, _ROW,
            _one("gates.5")),
+    Change("12 gated layers, calls are counted", Counts, _ROW, quick=True),
+    Change("12 gated layers, calls are counted, one node changed", Counts, _ROW, _one("gates.5")),
+    Change("12 gated layers, a list that grows", Collects, _ROW),
+    Change("12 gated layers, a list that grows, one node changed", Collects, _ROW, _one("gates.5")),
+    Change("12 gated layers, content for numpy", ReadsArray, _ROW),
+    Change("12 gated layers, content for numpy, one node changed", ReadsArray, _ROW,
+           _one("gates.5")),
+    Change("12 gated layers, content for numpy, all nodes changed", ReadsArray, _ROW, _ALL),
+    Change("12 gated layers, a text as a key", LooksUp, _ROW),
+    Change("12 gated layers, a text as a key, one node changed", LooksUp, _ROW, _one("gates.5")),
 )  # fmt: skip
 
 

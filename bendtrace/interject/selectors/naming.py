@@ -265,6 +265,7 @@ class Text(Selector):
 class ModuleClass(Selector):
     """Calls of modules of some classes."""
 
+    is_of_modules = True
     classes: tuple[type[nn.Module], ...]
 
     def matches(self, node: Candidate) -> bool:
@@ -279,6 +280,7 @@ class ModuleClass(Selector):
 class Modules(Selector):
     """Calls of some modules."""
 
+    is_of_modules = True
     modules: tuple[nn.Module, ...]
 
     def matches(self, node: Candidate) -> bool:

@@ -1,0 +1,132 @@
+"""Which calls run the model itself, because following paths would cost more."""
+
+from __future__ import annotations
+
+__all__ = ["Floor"]
+
+
+class Floor:
+    """Decides which calls run the model itself, without looking at what is known of it.
+
+    Two kinds of calls cost more than the model. One along a path that is not known is recorded, or
+    resumed, and costs some fifty times what the model costs; where such calls go on for ever,
+    nothing is gained by them. One that has to run live costs the model and the check that finds
+    that out. Each kind has an account (`_Account`) from which its calls are paid, and to which
+    calls along known paths add what they save. While one of the two is empty, calls run the
+    model itself, and are tried again from time to time.
+
+    A hundred calls along unknown paths are free, and from then on one in two hundred calls; the
+    waits are long, and double. Sixteen calls in a row may be live; the waits are short, and have
+    a greatest length, since the reason may be gone any time.
+
+    Attributes:
+        unknown: calls along unknown paths so far.
+        waiting: calls until paths are tried again; 0 while they are followed.
+        counts: whether a call along a known path makes a difference.
+        has_waited: whether the call that is being served is the first after a wait.
+    """
+
+    def __init__(self) -> None:
+        self.unknown: int = 0
+        self.waiting: int = 0
+        self.counts: bool = False
+        self.has_waited: bool = False
+        self._paths = _Account(100.0, 0.005, tuple(1 << n for n in range(9, 17)), 2.0, 1)
+        self._lives = _Account(16.0, 0.25, (2, 4, 8, 16, 30, 31, 32, 29), 1.0, 4)
+        self._empty: _Account | None = None
+
+    def takes(self) -> bool:
+        """Whether the next call is for the model itself."""
+        if not self.waiting:
+            return False
+        self.waiting -= 1
+        if not self.waiting:
+            assert self._empty is not None
+            self._empty.begin_trial()
+            self.has_waited = True
+        return True
+
+    def followed(self, is_known: bool, cost: float = 1.0) -> None:
+        """Count a call that was served along a path, or led down an unknown one.
+
+        Args:
+            is_known: whether the path was known.
+            cost: of one that was not, relative to the others.
+        """
+        self.has_waited = False
+        if is_known:
+            self._paths.earn()
+            self._lives.earn()
+            self.counts = not (self._paths.is_full and self._lives.is_full)
+            return
+        self.unknown += 1
+        self._pay(self._paths, cost)
+
+    def lived(self) -> None:
+        """Count a call that had to run live."""
+        self.has_waited = False
+        self._pay(self._lives, 1.0)
+
+    def _pay(self, account: _Account, cost: float) -> None:
+        self.counts = True
+        wait = account.pay(cost)
+        if wait > self.waiting:
+            self.waiting, self._empty = wait, account
+
+    @property
+    def reason(self) -> str | None:
+        """Why calls are for the model itself at present, if that is since paths do not repeat."""
+        if not self.waiting or self._empty is not self._paths:
+            return None
+        return (
+            f"the paths of the model do not repeat: {self.unknown} calls led down unknown ones; "
+            f"known ones are tried again after {self.waiting} more calls"
+        )
+
+
+class _Account:
+    """Pays for calls that cost more than the model.
+
+    Args:
+        free: what it holds at first, and at most.
+        earned: what a call along a known path adds.
+        waits: for how many calls none is made when it is empty: each time for the next number.
+        trial: what it holds after a wait.
+        last: how many of the last waits are repeated.
+    """
+
+    def __init__(
+        self, free: float, earned: float, waits: tuple[int, ...], trial: float, last: int
+    ) -> None:
+        self._free = self._left = free
+        self._earned = earned
+        self._waits = waits
+        self._trial = trial
+        self._last = last
+        self._next = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it holds as much as at first."""
+        return self._left >= self._free
+
+    def begin_trial(self) -> None:
+        """Begin to pay again after a wait."""
+        self._left = self._trial
+
+    def earn(self) -> None:
+        """Add what a call along a known path saves."""
+        self._left = min(self._left + self._earned, self._free)
+        if self._left > self._trial + 1:  # the waits before count no more
+            self._next = 0
+
+    def pay(self, cost: float) -> int:
+        """Pay for a call; return for how many calls none is made now, 0 while something is left."""
+        self._left -= cost
+        if self._left > 0:
+            return 0
+        wait = self._waits[self._next]
+        self._next += 1
+        if self._next == len(self._waits):
+            self._next -= self._last
+        return wait
