@@ -339,7 +339,7 @@ class AfterGate(Gate):
 
     def __call__(self, *values: Any) -> Any:
         """Call the insertions (see `Gate`)."""
-        if not self._is_simple or self._is_told or _local.answers:
+        if not self._is_simple or self._is_told or _local.attempt.answers:
             return super().__call__(*values)
         # The usual case, in which no containers are involved.
         at, value = self._next_pass(), values[0]
