@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import random
@@ -867,3 +868,62 @@ def test_an_error_after_a_known_branch_is_raised_where_the_model_raises_it() -> 
     assert str(given.value) == str(wanted.value)
     assert any(entry.name == "model" for entry in given.traceback)
     assert bits(bended(good)) == bits(model(good))
+
+
+class Phased(nn.Module):
+    """Changes state around modules, one of which is called in a `try`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.phase, self.drop = "", nn.Dropout()
+
+    def forward(self, x: Tensor, seen: list[Any]) -> Tensor:
+        self.phase = "started"
+        self.drop.train(False)
+        y = torch.relu(self.first(x))
+        if y.sum() > 3:
+            seen.append("large")
+            y = y * 0.5
+        try:
+            y = self.second(y)
+        finally:
+            seen.append("second")
+        self.phase = "done"
+        self.drop.train(True)
+        return self.drop(y)
+
+
+def _refuse(value: Tensor) -> Tensor:
+    if value.abs().max() > 50:
+        raise ValueError("too large")
+    return value * 2
+
+
+@pytest.mark.parametrize("place", ["first", "second"])
+@pytest.mark.parametrize("is_known", [True, False], ids=["spliced", "recorded"])
+def test_what_an_error_of_an_insertion_leaves_behind(place: str, is_known: bool) -> None:
+    def called(call: Callable[..., Any], model: Any, size: float) -> tuple[Any, ...]:
+        seen: list[Any] = []
+        torch.manual_seed(1)
+        try:
+            result = bits(call(torch.full((2, 3), size), seen))
+        except ValueError as error:
+            result = str(error)
+        drawn = torch.get_rng_state().tolist()
+        return result, seen, model.phase, model.drop.training, drawn
+
+    torch.manual_seed(0)
+    eager = Phased()
+    model = copy.deepcopy(eager)
+    bended = bt.BendedModule(model)
+    if is_known:
+        for size in (1.0, -1.0, 1.0, -1.0):
+            called(bended, model, size)
+            called(eager, eager, size)
+    eager.get_submodule(place).register_forward_hook(lambda module, args, out: _refuse(out))
+    insertion = bended.interject(place, _refuse)
+    for size in (1.0, -1.0, 1.0, 900.0, 1.0, -900.0, 900.0, -1.0):
+        assert called(bended, model, size) == called(eager, eager, size), size
+    assert bended.stats.live == 0, bended.why_live
+    assert insertion.report().fired == 5  # without those that raised

@@ -22,11 +22,11 @@ class Attempt:
 
     Attributes:
         answers: for a call that begins again, what gates return, by node and pass; None for the
-            value that they receive.
+            value that they receive. For None, the error that the next gate raises.
     """
 
     def __init__(self) -> None:
-        self.answers: dict[tuple[str, int], Any] = {}
+        self.answers: dict[tuple[str, int] | None, Any] = {}
         self._returned: dict[tuple[str, int], _Returned | None] = {}
         self._met: dict[int, weakref.ref[Tensor]] = {}
         self._given: tuple[Any, ...] = ()
@@ -62,6 +62,10 @@ class Attempt:
     def refuse(self, path: str, number: int) -> None:
         """Note that a gate has done something that it cannot do again."""
         self._returned[path, number] = _Returned(path, None, True, True)
+
+    def throws(self, error: Exception) -> None:
+        """Have the next gate raise an error: the one that has raised it, in the model's Python."""
+        self.answers[None] = error
 
     def meets(self, tensor: Tensor) -> None:
         """Note that the model has a tensor from a gate."""

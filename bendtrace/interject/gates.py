@@ -247,7 +247,11 @@ class Gate:
             flag that says whether to update these in place.
         """
         outer, _local.containers = _local.containers, Containers()
-        at, answers = self._next_pass(), _local.attempt.answers
+        answers = _local.attempt.answers
+        if None in answers:
+            _local.containers = outer
+            raise answers.pop(None)
+        at = self._next_pass()
         if answers and (at.path, at.number) in answers:
             given = answers.pop((at.path, at.number))
             _local.containers = outer

@@ -257,7 +257,7 @@ class _Places:
             and not is_read(self._tape.ops[index])
         )
         is_part = self._is_part
-        through = Through(gate, self._splicer, is_part, position)
+        through = Through(gate, self._splicer, is_part, position, guards)
         return Splice(index, position, guards, context, through, gate.at.path, is_fit)
 
     def _is_part(self, tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bendtrace.interject.gates import AfterGate, attempt, passes_of
 from bendtrace.interject.tensors import version_of
-from bendtrace.replay.splices import Unfit
+from bendtrace.replay.splices import Thrown, Unfit
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import is_leaf, requires_grad
 
@@ -40,6 +40,7 @@ class Through:
         splicing: what has put it there.
         is_part: whether a tensor is a part of the model, or was one of its arguments.
         position: how many ops of the run come before the place.
+        guards: how many guards come before.
     """
 
     def __init__(
@@ -48,22 +49,29 @@ class Through:
         splicing: Splicing,
         is_part: Callable[[Tensor], bool],
         position: int,
+        guards: int,
     ) -> None:
         self._gate = gate
         self._splicing = splicing
         self._is_part = is_part
         self._position = position
+        self._guards = guards
 
     def __call__(self, value: Any) -> Any:
         """Pass a value through.
 
         Raises:
             Unfit: what was returned is of another kind.
+            Thrown: the gate has raised an error.
         """
         path, number = self._gate.at.path, passes_of(self._gate)
         kind, version = kind_of(value), version_of(value)
-        given = self._gate(value)
         current, splicing = attempt(), self._splicing
+        try:
+            given = self._gate(value)
+        except Exception as error:
+            current.throws(error)
+            raise Thrown(self._position, self._guards) from None
         is_held, may_change = True, splicing.writes
         if given is not value:
             is_held = sys.getrefcount(given) > _ALONE

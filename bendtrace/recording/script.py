@@ -57,12 +57,15 @@ class Section:
     Attributes:
         tape: the run.
         entered: the question whose answer leads into it; -1 for the beginning of the run.
-        left: the question at which the call left it; -1 - i if op i raised an error.
+        left: the question at which the call left it; -1 - i if it was left behind op i, which may
+            have raised an error.
+        asked: in the latter case, how many questions had been asked; 0 for those before op i.
     """
 
     tape: Tape
     entered: int
     left: int
+    asked: int = 0
 
 
 def counts(op: Op) -> bool:
@@ -276,7 +279,8 @@ class Script:
         position = tape.guards[entered].position if entered >= 0 else 0
         number, holes = entered + 1, ()
         end = tape.guards[left].position if left >= 0 else -left
-        while position < end or number <= left:
+        asked = max(section.asked, left + 1)
+        while position < end or number < asked:
             guard = tape.guards[number] if number < len(tape.guards) else None
             if guard is not None and guard.position == position:
                 holes = self._add_question(

@@ -25,10 +25,10 @@ from bendtrace.replay.graph import Graph
 from bendtrace.replay.growing import Holes
 from bendtrace.replay.guard_code import Check
 from bendtrace.replay.nodes import Exit, Piece, Trip
-from bendtrace.replay.raising import departure_by, place_of, values_in
+from bendtrace.replay.raising import departure_by, frame_of, values_in
 from bendtrace.replay.schedule import Unlinked
 from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for, outcome
-from bendtrace.replay.splices import Unfit
+from bendtrace.replay.splices import Thrown, Unfit
 from bendtrace.replay.stretches import (
     Divergence,
     Finished,
@@ -265,6 +265,7 @@ class Program:
             code = splicer(exit, has_acted)
         while True:
             error: Any = None
+            asked, node = 0, None
             values: dict[int, Any] | None
             if joint is not None:
                 joint.follows(piece.recording.tape)
@@ -278,15 +279,21 @@ class Program:
                     hold.release()
                     _require_restart(trips, piece, raised)
                     raise
-                departure = departure_by(raised, piece.recording, code)
-                if departure is None:
-                    hold.release()
-                    _count_raised(trips, piece, entered, raised, code)
-                    raise
-                number, answer = departure.guard, departure.outcome
-                values = values_in(departure.values)
-                error = values.pop(-1 - number)
-                del departure
+                if isinstance(raised, Thrown):
+                    frame, _ = frame_of(raised, code)
+                    assert frame is not None
+                    number, answer, asked = -raised.position, None, raised.guards
+                    values = values_in(frame.f_locals)
+                    del frame
+                else:
+                    departure = departure_by(raised, piece.recording, code)
+                    if departure is None:
+                        hold.release()
+                        raise
+                    number, answer = departure.guard, departure.outcome
+                    values = values_in(departure.values)
+                    error = values.pop(-1 - number)
+                    del departure
             except BaseException:
                 held.put_back()
                 hold.release()
@@ -331,7 +338,7 @@ class Program:
                 values = None if state is None else dict(zip(state.holes, held, strict=True))
                 held.put_back()
             trips.append((piece, entered, number))
-            if error is None and node is not None:
+            if node is not None:
                 piece, number = node.piece, node.number
             return Divergence(
                 piece.owner,
@@ -343,6 +350,7 @@ class Program:
                 values,
                 error,
                 Following(graph.node) if graph.joins else None,
+                asked,
             )
 
     def stretches(self) -> Iterator[tuple[Stretch, Stretch | None]]:
@@ -470,16 +478,6 @@ def _require_restart(trips: list[Trip], piece: Piece, unfit: Unfit) -> None:
 def _have_acted(trips: list[Trip]) -> bool:
     """Whether a call may have done something that must not be done twice."""
     return any(piece.has_acted(left) for piece, _, left in trips if left is not None)
-
-
-def _count_raised(
-    trips: list[Trip], piece: Piece, entered: int, error: Exception, code: Code
-) -> None:
-    """Count a call that an op has ended by raising an error."""
-    place = place_of(error, code)
-    if place is not None:
-        piece.owner.failures[place[0], type(error).__name__] += 1
-        _count([*trips, (piece, entered, -1 - place[0])])
 
 
 def _count(trips: list[Trip]) -> None:

@@ -9,7 +9,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.source import Code, Departure
 from bendtrace.tape.tape import raised_by
 
-__all__ = ["departure_by", "place_of", "values_in"]
+__all__ = ["departure_by", "frame_of", "place_of", "values_in"]
 
 
 def departure_by(error: Exception, recording: Recording, code: Code) -> Departure | None:
@@ -33,10 +33,14 @@ def values_in(names: dict[str, Any]) -> dict[int, Any]:
 
 def place_of(error: Exception, code: Code) -> tuple[int, FrameType] | None:
     """Return which op of some code raised an error, and the frame that it was in."""
+    frame, line = frame_of(error, code)
+    index = code.op_of_line.get(line)
+    return None if frame is None or index is None else (index, frame)
+
+
+def frame_of(error: Exception, code: Code) -> tuple[FrameType | None, int]:
+    """Return the frame of some code that an error came from, and the line there."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code is not code.function.__code__:
         traceback = traceback.tb_next
-    if traceback is None:
-        return None
-    index = code.op_of_line.get(traceback.tb_lineno)
-    return None if index is None else (index, traceback.tb_frame)
+    return (None, 0) if traceback is None else (traceback.tb_frame, traceback.tb_lineno)

@@ -8,7 +8,7 @@ from typing import Any
 
 from bendtrace.tape.contexts import Context
 
-__all__ = ["Splice", "Unfit"]
+__all__ = ["Splice", "Thrown", "Unfit"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,3 +51,17 @@ class Unfit(Exception):
     def __init__(self, why: str, position: int = 0) -> None:
         super().__init__(why)
         self.position = position
+
+
+class Thrown(Exception):
+    """A function of a splice has raised an error, which the model's Python has to raise.
+
+    Args:
+        position: how many ops of the run come before the place.
+        guards: how many guards come before.
+    """
+
+    def __init__(self, position: int, guards: int) -> None:
+        super().__init__("a splice has raised an error")
+        self.position = position
+        self.guards = guards

@@ -188,6 +188,7 @@ class Divergence:
             was read, and the model can do everything again.
         error: what an op raised, if it was not a guard that led away.
         follower: knows states that a resumed run may come to.
+        asked: how many questions of the last part were asked, if no guard led away (see `Section`).
     """
 
     stretch: Stretch
@@ -199,6 +200,7 @@ class Divergence:
     held: dict[int, Any] | None = None
     error: Exception | None = None
     follower: Follower | None = None
+    asked: int = 0
 
     @property
     def guard(self) -> Guard | None:
@@ -244,7 +246,7 @@ class Divergence:
             self.hold.release()
             return None
         sections = [
-            Section(piece.recording.tape, entered, left)
+            Section(piece.recording.tape, entered, left, self.asked if left < 0 else 0)
             for piece, entered, left in self.trips
             if left is not None
         ]
