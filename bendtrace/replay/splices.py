@@ -50,4 +50,4 @@ class Unfit(Exception):
 
     def __init__(self, why: str, position: int = 0) -> None:
         super().__init__(why)
-        self.position = position
+        self.position: int = position
