@@ -21,6 +21,7 @@ from bendtrace.recording import scopes
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import Tape
 from tests.promise import bits, seed_everything
+from tests.shares import some
 
 Change = Callable[[Tensor], Any]
 Modules = dict[str, Change]
@@ -198,7 +199,7 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", some(PLACES, 3))
 def test_changes_at_ops_are_those_of_runs_that_are_recorded_with_them(place: str) -> None:
     for change in (turned, lambda value: value + 0.25):
         spliced, x = bt.BendedModule(make(Ops)), INPUTS[0]

@@ -75,9 +75,9 @@ class Splicer:
     """
 
     def __init__(self, plan: Plan, known: Knowledge, exits: Callable[[], Iterable[Exit]]) -> None:
-        self.is_apart = not plan.can_be_spliced
-        self.calls = 0
-        self.writes = False
+        self.is_apart: bool = not plan.can_be_spliced
+        self.calls: int = 0
+        self.writes: bool = False
         self._has_unread = False
         self._slots = plan.slots
         self._plan = weakref.ref(plan)

@@ -50,7 +50,7 @@ class Unfit(Exception):
 
     def __init__(self, why: str, position: int = 0) -> None:
         super().__init__(why)
-        self.position = position
+        self.position: int = position
 
 
 class Thrown(Exception):
@@ -63,5 +63,5 @@ class Thrown(Exception):
 
     def __init__(self, position: int, guards: int) -> None:
         super().__init__("a splice has raised an error")
-        self.position = position
-        self.guards = guards
+        self.position: int = position
+        self.guards: int = guards
