@@ -110,7 +110,10 @@ class _Running:
         traceback: TracebackType | None,
     ) -> None:
         now = vars(_local)
-        raised, reshaped = now["error"] if error is None else error, now["reshaped"]
+        noted, reshaped = now["error"], now["reshaped"]
+        # Python's operators say of a TypeError inside of them that they do not fit their operands.
+        is_hidden = isinstance(noted, TypeError) and type(error) is TypeError and error is not noted
+        raised = noted if error is None or is_hidden else error
         now.update(self._before)
         now["plan"], now["models_own"] = self._before.get("plan"), None
         if not isinstance(raised, Exception):
@@ -118,8 +121,8 @@ class _Running:
         for note in reshaped:
             if note not in getattr(raised, "__notes__", ()):
                 raised.add_note(note)
-        if error is None:
-            raise raised
+        if error is None or is_hidden:
+            raise raised from None
 
 
 @contextmanager

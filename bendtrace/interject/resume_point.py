@@ -495,7 +495,7 @@ class _Run:
                 reads_states=True,
             )  # fmt: skip
         finally:
-            script.values.clear()
+            script.release()
             left.values.clear()
         model.stats.retraces += 1
         model.stats.resumes += 1

@@ -405,7 +405,10 @@ class Recorder(TorchFunctionMode):
         if not is_gate(op):  # whose error is the call's
             self._writer.ask_error(op)
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # whose traceback has this frame
         return out
 
     def _tried(

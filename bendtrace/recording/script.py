@@ -382,6 +382,13 @@ class Script:
                 elif bool(step.op.meta) != truth:
                     step.elements[()] = type(step.op.meta)(truth)
 
+    def release(self) -> None:
+        """Let go of all values and errors."""
+        self.values.clear()
+        self.errors.clear()
+        self._given = self._tensors = {}
+        self._error = None
+
     # Following it
 
     def begin(self, aliases: Mapping[int, int], given: Mapping[Any, Tensor]) -> None:

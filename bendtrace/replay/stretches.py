@@ -251,7 +251,8 @@ class Divergence:
             if left is not None
         ]
         held, self.held = self.held, {}  # the run alone holds the values
-        return Script(sections, self.outcome, held, self.error, self.hold, self.follower)
+        error, self.error = self.error, None
+        return Script(sections, self.outcome, held, error, self.hold, self.follower)
 
     def release(self, script: Script | None) -> None:
         """Let go of the values, once a run has been resumed with them."""
@@ -260,8 +261,7 @@ class Divergence:
         # Whoever else still holds the script, as the recorder does until the garbage collector
         # comes by, would keep them alive.
         self.hold.release()  # if the run did not even begin
-        script.values.clear()
-        script.errors.clear()
+        script.release()
         self.held = None
 
 
