@@ -71,6 +71,20 @@ class Attempt:
         """Note that the model has a tensor from a gate."""
         self._met[id(tensor)] = weakref.ref(tensor)
 
+    def hands_on(self, path: str, number: int, given: Tensor | None) -> None:
+        """Have a gate return something once more: what it has returned, to the model's Python.
+
+        Args:
+            path: the node.
+            number: the pass.
+            given: what it has returned; None for the value that it receives.
+        """
+        self.answers[path, number] = given
+
+    def can_begin_again(self) -> bool:
+        """Whether gates could return what they have returned."""
+        return all(value is None or value.why_not() == "" for value in self._returned.values())
+
     def begin_again(self) -> None:
         """Have gates return what they have returned.
 
@@ -105,16 +119,28 @@ class _Returned:
         Raises:
             InterjectionError: it is gone, or may have been changed since.
         """
-        given = self._kept() if isinstance(self._kept, weakref.ref) else self._kept
-        if isinstance(given, Tensor) and not self._was_changed(given):
+        why = self.why_not()
+        if not why:
+            given = self._found()
+            assert given is not None
             return given
-        why = "what it returned is gone" if given is None else "what it returned was changed"
         raise InterjectionError(
             f"what is inserted at {self._path!r} has been called, and {why}; but the call has to "
             "begin again, since something inserted has returned another kind of value than in "
             "earlier calls: call the model again",
             self._path,
         )
+
+    def why_not(self) -> str:
+        """Return why it cannot be returned once more; "" if it can."""
+        given = self._found()
+        if given is None:
+            return "what it returned is gone"
+        return "what it returned was changed" if self._was_changed(given) else ""
+
+    def _found(self) -> Tensor | None:
+        found = self._kept() if isinstance(self._kept, weakref.ref) else self._kept
+        return found if isinstance(found, Tensor) else None
 
     def _was_changed(self, given: Tensor) -> bool:
         if given.is_inference():  # whose changes torch does not count

@@ -54,6 +54,7 @@ __all__ = [
     "of_this_run",
     "passes_of",
     "running",
+    "take_back",
 ]
 
 
@@ -149,6 +150,11 @@ def attempt() -> Attempt:
 def passes_of(gate: Gate) -> int:
     """Return how often the call has passed a gate so far."""
     return _local.passes.get((gate.at.path, gate.role), 0)
+
+
+def take_back(gate: Gate) -> None:
+    """Have the latest pass of a gate be done again by the model's Python."""
+    _local.passes[gate._key] -= 1
 
 
 def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bendtrace.interject.gates import AfterGate, attempt, passes_of
+from bendtrace.interject.gates import AfterGate, attempt, passes_of, take_back
 from bendtrace.interject.tensors import version_of
-from bendtrace.replay.splices import Thrown, Unfit
+from bendtrace.replay.splices import Interrupted, Unfit
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import is_leaf, requires_grad
 
@@ -61,8 +61,7 @@ class Through:
         """Pass a value through.
 
         Raises:
-            Unfit: what was returned is of another kind.
-            Thrown: the gate has raised an error.
+            Interrupted: the gate has raised an error, or returned another kind of value.
         """
         path, number = self._gate.at.path, passes_of(self._gate)
         kind, version = kind_of(value), version_of(value)
@@ -71,7 +70,7 @@ class Through:
             given = self._gate(value)
         except Exception as error:
             current.throws(error)
-            raise Thrown(self._position, self._guards) from None
+            raise Interrupted(self._position, self._guards) from None
         is_held, may_change = True, splicing.writes
         if given is not value:
             is_held = sys.getrefcount(given) > _ALONE
@@ -93,10 +92,15 @@ class Through:
             current.note(path, number, given, splicing.keeps, may_change)
         if not is_fit:
             splicing.is_apart = True
-            raise Unfit(
-                f"what is inserted at {path!r} gives another kind of tensor than the node",
-                self._position,
-            )
+            unfit = None
+            if current.can_begin_again():
+                unfit = Unfit(f"what is inserted at {path!r} gives another kind of tensor")
+
+            def hand_on() -> None:
+                current.hands_on(path, number, None if given is value else given)
+                take_back(self._gate)
+
+            raise Interrupted(self._position, self._guards, unfit, hand_on)
         return given
 
 

@@ -399,6 +399,7 @@ class Recorder(TorchFunctionMode):
             if op.writes:
                 self._values.facts.clear()
             out = handed[op.index]
+            handed.pop(op.index, None)  # the run alone holds it from here on
             self._writer.ask_unasked(inside=True)
         else:
             out, error = self._tried(op, func, args, kwargs)

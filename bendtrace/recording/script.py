@@ -461,7 +461,9 @@ class Script:
         elif step.is_known or not self._is_exact:
             self._objects[number] = self.values[op.index] = self._value_of(step, number)
         if self._taken == len(self._steps) and self._asked == len(self._questions):
+            latest = {key: self.values[key] for key in (op.index,) if key in self.values}
             self._end()
+            self.values.update(latest)  # which is asked for next
 
     def _index_of(self, name: Name) -> int:
         """Return the op of the run that gives the value of a name."""

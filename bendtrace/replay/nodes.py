@@ -63,10 +63,13 @@ class Piece:
         effects.have_begun()
         return len(self.recording.tape.ops) if effects.first is None else effects.first
 
+    def acts(self, position: int) -> bool:
+        """Whether such an op may come before a position."""
+        return self.first_effect < position
+
     def has_acted(self, left: int) -> bool:
         """Whether such an op may come before the run is left at some guard."""
-        tape = self.recording.tape
-        return self.first_effect < (tape.guards[left].position if left >= 0 else -left)
+        return self.acts(self.recording.tape.guards[left].position if left >= 0 else -left)
 
     def count(self, entered: int, left: int | None) -> None:
         """Count a call that ran it from one guard to another."""

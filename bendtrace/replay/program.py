@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from bendtrace.errors import InterjectionError
 from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.rank_sync import (
     ENDS,
@@ -24,11 +23,11 @@ from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.graph import Graph
 from bendtrace.replay.growing import Holes
 from bendtrace.replay.guard_code import Check
-from bendtrace.replay.nodes import Exit, Piece, Trip
+from bendtrace.replay.nodes import Exit, Trip
 from bendtrace.replay.raising import departure_by, frame_of, values_in
 from bendtrace.replay.schedule import Unlinked
 from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for, outcome
-from bendtrace.replay.splices import Thrown, Unfit
+from bendtrace.replay.splices import Interrupted, Unfit
 from bendtrace.replay.stretches import (
     Divergence,
     Finished,
@@ -275,11 +274,11 @@ class Program:
                 result = code.function(arguments, held)
             except Exception as raised:
                 held.put_back()
-                if isinstance(raised, Unfit):
-                    hold.release()
-                    _require_restart(trips, piece, raised)
-                    raise
-                if isinstance(raised, Thrown):
+                if isinstance(raised, Interrupted):
+                    if raised.unfit is not None and not (has_acted or piece.acts(raised.position)):
+                        hold.release()
+                        raise raised.unfit from None
+                    raised.hand_on()
                     frame, _ = frame_of(raised, code)
                     assert frame is not None
                     number, answer, asked = -raised.position, None, raised.guards
@@ -463,16 +462,6 @@ class Program:
 
 def _sides(stretch: Stretch) -> list[Side]:
     return [side for sides in list(stretch.sides.values()) for side in sides]
-
-
-def _require_restart(trips: list[Trip], piece: Piece, unfit: Unfit) -> None:
-    """Raise if a call that cannot go on must not begin again either."""
-    if piece.first_effect < unfit.position or _have_acted(trips):
-        raise InterjectionError(
-            f"{unfit}, as in earlier calls, after the model has changed something that must not be "
-            "changed twice: call it again",
-            "",
-        ) from unfit
 
 
 def _have_acted(trips: list[Trip]) -> bool:

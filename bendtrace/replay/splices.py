@@ -8,7 +8,7 @@ from typing import Any
 
 from bendtrace.tape.contexts import Context
 
-__all__ = ["Splice", "Thrown", "Unfit"]
+__all__ = ["Interrupted", "Splice", "Unfit"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,27 +41,28 @@ class Splice:
 
 
 class Unfit(Exception):
-    """Something cannot be spliced in: a run with it has to be recorded.
-
-    Args:
-        why: the reason.
-        position: how many ops of the run come before the place.
-    """
-
-    def __init__(self, why: str, position: int = 0) -> None:
-        super().__init__(why)
-        self.position: int = position
+    """Something cannot be spliced in: a run with it has to be recorded."""
 
 
-class Thrown(Exception):
-    """A function of a splice has raised an error, which the model's Python has to raise.
+class Interrupted(Exception):
+    """A call cannot go on behind a splice, so that the model's Python takes over there.
 
     Args:
         position: how many ops of the run come before the place.
         guards: how many guards come before.
+        unfit: raised instead by a call that can begin again; None if none is to do so.
+        hand_on: is called before Python takes over.
     """
 
-    def __init__(self, position: int, guards: int) -> None:
-        super().__init__("a splice has raised an error")
+    def __init__(
+        self,
+        position: int,
+        guards: int,
+        unfit: Unfit | None = None,
+        hand_on: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__("the call goes on in Python")
         self.position: int = position
         self.guards: int = guards
+        self.unfit = unfit
+        self.hand_on = hand_on
