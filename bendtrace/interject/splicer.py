@@ -33,7 +33,7 @@ from bendtrace.interject.plan import Plan, Slot, slots_of
 from bendtrace.interject.structure import Leaf
 from bendtrace.interject.through import Through
 from bendtrace.paths.candidates import Candidate, RunNodes
-from bendtrace.recording.effects import Effects, makes_anew, sets_nothing
+from bendtrace.recording.effects import makes_anew, sets_nothing
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, is_read
 from bendtrace.replay.graph import Graph
@@ -88,29 +88,24 @@ class Splicer:
         self._splices: dict[int, tuple[Recording, tuple[Splice, ...]]] = {}
         self._codes: dict[Exit, tuple[int, Code]] = {}
 
-    def __call__(self, exit: Exit, has_acted: bool) -> Code:
+    def __call__(self, exit: Exit) -> Code:
         """Return the code of an exit.
 
         Args:
             exit: the exit.
-            has_acted: whether the call has done something that must not be done twice.
 
         Raises:
             Unfit: there is none.
         """
         known = self._codes.get(exit)
         if known is not None and known[0] == exit.rewrites:
-            if has_acted and known[1] is not exit.written:
-                self.is_apart = True
-                raise Unfit("something is inserted behind what must not be done twice")
             return known[1]
         piece = exit.piece
         try:
             mine = [s for s in self._splices_in(piece) if s.lies_in(exit.number, piece.stop)]
             unfit = next((s for s in mine if not s.is_fit), None)
-            if unfit is not None or (mine and has_acted):
-                path = (unfit or mine[0]).path
-                raise Unfit(f"{path!r} is no place where known code can be changed")
+            if unfit is not None:
+                raise Unfit(f"{unfit.path!r} is no place where known code can be changed")
             code = exit.write_spliced(mine) if mine else exit.code
         except (Unfit, Unlinked) as error:
             self.is_apart = True
@@ -250,7 +245,6 @@ class _Places:
         is_fit = (
             is_fit
             and not asked
-            and position <= self._end
             and index not in self._outside
             and index not in self._analysis.computable
             and index not in self._piece.growths
@@ -285,15 +279,6 @@ class _Places:
         ):
             number += 1
         return number
-
-    @functools.cached_property
-    def _end(self) -> int:
-        """The first op that must not be carried out twice."""
-        effects = Effects(self._tape)
-        if not effects.have_begun():
-            return -1 if self._recording.draws else len(self._tape.ops)
-        assert effects.first is not None
-        return effects.first
 
     @functools.cached_property
     def _outside(self) -> set[int]:

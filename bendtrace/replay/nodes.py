@@ -61,15 +61,14 @@ class Piece:
         """The first op of the run that must not be carried out twice."""
         effects = Effects(self.recording.tape)
         effects.have_begun()
+        if self.recording.draws:  # by a function of which that is not known
+            return 0
         return len(self.recording.tape.ops) if effects.first is None else effects.first
 
-    def acts(self, position: int) -> bool:
-        """Whether such an op may come before a position."""
-        return self.first_effect < position
-
     def has_acted(self, left: int) -> bool:
-        """Whether such an op may come before the run is left at some guard."""
-        return self.acts(self.recording.tape.guards[left].position if left >= 0 else -left)
+        """Whether such an op may come before the run is left at some guard, or behind some op."""
+        tape = self.recording.tape
+        return self.first_effect < (tape.guards[left].position if left >= 0 else -left)
 
     def count(self, entered: int, left: int | None) -> None:
         """Count a call that ran it from one guard to another."""

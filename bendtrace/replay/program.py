@@ -42,8 +42,7 @@ from bendtrace.tape.tape import Guard, Test
 __all__ = ["Program", "Splicer"]
 
 # Gives the code of an exit with values passed through something; raises `Unfit` if there is none.
-# It is told whether the call has done something that must not be done twice.
-Splicer: TypeAlias = Callable[[Exit, bool], Code]
+Splicer: TypeAlias = Callable[[Exit], Code]
 
 _serials = itertools.count()
 # If a run is added to so many segments, counters of loops are lifted from the next call on. (It may
@@ -203,7 +202,7 @@ class Program:
             return divergence
         if splicer is not None:
             try:
-                splicer(divergence.exit, _have_acted(divergence.trips))
+                splicer(divergence.exit)
             except Unfit:
                 return divergence
         return self._agreed(arguments, since=divergence, splicer=splicer)
@@ -259,9 +258,8 @@ class Program:
         assert exit is not None
         piece, entered = exit.piece, exit.number
         code = (exit.compiled if compiled else None) or exit.code
-        has_acted = splicer is not None and _have_acted(trips)
         if splicer is not None:
-            code = splicer(exit, has_acted)
+            code = splicer(exit)
         while True:
             error: Any = None
             asked, node = 0, None
@@ -275,7 +273,8 @@ class Program:
             except Exception as raised:
                 held.put_back()
                 if isinstance(raised, Interrupted):
-                    if raised.unfit is not None and not (has_acted or piece.acts(raised.position)):
+                    has_acted = _have_acted([*trips, (piece, entered, -raised.position)])
+                    if raised.unfit is not None and not has_acted:
                         hold.release()
                         raise raised.unfit from None
                     raised.hand_on()
@@ -316,9 +315,8 @@ class Program:
                     if exit is not None and splicer is None:
                         found = exit.written or _written(exit)
                     elif exit is not None and splicer is not None:
-                        has_acted = has_acted or piece.has_acted(number)
                         with suppress(Unfit):
-                            found = splicer(exit, has_acted)
+                            found = splicer(exit)
                     if exit is not None and found is not None:
                         if compiled:
                             found = exit.compiled or found

@@ -230,9 +230,7 @@ class Divergence:
     def has_acted(self) -> bool:
         """Whether the call may have done something that must not be done twice."""
         return is_one_of_several() or any(
-            piece.has_acted(left) or piece.recording.draws
-            for piece, _, left in self.trips
-            if left is not None
+            piece.has_acted(left) for piece, _, left in self.trips if left is not None
         )
 
     def drop(self) -> None:
