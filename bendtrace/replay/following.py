@@ -44,13 +44,14 @@ class Following:
         if is_beyond or ahead not in piece.nodes or not self._agree(tape, known, exit, ahead):
             self._exit = None
             return None
-        first, last = tape.guards[self._number].position, tape.guards[number].position
-        most = sum(map(counts, tape.ops[first:last]))
-        ours = Names(tape, self._number, most).indices()
-        theirs = Names(known, exit.number, most)
-        found = known.states[ahead]
-        holes = tuple(ours.get(theirs.name(hole), -1) for hole in found.holes)
-        if -1 in holes:
+        most = _work_between(tape, self._number, number)
+        ours, theirs = Names(tape, self._number, most), Names(known, exit.number, most)
+        indices, found = ours.indices(), known.states[ahead]
+        holes = tuple(indices.get(theirs.name(hole), -1) for hole in found.holes)
+        is_same = most == _work_between(known, exit.number, ahead) and (
+            ours.name(tape.guards[number].index) == theirs.name(known.guards[ahead].index)
+        )
+        if -1 in holes or not is_same:
             self._exit = None
             return None
         return State(found.key, holes, found.kept)
@@ -72,6 +73,11 @@ class Following:
         node = self._node_of(state.key)
         self._exit = None if node is None else node.after(tape.guards[-1].answer)
         self._number = number
+
+
+def _work_between(tape: Tape, one: int, other: int) -> int:
+    """Return how many ops lie between two guards."""
+    return sum(map(counts, tape.ops[tape.guards[one].position : tape.guards[other].position]))
 
 
 def _asks_alike(one: Guard, other: Guard) -> bool:
