@@ -220,3 +220,26 @@ def test_what_was_compared_may_be_gone() -> None:
         kinds = {type(value) for value in (seen.operands or () if seen is not None else ())}
         assert kinds <= {Truth, type(stacks.EMPTY)}
     assert len(found) == 100
+
+
+# Where the arguments of a call are a tuple that the code has made, and where C makes one.
+UNPACKED: dict[str, tuple[Any, bool]] = {
+    "a generator that closes over something": (lambda x: f(*(x * k for k in (1, 2))), True),
+    "a list": (lambda x: f(*[x, x]), True),
+    "either": (lambda x: f(*((x, x) if x else [x])), True),
+    "a variable": (lambda x: f(*x), True),
+    "more than one": (lambda x: f(x, *x), False),
+    "with a condition": (lambda x, y: f(*x, 1 if y else 2, **y), False),
+    "with a function among the named": (lambda x, y: f(x, *x, key=lambda: x, **y), False),
+}
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_what_a_call_unpacks_is_a_tuple_only_if_the_code_has_made_one(name: str) -> None:
+    function, converts = UNPACKED[name]
+    found = stacks._instructions(function.__code__).values()
+    assert {one.converts for one in found if one.name == "CALL_FUNCTION_EX"} == {converts}
+
+
+def f(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
