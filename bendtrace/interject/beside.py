@@ -189,9 +189,9 @@ class _Station:
     __slots__ = ("before", "module", "users")
 
     def __init__(self, module: nn.Module, before: Any) -> None:
-        self.module = module
-        self.before = before
-        self.users = 0
+        self.module: nn.Module = module
+        self.before: Any = before
+        self.users: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, frame = _local.run, sys._getframe(1).f_back
@@ -254,9 +254,9 @@ class _Place:
     __slots__ = ("frames", "gate", "is_inside", "is_recomputed", "scope", "spot")
 
     def __init__(self, frames: tuple[_Around, ...], scope: ModuleCall, spot: Spot) -> None:
-        self.frames = frames
-        self.scope = scope
-        self.spot = spot
+        self.frames: tuple[_Around, ...] = frames
+        self.scope: ModuleCall = scope
+        self.spot: Spot = spot
         self.gate: AfterGate | None = None
         files = [one.code.co_filename for one in frames]
         self.is_inside: bool = any(file.startswith(_AS_ONE) for file in files)
@@ -431,7 +431,7 @@ class _Unrecorded:
     follows_script = False
 
     def __init__(self, scope: ModuleCall) -> None:
-        self.scope = scope
+        self.scope: ModuleCall = scope
 
     def site(self, frame: FrameType) -> Site | None:
         return None

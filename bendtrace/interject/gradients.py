@@ -383,7 +383,7 @@ class Alias:
         self._version = inside._version
         self._entry: Node = inside.grad_fn
         self._node: Node = root(original).grad_fn
-        self.nodes = {original.grad_fn, self._node} - {None}
+        self.nodes: set[Any] = {original.grad_fn, self._node} - {None}
         self.is_leaf: bool = root(original).is_leaf
         self.is_rebased = False
         if getattr(original, "__dict__", None):

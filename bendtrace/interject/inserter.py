@@ -80,16 +80,18 @@ class Spot:
     )  # fmt: skip
 
     def __init__(self, candidate: Candidate, plan: Plan, scope: ModuleCall | None) -> None:
-        self.candidate = candidate
+        self.candidate: Candidate = candidate
         self.place: str | ModuleCall | None = scope  # before anyone asks: the call around it
-        self.number = 0  # passes that have begun
-        self.seen = False  # whether its output is known
-        self.slots = plan.slots_at("node", candidate)
-        self.inputs = plan.slots_at("input", candidate) if candidate.function is None else ()
+        self.number: int = 0  # passes that have begun
+        self.seen: bool = False  # whether its output is known
+        self.slots: tuple[Slot, ...] = plan.slots_at("node", candidate)
+        self.inputs: tuple[Slot, ...] = (
+            plan.slots_at("input", candidate) if candidate.function is None else ()
+        )
         told = () if candidate.function in _GOING_BACK else ("backward",)
-        self.before = _with(self.slots, "before", *told)
-        self.instead = _with(self.slots, "instead")
-        self.after = _with(self.slots, "after", *told)
+        self.before: tuple[Slot, ...] = _with(self.slots, "before", *told)
+        self.instead: tuple[Slot, ...] = _with(self.slots, "instead")
+        self.after: tuple[Slot, ...] = _with(self.slots, "after", *told)
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor that the node works on in place, if the insertions need it."""

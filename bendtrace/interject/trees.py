@@ -47,7 +47,7 @@ class Trees:
     plain: TraceTree
 
     def __init__(self, limit: int | None) -> None:
-        self.limit = limit
+        self.limit: int | None = limit
         self.plain = self.latest = self._new()
         self._inserted: OrderedDict[Hashable, TraceTree] = OrderedDict()
         self._splicers: OrderedDict[Hashable, Splicer] = OrderedDict()

@@ -13,6 +13,7 @@ from torch import nn
 
 from bendtrace._lazy import networkx as nx
 from bendtrace.paths.build import Builder
+from bendtrace.paths.events import Events
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node
 from bendtrace.source.sites import Site
@@ -233,7 +234,7 @@ class RunNodes:
     """
 
     def __init__(self, builder: Builder) -> None:
-        self.events = builder.events
+        self.events: Events = builder.events
         self.candidates: dict[str, Candidate] = {}
         self.of_op: dict[int, str] = {}
         self.of_call: dict[int, str] = {}

@@ -129,10 +129,12 @@ class Recorder(TorchFunctionMode):
             self._writer, self._values, self._encoder, environment, self._ran, observer, inserter
         )
         # These parts of `Origin` and `Watcher` are called directly, without a call in between.
-        self.consume, self.arithmetic = self._numbers.consume, self._numbers.arithmetic
-        self.text = self._numbers.text
-        self.printed, self.told = self._texts.printed, self._texts.told
-        self.module_call = scopes.call
+        self.consume: Callable[..., Any] = self._numbers.consume
+        self.arithmetic: Callable[..., Any] = self._numbers.arithmetic
+        self.text: Callable[..., str] = self._numbers.text
+        self.printed: Callable[..., Any] = self._texts.printed
+        self.told: Callable[[str], str] = self._texts.told
+        self.module_call: Callable[..., Any] = scopes.call
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)

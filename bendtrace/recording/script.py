@@ -236,7 +236,7 @@ class Script:
         self.values: dict[int, Any] = {}
         self.errors: dict[int, Exception] = {}
         self.hold: AutocastHold = hold
-        self.follower = follower
+        self.follower: Follower | None = follower
         self.is_active: bool = True
         self.is_merged: bool = False
         self.dead: dict[int, Any] = {}

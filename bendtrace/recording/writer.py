@@ -104,7 +104,7 @@ class Writer:
         self.writes: Writes = Writes()
         self.given: list[Any] = []
         self._environment = environment
-        self.script = script
+        self.script: Script | None = script
         self.handed: dict[int, Any] = {}
         self.errors: dict[int, Exception] = {}
         if script is not None:

@@ -63,12 +63,13 @@ class Graph:
         joins: bool = True,
     ) -> None:
         know_states(recording, analysis, joins)
-        self.joins = joins
+        self.joins: bool = joins
         self._entry = entry
         self._direct = direct
         self._nodes: dict[bytes, Node] = {}
-        self.is_broken = self.has_begun_anew = False
-        self.may_grow = direct  # a mode would notice the replacement
+        self.is_broken: bool = False
+        self.has_begun_anew = False
+        self.may_grow: bool = direct  # a mode would notice the replacement
         self.retired: list[Piece] = []
         self._ways: dict[tuple[Trip, ...], Piece] = {}
         self.first: Piece = Piece(recording, -1, analysis)

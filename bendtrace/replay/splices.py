@@ -64,5 +64,5 @@ class Interrupted(Exception):
         super().__init__("the call goes on in Python")
         self.position: int = position
         self.guards: int = guards
-        self.unfit = unfit
-        self.hand_on = hand_on
+        self.unfit: Unfit | None = unfit
+        self.hand_on: Callable[[], None] = hand_on
