@@ -46,12 +46,11 @@ class Floor:
             self.has_waited = True
         return True
 
-    def followed(self, is_known: bool, cost: float = 1.0) -> None:
+    def followed(self, is_known: bool) -> None:
         """Count a call that was served along a path, or led down an unknown one.
 
         Args:
             is_known: whether the path was known.
-            cost: of one that was not, relative to the others.
         """
         self.has_waited = False
         if is_known:
@@ -60,16 +59,16 @@ class Floor:
             self.counts = not (self._paths.is_full and self._lives.is_full)
             return
         self.unknown += 1
-        self._pay(self._paths, cost)
+        self._pay(self._paths)
 
     def lived(self) -> None:
         """Count a call that had to run live."""
         self.has_waited = False
-        self._pay(self._lives, 1.0)
+        self._pay(self._lives)
 
-    def _pay(self, account: _Account, cost: float) -> None:
+    def _pay(self, account: _Account) -> None:
         self.counts = True
-        wait = account.pay(cost)
+        wait = account.pay()
         if wait > self.waiting:
             self.waiting, self._empty = wait, account
 
@@ -120,9 +119,9 @@ class _Account:
         if self._left > self._trial + 1:  # the waits before count no more
             self._next = 0
 
-    def pay(self, cost: float) -> int:
+    def pay(self) -> int:
         """Pay for a call; return for how many calls none is made now, 0 while something is left."""
-        self._left -= cost
+        self._left -= 1
         if self._left > 0:
             return 0
         wait = self._waits[self._next]

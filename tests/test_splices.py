@@ -1033,3 +1033,82 @@ def test_modules_that_are_not_reached_are_noticed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Tape, "is_closed", property(lambda tape: False, lambda tape, value: None))
     with pytest.raises(AssertionError):
         test_a_fused_layer_is_taken_apart_for_what_is_inserted_in_it()
+
+
+class Nested(nn.Module):
+    """Counts, and then calls a module whose output is that of another one."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return torch.relu(self.outer(x.float()).float()) + 1
+
+
+def test_what_was_inserted_at_the_same_value_is_not_called_again() -> None:
+    """The model's Python takes over behind the op: it comes to both insertions once more."""
+
+    def made() -> Modules:
+        calls = [0]
+
+        def sometimes(value: Tensor) -> Tensor:
+            calls[0] += 1
+            return value.double() if calls[0] == 5 else value - 1
+
+        return {"outer.1": double, "outer": sometimes}
+
+    assert all(are_apart(compared(Nested, made, mode=torch.no_grad)))
+
+
+@pytest.mark.parametrize("place", ["inner", "outer"])
+def test_an_error_is_raised_by_the_insertion_that_raised_it(place: str) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x)
+            seen.append("inner")
+            return y
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = Outer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.outer(x)) + 1
+
+    def refuse(value: Tensor) -> Tensor:
+        if value.abs().max() > 50:
+            raise ValueError("too large")
+        return value * 2
+
+    seen: list[str] = []
+    found = []
+    for is_eager in (True, False):
+        model: Any = make(Model)
+        inner, outer = model.outer.inner, model.outer
+        changes = {inner: double, outer: double, {"inner": inner, "outer": outer}[place]: refuse}
+        call = model if is_eager else bt.BendedModule(model)
+        with torch.no_grad():
+            call(torch.ones(2, 4))
+            for module, change in changes.items():
+                if is_eager:
+                    module.register_forward_hook(lambda module, args, out, f=change: f(out))
+                else:
+                    call.interject(module, change)
+            for size in (1.0, 900.0, 1.0):
+                seen.clear()
+                try:
+                    result = bits(call(torch.full((2, 4), size)))
+                except ValueError as error:
+                    result = str(error)
+                found.append((result, list(seen)))
+    assert found[:3] == found[3:]

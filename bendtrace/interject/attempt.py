@@ -22,14 +22,16 @@ class Attempt:
 
     Attributes:
         answers: for a call that begins again, what gates return, by node and pass; None for the
-            value that they receive. For None, the error that the next gate raises.
+            value that they receive, and an error for one that they raise.
     """
 
     def __init__(self) -> None:
-        self.answers: dict[tuple[str, int] | None, Any] = {}
+        self.answers: dict[tuple[str, int], Any] = {}
         self._returned: dict[tuple[str, int], _Returned | None] = {}
         self._met: dict[int, weakref.ref[Tensor]] = {}
         self._given: tuple[Any, ...] = ()
+        self._place: tuple[int, int, int] | None = None
+        self._here: list[tuple[Any, str, int]] = []
 
     def receives(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the arguments of the call."""
@@ -63,23 +65,40 @@ class Attempt:
         """Note that a gate has done something that it cannot do again."""
         self._returned[path, number] = _Returned(path, None, True, True)
 
-    def throws(self, error: Exception) -> None:
-        """Have the next gate raise an error: the one that has raised it, in the model's Python."""
-        self.answers[None] = error
-
     def meets(self, tensor: Tensor) -> None:
         """Note that the model has a tensor from a gate."""
         self._met[id(tensor)] = weakref.ref(tensor)
 
-    def hands_on(self, path: str, number: int, given: Tensor | None) -> None:
-        """Have a gate return something once more: what it has returned, to the model's Python.
+    def comes_to(self, place: tuple[int, int, int], gate: Any, path: str, number: int) -> None:
+        """Note that a gate is called at a place in known code.
 
         Args:
-            path: the node.
+            place: the run, and how many of its ops and guards come before.
+            gate: the gate.
+            path: its node.
             number: the pass.
-            given: what it has returned; None for the value that it receives.
         """
+        if place != self._place or any(one is gate for one, *_ in self._here):
+            self._place, self._here = place, []
+        self._here.append((gate, path, number))
+
+    def hands_on(self, given: Any) -> list[Any]:
+        """Have the gates at the latest place return once more what they have returned.
+
+        The model's Python takes over behind the op before that place, and comes to all of them.
+
+        Args:
+            given: what the last of them has returned, or the error that it has raised; None for the
+                value that it received.
+
+        Returns:
+            The gates.
+        """
+        for _, path, number in self._here:
+            self.answers[path, number] = None  # the others: what they gave is the value by now
+        _, path, number = self._here[-1]
         self.answers[path, number] = given
+        return [gate for gate, *_ in self._here]
 
     def can_begin_again(self) -> bool:
         """Whether gates could return what they have returned."""

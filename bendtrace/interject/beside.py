@@ -334,7 +334,9 @@ class _Run:
             output = own(*args, **kwargs)
             if type(output) is Tensor:
                 return _apart(place.gate, (output,))
-            return self._inserter.left(spot, number, args, kwargs, output, frame, place.scope)
+            return self._inserter.take_output(
+                spot, number, args, kwargs, output, frame, place.scope
+            )
         if place.is_inside:
             self._inserter.inside(module, place.scope.path)
         elif spot.slots or spot.inputs:

@@ -257,13 +257,12 @@ class Gate:
         """
         outer, _local.containers = _local.containers, Containers()
         answers = _local.attempt.answers
-        if None in answers:
-            _local.containers = outer
-            raise answers.pop(None)
         at = self._next_pass()
         if answers and (at.path, at.number) in answers:
             given = answers.pop((at.path, at.number))
             _local.containers = outer
+            if isinstance(given, Exception):
+                raise given
             return values[0] if given is None else given
         entries = self._entries(at.number)
         try:

@@ -228,7 +228,7 @@ class LiveInserter:
             spot = self._spot(path, base, scope)
         return spot
 
-    def left(
+    def take_output(
         self, spot: Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any,
         frame: FrameType, scope: ModuleCall,
     ) -> Any:  # fmt: skip
@@ -465,7 +465,7 @@ class LiveInserter:
             if self.stage.follows_script:
                 return output  # it has been through there
             scope = None if spot.candidate.function is not None else called
-            given = self._passed_through(spot, output, scope)
+            given = self._spliced_output(spot, output, scope)
             if given is not None:
                 return given
             self._splicer.is_apart = True
@@ -487,7 +487,7 @@ class LiveInserter:
         put, changed = given
         return put(output, shape, changed)
 
-    def _passed_through(self, spot: Spot, output: Any, scope: ModuleCall | None) -> Any:
+    def _spliced_output(self, spot: Spot, output: Any, scope: ModuleCall | None) -> Any:
         """Let the insertions replace an output as a splice does; None where that is impossible."""
         if type(output) is not Tensor:
             return None

@@ -83,7 +83,7 @@ class Left:
         return rest.available | {i for i in code.code.emitted if i < position}
 
     @property
-    def passed(self) -> set[Any]:
+    def tests_made(self) -> set[Any]:
         """The tests that the rest has made."""
         rest = self.prepared.rest
         return {test_of(guard) for n, guard in rest.guards.items() if self._is_before(n, guard)}
@@ -384,7 +384,7 @@ class _Run:
                 if plan is not None:
                     plan.ran(prepared.recording)
                 return left
-            passed |= left.passed
+            passed |= left.tests_made
             known, following = left.other_run(), None
             if known is not None and (id(known), left.position) not in seen:
                 seen.add((id(known), left.position))

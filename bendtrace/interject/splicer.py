@@ -6,11 +6,11 @@ what follows is the same whatever the value:
 
 - the gate only receives the output of the node, a tensor, and gives one of the same kind;
 - nobody but the caller of the node has that tensor, so that replacing it in the code replaces it
-  for the model. For modules, that was counted when the run was recorded;
-- nothing has happened by then that must not happen twice, so that a call in which the gate gives
-  something else can begin again (see `gates.again`).
+  for the model. For modules, that was counted when the run was recorded.
 
-Where one of these does not hold, runs with the insertion are recorded, and kept apart.
+Where one of these does not hold, runs with the insertion are recorded, and kept apart. A call in
+which that turns out begins again (see `gates.again`), or, if something has been done that must not
+be done twice, goes on in the model's Python from there.
 """
 
 from __future__ import annotations
@@ -251,7 +251,8 @@ class _Places:
             and not is_read(self._tape.ops[index])
         )
         is_part = self._is_part
-        through = Through(gate, self._splicer, is_part, position, guards)
+        place = id(self._recording), position, guards
+        through = Through(gate, self._splicer, is_part, place)
         return Splice(index, position, guards, context, through, gate.at.path, is_fit)
 
     def _is_part(self, tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -39,8 +40,7 @@ class Through:
         gate: the gate.
         splicing: what has put it there.
         is_part: whether a tensor is a part of the model, or was one of its arguments.
-        position: how many ops of the run come before the place.
-        guards: how many guards come before.
+        place: the run, and how many of its ops and guards come before.
     """
 
     def __init__(
@@ -48,14 +48,12 @@ class Through:
         gate: AfterGate,
         splicing: Splicing,
         is_part: Callable[[Tensor], bool],
-        position: int,
-        guards: int,
+        place: tuple[int, int, int],
     ) -> None:
         self._gate = gate
         self._splicing = splicing
         self._is_part = is_part
-        self._position = position
-        self._guards = guards
+        self._place = place
 
     def __call__(self, value: Any) -> Any:
         """Pass a value through.
@@ -66,11 +64,12 @@ class Through:
         path, number = self._gate.at.path, passes_of(self._gate)
         kind, version = kind_of(value), version_of(value)
         current, splicing = attempt(), self._splicing
+        current.comes_to(self._place, self._gate, path, number)
         try:
             given = self._gate(value)
         except Exception as error:
-            current.throws(error)
-            raise Interrupted(self._position, self._guards) from None
+            self._hand_on(error)
+            raise Interrupted(*self._place[1:]) from None
         is_held, may_change = True, splicing.writes
         if given is not value:
             is_held = sys.getrefcount(given) > _ALONE
@@ -95,13 +94,15 @@ class Through:
             unfit = None
             if current.can_begin_again():
                 unfit = Unfit(f"what is inserted at {path!r} gives another kind of tensor")
-
-            def hand_on() -> None:
-                current.hands_on(path, number, None if given is value else given)
-                take_back(self._gate)
-
-            raise Interrupted(self._position, self._guards, unfit, hand_on)
+            hand_on = functools.partial(self._hand_on, None if given is value else given)
+            raise Interrupted(*self._place[1:], unfit, hand_on)
         return given
+
+    @staticmethod
+    def _hand_on(given: Any) -> None:
+        """Have the model's Python go on from what the gate has returned, or raised."""
+        for gate in attempt().hands_on(given):
+            take_back(gate)
 
 
 def _count_alone() -> int:

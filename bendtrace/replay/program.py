@@ -244,7 +244,7 @@ class Program:
             compiled: whether to use what is compiled of segments.
             since: where an earlier walk of the same call ended, at an answer that is known by now.
             splicer: see `run`.
-            joint: what other ranks are told.
+            joint: makes ranks agree on what they do.
         """
         graph = self.graph
         assert graph is not None
