@@ -17,7 +17,7 @@ from bendtrace.interject.gates import again, attempt, running
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
-from bendtrace.interject.recorded import recorded
+from bendtrace.interject.recorded import has_gates, recorded
 from bendtrace.interject.splicer import Splicer
 from bendtrace.interject.trees import Trees
 from bendtrace.recording.lifting import Lifting
@@ -109,6 +109,8 @@ class Dispatcher:
         names, arguments = self._signature.told_apart(args, kwargs)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, known = found
+            if known is None and self._signature.has_changed():
+                return self.call(args, kwargs, plan, auditor)
             call = _Call(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
             try:
                 return self._spliced(call, known)
@@ -187,15 +189,17 @@ class Dispatcher:
 
     def _splicer(
         self, plan: Plan, names: tuple[str, ...], arguments: tuple[Any, ...]
-    ) -> tuple[Splicer, Program] | None:
-        """Return what splices insertions into known paths, and these; None if nothing does."""
+    ) -> tuple[Splicer, Program | None] | None:
+        """Return what splices insertions into paths, and those known; None if nothing does."""
         if self.speculation is not None or not plan.can_be_spliced or is_one_of_several():
             return None
         splicer = self._trees.splicer(plan, self._known)
         if splicer.is_apart:
             return None
         program = self._trees.plain.find(names, arguments)
-        if program is None or program.live_only or program.ignored:
+        if program is None:
+            return None if uninitialized_in(self._model) else (splicer, None)
+        if program.live_only or program.ignored:
             return None
         graph = program.graph
         if graph is None or graph.is_broken:
@@ -213,7 +217,7 @@ class Dispatcher:
             return self._trees.plain
         return self._trees.of(plan)
 
-    def _spliced(self, call: _Call, program: Program) -> Any:
+    def _spliced(self, call: _Call, program: Program | None) -> Any:
         """Serve a call with insertions along the paths without them.
 
         Raises:
@@ -222,6 +226,9 @@ class Dispatcher:
         assert call.splicer is not None
         assert call.plan is not None
         attempt().receives(call.args, call.kwargs)
+        if program is None:
+            self._floor_of(call.plan).followed(False)
+            return self._record_new(call)
         if program.wants_lifting and call.tree.lifts:
             return self._record_lifted(call, program)
         result = call.tree.replay(call.names, program, call.arguments, splicer=call.splicer)
@@ -309,7 +316,11 @@ class Dispatcher:
         evolving = call.tree.outdated(call.names, call.arguments)
         _, mismatch = self._serving(call.tree, call.names, call.arguments, _NEAR)
         recording = self._traced(call)
-        if self._passes(recording):
+        splicer = call.splicer
+        is_mixed = splicer is not None and splicer.is_apart and bool(recording.tape.blockers)
+        if splicer is not None and has_gates(recording):
+            call = call._replace(tree=self._trees.of(call.plan), splicer=None)
+        if is_mixed or self._passes(recording):
             self.stats.live += 1
             output, recording.result = recording.result, None
             self.latest = Trace(
@@ -353,6 +364,9 @@ class Dispatcher:
         """Record a call whose path may be known, with the counters of its loops lifted."""
         lifting = Lifting(program.excluded)
         recording = self._traced(call, lifting=lifting)
+        if call.splicer is not None and call.splicer.is_apart:
+            self.stats.live += 1
+            return recording.result
         self.stats.retraces += 1
         self.stats.traces += 1
         self.stats.live += bool(recording.tape.blockers)

@@ -53,6 +53,7 @@ __all__ = [
     "noted",
     "of_this_run",
     "passes_of",
+    "raise_caught",
     "running",
     "take_back",
 ]
@@ -179,6 +180,12 @@ def noted(error: Exception) -> Exception:
     """Remember an error, so that the call raises it even if the model catches it."""
     _local.error = _local.error or error
     return error
+
+
+def raise_caught() -> None:
+    """Raise what something inserted has raised in this call, if the model has caught it."""
+    if _local.error is not None:
+        raise _local.error
 
 
 def of_this_run() -> dict[Any, Any]:

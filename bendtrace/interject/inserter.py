@@ -17,7 +17,9 @@ from bendtrace.interject.gates import (
     CountGate,
     Gate,
     InsteadGate,
+    attempt,
     noted,
+    take_back,
 )
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.parts import Within
@@ -137,6 +139,7 @@ class LiveInserter:
         splicer: Spliced | None = None,
     ) -> None:
         self._splicer = splicer
+        self._has_spliced = False
         self._within = within
         self._path_of = path_of
         self.plan = plan
@@ -465,11 +468,14 @@ class LiveInserter:
             if self.stage.follows_script:
                 return output  # it has been through there
             scope = None if spot.candidate.function is not None else called
-            given = self._spliced_output(spot, output, scope)
+            given = self._spliced_output(spot, number, output, scope)
             if given is not None:
+                self._has_spliced = True
                 return given
             self._splicer.is_apart = True
-            self.stage.block("what is inserted cannot be spliced in")
+            if self._has_spliced:
+                self.stage.block("what is inserted cannot be spliced in")
+            self._splicer = None
         whole = any(not slot.place.dig for slot in slots if "after" in slot.forms)
         shape, values = take_apart(output, objects=whole)
         wanted, handed = None, list(values)
@@ -487,22 +493,30 @@ class LiveInserter:
         put, changed = given
         return put(output, shape, changed)
 
-    def _spliced_output(self, spot: Spot, output: Any, scope: ModuleCall | None) -> Any:
+    def _spliced_output(
+        self, spot: Spot, number: int, output: Any, scope: ModuleCall | None
+    ) -> Any:
         """Let the insertions replace an output as a splice does; None where that is impossible."""
         if type(output) is not Tensor:
             return None
         assert self._splicer is not None
         node = spot.candidate
+        self.require_once(node.path)
         place = spot.place if isinstance(spot.place, ModuleCall) else None
         gate = self._splicer.gate(node.path, node, node.site, place)
-        is_alike = True
+        is_alike, is_op = True, False
 
         def through(value: Tensor) -> Any:
-            nonlocal is_alike
+            nonlocal is_alike, is_op
             kind, version = kind_of(value), version_of(value)
             given = gate(value)
             if given is not value:
                 is_alike = fits(kind, given, True)
+                if not is_alike and not self._has_spliced and version_of(value) == version:
+                    take_back(gate)
+                    attempt().answers[node.path, number] = given
+                    is_op = True
+                    return value
             elif version_of(value) != version and is_shared(value):
                 is_alike = False
             else:
@@ -510,6 +524,8 @@ class LiveInserter:
             return given
 
         given = self.stage.pass_through(through, output, scope)
+        if is_op:
+            return None
         if not is_alike:
             self._splicer.is_apart = True
             self.stage.block("what is inserted has returned another kind of tensor than the node")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bendtrace.interject.gates import Gate, raise_caught
 from bendtrace.interject.inserter import LiveInserter
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
@@ -14,7 +15,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.script import Script
 
-__all__ = ["recorded"]
+__all__ = ["has_gates", "recorded"]
 
 
 def recorded(
@@ -39,7 +40,8 @@ def recorded(
         script: what need not run again.
         reads_states: whether the run reads all states where it asks for values.
         lifting: lifts counters of loops; None to lift none.
-        splicer: for a run that is kept with those without insertions, splices these in.
+        splicer: for a run that is to be kept with those without insertions, splices these in.
+            They are ops of the run if the first of them cannot be spliced.
     """
     inserter = None
     if plan is not None:
@@ -51,10 +53,19 @@ def recorded(
         reads_states=reads_states, lifting=lifting,
     )  # fmt: skip
     if plan is not None:
+        if splicer is not None:
+            raise_caught()  # in a run without insertions, nothing has raised it
         plan.ran(recording)
-        if splicer is None and (looked_at := read_and_changed(plan, recording)):
+        if looked_at := read_and_changed(plan, recording):
+            if splicer is not None:
+                splicer.is_apart = True
             recording.tape.block(
                 "an insertion may read what the run changes, or change what it reads: "
                 f"{', '.join(sorted(looked_at))}"
             )
     return recording
+
+
+def has_gates(recording: Recording) -> bool:
+    """Whether something that is inserted is an op of a run."""
+    return any(isinstance(op.target, Gate) for op in recording.tape.ops)
