@@ -17,6 +17,7 @@ import bendtrace as bt
 from bendtrace.errors import InterjectionError, NeverFiredWarning
 from bendtrace.interject import through
 from bendtrace.interject.attempt import Attempt
+from bendtrace.interject.recorded import has_gates
 from bendtrace.recording import scopes
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import Tape
@@ -75,6 +76,7 @@ def compared(
     kind: type[nn.Module],
     *changes: Modules | Callable[[], Modules],
     inputs: list[Tensor] = INPUTS,
+    before: list[Tensor] | None = None,
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> bt.BendedModule:
     """Compare calls with native hooks: after plain calls, two with each set of changes.
@@ -83,6 +85,7 @@ def compared(
         kind: the class of the model.
         changes: changes of outputs by the names of modules; made for each side, if they are called.
         inputs: of plain calls, and of those with changes.
+        before: of the plain calls before, if they are others.
         mode: what the calls are made under.
 
     Returns:
@@ -91,7 +94,7 @@ def compared(
     eager, model = make(kind), make(kind)
     bended = bt.BendedModule(model)
     with mode():
-        for x in inputs:
+        for x in inputs if before is None else before:
             assert outcome(bended, model, x) == outcome(eager, eager, x)
         for number, change in enumerate(changes):
             sides = [change() if callable(change) else change for _ in range(2)]
@@ -1118,3 +1121,157 @@ def test_an_error_is_raised_by_the_insertion_that_raised_it(place: str) -> None:
                     result = str(error)
                 found.append((result, outer.phase))
     assert found[:3] == found[3:]
+
+
+# The first call of a model
+
+
+@pytest.mark.parametrize("kind", [Gated], ids=["Gated"])
+def test_a_model_that_was_never_called_is_recorded_once_for_all_places(
+    kind: type[nn.Module],
+) -> None:
+    changes: list[Modules] = [{f"gates.{n}": double} for n in range(4)]
+    bended = compared(kind, *changes, inputs=[INPUTS[0]], before=[])
+    assert bended.stats.traces - bended.stats.resumes == 1
+    assert served(bended) > 0
+    assert not list(bended._trees.inserted_runs())
+
+
+def test_a_model_that_was_never_called_is_kept_as_one_without_insertions() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    bended, x, seen = bt.BendedModule(model), INPUTS[0], []
+    with bended.interject("0", lambda value: value * 2), bended.interject("1", seen.append):
+        changed = bended(x)
+    assert (bended.stats.traces, len(seen)) == (1, 1)
+    assert bits(bended(x)) == bits(model(x))
+    assert (bended.stats.traces, bended.stats.replays) == (1, 1)
+    with bended.interject("0", lambda value: value * 2):
+        assert bits(bended(x)) == bits(changed)
+    assert bended.stats.traces == 1
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        lambda v: v.double().float().t().contiguous().t(),
+        lambda v: torch.cat([v, v])[:2],
+        lambda v: v.detach().requires_grad_(),
+        lambda v: nn.Parameter(v),
+    ],
+    ids=["strides", "a view", "a leaf", "a parameter"],
+)
+def test_what_cannot_be_spliced_into_the_first_call_is_recorded_in_it(apply: Change) -> None:
+    calls = []
+
+    def counted(value: Tensor) -> Any:
+        calls.append(1)
+        return apply(value)
+
+    bended = compared(Gated, {"gates.1": counted}, inputs=[INPUTS[0]], before=[])
+    # Both sides call it; as ops of the one run that was recorded with it.
+    assert len(calls) == 4
+    assert bended.stats.live == 0
+    (run,) = bended._trees.inserted_runs()
+    assert has_gates(run)
+
+
+HELD = torch.full((2, 4), 0.25)
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("held", HELD)
+
+    def forward(self, x: Tensor) -> Any:
+        h = x.sigmoid()
+        return h + 1, h is self.held, h is x
+
+
+def holds(x: Tensor) -> Any:
+    h = x.sigmoid()
+    return h + 1, h is HELD, h is x
+
+
+@pytest.mark.parametrize("calls_plainly", [False, True])
+@pytest.mark.parametrize("make", [Holds, lambda: holds], ids=["module", "function"])
+def test_an_insertion_that_returns_what_the_model_has_is_noticed_each_time(
+    make: Callable[[], Any], calls_plainly: bool
+) -> None:
+    bended, x, kept = bt.BendedModule(make()), INPUTS[0], torch.ones(2, 4)
+    if calls_plainly:
+        bended(x)
+    for given in (kept, HELD, x, kept, torch.zeros(2, 4), HELD, x):
+        with bended.interject("sigmoid", lambda value, given=given: given):
+            for _ in range(3):
+                assert bits(bended(x)) == bits((given + 1, given is HELD, given is x))
+    assert bended(x)[1:] == (False, False)
+    assert bended.stats.replays > 0
+
+
+def test_two_places_of_which_one_cannot_be_spliced_are_called_once() -> None:
+    calls: list[str] = []
+
+    def first(value: Tensor) -> Tensor:
+        calls.append("first")
+        return value + 1
+
+    def second(value: Tensor) -> Tensor:
+        calls.append("second")
+        return torch.cat([value, value])[:2]
+
+    bended = compared(Gated, {"gates.0": first, "gates.2": second}, inputs=[INPUTS[0]], before=[])
+    assert calls == ["first", "second"] * 4
+    assert bended.stats.live == 1  # the first, in which one was spliced already
+
+
+def test_an_error_that_the_model_catches_in_the_first_call_is_raised_and_not_kept() -> None:
+    def careful(x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = x + 1
+        try:
+            return torch.relu(x)
+        except ZeroDivisionError:
+            return -x
+
+    def fails(value: Tensor) -> Tensor:
+        raise ZeroDivisionError("on purpose")
+
+    for known in ([], [-torch.ones(2)]):
+        bended = bt.BendedModule(careful)
+        for x in known:
+            bended(x)
+        with bended.interject("relu", fails), pytest.raises(ZeroDivisionError, match="on purpose"):
+            bended(torch.ones(2))
+        assert bits(bended(torch.ones(2))) == bits(careful(torch.ones(2)))
+
+
+def test_what_an_insertion_of_the_first_call_changes_is_not_taken_for_the_models() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.scale = nn.Linear(4, 4), 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc(x) * self.scale
+            return self.fc(h) * self.scale
+
+    eager, own = make(Scaled), make(Scaled)
+    bended = bt.BendedModule(own)
+
+    def scales(model: nn.Module) -> Change:
+        def apply(value: Tensor) -> None:
+            model.scale = float(model.scale) + 1.0  # type: ignore[arg-type]
+
+        return apply
+
+    change = scales(eager)
+    hook = eager.fc.register_forward_hook(lambda module, args, output: change(output))
+    handle = bended.interject("fc", scales(own))
+    for x in INPUTS[:4]:
+        assert outcome(bended, own, x) == outcome(eager, eager, x)
+        assert own.scale == eager.scale
+    hook.remove()
+    handle.remove()
+    for x in INPUTS[:3]:
+        assert outcome(bended, own, x) == outcome(eager, eager, x)

@@ -20,6 +20,7 @@ from torch import nn
 from bendtrace.environment.code_facts import codes_in
 from bendtrace.environment.findings import Found, Places
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
+from bendtrace.environment.owned import Owned
 from bendtrace.environment.provenance import is_installed_file
 from bendtrace.environment.scan import Scan
 from bendtrace.environment.scan_cache import CachedScan, latest_walk, remember
@@ -126,6 +127,11 @@ class Environment(Found):
             for one in self.functions
             if not is_installed_file(one.__code__.co_filename)
         )
+
+    @functools.cached_property
+    def owned(self) -> Owned:
+        """Tells whether the model holds a tensor; to be asked for before `release`."""
+        return Owned(self.parts)
 
     @functools.cached_property
     def nested_codes(self) -> frozenset[types.CodeType]:
@@ -328,6 +334,8 @@ class Environment(Found):
 
     def release(self) -> None:
         """Let go of tensors and contents once the run is over."""
+        if self.compares_identity:
+            _ = self.owned
         self.held, self.contents, self.places = {}, None, Places((), {})
         self.depends: Depends = Depends()
         for part in self.own:

@@ -446,6 +446,9 @@ class _Unrecorded:
     ) -> Any:
         return None
 
+    def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
+        pass
+
     def block(self, reason: str) -> None:
         pass
 

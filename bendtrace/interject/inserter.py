@@ -504,31 +504,31 @@ class LiveInserter:
         self.require_once(node.path)
         place = spot.place if isinstance(spot.place, ModuleCall) else None
         gate = self._splicer.gate(node.path, node, node.site, place)
-        is_alike, is_op = True, False
+        given, is_alike, may_be_op = None, False, False
 
         def through(value: Tensor) -> Any:
-            nonlocal is_alike, is_op
+            nonlocal given, is_alike, may_be_op
             kind, version = kind_of(value), version_of(value)
             given = gate(value)
+            is_written = version_of(value) != version
             if given is not value:
                 is_alike = fits(kind, given, True)
-                if not is_alike and not self._has_spliced and version_of(value) == version:
-                    take_back(gate)
-                    attempt().answers[node.path, number] = given
-                    is_op = True
-                    return value
-            elif version_of(value) != version and is_shared(value):
+                may_be_op = not is_written and not self._has_spliced
+            elif is_written and is_shared(value):
                 is_alike = False
             else:
                 is_alike = kind is not None and kind_of(value) == kind
-            return given
+            return value if may_be_op and not is_alike else given
 
-        given = self.stage.pass_through(through, output, scope)
-        if is_op:
+        passed = self.stage.pass_through(through, output, scope)
+        if given is None or (is_alike and passed is not None):
+            return passed
+        if may_be_op:  # which returns this, and calls nothing again
+            take_back(gate)
+            attempt().answers[node.path, number] = given
             return None
-        if not is_alike:
-            self._splicer.is_apart = True
-            self.stage.block("what is inserted has returned another kind of tensor than the node")
+        self._splicer.is_apart = True
+        self.stage.block("what is inserted has returned another kind of tensor than the node")
         return given
 
     def _needed_after(
@@ -571,6 +571,13 @@ class LiveInserter:
                     self.pending.pop()
             elif len(numbers) == 1:
                 given = (given,)
+            self.pending.append(given)
+            try:
+                for number, value in zip(numbers, given, strict=True):
+                    if isinstance(value, Tensor) and value is not values[number]:
+                        self.stage.guard_ownership(value, frame)
+            finally:
+                self.pending.pop()
         finally:
             self.pending.pop()
         changed = list(values)

@@ -54,7 +54,6 @@ from bendtrace.tape.tape import (
     Test,
 )
 from bendtrace.torch_rules.functions import OPTIONAL, is_torchs_function
-from bendtrace.torch_rules.owners import named_modules
 from bendtrace.torch_rules.writes import works_in_place
 
 __all__ = ["Splicer"]
@@ -257,17 +256,8 @@ class _Places:
 
     def _is_part(self, tensor: Tensor) -> bool:
         """Whether the model may have a tensor, and compare it with others."""
-        environment, model = self._recording.environment, self._nodes.events.root.module
-        if id(tensor) in environment.by_id:
-            return True
-        if model is None or not environment.compares_identity:
-            return False
-        return any(
-            one is tensor
-            for _, module in named_modules(model)
-            for held in (module._parameters, module._buffers, vars(module))
-            for one in held.values()
-        )
+        environment = self._recording.environment
+        return environment.compares_identity and environment.owned(tensor)
 
     def _guards_until(self, position: int, precedes: Callable[[Guard], bool]) -> int:
         """Return how many guards come before the end of a node at a position."""

@@ -585,9 +585,12 @@ class Recorder(TorchFunctionMode):
         finally:
             self._within = outer
         with torch._C.DisableTorchFunction():
-            if not self._values.exchange(value, given, ref):
-                self.block("what is inserted returned a tensor that was there before")
-        return given
+            return given if self._values.exchange(value, given, ref) else None
+
+    def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
+        """Guard that the model holds no tensor like this (see `watchers.Stage`)."""
+        with torch._C.DisableTorchFunction():
+            self._values.guard_ownership(tensor, frame)
 
     def block(self, reason: str) -> None:
         """Have the recording never be replayed (see `watchers.Stage`)."""

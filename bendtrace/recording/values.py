@@ -236,6 +236,32 @@ class Values:
         looked.meta = structure
         self._writer.guard(Test.VALUE, looked.index, structure, "", frame)
 
+    def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
+        """Guard that an insertion has returned no tensor that the model could compare it to."""
+        known = self._writer.known.get(id(tensor))
+        if known is None or known.ref is None or not self.environment.compares_identity:
+            return
+        op = self.tape.ops[known.ref.index]
+        if op.index in self.tape.aliases or not is_gate(op):  # guarded already
+            return
+        before = [
+            Ref(one.index)
+            for one in self.tape.ops[: op.index]
+            if (one.kind is OpKind.INPUT or is_gate(one)) and isinstance(one.meta, TensorMeta)
+        ]
+        owns = self.environment.owned
+        script, found = self._writer.script, None
+        if script is not None and script.is_active:
+            found = script.result_of(owns, (op.index,))
+        looked = self._writer.emit(OpKind.SCALAR, owns, (Ref(op.index), *before), {}, frame)
+        looked.meta = owns(tensor) if found is None else found[0]
+        self._writer.guard(Test.VALUE, looked.index, looked.meta, "", frame)
+        if looked.meta:
+            self.tape.block(
+                f"what is inserted at {user_place(frame)} returns a tensor that the model holds, "
+                "and its code tests whether two objects are one (`is`)"
+            )
+
     def bind_tensor(self, tensor: Tensor, op: Op) -> Known:
         """Record that an op returned a tensor."""
         known = self._writer.known[id(tensor)] = Known(tensor)

@@ -206,8 +206,12 @@ class Stage(Protocol):
             scope: the call that returned it; None for an op.
 
         Returns:
-            What the function returned; None if only an op can tell of it, and nothing was called.
+            What the function returned; None if only an op can tell of it: the function was not
+            called, or has returned a tensor that the run has already.
         """
+
+    def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
+        """Guard that a tensor which a gate has returned is none that the model may compare to."""
 
     def block(self, reason: str) -> None:
         """Have the recording never be replayed."""
