@@ -19,6 +19,12 @@ from bendtrace.environment.code_facts import UNDETECTABLE, codes_in
 from bendtrace.environment.provenance import is_finished_code
 from bendtrace.source.usage import asks_for_ids
 from bendtrace.torch_rules.host_io import MEASURES
+from bendtrace.torch_rules.questions import (
+    QUESTIONS,
+    hide_recorder,
+    is_answered_without,
+    put_back,
+)
 
 __all__ = [
     "OWN_NUMBER",
@@ -45,18 +51,26 @@ Place = tuple[types.CodeType, int]
 class Ran:
     """The code that ran between `begin` and `end`, but not between `leave` and `enter`.
 
+    It also answers questions about function modes, as if the run were not recorded.
+
+    Args:
+        wants_inside: whether something is inserted inside the running module.
+
     Attributes:
         codes: the user's, with the globals that it ran with.
         called: what it called of Python's own, and where.
         entropy: where randomness was asked for that nothing can seed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wants_inside: Callable[[], bool]) -> None:
         self.codes: dict[types.CodeType, dict[str, Any]] = {}
         self.called: dict[Called, Place] = {}
         self.entropy: dict[str, Place] = {}
         self._outer: Any = None
         self._away = 1  # how often it was left, and not entered again
+        self._asking: list[int] = []  # where `_away` is one of these, questions are answered
+        self._wants_inside = wants_inside
+        self._hidden: list[Any] | None = None
         self._finished: dict[types.CodeType, bool] = {}
 
     def _is_finished(self, code: types.CodeType, space: dict[str, Any]) -> bool:
@@ -81,7 +95,19 @@ class Ran:
             if key not in self.called:
                 self.called[key] = caller.f_code, caller.f_lineno
 
+    def _asks(self, frame: types.FrameType, question: Any) -> None:
+        """Hide the recorder until a question has been answered."""
+        if self._hidden is None and is_answered_without(frame, question, self._wants_inside):
+            self._hidden = hide_recorder()
+
+    def _answered(self) -> None:
+        if self._hidden is not None:
+            put_back(self._hidden)
+            self._hidden = None
+
     def _calls(self, frame: types.FrameType, function: Any) -> None:
+        if function in QUESTIONS:
+            self._asks(frame, function)
         name = function.__name__
         if name in _ENTROPY and isinstance(function.__self__, (types.ModuleType, random.Random)):
             place = _users_place(frame, self._is_finished)
@@ -99,16 +125,30 @@ class Ran:
         self._away = 0
         sys.setprofile(self._profile)
 
-    def leave(self) -> None:
-        """Note nothing until `enter`, as what runs is not the model's."""
-        sys.setprofile(None)
+    def leave(self, answers: bool = False) -> None:
+        """Note nothing until `enter`, as what runs is not the model's.
+
+        Args:
+            answers: whether what runs may ask for function modes nevertheless.
+        """
         self._away += 1
+        if answers:
+            self._asking.append(self._away)
+        sys.setprofile(self._profile_questions if answers else None)
 
     def enter(self) -> None:
         """Go on noting, once for each time that it was left."""
+        if self._only_answers:
+            self._asking.pop()
         self._away -= 1
         if not self._away:
             sys.setprofile(self._profile)
+        else:
+            sys.setprofile(self._profile_questions if self._only_answers else None)
+
+    @property
+    def _only_answers(self) -> bool:
+        return bool(self._asking) and self._asking[-1] == self._away
 
     @contextmanager
     def left(self) -> Iterator[None]:
@@ -133,7 +173,7 @@ class Ran:
     def end(self) -> None:
         """Note nothing any more, and give whoever profiled before its place back."""
         outer, self._outer = self._outer, None
-        self._away = 1
+        self._away, self._wants_inside = 1, _never
         sys.setprofile(None)
         if hasattr(outer, "enable"):  # of cProfile
             outer.enable()
@@ -145,6 +185,15 @@ class Ran:
             self._started(frame)
         elif event == "c_call":
             self._calls(frame, function)
+        elif self._hidden is not None:  # a call of C has returned or raised
+            self._answered()
+
+    def _profile_questions(self, frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "c_call":
+            if function in QUESTIONS:
+                self._asks(frame, function)
+        elif self._hidden is not None:
+            self._answered()
 
 
 class _Monitored(Ran):
@@ -165,14 +214,34 @@ class _Monitored(Ran):
         monitoring.set_events(self._tool, events.PY_START | events.CALL)
         monitoring.restart_events()
 
-    def leave(self) -> None:
+    def leave(self, answers: bool = False) -> None:
         self._away += 1
+        if answers:
+            self._asking.append(self._away)
 
     def enter(self) -> None:
+        if self._only_answers:
+            self._asking.pop()
         self._away -= 1
 
+    def _asks(self, frame: types.FrameType, question: Any) -> None:
+        super()._asks(frame, question)
+        if self._hidden is not None:
+            self._listen_to_returns(self._returned)
+
+    def _returned(self, code: types.CodeType, offset: int, function: Any, first: object) -> Any:
+        if threading.get_ident() == self._thread:
+            self._listen_to_returns(None)
+            self._answered()
+        return None
+
+    def _listen_to_returns(self, callback: Any) -> None:
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        for event in (monitoring.events.C_RETURN, monitoring.events.C_RAISE):
+            monitoring.register_callback(self._tool, event, callback)
+
     def end(self) -> None:
-        self._away = 1
+        self._away, self._wants_inside = 1, _never
         if self._tool is not None:
             monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
             monitoring.set_events(self._tool, 0)
@@ -184,9 +253,16 @@ class _Monitored(Ran):
         return None
 
     def _call(self, code: types.CodeType, offset: int, function: Any, first: object) -> Any:
-        if not self._away and type(function) in _NATIVE and threading.get_ident() == self._thread:
-            self._calls(sys._getframe(1), function)
+        if type(function) in _NATIVE and threading.get_ident() == self._thread:
+            if not self._away:
+                self._calls(sys._getframe(1), function)
+            elif self._only_answers and function in QUESTIONS:
+                self._asks(sys._getframe(1), function)
         return None
+
+
+def _never() -> bool:
+    return False
 
 
 _NATIVE = (types.BuiltinFunctionType,)
@@ -232,9 +308,9 @@ def _users_place(
 OWN_NUMBER = "which no other object has, and none of another call"
 
 
-def ran() -> Ran:
+def ran(wants_inside: Callable[[], bool]) -> Ran:
     """Return what notes the code of a run."""
-    return _Monitored() if sys.version_info >= (3, 12) else Ran()
+    return (_Monitored if sys.version_info >= (3, 12) else Ran)(wants_inside)
 
 
 # What runs have shown of a model's code that no estimate would find.

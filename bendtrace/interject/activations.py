@@ -28,6 +28,7 @@ from bendtrace.interject.resolver import flat
 from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.interject.where import Where
 from bendtrace.paths.view import Node, NodePath
+from bendtrace.tape.tape import meta_of
 
 __all__ = ["Activations", "as_html", "as_text", "get_activations", "inputs_of"]
 
@@ -120,7 +121,7 @@ def as_html(values: Mapping[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        return f"{meta_of(value).shape} {str(value.dtype).removeprefix('torch.')}"
     return describe(value)
 
 

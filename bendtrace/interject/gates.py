@@ -39,6 +39,7 @@ from bendtrace.interject.structure import (
     take_apart,
 )
 from bendtrace.interject.tensors import differ, version_of
+from bendtrace.tape.tape import meta_of
 
 __all__ = [
     "AfterGate",
@@ -161,7 +162,8 @@ def take_back(gate: Gate) -> None:
 def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
     """Record that an insertion changed a shape or dtype, so that errors of the call mention it."""
     if old is not new and isinstance(old, Tensor) and isinstance(new, Tensor):
-        if old.shape != new.shape or old.dtype != new.dtype:
+        before, after = meta_of(old), meta_of(new)
+        if before != after:
             what = getattr(entry.what, "function", None)
             name = getattr(what, "__name__", entry.what.label)
             code = getattr(what, "__code__", None)
@@ -169,8 +171,8 @@ def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
                 f" ({place_text(code.co_filename, code.co_firstlineno)})"
             )  # fmt: skip
             was, now = (
-                f"{'' if old.dtype == new.dtype else f'{t.dtype} '}{tuple(t.shape)}"
-                for t in (old, new)
+                f"{'' if old.dtype == new.dtype else f'{t.dtype} '}{t.shape}"
+                for t in (before, after)
             )
             where = at.path or "the whole model"
             _local.reshaped[f"`{name}`{source} at `{where}` turned {was} into {now}"] = None
@@ -440,9 +442,9 @@ class AfterGate(Gate):
         """Pass the value on to all holders of the tensor that the node works on."""
         if value is original:
             return value
-        if value.shape != original.shape:
+        if meta_of(value).shape != meta_of(original).shape:
             raise InterjectionError(
-                f"{self.at.path} works in place on a tensor of shape {tuple(original.shape)}, "
+                f"{self.at.path} works in place on a tensor of shape {meta_of(original).shape}, "
                 f"which {describe(value)} cannot replace",
                 self.at.path,
             )

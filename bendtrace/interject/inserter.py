@@ -37,7 +37,7 @@ from bendtrace.paths.naming import Registry, identifier
 from bendtrace.recording.names import base_name_of
 from bendtrace.source.sites import Site, user_place
 from bendtrace.tape.contexts import Context, current_context
-from bendtrace.tape.tape import ModuleCall
+from bendtrace.tape.tape import ModuleCall, meta_of
 from bendtrace.tape.watchers import Stage
 from bendtrace.torch_rules.functions import (
     CONTEXT,
@@ -325,17 +325,19 @@ class LiveInserter:
         self._recomputed += 1 if entering else -1
 
     def wants_inside(self, scope: ModuleCall) -> bool:
-        """Return whether there are insertions below a call (see `watchers.Inserter`)."""
+        """Return whether values below a call have insertions (see `watchers.Inserter`)."""
         if scope.module is None:
             return False
         below = f"{self.names.path(scope)}." if self.names.path(scope) else ""
         inside = frozenset(identifier(name) for name, _ in named_modules(scope.module) if name)
-        if any(slot.place.is_below(below, inside) for slot in self.plan.slots):
+        # A fused op receives parameters as well as its parts do.
+        slots = [slot for slot in self.plan.slots if slot.place.role != "state"]
+        if any(slot.place.is_below(below, inside) for slot in slots):
             return True
         # An observer of all places that match a function must not change the path.
         wanted = {
             slot
-            for slot in self.plan.slots
+            for slot in slots
             if not ("observes" in slot.forms and getattr(slot.place.matcher, "is_broad", False))
         }
         inner = named_modules(scope.module, scope.path)
@@ -593,7 +595,7 @@ class LiveInserter:
             _, values = take_apart(output, objects=False)
             tensor = next((value for value in values if isinstance(value, Tensor)), None)
             if tensor is not None:
-                spot.candidate.shape, spot.candidate.dtype = tuple(tensor.shape), tensor.dtype
+                spot.candidate.shape, spot.candidate.dtype = meta_of(tensor)[:2]
         spot.after += _with(self.plan.slots_after(spot.candidate), "after")
 
     # Inputs, parameters and buffers

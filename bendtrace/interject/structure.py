@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
 from bendtrace.tape.scalars import TRACED, plain
 from bendtrace.tape.structure import build, can_build
+from bendtrace.tape.tape import meta_of
 
 __all__ = [
     "Leaf",
@@ -374,7 +375,7 @@ def _named(shape: Shape) -> str:
 def describe(value: Any) -> str:
     """Return a short description of a value."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return f"a tensor of shape {meta_of(value).shape}"
     if isinstance(value, dict):
         return f"a {type(value).__name__} with the keys {', '.join(map(repr, value))}"
     if isinstance(value, (tuple, list)):

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Exchange", "differ", "tensors_of", "version_of", "with_tensors"]
+from bendtrace._compare import same_bits
+
+__all__ = ["Exchange", "differ", "is_uneven", "tensors_of", "version_of", "with_tensors"]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -169,6 +171,9 @@ def differ(old: Any, new: Any) -> bool:
     """Return whether two tensors or numbers differ; in tensors, nan equals nan."""
     if not isinstance(old, Tensor) or not isinstance(new, Tensor):
         return bool(old != new) if type(old) is type(new) else True
+    if is_uneven(old) or is_uneven(new):  # torch compares them in parts only
+        with torch.no_grad():
+            return not same_bits(old.detach(), new.detach())
     if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
         return True
     try:
@@ -176,5 +181,10 @@ def differ(old: Any, new: Any) -> bool:
             return False
         with torch.no_grad():
             return not bool(((old == new) | ((old != old) & (new != new))).all())
-    except (RuntimeError, NotImplementedError):  # with a layout that torch cannot compare
+    except (RuntimeError, NotImplementedError):  # of a dtype that torch cannot compare
         return True
+
+
+def is_uneven(tensor: Tensor) -> bool:
+    """Whether a tensor is nested or sparse: it may have no sizes or strides to ask for."""
+    return tensor.is_nested or tensor.layout is not torch.strided

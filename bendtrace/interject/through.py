@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.interject.gates import AfterGate, attempt, passes_of, take_back
-from bendtrace.interject.tensors import version_of
+from bendtrace.interject.tensors import is_uneven, version_of
 from bendtrace.replay.splices import Interrupted, Unfit
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import is_leaf, requires_grad
@@ -129,7 +129,7 @@ def fits(kind: tuple[Any, ...] | None, given: Any, writes: bool) -> bool:
 
 def kind_of(tensor: Any) -> tuple[Any, ...] | None:
     """Return what code may rely on about a tensor, whatever is in it; None if that is not known."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.__dict__:
+    if type(tensor) is not Tensor or is_uneven(tensor) or tensor.__dict__:
         return None
     return (
         tensor.dtype,

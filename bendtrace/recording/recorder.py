@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
-from torch.overrides import TorchFunctionMode
 
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.executed import ran
@@ -64,6 +63,7 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.intercepts import INTERCEPT_CODES, watching
 from bendtrace.torch_rules.monkeypatches import asked, may_be_patched
+from bendtrace.torch_rules.questions import RecordingMode
 from bendtrace.torch_rules.transforms import REGISTERS, HandleOfRun, registers
 
 __all__ = ["Recorder", "Recording"]
@@ -72,7 +72,7 @@ __all__ = ["Recorder", "Recording"]
 _LONG_LIST = 256
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(RecordingMode):
     """Records one run.
 
     Args:
@@ -111,7 +111,7 @@ class Recorder(TorchFunctionMode):
         self.tape: Tape = self._writer.tape
         self._values = Values(self._writer, environment, self, self._start, observer)
         self._encoder = Encoder(self._values)
-        self._ran = ran()
+        self._ran = ran(self._wants_inside)
         self._within = False  # in one op, during which the mode stays switched on
         self._texts = Texts(self._writer, self._as_one)
         outermost = Recorder._outcome.__code__
@@ -419,7 +419,7 @@ class Recorder(TorchFunctionMode):
     ) -> tuple[Any, Exception | None]:
         """Run an op; return its result, and what it raised."""
         errors = self._writer.errors
-        self._ran.leave()  # code inside one op is not the run's own
+        self._ran.leave(self._within)  # code inside one op is not the run's own
         outer, self._writer.is_inside = self._writer.is_inside, True
         try:
             if op.index in errors:
@@ -581,7 +581,11 @@ class Recorder(TorchFunctionMode):
             )
             if ref is None or not is_sole:
                 return None
-            given = unwatched(function, (value,), {})
+            self._ran.leave(answers=True)
+            try:
+                given = unwatched(function, (value,), {})
+            finally:
+                self._ran.enter()
         finally:
             self._within = outer
         with torch._C.DisableTorchFunction():
@@ -627,8 +631,10 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors:
             self._writer.known.pop(id(tensor), None)
 
-    def wants_inside(self) -> bool:
-        """Return whether there are insertions in the running module (see `watchers.Watcher`)."""
+    def _wants_inside(self) -> bool:
+        """Return whether the running module must not be executed by one fused op."""
+        if self._within:
+            return False
         self.tape.is_closed = True
         return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)
 
@@ -653,7 +659,7 @@ class Recorder(TorchFunctionMode):
     def unseen(self, what: str) -> None:
         """Record something that a replay could not repeat (see `watchers.Watcher`)."""
         self._fast_path = self._aside = None  # from now on, ops may call other code
-        self._ran.leave()  # the run is live in any case, and unwatched code may compile itself
+        self._ran.leave(answers=True)  # the run is live in any case
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
 
 

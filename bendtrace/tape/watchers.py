@@ -65,9 +65,6 @@ class Watcher(Protocol):
     def forgot_casts(self) -> None:
         """Record that autocast clears its cache of cast weights."""
 
-    def wants_inside(self) -> bool:
-        """Return whether the running module must not be executed by one fused op."""
-
     def called_inside(self, module: nn.Module) -> None:
         """Record that a module is called by a function that is recorded as one op."""
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from bendtrace.errors import InputError
 from bendtrace.source.internals import Never, TorchDispatchMode, disable_dynamo, internal
-from bendtrace.tape.contexts import forget_casts, function_modes
+from bendtrace.tape.contexts import forget_casts
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.watchers import (
     Watcher,
@@ -153,37 +153,6 @@ def _class_attribute(cls: Any, name: str) -> Any:
     return type.__getattribute__(cls, name)
 
 
-_has_torch_function = torch.overrides.has_torch_function
-
-
-def _asks_for_torch_function(arguments: Any) -> bool:
-    # Modules ask this to choose a fused path (nn.TransformerEncoderLayer). The recorder itself
-    # must not change their choice; tensor subclasses and the caller's modes still do.
-    watcher = current_watcher()
-    if watcher is None or sys._getframe(1).f_code is _HIGHER_ORDER:
-        return _has_torch_function(arguments)
-    if watcher.wants_inside():  # as a hook would, which these modules ask for as well
-        return True
-    if torch._C._is_torch_function_mode_enabled():
-        modes = map(torch._C._get_function_stack_at, range(function_modes()))
-        if any(type(mode) is not type(watcher) for mode in modes):
-            return True
-    with torch._C.DisableTorchFunction():
-        return any(
-            type(argument).__torch_function__ is not torch._C._disabled_torch_function_impl
-            for argument in arguments
-            if isinstance(argument, torch.Tensor) and type(argument) not in _TENSORS
-        )
-
-
-# torch.cond and its like ask the same question, and are ops that the mode has to see.
-_HIGHER_ORDER: Any = internal(
-    "torch._ops.HigherOrderOperator.__call__.__code__", None, "torch.cond and its like",
-    "cond", "while_loop", "scan", "associative_scan", "flex_attention", "_higher_order_ops",
-)  # fmt: skip
-_TENSORS = frozenset({torch.Tensor, nn.Parameter})
-
-
 def _method_of_script(method: Any) -> Callable[..., Any]:
     """A scripted function is recorded as a call of itself: there is one `__call__` for all."""
 
@@ -295,12 +264,14 @@ def _higher_order(run: Callable[..., Any]) -> Callable[..., Any]:
         if watcher is None:
             return run(*args, **kwargs)
         watcher.unseen("torch.cond or another higher-order op")
-        stances = _leave_compiled_code_alone()
+        stances, profile = _leave_compiled_code_alone(), sys.getprofile()
         set_watcher(None)
+        sys.setprofile(None)
         try:
             with torch._C.DisableTorchFunction():
                 return run(*args, **kwargs)
         finally:
+            sys.setprofile(profile)
             set_watcher(watcher)
             if stances:
                 _run_compiled_code_eagerly()
@@ -382,7 +353,6 @@ def _entry_points() -> Iterator[_EntryPoint]:
     yield entry(type(_Function), "__getattribute__", _class_attribute)
     yield _EntryPoint(nn.Module, "_compiled_call_impl", _ModuleCall(), None)
     yield entry(_APPLIES, "apply", classmethod(apply))
-    yield entry(torch.overrides, "has_torch_function", _asks_for_torch_function)
     for owner, name, what in _UNFOLLOWED:
         if name in vars(owner):
             yield entry(owner, name, _reports(what, vars(owner)[name]))

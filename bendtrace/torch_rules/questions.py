@@ -1,0 +1,112 @@
+"""Questions of code about function modes, which are answered as if there were no recorder.
+
+The recorder is a function mode. Code that asks torch whether there is one (`has_torch_function`)
+has to receive the answer of eager: modules choose their fused path by it. Code that asks in order
+to hand a call to the modes is not asking for itself: the recorder is one of these.
+
+The profiler of a run (`environment/executed.py`) sees the call of a question before torch answers
+it, under whatever name the code holds the function. Until the call returns, the recorder is not on
+torch's stack of modes. Seen in torch 2.13 to 2.15; test_questions.py would notice a change.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bendtrace.source.internals import internal
+from bendtrace.source.sites import PACKAGE, TORCH
+from bendtrace.tape.contexts import function_modes
+
+__all__ = ["QUESTIONS", "RecordingMode", "hide_recorder", "is_answered_without", "put_back"]
+
+
+class RecordingMode(TorchFunctionMode):
+    """A mode that the code which runs under it does not see."""
+
+
+_pop: Callable[[], Any] = internal(
+    "torch._C._pop_torch_function_stack", lambda: None, "function modes that code asks for",
+    "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic",
+    "_has_torch_function", "_has_torch_function_unary", "_has_torch_function_variadic",
+    "_len_torch_function_stack", "_get_current_function_mode", "_get_current_function_mode_stack",
+)  # fmt: skip
+_push: Callable[[Any], None] = internal("torch._C._push_on_torch_function_stack", lambda mode: None)
+_mode_at: Callable[[int], Any] = internal("torch._C._get_function_stack_at", lambda position: None)
+_is_enabled: Any = internal("torch._C._is_torch_function_mode_enabled", None)
+_WHETHER = frozenset(
+    {
+        torch.overrides.has_torch_function, torch.overrides.has_torch_function_unary,
+        torch.overrides.has_torch_function_variadic,
+    }
+)  # fmt: skip
+QUESTIONS = _WHETHER | {function_modes, _mode_at, _is_enabled}
+# Functions of torch that ask for their callers.
+_FOR_OTHERS = frozenset({"_get_current_function_mode", "_get_current_function_mode_stack"})
+
+
+def is_answered_without(
+    frame: types.FrameType, question: Any, wants_inside: Callable[[], bool]
+) -> bool:
+    """Whether the recorder has to be hidden from a question.
+
+    Args:
+        frame: calls the question.
+        question: one of `QUESTIONS`.
+        wants_inside: whether something is inserted inside the running module.
+    """
+    asker: types.FrameType | None = frame
+    while asker is not None and asker.f_code.co_name in _FOR_OTHERS and _is_torchs(asker.f_code):
+        asker = asker.f_back
+    if asker is None or _hands_on(asker.f_code):
+        return False
+    if question not in _WHETHER:
+        return not _is_torchs(asker.f_code)
+    # A module that keeps to its parts where there are hooks does so for insertions.
+    return not (_looks_at_hooks(asker.f_code) and wants_inside())
+
+
+def _is_torchs(code: types.CodeType) -> bool:
+    return code.co_filename.startswith(TORCH)
+
+
+@functools.lru_cache(maxsize=4096)
+def _hands_on(code: types.CodeType) -> bool:
+    """Whether code asks in order to hand a call to the modes."""
+    return "handle_torch_function" in code.co_names or code.co_filename.startswith(PACKAGE)
+
+
+@functools.lru_cache(maxsize=1024)
+def _looks_at_hooks(code: types.CodeType) -> bool:
+    """Whether code goes by whether there are hooks on modules, as nn.TransformerEncoderLayer."""
+    return any(
+        _looks_at_hooks(one)
+        if isinstance(one, types.CodeType)
+        else one in ("_forward_hooks", "_forward_pre_hooks")
+        for one in (*code.co_consts, *code.co_names)
+    )
+
+
+def hide_recorder() -> list[Any]:
+    """Take recorders off the stack of modes of the calling thread; return the stack."""
+    stack = [_mode_at(position) for position in range(function_modes())]
+    _exchange(mode for mode in stack if not isinstance(mode, RecordingMode))
+    return stack
+
+
+def put_back(stack: list[Any]) -> None:
+    """Restore the stack of modes."""
+    _exchange(stack)
+
+
+def _exchange(modes: Iterable[Any]) -> None:
+    modes = list(modes)
+    for _ in range(function_modes()):
+        _pop()
+    for mode in modes:
+        _push(mode)
