@@ -191,6 +191,8 @@ class Dispatcher:
         """Return what splices insertions into known paths, and these; None if nothing does."""
         if self.speculation is not None or not plan.can_be_spliced or is_one_of_several():
             return None
+        if plan.lookup is not None:
+            return None
         splicer = self._trees.splicer(plan, self._known)
         if splicer.is_apart:
             return None
@@ -309,6 +311,8 @@ class Dispatcher:
         evolving = call.tree.outdated(call.names, call.arguments)
         _, mismatch = self._serving(call.tree, call.names, call.arguments, _NEAR)
         recording = self._traced(call)
+        has_grown = call.plan is not None and call.plan.has_grown
+        tree = self._trees.of(call.plan) if has_grown else call.tree
         if self._passes(recording):
             self.stats.live += 1
             output, recording.result = recording.result, None
@@ -316,7 +320,7 @@ class Dispatcher:
                 recording, global_state, self._signature, self._model, registry=self._known.registry
             )
             return output
-        program = call.tree.add(call.names, recording, global_state, evolving)
+        program = tree.add(call.names, recording, global_state, evolving)
         self.stats.retraces += self.stats.traces > 0
         self.stats.traces += 1
         self.stats.live += program.live_only
@@ -369,10 +373,13 @@ class Dispatcher:
         """Record a call, from its start or after a divergence, and note it if the model raises."""
         reads_states = lifting is not None or divergence is not None
         try:
-            return self._recorded(call, script, reads_states, lifting)
+            recording = self._recorded(call, script, reads_states, lifting)
         except Exception as error:
             call.tree.failed(error, divergence)
             raise
+        if call.plan is not None and call.plan.lookup is not None:
+            call.plan.lookup.settle(recording)
+        return recording
 
     def _recorded(
         self,
@@ -423,6 +430,7 @@ class Dispatcher:
         self.stats.resumes += 1
         self._mismatch = mismatch
         is_mixed = call.splicer is not None and call.splicer.is_apart
+        is_mixed = is_mixed or (call.plan is not None and call.plan.has_grown)
         is_live = known_live or (was_live and bool(recording.tape.blockers))
         if self._passes(recording) or is_live or is_mixed:
             self.stats.live += 1
