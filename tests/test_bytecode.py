@@ -15,6 +15,7 @@ from torch import nn
 from bendtrace.environment import code_facts, environment, reachability
 from bendtrace.source import bytecode, usage
 from bendtrace.source.bytecode import has, named_in, steps_of
+from bendtrace.tape import plain_numbers
 
 MODULES = (
     collections, dis, inspect, bytecode, code_facts, environment, reachability, usage,
@@ -88,7 +89,7 @@ def test_code_that_compares_with_constants_is_told(source: str) -> None:
     ],
 )  # fmt: skip
 def test_code_that_needs_plain_numbers_is_told(source: str, needs: bool) -> None:
-    assert usage.needs_plain_numbers(compile(source, "<test>", "eval")) == needs
+    assert plain_numbers.needs_plain_numbers(compile(source, "<test>", "eval")) == needs
 
 
 def test_later_versions_of_python_are_asked_by_way_of_dis(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.recording import iterations, probes
 from bendtrace.source import features, sites, usage
+from bendtrace.tape import plain_numbers
 from bendtrace.torch_rules import intercepts
 
 
@@ -61,8 +62,8 @@ def test_a_reader_of_instructions_that_errs_is_found(
     owner, name, instead, feature = READERS[reader]
     if reader == "truths of comparisons" and not usage._HAS_ASKING:
         pytest.skip("with this Python, comparisons do not ask for truths themselves")
-    for cache in ("_identity", "_plain"):
-        monkeypatch.setattr(usage, cache, {})
+    monkeypatch.setattr(usage, "_identity", {})
+    monkeypatch.setattr(plain_numbers, "_plain", {})
     monkeypatch.setattr(owner, name, instead)
     failed = probes.probe_python() + probes.probe_flow()
     assert features.is_off(feature)

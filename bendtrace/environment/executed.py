@@ -18,6 +18,7 @@ from bendtrace._places import full_place_text
 from bendtrace.environment.code_facts import UNDETECTABLE, codes_in
 from bendtrace.environment.provenance import is_finished_code
 from bendtrace.source.usage import asks_for_ids
+from bendtrace.tape.plain_numbers import is_known_code
 from bendtrace.torch_rules.host_io import MEASURES
 from bendtrace.torch_rules.questions import (
     QUESTIONS,
@@ -71,20 +72,32 @@ class Ran:
         self._asking: list[int] = []  # where `_away` is one of these, questions are answered
         self._wants_inside = wants_inside
         self._hidden: list[Any] | None = None
-        self._finished: dict[types.CodeType, bool] = {}
+        self._kinds: dict[types.CodeType, int] = {}
+        # Makes the arguments of a function that has just begun plain, where its code is not known
+        # to ask traced numbers.
+        self.pass_plain: Callable[[types.FrameType], None] | None = None
 
-    def _is_finished(self, code: types.CodeType, space: dict[str, Any]) -> bool:
-        known = self._finished.get(code)
+    def _is_finished(self, code: types.CodeType, space: dict[str, Any]) -> int:
+        """Return whether code is finished: 2 if it is not known to ask traced numbers."""
+        known = self._kinds.get(code)
         if known is None:
-            known = self._finished[code] = is_finished_code(code, space)
+            known = int(is_finished_code(code, space))
             if not known:
                 self.codes[code] = space
+            elif not is_known_code(code, str(space.get("__name__"))):
+                known = _FOREIGN
+            self._kinds[code] = known
         return known
 
     def _started(self, frame: types.FrameType) -> None:
         code = frame.f_code
-        if not self._is_finished(code, frame.f_globals):
+        kind = self._is_finished(code, frame.f_globals)
+        if not kind:
             return
+        if kind == _FOREIGN and self.pass_plain is not None:
+            outer = frame.f_back
+            if outer is None or self._is_finished(outer.f_code, outer.f_globals) != _FOREIGN:
+                self.pass_plain(frame)
         module, caller = str(frame.f_globals.get("__name__")), frame.f_back
         while module in _OF_TORCH and caller is not None and _hands_on(caller):
             caller = caller.f_back
@@ -249,7 +262,11 @@ class _Monitored(Ran):
 
     def _py_start(self, code: types.CodeType, offset: int) -> Any:
         if not self._away and threading.get_ident() == self._thread:
-            self._started(sys._getframe(1))
+            self._away += 1  # what is done here is not the model's
+            try:
+                self._started(sys._getframe(1))
+            finally:
+                self._away -= 1
         return None
 
     def _call(self, code: types.CodeType, offset: int, function: Any, first: object) -> Any:
@@ -265,6 +282,7 @@ def _never() -> bool:
     return False
 
 
+_FOREIGN = 2
 _NATIVE = (types.BuiltinFunctionType,)
 _NOWHERE: Place = ((lambda: None).__code__, 0)
 # Functions of torch's that are recorded where they are asked for as attributes of torch, which is
@@ -291,7 +309,7 @@ _ENTROPY = frozenset({"urandom", "getrandom", "seed", "uuid_generate_time_safe"}
 
 
 def _users_place(
-    frame: types.FrameType, finished: Callable[[types.CodeType, dict[str, Any]], bool]
+    frame: types.FrameType, finished: Callable[[types.CodeType, dict[str, Any]], int]
 ) -> Place | None:
     """Return where the user's code is that called what runs; None if that is an import's doing."""
     found: types.FrameType | None = frame

@@ -18,8 +18,8 @@ from torch import nn
 
 from bendtrace._places import full_place_text
 from bendtrace.environment.reachability import reachable_from
-from bendtrace.source.usage import needs_plain_numbers
 from bendtrace.tape.captured import PLAIN_TYPES, CaptureKind, is_scalar, module_of, slots_of
+from bendtrace.tape.plain_numbers import function_needs_plain
 from bendtrace.tape.structure import can_build
 from bendtrace.torch_rules.collectives import is_wiring
 from bendtrace.torch_rules.owners import parts_of
@@ -193,5 +193,5 @@ def tells_numbers_apart(function: Callable[..., Any]) -> bool:
 def asks_for_plain(function: Callable[..., Any]) -> bool:
     """Whether the forward of a model has to be given plain numbers for its own sake."""
     called = function.forward if isinstance(function, nn.Module) else function
-    code: Any = getattr(getattr(called, "__func__", called), "__code__", None)
-    return code is not None and needs_plain_numbers(code)
+    called = getattr(called, "__func__", called)
+    return isinstance(called, types.FunctionType) and function_needs_plain(called)

@@ -33,9 +33,9 @@ from bendtrace.environment.provenance import (
 )
 from bendtrace.source.bytecode import passed_on
 from bendtrace.source.sites import PACKAGE
-from bendtrace.source.usage import needs_plain_numbers
 from bendtrace.source.versions import CodeVersion, Depends, Named
 from bendtrace.tape.captured import module_of
+from bendtrace.tape.plain_numbers import function_needs_plain
 
 __all__ = [
     "DESCRIBED",
@@ -138,7 +138,7 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
         frozenset(name for code in codes for name in facts_in(code).stores),
         any(facts_in(code).tells_numbers for code in codes)
         or any(
-            needs_plain_numbers(function.__code__)
+            function_needs_plain(function)
             for function in search.functions.values()
             if not is_finished(function)
         ),

@@ -57,6 +57,7 @@ from bendtrace.tape.captured import (
     has_attributes,
     is_array,
 )
+from bendtrace.tape.plain_numbers import asks, is_exact_format
 from bendtrace.tape.structure import entries_of, flat, kept_in, read_partial
 from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.distributed_forward import gathered_names, hidden_of, is_joint_hook
@@ -227,6 +228,8 @@ class Scan(CodeScan):
         found = self.found
         kind = type(value)
         if kind in PLAIN_TYPES:
+            if kind is str and "%" in value and is_exact_format(value):
+                found.tells_numbers = True
             traced = route.traceable(kind) and not found.plain_numbers
             self._add(value, route, CaptureKind.NUMBER if traced else CaptureKind.PLAIN)
         elif (known := found.by_id.get(id(value))) is not None:
@@ -308,6 +311,8 @@ class Scan(CodeScan):
         """Scan a value that is guarded by identity alone, and what code can read through it."""
         part = self._add(value, route, CaptureKind.IDENTITY)
         found = self.found
+        if not (found.tells_numbers or self._is_finished or asks(value)):
+            found.tells_numbers = True
         if isinstance(value, (functools.partial, torch.Generator)):
             self.notes.is_steady = False
         if isinstance(value, types.FunctionType):
@@ -517,6 +522,8 @@ class Scan(CodeScan):
                 continue
             kind = type(item)
             if kind in PLAIN_TYPES:  # as `_scan` would add it, in a fraction of the time
+                if kind is str and "%" in item and is_exact_format(item):
+                    self.found.tells_numbers = True
                 parts.append(
                     Captured(len(parts), part, Access.ITEM, key, CaptureKind.PLAIN, item, kind,
                          f"{label}.{key}", False)

@@ -9,7 +9,7 @@ import gc
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
@@ -370,6 +370,31 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
             if new is not item:
                 name.put(value, new)
     return value
+
+
+def scalars_in(value: Any, depth: int = 5, seen: set[int] | None = None) -> Iterator[TracedScalar]:
+    """Yield the traced scalars in a value: in containers, and in attributes of objects."""
+    kind = type(value)
+    if kind in TRACED:
+        yield value
+    if kind in PLAIN_TYPES or kind in TRACED or isinstance(value, _NOT_LOOKED_INTO) or not depth:
+        return
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inside: list[Any] = []
+    if isinstance(value, (tuple, list, set, frozenset)):
+        inside += value
+    elif isinstance(value, dict):
+        inside += (part for pair in items_in(value) for part in pair)
+    if can_build(kind):
+        inside += attributes_of(value).values()
+    for item in inside:
+        yield from scalars_in(item, depth - 1, seen)
+
+
+_NOT_LOOKED_INTO = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.CodeType)
 
 
 def make_keys_plain(container: dict[Any, Any]) -> None:

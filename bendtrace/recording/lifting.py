@@ -19,7 +19,8 @@ from bendtrace.recording.values import Values
 from bendtrace.recording.writer import Writer
 from bendtrace.source.counters import assign, counters_at, local_in
 from bendtrace.source.sites import PACKAGE
-from bendtrace.source.usage import compares_identity, needs_plain_numbers
+from bendtrace.source.usage import compares_identity
+from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TracedInt
 from bendtrace.tape.tape import OpKind, Ref, Tape, Test
 
@@ -69,7 +70,9 @@ class Lifting:
         while found is not None and found.f_code is not self._outermost:
             code = found.f_code
             names = () if code.co_filename.startswith(PACKAGE) else counters_at(code, found.f_lasti)
-            if names and not needs_plain_numbers(code) and not compares_identity(code):
+            if names and not (
+                needs_plain_numbers(code, found.f_globals) or compares_identity(code)
+            ):
                 for name in sorted(names):
                     self._lift_one(found, name)
             found = found.f_back

@@ -33,11 +33,11 @@ from bendtrace.source.bytecode import named_in
 from bendtrace.source.sites import is_covered, users_level
 from bendtrace.source.usage import (
     compares_identity,
-    needs_plain_numbers,
     only_tests,
     stores_outside,
 )
 from bendtrace.tape.contexts import dispatch_modes, function_modes
+from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.tape import (
     Guard,
     OpKind,

@@ -124,6 +124,7 @@ class Recorder(RecordingMode):
         if lifting is not None:
             lifting.begin(self._writer, self._values, self._lifted, outermost)
         self._numbers = Numbers(self._writer, self._values, self._encoder, self._texts, inserter)
+        self._ran.pass_plain = self._numbers.pass_plain
         self._compares = self._numbers.compares
         scopes = Scopes(
             self._writer, self._values, self._encoder, environment, self._ran, observer, inserter
@@ -659,7 +660,8 @@ class Recorder(RecordingMode):
     def unseen(self, what: str) -> None:
         """Record something that a replay could not repeat (see `watchers.Watcher`)."""
         self._fast_path = self._aside = None  # from now on, ops may call other code
-        self._ran.leave(answers=True)  # the run is live in any case
+        self._ran.leave(answers=True)  # the run is live in any case; unwatched code may compile
+        self._numbers.end(sys._getframe(1), Recorder._outcome.__code__)
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
 
 

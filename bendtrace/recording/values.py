@@ -16,8 +16,9 @@ from bendtrace.environment.environment import Environment
 from bendtrace.recording.writer import Known, Writer
 from bendtrace.source.internals import internal
 from bendtrace.source.sites import user_place, users_code
-from bendtrace.source.usage import compares_identity, needs_plain_numbers, only_tests
+from bendtrace.source.usage import compares_identity, only_tests
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, requires_grad
+from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import (
     TRACED,
     Origin,
@@ -26,6 +27,7 @@ from bendtrace.tape.scalars import (
     TracedInt,
     TracedScalar,
     plain,
+    put_source,
     retire,
 )
 from bendtrace.tape.structure import build, held_by
@@ -73,6 +75,7 @@ class Values:
     Attributes:
         origin: as given.
         facts: those of the writer.
+        gives_plain: whether the model receives plain numbers, which are guarded by value.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Values:
         self.origin = origin
         self._start = start
         self._elements: dict[tuple[int, Any], Ref] = {}
-        self._plain_numbers = environment.tells_numbers
+        self.gives_plain: bool = environment.tells_numbers
 
     def retire(self) -> None:
         """Turn the traced scalars of the run into ordinary objects."""
@@ -148,7 +151,7 @@ class Values:
             self._writer.guard(Test.LENGTH, op.index, len(out), "metadata", frame)
             ref = Ref(op.index)
             sizes = [self.scalar(TracedInt, size, (ref, (i,))) for i, size in enumerate(out)]
-            if self._plain_numbers or needs_plain_numbers(frame.f_code):
+            if self.gives_plain or needs_plain_numbers(frame.f_code, frame.f_globals):
                 return kind([self.origin.consume(size, "type") for size in sizes])
             return kind(sizes)
         if isinstance(out, (tuple, list, dict)):
@@ -303,6 +306,8 @@ class Values:
             depth: the number of nested lists around it.
         """
         scalar = self.scalar(kind, value, source)
+        if kind is TracedInt and not -_LARGEST <= value < _LARGEST:
+            return self.origin.consume(scalar, "type")  # torch has none, and C asks it otherwise
         if kind is TracedBool:
             if compares_identity(frame.f_code):
                 return self.origin.consume(scalar, "type")
@@ -310,7 +315,7 @@ class Values:
                 return self.origin.consume(scalar, "bool")
         return (
             self.origin.consume(scalar, "type")
-            if self._plain_numbers or needs_plain_numbers(frame.f_code)
+            if self.gives_plain or needs_plain_numbers(frame.f_code, frame.f_globals)
             else scalar
         )
 
@@ -400,7 +405,8 @@ class Values:
         source = scalar._source
         if type(source) is not Ref:
             parent, path = source
-            source = scalar._source = self.element(parent, path, scalar)
+            source = self.element(parent, path, scalar)
+            put_source(scalar, source)
         if self._writer.script is not None:
             self._writer.require_alive((source.index,))
         return source
@@ -515,6 +521,9 @@ class Values:
             f"a tensor used {self.here()} got its gradient function from code that torch does not "
             "let a tracer see (a C++ extension?)"
         )
+
+
+_LARGEST = 1 << 63
 
 
 def outline_of(value: Any) -> Any:

@@ -28,7 +28,6 @@ __all__ = [
     "asks_for_ids",
     "compares_identity",
     "compares_items",
-    "needs_plain_numbers",
     "only_tests",
     "stores_outside",
 ]
@@ -110,77 +109,6 @@ def stores_outside(code: CodeType) -> bool:
     return any(map(stores_outside, _within(code)))
 
 
-_TELLING_NAMES = frozenset(
-    {
-        "type", "manual_seed", "dumps", "deque", "Decimal", "timedelta", "statistics", "Fraction",
-        # These run code out of the tracer's sight, where torch takes traced sizes for symbols.
-        "Thread", "ThreadPoolExecutor", "DisableTorchFunction", "DisableTorchFunctionSubclass",
-        "cond", "while_loop", "associative_scan",
-        # What they are instances of.
-        "SymInt", "SymFloat", "SymBool",
-    }
-)  # fmt: skip
-_plain: dict[int, tuple[CodeType, bool]] = {}
-
-
-def needs_plain_numbers(code: CodeType) -> bool:
-    """Return whether code contains an operation that differs between traced scalars and numbers.
-
-    Such operations are `type(x)` and `x is True`, and calls of C code that needs an exact number
-    and does not ask the tracer: seeding a generator, `json.dumps` and the like. Nested code, such
-    as a comprehension, is included.
-    """
-    known = _plain.get(id(code))
-    if is_off("identity"):
-        return True
-    if known is None:
-        needs = _has_such_code(code) or any(map(needs_plain_numbers, _within(code)))
-        known = _plain[id(code)] = (code, needs)
-    return known[1]
-
-
-# The classes of tensors that C code makes, and what code does with one that it keeps.
-_TENSOR_CLASSES = frozenset(
-    f"{kind}Tensor"
-    for kind in (
-        "Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool",
-    )
-)  # fmt: skip
-_KEEPING = ("STORE_", "RETURN_", "JUMP_FORWARD", "BUILD_")
-
-
-def _keeps_tensor_class(code: CodeType) -> bool:
-    """Return whether code keeps one, to call it later: `kind = torch.FloatTensor`."""
-    return not _TENSOR_CLASSES.isdisjoint(code.co_names) and any(
-        step.value in _TENSOR_CLASSES and after.name.startswith(_KEEPING)
-        for step, after in itertools.pairwise(single_steps(code))
-        if step.name.startswith("LOAD_")
-    )
-
-
-def _has_such_code(code: CodeType) -> bool:
-    if not _TELLING_NAMES.isdisjoint(code.co_names) or _keeps_tensor_class(code):
-        return True
-    if not _NUMBER_TYPES.isdisjoint(code.co_names) and _asks_types(code):
-        return True
-    return has(code, "IS_OP") and any(
-        there == "IS_OP" and isinstance(constant_of(code, before, argument), bool)
-        for (before, argument), (there, _) in itertools.pairwise(steps_of(code))
-    )
-
-
-def _asks_types(code: CodeType) -> bool:
-    """Return whether code takes a method from a type of numbers: `float.hex`."""
-    return any(
-        one.name == "LOAD_GLOBAL"
-        and one.value in _NUMBER_TYPES
-        and then.name in ("LOAD_ATTR", "LOAD_METHOD")
-        and then.value not in ("from_bytes", "fromhex")
-        for one, then in itertools.pairwise(single_steps(code))
-    )
-
-
-_NUMBER_TYPES = frozenset({"int", "float", "bool"})
 _tests: dict[tuple[int, int, int], tuple[CodeType, bool | None]] = {}
 
 

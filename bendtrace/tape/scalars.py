@@ -24,6 +24,7 @@ __all__ = [
     "TracedInt",
     "TracedScalar",
     "plain",
+    "put_source",
     "retire",
 ]
 
@@ -88,6 +89,9 @@ class _Node:
         return bool(self._value())
 
 
+_put = object.__setattr__
+
+
 class TracedScalar:
     """The base of the three kinds: a value, the recorder, and the op (see `Recorder.ref`)."""
 
@@ -97,9 +101,15 @@ class TracedScalar:
     _source: Any
 
     def __init__(self, value: Any, origin: Origin, source: Any) -> None:
-        self._value = value
-        self._origin = origin
-        self._source = source
+        _put(self, "_value", value)
+        _put(self, "_origin", origin)
+        _put(self, "_source", source)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._value, name, value)  # which raises what it raises for a number
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._value, name)
 
     def _consume(self, how: str) -> Any:
         origin = self._origin
@@ -115,9 +125,6 @@ class TracedScalar:
 
     def __bool__(self) -> bool:
         return bool(self._consume("bool"))
-
-    def __index__(self) -> int:
-        return operator.index(self._consume("index"))
 
     def __int__(self) -> int:
         return int(self._consume("int"))
@@ -169,10 +176,18 @@ class TracedScalar:
         return _arithmetic(round, (self,) if digits is None else (self, digits))
 
     def __divmod__(self, other: Any) -> Any:
+        if not isinstance(other, _NUMBERS):
+            return NotImplemented
         return self // other, self % other
 
     def __rdivmod__(self, other: Any) -> Any:
+        if not isinstance(other, _NUMBERS):
+            return NotImplemented
         return other // self, other % self
+
+    def __imul__(self, other: Any) -> Any:
+        # Python asks a sequence on the right only if what is on the left can be none.
+        return self._consume("index") * other if isinstance(other, _SEQUENCES) else NotImplemented
 
     def __sym_min__(self, other: Any) -> Any:
         return _arithmetic(torch.sym_min, (self, other))
@@ -200,12 +215,18 @@ def _without_traced(value: Any) -> Any:
     return value
 
 
+def put_source(scalar: TracedScalar, source: Any) -> None:
+    """Give a scalar another source: the op of what was an element of a result."""
+    _put(scalar, "_source", source)
+
+
 def plain(value: Any) -> Any:
     """Return the plain number in a traced scalar, without a guard; return others unchanged."""
     return value._value if isinstance(value, TracedScalar) else value
 
 
 _NUMBERS = (int, float, complex)  # isinstance works for bools and for traced scalars too
+_SEQUENCES = (list, tuple, str, bytes, bytearray)
 
 
 def _arithmetic(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
@@ -222,9 +243,11 @@ def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
     return method
 
 
-def _binary(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[..., Any]:
+def _binary(
+    function: Callable[[Any, Any], Any], reflected: bool, others: tuple[type, ...] = _NUMBERS
+) -> Callable[..., Any]:
     def method(self: TracedScalar, other: Any) -> Any:
-        if not isinstance(other, _NUMBERS):
+        if not isinstance(other, others):
             # Tensors, arrays and other number types accept traced values; for one whose run is over
             # they only know the plain value.
             if type(self) in TRACED:
@@ -257,21 +280,39 @@ _BINARY = {
     "or": operator.or_,
     "xor": operator.xor,
 }
+_ON_INTS = frozenset({"lshift", "rshift", "and", "or", "xor"})
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-def _complete(cls: type[TracedScalar]) -> None:
+def _index(scalar: TracedScalar) -> int:
+    return operator.index(scalar._consume("index"))
+
+
+def _operators() -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {"__index__": _index}
     for name, function in _UNARY.items():
-        setattr(cls, f"__{name}__", _unary(function))
+        found[f"__{name}__"] = _unary(function)
     for name, binary in _BINARY.items():
-        setattr(cls, f"__{name}__", _binary(binary, reflected=False))
-        setattr(cls, f"__r{name}__", _binary(binary, reflected=True))
+        others = (int,) if name in _ON_INTS else _NUMBERS
+        found[f"__{name}__"] = _binary(binary, False, others)
+        found[f"__r{name}__"] = _binary(binary, True, others)
     for name in _COMPARISONS:
-        setattr(cls, f"__{name}__", _binary(getattr(operator, name), reflected=False))
-    cls.__rpow__ = _binary(operator.pow, reflected=True)  # type: ignore[attr-defined]
+        found[f"__{name}__"] = _binary(getattr(operator, name), reflected=False)
+    found["__rpow__"] = _binary(operator.pow, reflected=True)
+    return found
 
 
-_complete(TracedScalar)
+_OPERATORS = _operators()
+# Torch's class of symbolic floats gets all of these as soon as torch imports what defines them.
+_BINARY_NAMES = frozenset(f"__{r}{name}__" for r in ("", "r") for name in _BINARY)
+
+
+def _refused(self: TracedScalar, other: Any) -> Any:
+    return NotImplemented
+
+
+def _not_inverted(self: TracedScalar) -> Any:
+    return ~self._value
 
 
 def _attribute(name: str) -> property:
@@ -296,11 +337,17 @@ def _kind(base: type, plain_kind: type) -> Any:
             )
         return object.__new__(cls)
 
+    own = dir(plain_kind)
+    operators = {name: function for name, function in _OPERATORS.items() if name in own}
+    if plain_kind is float:
+        operators.update(dict.fromkeys(_BINARY_NAMES - {*own}, _refused))
+        operators["__invert__"] = _not_inverted
     body = dict(
-        public,
+        {**public, **operators},
         __new__=new,
         __slots__=("_origin", "_source", "_value"),
         __class__=plain_kind,
+        __hash__=TracedScalar.__hash__,  # which Python drops from a class that compares
         __doc__=f"A {plain_kind.__name__} that knows the op it came from.",
         __module__=__name__,
     )
@@ -348,4 +395,5 @@ def retire(scalar: TracedScalar) -> None:
     instead of their value.
     """
     _set_class(scalar, _RETIRED[type(scalar)])
-    scalar._origin, scalar._source = _OVER, None  # the run need not live as long
+    _put(scalar, "_origin", _OVER)
+    _put(scalar, "_source", None)  # the run need not live as long

@@ -1,0 +1,450 @@
+"""Which code must receive plain numbers, because it may pass them to C code that tells them apart.
+
+A traced scalar answers Python's operators and statements, torch, and whatever asks it through its
+methods. Other C code tests for an exact int or float, or reads one from memory: `Decimal`,
+`json.dumps`, `math.ldexp`. A list of such code would never be complete. So `ASKING` lists the C
+code that is known to ask, and a function that names any other C code receives plain numbers.
+`tests/test_plain_numbers.py` compares each entry with what it gives for plain numbers.
+
+Code written in Python only passes numbers on. That of the user, of torch and of packages that use
+torch is read here. Any other (`yaml.dump`) receives plain arguments where it is entered
+(`recording/entered.py`).
+"""
+
+from __future__ import annotations
+
+import _bisect
+import _heapq
+import _warnings
+import builtins
+import cmath
+import collections
+import contextvars
+import functools
+import itertools
+import math
+import operator
+import re
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+
+from bendtrace.source.bytecode import constant_of, has, single_steps, steps_of
+from bendtrace.source.features import is_off
+from bendtrace.source.sites import TORCH
+from bendtrace.tape.scalars import TracedBool, TracedFloat, TracedInt
+
+__all__ = [
+    "ASKING",
+    "UNKNOWN",
+    "asks",
+    "function_needs_plain",
+    "is_exact_format",
+    "is_known_code",
+    "named_in_function",
+    "named_objects",
+    "needs_plain_numbers",
+]
+
+# Functions and types written in C that give for a traced number what they give for a plain one.
+_BUILTINS = (
+    abs, all, any, ascii, bin, bool, bytearray, bytes, callable, chr, classmethod, complex, delattr,
+    dict, divmod, enumerate, filter, float, format, frozenset, getattr, hasattr, hash, hex, id, int,
+    isinstance, issubclass, iter, len, list, map, max, min, next, object, oct, open, ord, print,
+    property, range, repr, reversed, round, set, setattr, slice, sorted, staticmethod, str, sum,
+    super, tuple, zip,
+)  # fmt: skip
+_TYPES = (
+    collections.OrderedDict, collections.defaultdict, contextvars.ContextVar, functools.cmp_to_key,
+    functools.partial, functools.reduce, functools._lru_cache_wrapper, operator.attrgetter,
+    operator.itemgetter, operator.methodcaller, re.Match, re.Pattern, threading.local,
+    type(threading.Lock()), type(threading.RLock()),
+    *(kind for kind in vars(types).values() if isinstance(kind, type) and kind is not type),
+    *(type(iter(kind())) for kind in (list, tuple, dict, set, str, bytes)),
+    *(type(getattr({}, name)()) for name in ("keys", "values", "items")),
+)  # fmt: skip
+# Modules of which every function and type asks, but for some.
+_MODULES = (_bisect, _heapq, cmath, itertools, math, operator)
+_NOT_ASKING = frozenset(
+    {
+        "count", "delitem", "fma", "is_", "is_not", "ldexp", "nextafter", "permutations", "sumprod",
+    }
+)  # fmt: skip
+# Types of objects whose methods ask, though the type itself does not.
+_OBJECTS = frozenset({collections.deque, itertools.count, weakref.ref, *weakref.ProxyTypes})
+_CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time"})
+ASKING: frozenset[Any] = frozenset(
+    {
+        *_BUILTINS, *_TYPES, _warnings.warn, _warnings.warn_explicit, sys.intern, sys.exc_info,
+        vars(collections)["_count_elements"],
+        *(clock for name, clock in vars(time).items() if name.partition("_ns")[0] in _CLOCKS),
+        *(
+            value
+            for module in _MODULES
+            for name, value in vars(module).items()
+            if callable(value) and name[:1] != "_" and name not in _NOT_ASKING
+        ),
+    }
+)  # fmt: skip
+_NUMBERS = frozenset({int, float, bool, complex})
+# Types whose methods ask; those of `int` and `float` insist on such a number.
+_CONTAINERS = frozenset(
+    {object, str, bytes, bytearray, list, tuple, dict, set, frozenset, collections.OrderedDict}
+)
+_FROM_TEXT = frozenset({"from_bytes", "fromhex"})
+_OF_C = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.MethodWrapperType, types.ClassMethodDescriptorType,
+)  # fmt: skip
+# Types of values that are no C code, and of code that is read where it runs.
+_NO_CODE = _NUMBERS | _CONTAINERS | {types.NoneType, types.FunctionType, types.ModuleType}
+_HEAP_TYPE = 1 << 9
+
+
+def asks(value: Any) -> bool:
+    """Return whether C code that a name stands for asks a traced number that it receives.
+
+    Anything that is no C code counts as well.
+    """
+    kind = type(value)
+    if value is UNKNOWN or value is sys.modules or (kind is str and is_exact_format(value)):
+        return False
+    if kind in _NO_CODE:
+        return True
+    if isinstance(value, type):
+        return _is_known_type(value)
+    if kind is functools.partial:
+        return asks(value.func) and all(map(asks, (*value.args, *value.keywords.values())))
+    if kind not in _OF_C:
+        return _is_known_type(kind, _OBJECTS)
+    try:
+        if value in ASKING:
+            return True
+    except TypeError:  # a method of something that has no hash
+        pass
+    owner = getattr(value, "__objclass__", None) or getattr(value, "__self__", None)
+    if owner is None or isinstance(owner, types.ModuleType):
+        return _uses_torch(
+            str(getattr(value, "__module__", None) or getattr(owner, "__name__", ""))
+        )
+    if owner in _NUMBERS if isinstance(owner, type) else type(owner) in _NUMBERS:
+        return value.__name__ in _FROM_TEXT
+    owner = owner if isinstance(owner, type) else type(owner)
+    return owner in _CONTAINERS or _is_known_type(owner, _OBJECTS)
+
+
+def is_exact_format(text: str) -> bool:
+    """Return whether a text formats numbers by C code that insists on them: `"%*d" % (n, 5)`."""
+    return "%" in text and _FORMAT.search(text) is not None
+
+
+_FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|c)")
+
+
+def _is_known_type(cls: type, others: frozenset[type] = frozenset()) -> bool:
+    """Whether objects of a class are made, and their methods written, by code that asks.
+
+    Args:
+        cls: the class.
+        others: C types that count as well.
+    """
+    return all(
+        base in ASKING
+        or base in others
+        or base in _NO_CODE
+        or not _is_of_c(base)
+        or issubclass(base, BaseException)
+        or _uses_torch(base.__module__)
+        or (base.__module__.startswith("numpy") and base.__name__ not in _NOT_OF_NUMPY)
+        for base in cls.__mro__
+    )
+
+
+def _is_of_c(cls: type) -> bool:
+    if not cls.__flags__ & _HEAP_TYPE:
+        return True
+    return isinstance(vars(cls).get("__new__"), types.BuiltinFunctionType)
+
+
+_NOT_OF_NUMPY = frozenset({"timedelta64", "datetime64", "void", "object_"})
+
+
+# Packages
+
+# Modules of Python's own that only pass on what they receive.
+_PASSING_ON = frozenset(
+    {
+        "_collections_abc", "_weakrefset", "abc", "codecs", "collections", "contextlib", "copy",
+        "copyreg", "dataclasses", "functools", "genericpath", "importlib", "inspect", "keyword",
+        "linecache", "logging", "ntpath", "operator", "os", "posixpath", "re", "threading",
+        "traceback", "types", "warnings", "weakref",
+    }
+)  # fmt: skip
+# Packages for tensors, where their imports do not show it.
+_FOR_TENSORS = frozenset({"torch", "bendtrace", "einops", "opt_einsum", "jaxtyping", "omegaconf"})
+_known_packages: dict[str, tuple[int, bool]] = {}
+
+
+def _uses_torch(module: str) -> bool:
+    """Whether a module belongs to torch, or to a package that uses torch."""
+    package = module.partition(".")[0]
+    if package in _FOR_TENSORS:
+        return True
+    if not package or package in sys.stdlib_module_names or package == "numpy":
+        return False
+    count, known = _known_packages.get(package, (0, False))
+    if not known and count != len(sys.modules):
+        inside = f"{package}."
+        known = any(
+            getattr(part, "__dict__", {}).get("torch") is torch
+            for name, part in list(sys.modules.items())
+            if name == package or name.startswith(inside)
+        )
+        _known_packages[package] = len(sys.modules), known
+    return known
+
+
+def is_known_code(code: CodeType, module: str) -> bool:
+    """Return whether installed code written in Python may receive traced numbers.
+
+    Args:
+        code: the code.
+        module: the name of its module.
+    """
+    package = module.partition(".")[0]
+    if package in _PASSING_ON or code.co_filename.startswith("<frozen "):
+        return True
+    if package in ("typing", "enum"):
+        return not code.co_name.startswith("__") or code.co_name in _OF_CLASSES
+    return _uses_torch(module)
+
+
+# Methods in `typing` and `enum` that receive no numbers.
+_OF_CLASSES = frozenset(
+    {
+        "__class_getitem__", "__eq__", "__get__", "__getattr__", "__getitem__", "__hash__",
+        "__init_subclass__", "__iter__", "__len__", "__set_name__", "__subclasscheck__",
+    }
+)  # fmt: skip
+
+
+# What code names
+
+UNKNOWN: Any = object()  # what a name stands for, where only the run will show it
+
+
+def named_in_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the names in a function and their values, with its defaults (see `named_objects`)."""
+    cells: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            cells[name] = cell.cell_contents
+        except ValueError:  # assigned later
+            continue
+    yield from named_objects(function.__code__, function.__globals__, cells)
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield f"a default of {function.__name__}", value
+
+
+def named_objects(
+    code: CodeType, space: Mapping[str, Any], cells: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield the names in code, with their attributes (`math.ldexp`), and their values.
+
+    Args:
+        code: the code, with functions nested in it.
+        space: its globals.
+        cells: the values of its free variables.
+    """
+    held: dict[str, Any] = dict(cells or {})  # and modules that it imports itself
+    name, value, package = "", UNKNOWN, None
+    for step in single_steps(code):
+        here, there = "", UNKNOWN
+        if step.name in _ATTRIBUTES and value is not UNKNOWN:
+            there = _member_of(value, step.value)
+            here = f"{name}.{step.value}"
+        elif step.name == "IMPORT_FROM":
+            here, there = step.value, _member_of(package, step.value)
+        elif step.name == "IMPORT_NAME":
+            package = _imported(step.value, space)
+            here = step.value.partition(".")[0]
+            there = _imported(here, space)
+            if there is None:
+                there = UNKNOWN
+                if here in sys.stdlib_module_names:
+                    yield here, UNKNOWN
+        elif step.name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            here, there = step.value, _global(step.value, space)
+        elif step.name in _VARIABLES and step.value in held:
+            here, there = step.value, held[step.value]
+        elif step.name.startswith("STORE_") and isinstance(value, types.ModuleType):
+            held[step.value] = value
+            value = UNKNOWN
+        if value is not UNKNOWN and (there is UNKNOWN or step.name not in _ATTRIBUTES):
+            yield name, value
+        name, value = here, there
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from named_objects(inner, space, held)
+
+
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_VARIABLES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+
+
+def _global(name: str, space: Mapping[str, Any]) -> Any:
+    return space[name] if name in space else vars(builtins).get(name, UNKNOWN)
+
+
+def _imported(name: str, space: Mapping[str, Any]) -> types.ModuleType | None:
+    package = str(space.get("__package__") or "")
+    for prefix in ("", f"{package}.", f"{package.rpartition('.')[0]}."):
+        found = sys.modules.get(f"{prefix}{name}")
+        if found is not None:
+            return found
+    return None
+
+
+def _member_of(value: Any, name: str) -> Any:
+    """Return an attribute of a module or class, without running code."""
+    if isinstance(value, types.ModuleType):
+        return vars(value).get(name, UNKNOWN)
+    if not isinstance(value, type):
+        return UNKNOWN
+    for cls in value.__mro__:
+        if name in vars(cls):
+            found = vars(cls)[name]
+            return found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
+    return UNKNOWN
+
+
+# Code that receives plain numbers
+
+# C code of torch that insists on numbers, and code that runs out of the tracer's sight, where torch
+# takes traced sizes for symbols.
+_OF_TORCH = frozenset(
+    {
+        "DisableTorchFunction", "DisableTorchFunctionSubclass", "SymBool", "SymFloat", "SymInt",
+        "Thread", "ThreadPoolExecutor", "associative_scan", "cond", "manual_seed", "while_loop",
+    }
+)  # fmt: skip
+# In torch's own code, which is not read further.
+_IN_TORCH = _OF_TORCH | {"type", "dumps", "deque", "Decimal", "timedelta", "Fraction"}
+# What finds code by a name that is computed.
+_FINDING = frozenset({"__import__", "eval", "exec", "globals", "import_module"})
+# What a traced number has and a plain one has not, or the other way round.
+_OWN = frozenset(
+    name
+    for traced, plain in ((TracedInt, int), (TracedFloat, float), (TracedBool, bool))
+    for name in {*dir(traced)} ^ {*dir(plain)}
+)
+# Methods that operators call, which insist on numbers: (5).__add__.
+_OPERATORS = frozenset(
+    name for name in (*dir(int), *dir(float)) if name[:2] == "__" and name not in dir(object)
+) | {"__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__"}  # fmt: skip
+_plain: dict[tuple[int, int], tuple[CodeType, Mapping[str, Any], bool]] = {}
+
+
+def needs_plain_numbers(code: CodeType, space: Mapping[str, Any] | None = None) -> bool:
+    """Return whether code contains something that differs between traced scalars and numbers.
+
+    That is `type(x)`, `x is True`, and whatever may pass the number to C code that is not known to
+    ask it. Nested code, such as a comprehension, is included.
+
+    Args:
+        code: the code.
+        space: its globals.
+    """
+    if is_off("identity"):
+        return True
+    space = vars(builtins) if space is None else space
+    known = _plain.get((id(code), id(space)))
+    if known is None:
+        needs = _tells_apart(code) or (
+            not code.co_filename.startswith(TORCH)
+            and not _all_ask(code, named_objects(code, space))
+        )
+        known = _plain[id(code), id(space)] = code, space, needs
+    return known[2]
+
+
+def function_needs_plain(function: types.FunctionType) -> bool:
+    """Return the same of a function, with its defaults and free variables."""
+    code = function.__code__
+    return needs_plain_numbers(code, function.__globals__) or (
+        (bool(code.co_freevars) or bool(function.__defaults__) or bool(function.__kwdefaults__))
+        and not _all_ask(code, named_in_function(function))
+    )
+
+
+def _all_ask(code: CodeType, named: Iterator[tuple[str, Any]]) -> bool:
+    return all(
+        _module_asks(value, code) if type(value) is types.ModuleType else asks(value)
+        for _, value in named
+    )
+
+
+def _module_asks(module: types.ModuleType, code: CodeType) -> bool:
+    """Whether what code may look up by name in a module of Python's own asks."""
+    if _LOOKING_UP.isdisjoint(code.co_names) or module.__name__ not in sys.stdlib_module_names:
+        return True
+    held = vars(module)
+    found = [held[text] for text in code.co_consts if type(text) is str and text in held]
+    return all(map(asks, found or held.values()))
+
+
+def _tells_apart(code: CodeType) -> bool:
+    names = _IN_TORCH if code.co_filename.startswith(TORCH) else _OF_TORCH
+    if not names.isdisjoint(code.co_names) or _keeps_tensor_class(code):
+        return True
+    if not code.co_filename.startswith(TORCH):
+        if not _FINDING.isdisjoint(code.co_names):
+            return True
+        if any(type(text) is str and _is_telling(text, code) for text in code.co_consts):
+            return True
+        if not _OPERATORS.isdisjoint(code.co_names) and any(
+            step.name in _ATTRIBUTES and step.value in _OPERATORS for step in single_steps(code)
+        ):
+            return True
+    tests = has(code, "IS_OP") and any(
+        there == "IS_OP" and isinstance(constant_of(code, before, argument), bool)
+        for (before, argument), (there, _) in itertools.pairwise(steps_of(code))
+    )
+    return tests or any(_tells_apart(inner) for inner in code.co_consts if type(inner) is CodeType)
+
+
+def _is_telling(text: str, code: CodeType) -> bool:
+    """Whether a text in code is a format for exact numbers, or a name that tells numbers apart."""
+    if text in _OWN or text in _OPERATORS:
+        return not _LOOKING_UP.isdisjoint(code.co_names)
+    return is_exact_format(text)
+
+
+_LOOKING_UP = frozenset(
+    {"attrgetter", "delattr", "getattr", "getattr_static", "hasattr", "methodcaller", "setattr"}
+)
+
+# The classes of tensors that C code makes, and what code does with one that it keeps.
+_TENSOR_CLASSES = frozenset(
+    f"{kind}Tensor"
+    for kind in (
+        "Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool",
+    )
+)  # fmt: skip
+_KEEPING = ("STORE_", "RETURN_", "JUMP_FORWARD", "BUILD_")
+
+
+def _keeps_tensor_class(code: CodeType) -> bool:
+    """Return whether code keeps one, to call it later: `kind = torch.FloatTensor`."""
+    return not _TENSOR_CLASSES.isdisjoint(code.co_names) and any(
+        step.value in _TENSOR_CLASSES and after.name.startswith(_KEEPING)
+        for step, after in itertools.pairwise(single_steps(code))
+        if step.name.startswith("LOAD_")
+    )
