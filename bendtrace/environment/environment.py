@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -32,9 +33,11 @@ from bendtrace.tape.captured import (
     CaptureKind,
     Change,
     content_of,
+    holds_number,
     identical,
     is_as_copied,
     is_told_by_identity,
+    put,
 )
 from bendtrace.tape.structure import entries_of, flat, kept_in
 from bendtrace.tape.watchers import current_watcher
@@ -55,6 +58,7 @@ class Environment(Found):
         leaves_watched_objects: whether the run changed what is watched by content alone.
         read_caches: what tensors the run took from which `functools.lru_cache`.
         filled_caches: the keys and results of caches after a run that added some.
+        lifted: the labels of the numbers that are inputs of the run (see `lift`).
     """
 
     places: Places
@@ -69,6 +73,8 @@ class Environment(Found):
         self.shared_memory: set[tuple[Captured, Captured]] = set()
         self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
+        self.lifted: frozenset[str] = frozenset()
+        self._placed: list[tuple[Captured, Any]] = []
         # A run around this one must not record what is asked of tensors here: it is not always
         # the same that is asked.
         with nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction():
@@ -325,6 +331,43 @@ class Environment(Found):
         for key in before:
             if key not in now:
                 yield Change(part, key, None, deleted=True)
+
+    def lift(self, labels: frozenset[str]) -> list[Captured]:
+        """Return the parts that are numbers with some labels, which the run takes as inputs.
+
+        Code that asks for the exact type of a number takes none. Nor can a number be an input that
+        only a tuple, a descriptor or an object of C holds.
+        """
+        found: list[Captured] = []
+        if labels and not (self.plain_numbers or self.tells_numbers):
+            for part in self.parts:
+                if part.label in labels and holds_number(part):
+                    found.append(replace(part, kind=CaptureKind.NUMBER))
+        for part in found:  # others may have the part itself
+            self.parts[part.index] = part
+        self.lifted = frozenset(part.label for part in found)
+        return found
+
+    def place(self, stand_ins: list[tuple[Captured, Any]]) -> None:
+        """Put something in the place of numbers while the run goes on."""
+        for part, stand_in in stand_ins:
+            assert part.parent is not None
+            self._placed.append((part, stand_in))
+            put(part.parent.value, part.key, stand_in)
+            if part.parent.index not in self.places.taken:
+                held = self.held[part.parent.index]
+                self.held[part.parent.index] = {**held, part.key: stand_in}
+        if stand_ins:
+            self.contents = self.places.read()
+
+    def put_back(self) -> None:
+        """Put numbers back that the run has not replaced."""
+        for part, stand_in in self._placed:
+            assert part.parent is not None
+            with suppress(LookupError, AttributeError):
+                if part.read_from(part.parent.value) is stand_in:
+                    put(part.parent.value, part.key, part.value)
+        self._placed.clear()
 
     def release(self) -> None:
         """Let go of tensors and contents once the run is over."""

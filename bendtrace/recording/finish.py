@@ -253,6 +253,7 @@ class Finish:
 
     def clean(self, changes: list[Change], *own: Any) -> dict[int, Any]:
         """Make the run's remains in its environment plain; return the plain values."""
+        self.environment.put_back()
         memo = self.environment.things()
         # A trace made inside the run can lead here, by way of this run's scalars.
         memo.update({id(thing): thing for thing in (self, self.tape, self.environment, *own)})

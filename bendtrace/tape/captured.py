@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import inspect
 import struct
 import sys
 import types
@@ -30,6 +31,7 @@ __all__ = [
     "child_label",
     "content_of",
     "has_attributes",
+    "holds_number",
     "identical",
     "is_array",
     "is_as_copied",
@@ -71,7 +73,7 @@ class CaptureKind(Enum):
     """The kind of a captured value, which determines its guard."""
 
     TENSOR = "tensor"
-    NUMBER = "number"  # an int or float argument: traced, guarded only where consumed
+    NUMBER = "number"  # an int or float that is an input: traced, guarded only where consumed
     PLAIN = "plain"  # guarded by value
     LIST = "list"
     TUPLE = "tuple"
@@ -237,7 +239,10 @@ class Captured:
             return arguments[self.key]
         if self.parent is None:
             return self.value
-        parent = self.parent.read(arguments)
+        return self.read_from(self.parent.read(arguments))
+
+    def read_from(self, parent: Any) -> Any:
+        """Read its current value from what it is reached from."""
         if self.access is Access.CELL:
             return parent.cell_contents
         if self.access is Access.CONTEXT:
@@ -325,6 +330,20 @@ def put(container: Any, key: Any, value: Any) -> None:
         key.put(container, value)
     else:
         container[key] = value
+
+
+def holds_number(part: Captured) -> bool:
+    """Whether a part is a number in a container or object that can hold another one."""
+    holder = part.parent
+    if part.kind is not CaptureKind.PLAIN or part.type not in (int, float) or holder is None:
+        return False
+    if part.access is Access.ATTRIBUTE:
+        # Code of the user's may be in the place of a slot.
+        member = inspect.getattr_static(type(holder.value), part.key.name, None)
+        return isinstance(member, types.MemberDescriptorType)
+    if part.access is Access.DICT:
+        return holder.kind is not CaptureKind.TENSOR
+    return part.access is Access.ITEM and type(holder.value) in _HOLDERS
 
 
 def layout_over_ranks(tensor: torch.Tensor) -> dict[str, Any]:
@@ -545,6 +564,9 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
     return content
 
 
+_HOLDERS = (
+    dict, list, collections.OrderedDict, collections.defaultdict, collections.Counter,
+)  # fmt: skip
 _SPELLED = PLAIN_TYPES | {AttributeKey}  # keys that labels tell apart
 _BARE = (dict, list, tuple)  # these have no attributes
 _FACTORY = AttributeKey("default_factory", Access.ATTRIBUTE)
