@@ -310,7 +310,8 @@ class Environment(Found):
         now = content_of(part, before)
         if part.kind is CaptureKind.IDENTITY and not isinstance(part.value, dict):
             for key, value in before.items():
-                if now.get(key) is not value and not is_over:
+                is_cell = isinstance(part.value, types.CellType)
+                if now.get(key) is not value and (is_cell or not is_over):
                     yield Change(part, key, now.get(key))  # the run may well change it back
                 elif now.get(key) is not value:
                     if isinstance(part.value, types.MappingProxyType):

@@ -9,6 +9,7 @@ the model's own variables would.
 from __future__ import annotations
 
 import functools
+import types
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -292,6 +293,8 @@ def _store(source: Source, change: Change, value: str) -> str:
             if change.deleted:
                 return f"delattr({holder}, {name!r})"
             return f"object.__setattr__({holder}, {name!r}, {value})"
+    elif isinstance(change.part.value, types.CellType):
+        place = f"{holder}.cell_contents"
     elif change.key is None:
         place = f"{holder}[:]"
     else:

@@ -278,8 +278,10 @@ class Change:
             return True
         inner: Captured | None = part
         while inner is not None:
-            # As a dict compares keys, which may be tensors.
-            if inner.parent is self.part and (self.key is None or inner.key in {self.key}):
+            if inner.parent is self.part and (
+                # As a dict compares keys, which may be tensors.
+                self.key is None or inner.access is Access.CELL or inner.key in {self.key}
+            ):
                 return True
             inner = inner.parent
         return False
@@ -324,7 +326,9 @@ class AttributeKey(str):
 
 def put(container: Any, key: Any, value: Any) -> None:
     """Store a value in a container, by the key of a change."""
-    if key is None:
+    if isinstance(container, types.CellType):
+        container.cell_contents = value
+    elif key is None:
         container[:] = value
     elif isinstance(key, AttributeKey):
         key.put(container, value)
@@ -343,6 +347,8 @@ def holds_number(part: Captured) -> bool:
         return isinstance(member, types.MemberDescriptorType)
     if part.access is Access.DICT:
         return holder.kind is not CaptureKind.TENSOR
+    if part.access is Access.CELL:
+        return True
     return part.access is Access.ITEM and type(holder.value) in _HOLDERS
 
 
