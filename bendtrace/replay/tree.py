@@ -437,6 +437,8 @@ class TraceTree:
             part = None if failed is None else failed.part
             if part is None or part.is_argument:  # the caller gives another one each time
                 continue
+            if part.kind is CaptureKind.NUMBER:  # it is of another type, of which there are few
+                continue
             change = next((c for c in program.recording.changes if c.covers(part)), None)
             if change is not None:
                 with self._lock:
