@@ -20,6 +20,7 @@ from torch import nn
 
 from bendtrace.environment.code_facts import codes_in
 from bendtrace.environment.findings import Found, Places
+from bendtrace.environment.growing import added_to, growing_in
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
 from bendtrace.environment.provenance import is_installed_file
 from bendtrace.environment.scan import Scan
@@ -29,6 +30,7 @@ from bendtrace.source.versions import Depends
 from bendtrace.tape.captured import (
     COPIED,
     Access,
+    Added,
     Captured,
     CaptureKind,
     Change,
@@ -75,6 +77,7 @@ class Environment(Found):
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
         self._placed: list[tuple[Captured, Any]] = []
+        self._items: dict[int, list[Any]] = {}
         # A run around this one must not record what is asked of tensors here: it is not always
         # the same that is asked.
         with nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction():
@@ -88,17 +91,30 @@ class Environment(Found):
             if scan.is_untouched and earlier.repeat(self):
                 self.is_repeated = True
                 self._keep(earlier)
-                return
-        plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
-        self._scan(arguments, plain_numbers)
+        if not self.is_repeated:
+            plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
+            self._scan(arguments, plain_numbers)
+        for part in self.parts:
+            if part.kind is CaptureKind.GROWING:
+                self._items[part.index] = list(part.value)
 
-    def _scan(self, arguments: dict[str, Any], plain_numbers: bool) -> None:
+    def _scan(
+        self, arguments: dict[str, Any], plain_numbers: bool, growing: dict[int, Any] | None = None
+    ) -> None:
         scan = self._begin(arguments, plain_numbers)
+        self.growing = growing or {}
         is_repeatable = scan.is_untouched
         first, helpers = len(self.parts), tuple(self.helpers)
         scan.scan_model()
         if self.tells_numbers and not plain_numbers:  # which names alone did not show
             self._scan(arguments, True)
+            return
+        found = growing_in(self) if growing is None else growing
+        if growing is None and found:
+            self._scan(arguments, plain_numbers, found)
+            return
+        if growing and growing_in(self).keys() != growing.keys():
+            self._scan(arguments, plain_numbers, {})
             return
         self.places = Places(self.parts, self.held)
         self.contents = self.places.read()
@@ -280,6 +296,8 @@ class Environment(Found):
                 before = before | self.places.before(self.contents)
         for part in parts:
             yield from self._changes_of(part, before.get(part.index), is_over)
+        for index, items in self._items.items():
+            yield from self._added(self.parts[index], items, is_over)
         if not self.watched_objects.same():
             self.leaves_watched_objects = True
             for label in dict.fromkeys(self.watched_objects.changed()):
@@ -299,6 +317,13 @@ class Environment(Found):
             return found if self.blockers == kept and self.leaves_watched_objects == left else None
         finally:
             self.blockers[:], self.leaves_watched_objects = kept, left
+
+    def _added(self, part: Captured, before: list[Any], is_over: bool) -> Iterator[Change]:
+        items = added_to(before, part.value)
+        if items is None:
+            self.block(f"the run changes {part.label}, which it may do more with than add to it", "")
+        elif items:
+            yield Change(part, Added.ITEMS, items)
 
     def _changes_of(
         self, part: Captured, before: dict[Any, Any] | None, is_over: bool
@@ -373,6 +398,8 @@ class Environment(Found):
     def release(self) -> None:
         """Let go of tensors and contents once the run is over."""
         self.held, self.contents, self.places = {}, None, Places((), {})
+        self._items.clear()
+        self.growing = {}
         self.depends: Depends = Depends()
         for part in self.own:
             if part.kind in _LET_GO and part.access is not Access.FIXED:
@@ -395,6 +422,7 @@ _WORDS = {
 }
 _TENSORS = (torch.Tensor, nn.Parameter)
 _LET_GO = (
+    CaptureKind.GROWING,
     CaptureKind.TENSOR,
     CaptureKind.LIST,
     CaptureKind.TUPLE,

@@ -19,6 +19,7 @@ from bendtrace.replay.source import Code, Departure, Source, define, fails, give
 from bendtrace.replay.splices import Splice
 from bendtrace.tape.captured import (
     Access,
+    Added,
     AttributeKey,
     Captured,
     Change,
@@ -286,6 +287,8 @@ def _items_of(value: Any) -> Iterable[Any]:
 
 def _store(source: Source, change: Change, value: str) -> str:
     holder = source.part(change.part)
+    if change.key is Added.ITEMS:
+        return f"{holder}.extend({value})"
     if isinstance(change.key, AttributeKey):
         name = change.key.name
         place = f"{holder}.__dict__[{name!r}]"

@@ -14,7 +14,7 @@ from bendtrace.errors import InputError
 from bendtrace.history.copies import copied, tensors_in
 from bendtrace.preserved_state import PreservedState
 from bendtrace.source.internals import keeps_version
-from bendtrace.tape.captured import AttributeKey, CaptureKind, Change
+from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change
 from bendtrace.torch_rules.functions import (
     RESHAPES_IN_PLACE,
     SETTERS,
@@ -185,7 +185,10 @@ class Start:
 
 def _revert(change: Change, before: dict[Any, Any]) -> None:
     """Restore what was there before a change."""
-    if change.key is None:
+    if change.key is Added.ITEMS:
+        for _ in change.value:
+            change.part.value.pop()
+    elif change.key is None:
         change.store([before[number] for number in range(len(before))])
     elif change.key in before:
         change.store(before[change.key])

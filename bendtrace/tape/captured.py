@@ -20,6 +20,7 @@ __all__ = [
     "PLAIN_TYPES",
     "UNSET",
     "Access",
+    "Added",
     "Array",
     "AttributeKey",
     "CaptureKind",
@@ -84,6 +85,7 @@ class CaptureKind(Enum):
     ARRAY = "array"  # a numpy array: guarded by its bytes
     MODULE = "module"  # guarded by identity
     IDENTITY = "identity"  # functions, classes, foreign objects: guarded by identity
+    GROWING = "growing"  # a list or deque that the run only adds to: guarded by type
     ALIAS = "alias"  # the very object that is captured elsewhere, too
 
 
@@ -258,8 +260,9 @@ class Change:
 
     Attributes:
         part: the container that was changed.
-        key: the changed key; for a list whose length changed, None for the whole content.
-        value: the new value.
+        key: the changed key; for a list whose length changed, None for the whole content; for one
+            that was added to, `Added.ITEMS`.
+        value: the new value; what was added.
         deleted: whether the key was deleted.
     """
 
@@ -290,6 +293,12 @@ class Change:
     def label(self) -> str:
         """The name of the changed location in user code."""
         return self.part.label if self.key is None else child_label(self.part, self.key)
+
+
+class Added(Enum):
+    """The key of a change that adds to a list or deque."""
+
+    ITEMS = "items"
 
 
 class AttributeKey(str):
@@ -325,9 +334,12 @@ class AttributeKey(str):
 
 
 def put(container: Any, key: Any, value: Any) -> None:
-    """Store a value in a container, by the key of a change."""
+    """Store a value in a container, by the key of a change; items are added by now."""
     if isinstance(container, types.CellType):
         container.cell_contents = value
+    elif key is Added.ITEMS:
+        for position, item in enumerate(value, len(container) - len(value)):
+            container[position] = item
     elif key is None:
         container[:] = value
     elif isinstance(key, AttributeKey):
@@ -418,6 +430,8 @@ def slots_of(kind: type) -> Iterator[str]:
 
 def child_label(part: Captured, key: Any) -> str:
     """Return the name of an item of a container in user code."""
+    if key is Added.ITEMS:
+        return part.label
     if isinstance(key, AttributeKey):
         return f"{part.label}.{key.name}"
     if part.access is Access.FIXED:
