@@ -296,8 +296,13 @@ class Environment(Found):
                 before = before | self.places.before(self.contents)
         for part in parts:
             yield from self._changes_of(part, before.get(part.index), is_over)
-        for index, items in self._items.items():
-            yield from self._added(self.parts[index], items, is_over)
+        for index, listed in self._items.items():
+            part = self.parts[index]
+            added = added_to(listed, part.value)
+            if added is None:
+                self.block(f"the run does more with {part.label} than add to it", "")
+            elif added:
+                yield Change(part, Added.ITEMS, added)
         if not self.watched_objects.same():
             self.leaves_watched_objects = True
             for label in dict.fromkeys(self.watched_objects.changed()):
@@ -317,13 +322,6 @@ class Environment(Found):
             return found if self.blockers == kept and self.leaves_watched_objects == left else None
         finally:
             self.blockers[:], self.leaves_watched_objects = kept, left
-
-    def _added(self, part: Captured, before: list[Any], is_over: bool) -> Iterator[Change]:
-        items = added_to(before, part.value)
-        if items is None:
-            self.block(f"the run changes {part.label}, which it may do more with than add to it", "")
-        elif items:
-            yield Change(part, Added.ITEMS, items)
 
     def _changes_of(
         self, part: Captured, before: dict[Any, Any] | None, is_over: bool

@@ -27,7 +27,7 @@ from bendtrace.environment.provenance import (
 from bendtrace.source.adding import ADDS, read_names
 from bendtrace.tape.captured import Access, Captured, CaptureKind, module_of
 
-__all__ = ["added_to", "growing_in", "reached_as", "note_added"]
+__all__ = ["added_to", "growing_in", "note_added", "reached_as"]
 
 
 def growing_in(found: Found) -> dict[int, Any]:

@@ -543,7 +543,11 @@ _CONTAINERS = frozenset(
 )
 _ITEMIZED = frozenset(
     {
-        CaptureKind.LIST, CaptureKind.DICT, CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY,
+        CaptureKind.LIST,
+        CaptureKind.DICT,
+        CaptureKind.SET,
+        CaptureKind.LARGE,
+        CaptureKind.ARRAY,
         CaptureKind.GROWING,
     }
 )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from threading import get_ident
 from threading import enumerate as enumerate_threads
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -178,7 +178,7 @@ class Numbers:
     def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
         """Return the text of a traced scalar (see `scalars.Origin`)."""
         if get_ident() != self._thread:
-            return self._elsewhere(function(scalar._value, *args))
+            return str(self._elsewhere(function(scalar._value, *args)))
         frame = outside_scalars()
         if current_watcher() is not self._recorder or not (
             self._texts.printing or goes_to_screen(frame)
