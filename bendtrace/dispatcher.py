@@ -315,9 +315,10 @@ class Dispatcher:
 
     def _record_new(self, call: _Call) -> Any:
         global_state = GlobalState.current()
+        call.tree.compare_numbers(call.names, call.arguments)
         evolving = call.tree.outdated(call.names, call.arguments)
         _, mismatch = self._serving(call.tree, call.names, call.arguments, _NEAR)
-        recording = self._traced(call)
+        recording = self._traced(call, lifting=call.tree.lifting())
         splicer = call.splicer
         is_mixed = splicer is not None and splicer.is_apart and bool(recording.tape.blockers)
         has_grown = call.plan is not None and call.plan.has_grown
@@ -349,7 +350,7 @@ class Dispatcher:
     def _look_again(self, call: _Call, live: Program) -> Any:
         """Record a call whose like could only be run live: it may go another way."""
         global_state = GlobalState.current()
-        recording = self._traced(call)
+        recording = self._traced(call, lifting=call.tree.lifting())
         if recording.tape.blockers or recording.is_transient:
             self.stats.live += 1
             call.tree.ran_live(live)
@@ -365,7 +366,7 @@ class Dispatcher:
 
     def _record_lifted(self, call: _Call, program: Program) -> Any:
         """Record a call whose path may be known, with the counters of its loops lifted."""
-        lifting = Lifting(program.excluded)
+        lifting = Lifting(program.excluded, numbers=program.recording.environment.lifted)
         recording = self._traced(call, lifting=lifting)
         if call.splicer is not None and call.splicer.is_apart:
             self.stats.live += 1
@@ -384,7 +385,7 @@ class Dispatcher:
         lifting: Lifting | None = None,
     ) -> Recording:
         """Record a call, from its start or after a divergence, and note it if the model raises."""
-        reads_states = lifting is not None or divergence is not None
+        reads_states = divergence is not None or (lifting is not None and lifting.counts)
         try:
             recording = self._recorded(call, script, reads_states, lifting)
         except Exception as error:

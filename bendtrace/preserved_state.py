@@ -22,7 +22,7 @@ from bendtrace.environment.scan import reason_of_hooks
 from bendtrace.errors import InputError
 from bendtrace.history.copies import copied
 from bendtrace.source.internals import keeps_version
-from bendtrace.tape.captured import AttributeKey, CaptureKind, Change, is_array, slots_of
+from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
 from bendtrace.torch_rules.owners import parts_of
 from bendtrace.torch_rules.writes import storage_of, version_of
 
@@ -398,7 +398,10 @@ def _put(space: Any, name: Any, item: Any, classes: dict[int, type]) -> None:
 
 def _revert(change: Change, before: dict[Any, Any]) -> None:
     """Restore what was there before a change."""
-    if change.key is None:
+    if change.key is Added.ITEMS:
+        for _ in change.value:
+            change.part.value.pop()
+    elif change.key is None:
         change.store([before[number] for number in range(len(before))])
     elif change.key in before:
         change.store(before[change.key])

@@ -191,6 +191,7 @@ SERVED = {
     "traced anew": ["traces", "replays", "traces", "replays"],
     "live once": ["live", "traces", "replays"],
     "resumes": ["traces", "replays", "resumes", "replays"],
+    "an input": ["traces"] * 3 + ["replays"] * 5,
     **dict.fromkeys(("read anew", "done again", "switched again", "one op", "not seen"), ONCE),
 }
 
@@ -713,9 +714,44 @@ def tags(x: Tensor) -> Tensor:
     return y
 
 
+@case("variables around a function that forward changes (`nonlocal`)")
+def rebinds() -> Callable[[Tensor], Tensor]:
+    total = torch.zeros(3)
+
+    def model(x: Tensor) -> Tensor:
+        nonlocal total
+        total = total + x.sum(0)
+        return x * total
+
+    return model
+
+
+ADDED_TO = "lists and deques that it appends to, and does not read"
+
+
+@case(ADDED_TO)
+class AppendsToAList(Layer):
+    def __init__(self) -> None:
+        super().__init__(value=[])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.value.append(x.mean().item())
+        return x * 2
+
+
+@case(ADDED_TO)
+class AppendsToADeque(Layer):
+    def __init__(self) -> None:
+        super().__init__(value={"sums": collections.deque()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.value["sums"].extend([x.sum().item(), x])
+        return x * 2
+
+
 UNWRITABLE = (
-    "what it changes otherwise: sets, arrays, counters, deques, long lists, variables around a "
-    "function"
+    "what it changes otherwise: sets, arrays, deques that it reads, long lists, attributes of "
+    "classes"
 )
 
 
@@ -739,22 +775,37 @@ class WritesIntoAnArray(Layer):
         return x * float(self.value[0])
 
 
-@case(UNWRITABLE, live_at="total = total")
-def rebinds() -> Callable[[Tensor], Tensor]:
-    total = torch.zeros(3)
+@case(UNWRITABLE, live_at="self.value.append(")
+class ReadsADeque(Layer):
+    def __init__(self) -> None:
+        super().__init__(value=collections.deque())
 
-    def model(x: Tensor) -> Tensor:
-        nonlocal total
-        total = total + x.sum(0)
-        return x * total
-
-    return model
+    def forward(self, x: Tensor) -> Tensor:
+        self.value.append(2)
+        return x * len(self.value)
 
 
-EVERY_CALL = "a plain value that changes with each call: a counter"
+class CountsInItsClass(Layer):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CountsInItsClass.calls += 1
+        return x * CountsInItsClass.calls
 
 
-@case(EVERY_CALL, calls=6, live_at="self.value += 1")
+@case(UNWRITABLE, live_at="CountsInItsClass.calls += 1")
+def counts_in_its_class() -> CountsInItsClass:
+    CountsInItsClass.calls = 0
+    return CountsInItsClass()
+
+
+MOVING = (
+    "numbers that keep changing, by forward or between calls: a counter, a running mean, a "
+    "temperature"
+)
+
+
+@case(MOVING, calls=6)
 class Counter(Layer):
     def __init__(self) -> None:
         super().__init__(value=0)
@@ -764,10 +815,20 @@ class Counter(Layer):
         return x * self.value
 
 
+@case(MOVING, calls=6)
+class RunningMean(Layer):
+    def __init__(self) -> None:
+        super().__init__(value={"mean": 0.0})
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.value["mean"] = 0.9 * self.value["mean"] + x.mean().item()
+        return x * self.value["mean"]
+
+
 COUNT = 0
 
 
-@case(EVERY_CALL, calls=6, live_at="COUNT += 1")
+@case(MOVING, calls=6)
 def counts() -> Callable[[Tensor], Tensor]:
     globals()["COUNT"] = 0
 
@@ -777,6 +838,32 @@ def counts() -> Callable[[Tensor], Tensor]:
         return x * COUNT
 
     return model
+
+
+EVERY_CALL = (
+    "other plain values that change with each call, and numbers that Python needs by value in each "
+    "call"
+)
+
+
+@case(EVERY_CALL, calls=6, live_at="self.value +=")
+class Lengthens(Layer):
+    def __init__(self) -> None:
+        super().__init__(value="")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.value += "a"
+        return x * len(self.value)
+
+
+@case(EVERY_CALL, calls=16, live_at="self.value += 1")
+class NeedsItByValue(Layer):
+    def __init__(self) -> None:
+        super().__init__(value=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.value += 1
+        return x * [*range(100)][self.value]
 
 
 @case("parameters that the first call makes: lazy modules", calls=1)

@@ -254,7 +254,7 @@ def test_a_path_known_from_another_trace_is_not_traced_again() -> None:
     assert bended.stats.replays == 3
 
 
-def test_a_counter_is_noticed_and_the_model_runs_live() -> None:
+def test_a_counter_is_noticed() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -265,10 +265,25 @@ def test_a_counter_is_noticed_and_the_model_runs_live() -> None:
             return x * self.calls
 
     bended = assert_promise(Counts, [randn_inputs(2)] * 12)
+    assert bended.stats.traces == 3
+    assert bended.stats.live == 0
+
+
+def test_a_text_that_changes_with_each_call_is_noticed_and_the_model_runs_live() -> None:
+    class Lengthens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = ""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += "a"
+            return x * len(self.calls)
+
+    bended = assert_promise(Lengthens, [randn_inputs(2)] * 12)
     assert bended.stats.live >= 6
     assert bended.stats.traces <= 6
     (reason,) = bended.why_live
-    line = Counts.forward.__code__.co_firstlineno + 1
+    line = Lengthens.forward.__code__.co_firstlineno + 1
     assert reason == f"self.calls changes on every call (see {__file__}:{line})"
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from bendtrace.environment.code_facts import codes_in
 from bendtrace.environment.findings import Found, Places
+from bendtrace.environment.growing import added_to, growing_in
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
 from bendtrace.environment.owned import Owned
 from bendtrace.environment.provenance import is_installed_file
@@ -29,13 +31,16 @@ from bendtrace.source.versions import Depends
 from bendtrace.tape.captured import (
     COPIED,
     Access,
+    Added,
     Captured,
     CaptureKind,
     Change,
     content_of,
+    holds_number,
     identical,
     is_as_copied,
     is_told_by_identity,
+    put,
 )
 from bendtrace.tape.structure import entries_of, flat, kept_in
 from bendtrace.tape.watchers import current_watcher
@@ -56,6 +61,7 @@ class Environment(Found):
         leaves_watched_objects: whether the run changed what is watched by content alone.
         read_caches: what tensors the run took from which `functools.lru_cache`.
         filled_caches: the keys and results of caches after a run that added some.
+        lifted: the labels of the numbers that are inputs of the run (see `lift`).
     """
 
     places: Places
@@ -70,6 +76,9 @@ class Environment(Found):
         self.shared_memory: set[tuple[Captured, Captured]] = set()
         self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
+        self.lifted: frozenset[str] = frozenset()
+        self._placed: list[tuple[Captured, Any]] = []
+        self._items: dict[int, list[Any]] = {}
         # A run around this one must not record what is asked of tensors here: it is not always
         # the same that is asked.
         with nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction():
@@ -83,17 +92,30 @@ class Environment(Found):
             if scan.is_untouched and earlier.repeat(self):
                 self.is_repeated = True
                 self._keep(earlier)
-                return
-        plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
-        self._scan(arguments, plain_numbers)
+        if not self.is_repeated:
+            plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
+            self._scan(arguments, plain_numbers)
+        for part in self.parts:
+            if part.kind is CaptureKind.GROWING:
+                self._items[part.index] = list(part.value)
 
-    def _scan(self, arguments: dict[str, Any], plain_numbers: bool) -> None:
+    def _scan(
+        self, arguments: dict[str, Any], plain_numbers: bool, growing: dict[int, Any] | None = None
+    ) -> None:
         scan = self._begin(arguments, plain_numbers)
+        self.growing = growing or {}
         is_repeatable = scan.is_untouched
         first, helpers = len(self.parts), tuple(self.helpers)
         scan.scan_model()
         if self.tells_numbers and not plain_numbers:  # which names alone did not show
             self._scan(arguments, True)
+            return
+        found = growing_in(self) if growing is None else growing
+        if growing is None and found:
+            self._scan(arguments, plain_numbers, found)
+            return
+        if growing and growing_in(self).keys() != growing.keys():
+            self._scan(arguments, plain_numbers, {})
             return
         self.places = Places(self.parts, self.held)
         self.contents = self.places.read()
@@ -280,6 +302,13 @@ class Environment(Found):
                 before = before | self.places.before(self.contents)
         for part in parts:
             yield from self._changes_of(part, before.get(part.index), is_over)
+        for index, listed in self._items.items():
+            part = self.parts[index]
+            added = added_to(listed, part.value)
+            if added is None:
+                self.block(f"the run does more with {part.label} than add to it", "")
+            elif added:
+                yield Change(part, Added.ITEMS, added)
         if not self.watched_objects.same():
             self.leaves_watched_objects = True
             for label in dict.fromkeys(self.watched_objects.changed()):
@@ -310,7 +339,8 @@ class Environment(Found):
         now = content_of(part, before)
         if part.kind is CaptureKind.IDENTITY and not isinstance(part.value, dict):
             for key, value in before.items():
-                if now.get(key) is not value and not is_over:
+                is_cell = isinstance(part.value, types.CellType)
+                if now.get(key) is not value and (is_cell or not is_over):
                     yield Change(part, key, now.get(key))  # the run may well change it back
                 elif now.get(key) is not value:
                     if isinstance(part.value, types.MappingProxyType):
@@ -332,11 +362,50 @@ class Environment(Found):
             if key not in now:
                 yield Change(part, key, None, deleted=True)
 
+    def lift(self, labels: frozenset[str]) -> list[Captured]:
+        """Return the parts that are numbers with some labels, which the run takes as inputs.
+
+        Code that asks for the exact type of a number takes none. Nor can a number be an input that
+        only a tuple, a descriptor or an object of C holds.
+        """
+        found: list[Captured] = []
+        if labels and not (self.plain_numbers or self.tells_numbers):
+            for part in self.parts:
+                if part.label in labels and holds_number(part):
+                    found.append(replace(part, kind=CaptureKind.NUMBER))
+        for part in found:  # others may have the part itself
+            self.parts[part.index] = part
+        self.lifted = frozenset(part.label for part in found)
+        return found
+
+    def place(self, stand_ins: list[tuple[Captured, Any]]) -> None:
+        """Put something in the place of numbers while the run goes on."""
+        for part, stand_in in stand_ins:
+            assert part.parent is not None
+            self._placed.append((part, stand_in))
+            put(part.parent.value, part.key, stand_in)
+            if part.parent.index not in self.places.taken:
+                held = self.held[part.parent.index]
+                self.held[part.parent.index] = {**held, part.key: stand_in}
+        if stand_ins:
+            self.contents = self.places.read()
+
+    def put_back(self) -> None:
+        """Put numbers back that the run has not replaced."""
+        for part, stand_in in self._placed:
+            assert part.parent is not None
+            with suppress(LookupError, AttributeError):
+                if part.read_from(part.parent.value) is stand_in:
+                    put(part.parent.value, part.key, part.value)
+        self._placed.clear()
+
     def release(self) -> None:
         """Let go of tensors and contents once the run is over."""
         if self.compares_identity:
             _ = self.owned
         self.held, self.contents, self.places = {}, None, Places((), {})
+        self._items.clear()
+        self.growing = {}
         self.depends: Depends = Depends()
         for part in self.own:
             if part.kind in _LET_GO and part.access is not Access.FIXED:
@@ -359,6 +428,7 @@ _WORDS = {
 }
 _TENSORS = (torch.Tensor, nn.Parameter)
 _LET_GO = (
+    CaptureKind.GROWING,
     CaptureKind.TENSOR,
     CaptureKind.LIST,
     CaptureKind.TUPLE,

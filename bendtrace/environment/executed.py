@@ -31,6 +31,7 @@ __all__ = [
     "OWN_NUMBER",
     "Ran",
     "forbidden_in",
+    "key_of",
     "learn",
     "learned_of",
     "ran",
@@ -344,7 +345,7 @@ _learned = WeakIdKeyDictionary()
 def learned_of(function: Callable[..., Any]) -> tuple[types.FunctionType, ...]:
     """Return the functions that runs of a model have shown, besides those its code names."""
     try:
-        known = _learned.get(_key_of(function), {})
+        known = _learned.get(key_of(function), {})
     except TypeError:
         return ()
     return tuple(one for several in known.values() for one in several)
@@ -369,13 +370,14 @@ def learn(
         return
     found = _functions_of(new, ran.codes)
     try:
-        _learned.setdefault(_key_of(function), {}).update(found)
+        _learned.setdefault(key_of(function), {}).update(found)
     except TypeError:  # not hashable, or there can be no weak references to it
         pass
     yield from new
 
 
-def _key_of(function: Any) -> Any:
+def key_of(function: Any) -> Any:
+    """Return what is known of a model by: the object of a bound method."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__self__", function)

@@ -217,6 +217,7 @@ class Found:
         cached: what they held when the run began, as far as it is not known to stay: results of the
             user's functions, and objects.
         generators: the parts that are random generators.
+        growing: lists and deques, by identity, that are not looked into: code only adds to them.
         depends: what the code that was looked at depends on.
         watched_objects: what else is watched, by its content.
     """
@@ -252,6 +253,7 @@ class Found:
         self.members: list[Any] = []
         self.cached: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.generators: list[Captured] = []
+        self.growing: dict[int, Any] = {}
         self.depends: Depends = Depends()
         self.watched_objects: WatchedContent
 

@@ -55,6 +55,7 @@ _IN_RUN = (
     CaptureKind.TUPLE,
     CaptureKind.DICT,
     CaptureKind.OBJECT,
+    CaptureKind.GROWING,
 )
 
 

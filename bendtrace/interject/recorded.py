@@ -39,7 +39,7 @@ def recorded(
         plan: the insertions; None for none.
         script: what need not run again.
         reads_states: whether the run reads all states where it asks for values.
-        lifting: lifts counters of loops; None to lift none.
+        lifting: lifts counters of loops, and numbers in the state; None to lift none.
         splicer: for a run that is to be kept with those without insertions, splices these in.
             They are ops of the run if the first of them cannot be spliced.
     """

@@ -19,6 +19,7 @@ from bendtrace._places import full_place_text
 from bendtrace.environment.code_facts import codes_in, names_in
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.executed import OWN_NUMBER, Ran, forbidden_in, learn
+from bendtrace.environment.growing import note_added, reached_as
 from bendtrace.environment.kinds import is_value
 from bendtrace.environment.provenance import is_finished
 from bendtrace.environment.reachability import reachable_from
@@ -26,6 +27,7 @@ from bendtrace.recording.encoding import Encoder, make_keys_plain, without_trace
 from bendtrace.recording.names import node_names
 from bendtrace.recording.one_op import assigned_in
 from bendtrace.recording.writer import Writer
+from bendtrace.source.adding import read_names
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import Access, CaptureKind, Change
 from bendtrace.tape.contexts import current_context, current_settings
@@ -208,6 +210,7 @@ class Finish:
         # It may have been created by its first use, and stay the same from then on.
         recording.is_transient = self.environment.leaves_watched_objects
         if ran is not None:
+            self._look_at_growing(changes, ran)
             if not self.tape.blockers or recording.is_transient:  # else it is known to be live
                 for reason in forbidden_in(ran):
                     self.tape.block(reason)
@@ -245,6 +248,15 @@ class Finish:
         self._writer.require_end()
         return recording, changes
 
+    def _look_at_growing(self, changes: list[Change], ran: Ran) -> None:
+        """Block if code has read what the run takes for something that it only adds to."""
+        read = frozenset().union(*map(read_names, ran.codes))
+        for part in self.environment.parts:
+            if part.kind is CaptureKind.GROWING and reached_as(part) in read:
+                self.block(f"the run adds to {part.label}, and reads it", reached_as(part))
+        lists = (one.part for one in changes if one.key is None)
+        note_added(self._function, {reached_as(part) for part in lists} - read)
+
     def block(self, reason: str, *names: str) -> None:
         """Record why the run must not be replayed, and where the model uses one of the names."""
         named = filter(None, map(self.environment.place_of, names))
@@ -253,6 +265,7 @@ class Finish:
 
     def clean(self, changes: list[Change], *own: Any) -> dict[int, Any]:
         """Make the run's remains in its environment plain; return the plain values."""
+        self.environment.put_back()
         memo = self.environment.things()
         # A trace made inside the run can lead here, by way of this run's scalars.
         memo.update({id(thing): thing for thing in (self, self.tape, self.environment, *own)})
@@ -525,9 +538,18 @@ def _python_random_states() -> tuple[Any, ...]:
 
 _SEEDING = {"manual_seed", "manual_seed_all"}
 _RANDOM = ("random", "rand", "randn", "randint", "choice", "shuffle", "uniform", "normal", "sample")
-_CONTAINERS = frozenset({CaptureKind.LIST, CaptureKind.DICT, CaptureKind.TUPLE})
+_CONTAINERS = frozenset(
+    {CaptureKind.LIST, CaptureKind.DICT, CaptureKind.TUPLE, CaptureKind.GROWING}
+)
 _ITEMIZED = frozenset(
-    {CaptureKind.LIST, CaptureKind.DICT, CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY}
+    {
+        CaptureKind.LIST,
+        CaptureKind.DICT,
+        CaptureKind.SET,
+        CaptureKind.LARGE,
+        CaptureKind.ARRAY,
+        CaptureKind.GROWING,
+    }
 )
 _BACKWARD = frozenset({"backward", "grad"})
 _HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})

@@ -1,8 +1,12 @@
-"""Counters of `while` loops as traced scalars, so that the rounds of a loop are in one state.
+"""Python numbers as traced scalars: counters of `while` loops, and numbers in the model's state.
 
 A Python int that counts rounds makes each round a state of its own. Before a question inside of the
 loop is asked, the variable gets a traced scalar with the same number instead, as if the model had
 taken it out of a tensor. The state no longer has the number in it then (see `states.py`).
+
+A number in an attribute or a container that differs from call to call would make each call a path
+of its own. While the run goes on, the attribute holds a traced scalar, so that the number is an
+input of the run, and what the model assigns in its place is computed from it.
 """
 
 from __future__ import annotations
@@ -15,36 +19,45 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from bendtrace.recording.values import Values
+from bendtrace.recording.values import TRACED_AS, Values
 from bendtrace.recording.writer import Writer
 from bendtrace.source.counters import assign, counters_at, local_in
 from bendtrace.source.sites import PACKAGE
 from bendtrace.source.usage import compares_identity
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TracedInt
-from bendtrace.tape.tape import OpKind, Ref, Tape, Test
+from bendtrace.tape.tape import Op, OpKind, Ref, Tape, Test
 
-__all__ = ["Counter", "Lifting"]
+__all__ = ["Counter", "Lifting", "needed_numbers"]
 
 Counter: TypeAlias = tuple[CodeType, str]
 
 
 class Lifting:
-    """Lifts the counters of one run.
+    """Lifts counters and numbers of one run.
 
     Args:
         excluded: the variables that stay as they are.
         as_tensors: whether a number is taken out of a tensor, for programs that have no numbers.
+        numbers: the labels of numbers in the state that are inputs of the run.
+        counts: whether counters of loops are lifted.
 
     Attributes:
+        counts: as given.
         lifted: the variables that were lifted, by the op that gives the number of each.
     """
 
     def __init__(
-        self, excluded: frozenset[Counter] = frozenset(), as_tensors: bool = False
+        self,
+        excluded: frozenset[Counter] = frozenset(),
+        as_tensors: bool = False,
+        numbers: frozenset[str] = frozenset(),
+        counts: bool = True,
     ) -> None:
         self._excluded = excluded
         self._as_tensors = as_tensors
+        self._numbers = numbers
+        self.counts: bool = counts
         self.lifted: dict[int, Counter] = {}
 
     def begin(
@@ -60,7 +73,19 @@ class Lifting:
         """
         self._writer, self._values = writer, values
         self._call, self._outermost = call, outermost
-        writer.before_question = self._lift
+        if self.counts:
+            writer.before_question = self._lift
+
+    def place(self) -> None:
+        """Put traced scalars in the place of the numbers in the state."""
+        environment, scalars = self._values.environment, []
+        for part in environment.lift(self._numbers):
+            op = self._writer.emit(OpKind.STATE, part, (), {}, None)
+            op.meta = part.value
+            self._writer.tape.counters.add(op.index)
+            kind = TRACED_AS[part.type]
+            scalars.append((part, self._values.scalar(kind, part.value, Ref(op.index))))
+        environment.place(scalars)
 
     def _lift(self, frame: FrameType) -> None:
         """Lift what counts the rounds of the loops around a question."""
@@ -110,4 +135,23 @@ class Lifting:
         )
 
 
+def needed_numbers(tape: Tape) -> frozenset[str]:
+    """Return the labels of numbers in the state of which Python needed the very number.
+
+    It needed that of `step` for `table[step + 1]`, and not for `table[step % 3]`.
+    """
+    found = set()
+    for guard in tape.guards:
+        op: Op | None = tape.ops[guard.index] if guard.test is Test.VALUE else None
+        while op is not None and op.index in tape.counters:
+            if op.kind is OpKind.STATE:
+                found.add(op.target.label)
+            one_to_one = op.target in _ONE_TO_ONE and len(op.operands) == 1
+            op = tape.ops[op.operands[0]] if one_to_one else None
+    return frozenset(found)
+
+
+_ONE_TO_ONE = (
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pos,
+)  # fmt: skip
 _LARGE = 1 << 31

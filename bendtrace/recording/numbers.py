@@ -10,6 +10,8 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable
+from threading import enumerate as enumerate_threads
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
 
@@ -63,12 +65,15 @@ class Numbers:
         self._texts = texts
         self._inserter = inserter
         self.answers: Callable[[Guard, Any], Any] | None = None
+        self._thread = get_ident()
         places = stacks.layout()
         self.compares: bool = places is not None and places.leaves
         self.compared: frozenset[int] = frozenset()
 
     def consume(self, scalar: TracedScalar, how: str) -> Any:
         """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
+        if get_ident() != self._thread:
+            return self._elsewhere(scalar._value)
         index, value = self._values.scalar_ref(scalar).index, scalar._value
         if how == "bool":
             self._writer.guard(Test.TRUTH, index, bool(value), how, outside_scalars())
@@ -76,12 +81,26 @@ class Numbers:
             self._writer.guard(Test.VALUE, index, value, how, outside_scalars())
         return self.answered(value)
 
+    def _elsewhere(self, value: Any) -> Any:
+        """Return the value that another thread than that of the run asks for.
+
+        Attributes of the model hold traced scalars while it runs. A thread of Python's is nothing
+        to the run, which would be live if it had started it; one of torch's works for it, unseen.
+        """
+        found = (one for one in enumerate_threads() if one.ident == get_ident())
+        if all(type(one).__name__ == "_DummyThread" for one in found):
+            self._values.environment.leaves_watched_objects = True
+            self._writer.tape.block("a thread of torch's has used a number of the run")
+        return value
+
     def answered(self, value: Any) -> Any:
         """Return the answer to the latest question."""
         return value if self.answers is None else self.answers(self._writer.tape.guards[-1], value)
 
     def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Record Python arithmetic on traced scalars (see `scalars.Origin`)."""
+        if get_ident() != self._thread:
+            return self._elsewhere(function(*map(plain, operands)))
         if self.compares:
             self.compared = frozenset(map(id, operands))
         traced, is_asked = None, False
@@ -200,6 +219,8 @@ class Numbers:
 
     def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
         """Return the text of a traced scalar (see `scalars.Origin`)."""
+        if get_ident() != self._thread:
+            return str(self._elsewhere(function(scalar._value, *args)))
         frame = outside_scalars()
         if current_watcher() is not self._recorder or not (
             self._texts.printing or goes_to_screen(frame)

@@ -83,7 +83,7 @@ class Recorder(RecordingMode):
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values (`states.py`).
         keeps_errors: whether a run that raises is recorded up to there.
-        lifting: lifts counters of loops (`lifting.py`).
+        lifting: lifts counters of loops, and numbers in the state (`lifting.py`).
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class Recorder(RecordingMode):
         )
         self._writer.read_state = self._read_state
         self._writer.goes_on_from = self._goes_on_from
+        self._lifting = lifting
         if lifting is not None:
             lifting.begin(self._writer, self._values, self._lifted, outermost)
         self._numbers = Numbers(self._writer, self._values, self._encoder, self._texts, inserter)
@@ -161,6 +162,8 @@ class Recorder(RecordingMode):
                 self._values, self._writer, self._encoder, self._observer, self._show
             )
         try:
+            if self._lifting is not None:
+                self._lifting.place()
             with watching(self), self:
                 self._ran.begin()
                 try:

@@ -154,7 +154,7 @@ def record(
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values.
         keeps_errors: whether a run that raises is recorded up to there, instead of raising.
-        lifting: lifts counters of loops.
+        lifting: lifts counters of loops, and numbers in the state.
 
     Raises:
         InputError: the function is a model with uninitialised parameters.

@@ -59,6 +59,7 @@ class Analysis:
     def __init__(self, tape: Tape) -> None:
         self._ops = tape.ops
         self._counters = tape.counters
+        self._counted: set[int] = set()  # counters that no number in the state is part of
         self.fixed_metadata: bool = not any(
             op.kind is OpKind.CALL
             and (known_as(op.target) in RESHAPES_IN_PLACE or _may_reshape(op))
@@ -116,6 +117,9 @@ class Analysis:
             if steady_rank and known_as(op.target) in RANK_DEPENDS_ON_NUMBERS:
                 given = (self._ops[index].meta for index in op.operands)
                 steady_rank = all(isinstance(meta, TensorMeta) for meta in given)
+        if op.index in self._counters and op.kind is OpKind.SCALAR:
+            if self._counted.issuperset(op.operands):
+                self._counted.add(op.index)
         self._sources.append(sources)
         self._steady_type.append(steady_type)
         self._steady_rank.append(steady_rank)
@@ -123,7 +127,7 @@ class Analysis:
             self.computable.add(op.index)
 
     def _is_computable(self, op: Op) -> bool:
-        if op.kind is OpKind.INPUT:
+        if op.is_given:
             return not isinstance(op.meta, tuple)  # a number, not a TensorMeta
         if op.kind is OpKind.SCALAR:
             return self.computable.issuperset(op.operands)
@@ -139,7 +143,7 @@ class Analysis:
 
     def _sort(self, guard: Guard) -> tuple[GuardKind, int, int]:
         op = self._ops[guard.index]
-        if guard.index in self._counters:
+        if guard.index in self._counted:
             return GuardKind.IMPLIED, 0, 0  # by the path from the beginning of the run
         if guard.test is Test.RAISED:
             return GuardKind.DATA, 0, 0

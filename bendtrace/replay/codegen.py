@@ -9,6 +9,7 @@ the model's own variables would.
 from __future__ import annotations
 
 import functools
+import types
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from bendtrace.replay.source import Code, Departure, Source, define, fails, give
 from bendtrace.replay.splices import Splice
 from bendtrace.tape.captured import (
     Access,
+    Added,
     AttributeKey,
     Captured,
     Change,
@@ -285,6 +287,8 @@ def _items_of(value: Any) -> Iterable[Any]:
 
 def _store(source: Source, change: Change, value: str) -> str:
     holder = source.part(change.part)
+    if change.key is Added.ITEMS:
+        return f"{holder}.extend({value})"
     if isinstance(change.key, AttributeKey):
         name = change.key.name
         place = f"{holder}.__dict__[{name!r}]"
@@ -292,6 +296,8 @@ def _store(source: Source, change: Change, value: str) -> str:
             if change.deleted:
                 return f"delattr({holder}, {name!r})"
             return f"object.__setattr__({holder}, {name!r}, {value})"
+    elif isinstance(change.part.value, types.CellType):
+        place = f"{holder}.cell_contents"
     elif change.key is None:
         place = f"{holder}[:]"
     else:

@@ -348,7 +348,7 @@ def _is_versioned(holder: Captured) -> bool:
 
 _DISTINCT = (
     CaptureKind.TENSOR, CaptureKind.LIST, CaptureKind.DICT, CaptureKind.OBJECT, CaptureKind.SET,
-    CaptureKind.LARGE, CaptureKind.ARRAY,
+    CaptureKind.LARGE, CaptureKind.ARRAY, CaptureKind.GROWING,
 )  # fmt: skip
 # What nothing is written to, so that only `is` tells whether two of them are one.
 _COMPARED = (CaptureKind.TUPLE,)

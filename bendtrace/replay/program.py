@@ -107,8 +107,11 @@ class Program:
         return self._pieces >= self.lifts_at and not self.is_lifted
 
     def lifting(self) -> Lifting | None:
-        """Return what lifts counters of loops as in the runs so far; None if nothing does."""
-        return Lifting(self.excluded) if self.is_lifted else None
+        """Return what lifts counters and numbers as in the runs so far; None if nothing does."""
+        numbers = self.recording.environment.lifted
+        if not (self.is_lifted or numbers):
+            return None
+        return Lifting(self.excluded, numbers=numbers, counts=self.is_lifted)
 
     def follows(self, other: Program, begins: bool) -> None:
         """Take the place of another program.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
-from bendtrace.recording.lifting import Lifting
+from bendtrace.recording.lifting import Lifting, needed_numbers
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.global_state import GlobalState
@@ -51,6 +51,9 @@ _FEW, _MOST_KINDS = 4, 4096
 # After this many runs that each changed what the next one was checked for, a value is taken to
 # change on every call (a counter), and the model to be run live.
 _EVOLVING = 4
+
+# After it was another one so many times when a run was recorded, a number is an input.
+_MOVING, _NUMBERS = 2, (int, float)
 
 _MOST_WHILES = 10  # after which the while gets no longer
 
@@ -104,6 +107,10 @@ class TraceTree:
         self._settled: Counter[tuple[str, ...]] = Counter()  # how often that did not last
         self._ties = False  # whether a call was given what the model holds
         self._spent: set[int] = set()  # programs that were counted as outdated
+        self._numbers: frozenset[str] = frozenset()  # those in the state that are inputs
+        self._excluded: frozenset[str] = frozenset()  # those that Python needs by value
+        self._moved: Counter[str] = Counter()  # how often each was another one in a new run
+        self._needed: Counter[str] = Counter()  # how many runs needed it by value
         self._lock = threading.RLock()
 
     def programs(self, names: tuple[str, ...] | None = None) -> Iterator[Program]:
@@ -160,6 +167,7 @@ class TraceTree:
                 recording.tape.block(f"{label} changes on every call{see}")
         program = Program(recording, global_state, ignored, self._joins, self._ties)
         with self._lock:
+            self._count_needed(recording)
             self._insert(names, program)
         self._keep_to_limit()
         return program
@@ -205,6 +213,38 @@ class TraceTree:
                         others.append(Program(two, program.global_state, joins=False))
                     self._exchange(program, *others)
         self._keep_to_limit()
+
+    def lifting(self) -> Lifting | None:
+        """Return what lifts numbers in the state, in the next run; None if nothing does."""
+        return Lifting(numbers=self._numbers, counts=False) if self._numbers else None
+
+    def compare_numbers(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
+        """Make inputs of the numbers in the state that keep being others in new runs.
+
+        Args:
+            names: names of the arguments.
+            arguments: the bound arguments in order.
+        """
+        latest = next(self.programs(names), None)
+        if latest is None:
+            return
+        known = self._numbers | self._excluded
+        for part in latest.recording.environment.parts:
+            if part.type in _NUMBERS and part.kind is CaptureKind.PLAIN and part.label not in known:
+                now = _read(part, arguments)
+                if type(now) is part.type and not identical(now, part.value):
+                    with self._lock:
+                        self._moved[part.label] += 1
+                        if self._moved[part.label] == _MOVING:
+                            self._numbers |= {part.label}
+
+    def _count_needed(self, recording: Recording) -> None:
+        """Let a number be a constant of paths again if each new path needs it by value."""
+        for label in needed_numbers(recording.tape):
+            self._needed[label] += 1
+            if self._needed[label] == _EVOLVING:
+                self._excluded |= {label}
+                self._numbers -= {label}
 
     def lift(self, program: Program, recording: Recording, lifting: Lifting) -> None:
         """Begin a program anew with a run in which the counters of loops are lifted.
@@ -397,6 +437,8 @@ class TraceTree:
             part = None if failed is None else failed.part
             if part is None or part.is_argument:  # the caller gives another one each time
                 continue
+            if part.kind is CaptureKind.NUMBER:  # it is of another type, of which there are few
+                continue
             change = next((c for c in program.recording.changes if c.covers(part)), None)
             if change is not None:
                 with self._lock:
@@ -448,6 +490,7 @@ class TraceTree:
             for recording in other.recordings():
                 seen, first = recording.environment, program.recording.environment
                 more = seen.sees_more_than(first) or seen.ties_more_than(first)
+                more = more or seen.lifted != first.lifted  # what is an input is not checked
                 more = more or first.ties_more_than(seen)  # runs are compared by names
                 if not (more or recording.tape.blockers) and _goes_on_from(recording, divergence):
                     return recording
@@ -487,11 +530,15 @@ def _failure(error: BaseException) -> Failure:
     return type(error).__name__, file, line
 
 
-def _seen(part: Captured, arguments: tuple[Any, ...]) -> Any:
+def _read(part: Captured, arguments: tuple[Any, ...]) -> Any:
     try:
-        value = part.read(arguments)
+        return part.read(arguments)
     except (LookupError, AttributeError, TypeError):
         return None
+
+
+def _seen(part: Captured, arguments: tuple[Any, ...]) -> Any:
+    value = _read(part, arguments)
     if part.kind is CaptureKind.PLAIN:
         return value
     # What it held before is looked at as well, but not what was added to it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import inspect
 import struct
 import sys
 import types
@@ -19,6 +20,7 @@ __all__ = [
     "PLAIN_TYPES",
     "UNSET",
     "Access",
+    "Added",
     "Array",
     "AttributeKey",
     "CaptureKind",
@@ -30,6 +32,7 @@ __all__ = [
     "child_label",
     "content_of",
     "has_attributes",
+    "holds_number",
     "identical",
     "is_array",
     "is_as_copied",
@@ -71,7 +74,7 @@ class CaptureKind(Enum):
     """The kind of a captured value, which determines its guard."""
 
     TENSOR = "tensor"
-    NUMBER = "number"  # an int or float argument: traced, guarded only where consumed
+    NUMBER = "number"  # an int or float that is an input: traced, guarded only where consumed
     PLAIN = "plain"  # guarded by value
     LIST = "list"
     TUPLE = "tuple"
@@ -82,6 +85,7 @@ class CaptureKind(Enum):
     ARRAY = "array"  # a numpy array: guarded by its bytes
     MODULE = "module"  # guarded by identity
     IDENTITY = "identity"  # functions, classes, foreign objects: guarded by identity
+    GROWING = "growing"  # a list or deque that the run only adds to: guarded by type
     ALIAS = "alias"  # the very object that is captured elsewhere, too
 
 
@@ -237,7 +241,10 @@ class Captured:
             return arguments[self.key]
         if self.parent is None:
             return self.value
-        parent = self.parent.read(arguments)
+        return self.read_from(self.parent.read(arguments))
+
+    def read_from(self, parent: Any) -> Any:
+        """Read its current value from what it is reached from."""
         if self.access is Access.CELL:
             return parent.cell_contents
         if self.access is Access.CONTEXT:
@@ -253,8 +260,9 @@ class Change:
 
     Attributes:
         part: the container that was changed.
-        key: the changed key; for a list whose length changed, None for the whole content.
-        value: the new value.
+        key: the changed key; for a list whose length changed, None for the whole content; for one
+            that was added to, `Added.ITEMS`.
+        value: the new value; what was added.
         deleted: whether the key was deleted.
     """
 
@@ -273,8 +281,10 @@ class Change:
             return True
         inner: Captured | None = part
         while inner is not None:
-            # As a dict compares keys, which may be tensors.
-            if inner.parent is self.part and (self.key is None or inner.key in {self.key}):
+            if inner.parent is self.part and (
+                # As a dict compares keys, which may be tensors.
+                self.key is None or inner.access is Access.CELL or inner.key in {self.key}
+            ):
                 return True
             inner = inner.parent
         return False
@@ -283,6 +293,12 @@ class Change:
     def label(self) -> str:
         """The name of the changed location in user code."""
         return self.part.label if self.key is None else child_label(self.part, self.key)
+
+
+class Added(Enum):
+    """The key of a change that adds to a list or deque."""
+
+    ITEMS = "items"
 
 
 class AttributeKey(str):
@@ -318,13 +334,34 @@ class AttributeKey(str):
 
 
 def put(container: Any, key: Any, value: Any) -> None:
-    """Store a value in a container, by the key of a change."""
-    if key is None:
+    """Store a value in a container, by the key of a change; items are added by now."""
+    if isinstance(container, types.CellType):
+        container.cell_contents = value
+    elif key is Added.ITEMS:
+        for position, item in enumerate(value, len(container) - len(value)):
+            container[position] = item
+    elif key is None:
         container[:] = value
     elif isinstance(key, AttributeKey):
         key.put(container, value)
     else:
         container[key] = value
+
+
+def holds_number(part: Captured) -> bool:
+    """Whether a part is a number in a container or object that can hold another one."""
+    holder = part.parent
+    if part.kind is not CaptureKind.PLAIN or part.type not in (int, float) or holder is None:
+        return False
+    if part.access is Access.ATTRIBUTE:
+        # Code of the user's may be in the place of a slot.
+        member = inspect.getattr_static(type(holder.value), part.key.name, None)
+        return isinstance(member, types.MemberDescriptorType)
+    if part.access is Access.DICT:
+        return holder.kind is not CaptureKind.TENSOR
+    if part.access is Access.CELL:
+        return True
+    return part.access is Access.ITEM and type(holder.value) in _HOLDERS
 
 
 def layout_over_ranks(tensor: torch.Tensor) -> dict[str, Any]:
@@ -393,6 +430,8 @@ def slots_of(kind: type) -> Iterator[str]:
 
 def child_label(part: Captured, key: Any) -> str:
     """Return the name of an item of a container in user code."""
+    if key is Added.ITEMS:
+        return part.label
     if isinstance(key, AttributeKey):
         return f"{part.label}.{key.name}"
     if part.access is Access.FIXED:
@@ -545,6 +584,9 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
     return content
 
 
+_HOLDERS = (
+    dict, list, collections.OrderedDict, collections.defaultdict, collections.Counter,
+)  # fmt: skip
 _SPELLED = PLAIN_TYPES | {AttributeKey}  # keys that labels tell apart
 _BARE = (dict, list, tuple)  # these have no attributes
 _FACTORY = AttributeKey("default_factory", Access.ATTRIBUTE)

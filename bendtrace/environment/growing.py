@@ -1,0 +1,173 @@
+"""Lists and deques that a run only adds to, so that what is in them does not matter."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import operator
+import pickle
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from bendtrace.environment.code_facts import codes_in, other_names_in
+from bendtrace.environment.executed import key_of
+from bendtrace.environment.findings import Found
+from bendtrace.environment.provenance import (
+    is_finished,
+    is_installed,
+    is_torchs,
+    is_users_class,
+)
+from bendtrace.source.adding import ADDS, read_names
+from bendtrace.tape.captured import Access, Captured, CaptureKind, module_of
+
+__all__ = ["added_to", "growing_in", "note_added", "reached_as"]
+
+
+def growing_in(found: Found) -> dict[int, Any]:
+    """Return the lists and deques, by identity, that code only adds to.
+
+    Whether it does is judged by the names in all code that the model can reach; where some may read
+    it, by what earlier runs did (`note_added`). It must have one name only, in an object whose code
+    is the user's.
+
+    Args:
+        found: what a scan has found.
+    """
+    if found.names.isdisjoint(ADDS) or found.computes or not found.names.isdisjoint(_READING):
+        return {}
+    candidates = [part for part in found.parts if _can_grow(part)]
+    if not candidates:
+        return {}
+    read = {name for one in found.functions for name in other_names_in(one)}
+    if not read.isdisjoint(_READING) or any(id(part.value) in _READERS for part in found.parts):
+        return {}
+    for function in found.functions:
+        for code in codes_in(function.__code__):
+            read |= read_names(code)
+    read -= {name for name, times in _known_of(found.function).items() if times >= _OFTEN}
+    tied = {part.value.index for part in found.parts if part.kind is CaptureKind.ALIAS}
+    owners = {
+        id(vars(part.value)): part.type
+        for part in found.parts
+        if part.kind is CaptureKind.MODULE
+        or (part.kind is CaptureKind.IDENTITY and type(part.value).__dictoffset__)
+    }
+    for part in found.parts:
+        if part.index in tied:  # what holds it is known by another name, too
+            tied.update(_holders(part))
+    return {
+        id(part.value): part.value
+        for part in candidates
+        if part.index not in tied
+        and (name := reached_as(part)) in found.names
+        and name not in read
+        and _is_users(part, owners, found)
+    }
+
+
+def note_added(function: Callable[..., Any], names: Iterable[str]) -> None:
+    """Note that a run of a model has added to what has some names, and read nothing of it."""
+    with suppress(TypeError):
+        _known.setdefault(key_of(function), Counter()).update(names)
+
+
+def _known_of(function: Callable[..., Any]) -> Counter[str]:
+    try:
+        return _known.get(key_of(function), Counter())
+    except TypeError:  # not hashable, or there can be no weak references to it
+        return Counter()
+
+
+_known: MutableMapping[Any, Counter[str]] = WeakIdKeyDictionary()
+_OFTEN = 2
+
+
+def added_to(before: list[Any], now: Any) -> list[Any] | None:
+    """Return what was added to a list or deque; None if that is not certain.
+
+    Args:
+        before: its items then.
+        now: the list or deque; a full deque may have let go of items.
+    """
+    items = list(now)
+    if len(items) < len(before) or len(items) == getattr(now, "maxlen", None):
+        return None
+    if any(map(operator.is_not, before, items)):
+        return None
+    return items[len(before) :]
+
+
+def _can_grow(part: Captured) -> bool:
+    if part.is_argument or part.access is Access.FIXED:
+        return False
+    if part.type is list:
+        return part.kind in (CaptureKind.LIST, CaptureKind.LARGE, CaptureKind.GROWING)
+    is_known = part.kind in (CaptureKind.IDENTITY, CaptureKind.GROWING)
+    return part.type is collections.deque and is_known
+
+
+def _holders(part: Captured) -> Iterator[int]:
+    while part.parent is not None:
+        part = part.parent
+        yield part.index
+
+
+def _root_of(part: Captured) -> Captured:
+    """Return what code names to reach a part: what has items in which the part is."""
+    while (
+        part.access is Access.ITEM
+        and part.parent is not None
+        and part.parent.access is not Access.FIXED
+    ):
+        part = part.parent
+    return part
+
+
+def reached_as(part: Captured) -> str:
+    """Return the name by which code reaches a part, or what has items in which the part is."""
+    root = _root_of(part)
+    return root.label if root.access is Access.CELL else str(root.key)
+
+
+def _is_users(part: Captured, owners: dict[int, type], found: Found) -> bool:
+    """Whether only code of the user's knows the name of a part."""
+    root = _root_of(part)
+    holder = root.parent
+    if holder is None:
+        return False
+    if root.access is Access.CELL:
+        having = [f for f in found.functions if holder.value in (f.__closure__ or ())]
+        return bool(having) and not any(map(is_finished, having))
+    if holder.access is not Access.FIXED:
+        return holder.kind is CaptureKind.OBJECT and _is_users_kind(holder.type)
+    if holder.kind is CaptureKind.DICT:
+        owner = owners.get(id(holder.value))
+        return owner is not None and _is_users_kind(owner)
+    is_space = type(holder.value) is dict
+    return is_space and not is_installed(holder.value.get("__name__"))
+
+
+def _is_users_kind(kind: type) -> bool:
+    bases = (base for base in kind.__mro__ if base not in (object, types.SimpleNamespace))
+    return all(is_users_class(base) or is_torchs(module_of(base)) for base in bases)
+
+
+# What may read a container that it does not name.
+_READING = frozenset(
+    {
+        "copy", "deepcopy", "__copy__", "__deepcopy__", "pickle", "dumps", "asdict", "astuple",
+        "vars", "locals", "dir", "eval", "exec", "__dict__", "__getstate__", "__reduce__",
+        "__reduce_ex__", "__self__", "__match_args__", "getmembers", "get_referents",
+        "get_referrers", "get_objects",
+    }
+)  # fmt: skip
+_READERS = frozenset(
+    map(id, (copy.copy, copy.deepcopy, dataclasses.asdict, dataclasses.astuple, pickle.dumps, vars))
+)
