@@ -159,8 +159,14 @@ def _keeps_tensor_class(code: CodeType) -> bool:
 
 
 def _has_such_code(code: CodeType) -> bool:
-    if not _TELLING_NAMES.isdisjoint(code.co_names) or _keeps_tensor_class(code):
+    telling = _TELLING_NAMES.intersection(code.co_names)
+    if telling - {"type"} or _keeps_tensor_class(code):
         return True
+    if telling and any(
+        step.value == "type" and step.name.startswith("LOAD_") and step.name != "LOAD_ATTR"
+        for step in single_steps(code)
+    ):
+        return True  # not `x.device.type`, which is a text
     if not _NUMBER_TYPES.isdisjoint(code.co_names) and _asks_types(code):
         return True
     return has(code, "IS_OP") and any(
