@@ -308,7 +308,7 @@ class Dispatcher:
         global_state = GlobalState.current()
         evolving = call.tree.outdated(call.names, call.arguments)
         _, mismatch = self._serving(call.tree, call.names, call.arguments, _NEAR)
-        recording = self._traced(call)
+        recording = self._traced(call, lifting=call.tree.lifting())
         if self._passes(recording):
             self.stats.live += 1
             output, recording.result = recording.result, None
@@ -335,7 +335,7 @@ class Dispatcher:
     def _look_again(self, call: _Call, live: Program) -> Any:
         """Record a call whose like could only be run live: it may go another way."""
         global_state = GlobalState.current()
-        recording = self._traced(call)
+        recording = self._traced(call, lifting=call.tree.lifting())
         if recording.tape.blockers or recording.is_transient:
             self.stats.live += 1
             call.tree.ran_live(live)
@@ -351,7 +351,8 @@ class Dispatcher:
 
     def _record_lifted(self, call: _Call, program: Program) -> Any:
         """Record a call whose path may be known, with the counters of its loops lifted."""
-        lifting = Lifting(program.excluded)
+        lifting = program.lifting(counters=True)
+        assert lifting is not None
         recording = self._traced(call, lifting=lifting)
         self.stats.retraces += 1
         self.stats.traces += 1

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.recording.values import Values
+from bendtrace.recording.varying import Place, Varying
 from bendtrace.recording.writer import Writer
 from bendtrace.source.counters import assign, counters_at, local_in
 from bendtrace.source.sites import PACKAGE
@@ -32,22 +33,35 @@ class Lifting:
     """Lifts the counters of one run.
 
     Args:
-        excluded: the variables that stay as they are.
+        excluded: the variables that stay as they are; None for all.
         as_tensors: whether a number is taken out of a tensor, for programs that have no numbers.
+        places: where numbers differ from run to run, so that they stay traced (`varying.py`).
 
     Attributes:
         lifted: the variables that were lifted, by the op that gives the number of each.
+        places: as given.
+        varying: keeps these numbers traced; None before the run, and where there are none.
     """
 
     def __init__(
-        self, excluded: frozenset[Counter] = frozenset(), as_tensors: bool = False
+        self,
+        excluded: frozenset[Counter] | None = frozenset(),
+        as_tensors: bool = False,
+        places: frozenset[Place] = frozenset(),
     ) -> None:
         self._excluded = excluded
         self._as_tensors = as_tensors
         self.lifted: dict[int, Counter] = {}
+        self.places: frozenset[Place] = places
+        self.varying: Varying | None = None
 
     def begin(
-        self, writer: Writer, values: Values, call: Callable[..., Any], outermost: CodeType
+        self,
+        writer: Writer,
+        values: Values,
+        call: Callable[..., Any],
+        outermost: CodeType,
+        arithmetic: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
     ) -> None:
         """Take part in a run.
 
@@ -56,10 +70,14 @@ class Lifting:
             values: makes traced scalars.
             call: records a call of a torch function: function, arguments, options, frame.
             outermost: the code that called the model.
+            arithmetic: records what is computed with traced scalars.
         """
         self._writer, self._values = writer, values
         self._call, self._outermost = call, outermost
-        writer.before_question = self._lift
+        if self._excluded is not None:
+            writer.before_question = self._lift
+        if self.places:
+            self.varying = Varying(self.places, writer, values, arithmetic)
 
     def _lift(self, frame: FrameType) -> None:
         """Lift what counts the rounds of the loops around a question."""
@@ -76,7 +94,7 @@ class Lifting:
 
     def _lift_one(self, frame: FrameType, name: str) -> None:
         value, counter = local_in(frame, name), (frame.f_code, name)
-        if type(value) is not int or abs(value) >= _LARGE or counter in self._excluded:
+        if type(value) is not int or abs(value) >= _LARGE or counter in (self._excluded or ()):
             return
         if self._as_tensors:
             tensor = self._call(torch.full, ((), value), {"dtype": torch.int64}, frame)

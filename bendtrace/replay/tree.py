@@ -18,10 +18,13 @@ from torch import Tensor
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recording
+from bendtrace.recording.varying import ASKS, Place
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.global_state import GlobalState
+from bendtrace.replay.nodes import Piece
 from bendtrace.replay.program import Program, Splicer
 from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stretch
+from bendtrace.source.results import can_exchange
 from bendtrace.source.sites import users_level
 from bendtrace.tape.captured import (
     Access,
@@ -54,6 +57,9 @@ _EVOLVING = 4
 
 _MOST_WHILES = 10  # after which the while gets no longer
 
+# After so many numbers at one place, numbers stay traced there.
+_VARYING = 4
+
 # Errors are not noted for more outcomes of one guard than this.
 _MOST_SIDES = 64
 
@@ -82,6 +88,7 @@ class TraceTree:
 
     Attributes:
         lifts: whether runs may begin to lift counters of loops.
+        varying: the places where numbers differ from run to run.
     """
 
     def __init__(
@@ -94,6 +101,10 @@ class TraceTree:
         self._joins = joins
         self.forgotten: int = 0
         self.lifts: bool = True
+        self.varying: frozenset[Place] = frozenset()
+        self._numbers: dict[Place, set[Any]] = {}  # those seen at each place
+        self._steady: set[Place] = set()  # where numbers are better guarded
+        self._retired: dict[tuple[str, ...], list[Piece]] = {}
         self.failures: Counter[Failure] = Counter()
         self._culprit = culprit
         self._programs: dict[tuple[str, ...], tuple[Program, ...]] = {}
@@ -160,9 +171,53 @@ class TraceTree:
                 recording.tape.block(f"{label} changes on every call{see}")
         program = Program(recording, global_state, ignored, self._joins, self._ties)
         with self._lock:
+            if program.graph is not None:
+                program.graph.retired += self._retired.pop(names, [])
             self._insert(names, program)
+            self._notice(recording, program)
         self._keep_to_limit()
         return program
+
+    def lifting(self) -> Lifting | None:
+        """Return what keeps numbers traced in a run of a new program; None if nothing does."""
+        return Lifting(None, places=self.varying) if self.varying else None
+
+    def _notice(self, recording: Recording, program: Program) -> None:
+        """Note which numbers a run has asked for, and where.
+
+        Where there are many, the programs that guard them are dropped: the next run keeps the
+        numbers traced. Where that is of no use, it is undone.
+        """
+        varying = self.varying
+        if recording.useless:
+            self._steady |= recording.useless
+            varying -= recording.useless
+            self._retire(lambda other: not other.places.isdisjoint(recording.useless))
+        new = set()
+        for guard in recording.tape.guards:
+            number = guard.expected
+            if guard.test is Test.VALUE and guard.how in ASKS and type(number) in (int, float):
+                site = guard.site
+                if site is None or site.chain[0] in self._steady:
+                    continue
+                seen = self._numbers.setdefault(site.chain[0], set())
+                seen.add(number)
+                if len(seen) >= _VARYING:
+                    new.add(site.chain[0])
+        if new - varying and can_exchange() and self._joins:
+            varying |= new
+            self._retire(lambda other: _asks_at(other, new))
+        self.varying = varying
+
+    def _retire(self, condition: Callable[[Program], bool]) -> None:
+        """Drop programs, but not the counts of the calls that they served."""
+        for names, listed in list(self._programs.items()):
+            dropped = [one for one in listed if one.graph is not None and condition(one)]
+            self._drop(names, *dropped)
+            for one in dropped:
+                assert one.graph is not None
+                pieces = [*one.graph.retired, *one.graph.pieces()]
+                self._retired.setdefault(names, []).extend(pieces)
 
     def _program(self, recording: Recording, global_state: GlobalState) -> Program:
         return Program(recording, global_state, joins=self._joins, ties=self._ties)
@@ -194,7 +249,9 @@ class TraceTree:
                 other = self._program(recording, program.global_state)
                 other.follows(program, False)
                 self._exchange(program, other)
-            elif not program.grow(recording, divergence):
+            elif program.grow(recording, divergence):
+                self._notice(recording, program)
+            else:
                 known = (program.root.recording, recording)
                 if any(run.tape.counters for run in known):
                     self._stop_lifting(program)
@@ -452,6 +509,15 @@ class TraceTree:
                 if not (more or recording.tape.blockers) and _goes_on_from(recording, divergence):
                     return recording
         return None
+
+
+def _asks_at(program: Program, places: set[Place]) -> bool:
+    """Return whether a run of a program has asked for a number at one of some places."""
+    return any(
+        guard.how in ASKS and guard.site is not None and guard.site.chain[0] in places
+        for recording in program.recordings()
+        for guard in recording.tape.guards
+    )
 
 
 def _is_due(hits: int) -> bool:
