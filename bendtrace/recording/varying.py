@@ -9,6 +9,7 @@ each round whether there is another one (`Rounds`). So the replay computes the n
 from __future__ import annotations
 
 import builtins
+import dis
 import functools
 import math
 import operator
@@ -26,13 +27,13 @@ from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
 from bendtrace.source.bytecode import single_steps
 from bendtrace.source.results import can_exchange, exchange, is_awaited
-from bendtrace.source.sites import TRACER, instruction_at
+from bendtrace.source.sites import TORCH, TRACER, instruction_at
 from bendtrace.source.usage import compares_identity, needs_plain_numbers
 from bendtrace.tape.captured import PLAIN_TYPES, identical
 from bendtrace.tape.scalars import TRACED, TracedInt
-from bendtrace.tape.tape import Op, OpKind, Ref, Tape, Test
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Test
 
-__all__ = ["ASKS", "COMPUTING", "Place", "Rounds", "Varying", "is_computation"]
+__all__ = ["COMPUTING", "Place", "Rounds", "Varying", "is_computation", "place_of"]
 
 Place: TypeAlias = tuple[CodeType, int]
 
@@ -50,6 +51,18 @@ COMPUTING: frozenset[Any] = frozenset(
     }
 )  # fmt: skip
 _OF_TENSORS = frozenset({int, float, len, operator.index})
+
+
+def place_of(guard: Guard) -> Place | None:
+    """Return where a guard asks for a number that could stay traced; None if it does not."""
+    if guard.test is not Test.VALUE or guard.how not in ASKS or guard.site is None:
+        return None
+    if type(guard.expected) not in (int, float):
+        return None
+    code, offset = guard.site.chain[guard.site.level if guard.how == "len" else 0]
+    if code.co_filename.startswith(TORCH) or dis.opname[code.co_code[offset]] != "CALL":
+        return None
+    return code, offset
 
 
 class Varying:
@@ -78,6 +91,7 @@ class Varying:
         self._writer, self._values, self._arithmetic = writer, values, arithmetic
         self._is_busy = not can_exchange()
         self._rounds: list[tuple[Place, Rounds]] = []
+        self._results: list[tuple[Place, int, int]] = []  # the ops that give each
 
     def answers(self, how: str) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
@@ -95,6 +109,7 @@ class Varying:
         if called is None:
             return False
         function, given = called
+        first = len(self._writer.tape.ops)
         self._is_busy = True
         try:
             if function is range:
@@ -107,6 +122,7 @@ class Varying:
                 return False
         finally:
             self._is_busy = False
+        self._results.append((place, first, len(self._writer.tape.ops)))
         return result is not None and exchange(frame, result, self._ended)
 
     def answers_of(self, op: Op, value: Any, how: str, frame: FrameType) -> bool:
@@ -118,7 +134,10 @@ class Varying:
             how: how it is asked.
             frame: the code that asks.
         """
-        if type(value) not in (int, float) or self._place(frame, how) is None:
+        while frame.f_code.co_filename.startswith(TORCH) and frame.f_back is not None:
+            frame = frame.f_back  # `len` calls a method that is written in Python
+        place = self._place(frame, how)
+        if type(value) not in (int, float) or place is None:
             return False
         callee = sys._getframe(1)
         while callee.f_back is not None and callee.f_back is not frame:
@@ -132,6 +151,7 @@ class Varying:
         except TypeError:
             return False
         scalar = self._values.scalar(TRACED_AS[type(value)], value, Ref(op.index))
+        self._results.append((place, op.index, op.index + 1))
         return exchange(frame, scalar, self._ended)
 
     def _place(self, frame: FrameType, how: str) -> Place | None:
@@ -166,23 +186,31 @@ class Varying:
             op.meta = begin
             self._writer.tape.counters.add(op.index)
             begin = self._values.scalar(TracedInt, begin, Ref(op.index))
-        rounds = Rounds(begin, end, step, self._writer.tape)
+        rounds = Rounds(begin, end, step, self._writer.tape.guards)
         self._rounds.append((place, rounds))
         return rounds
 
     def useless(self) -> Iterator[Place]:
-        """Yield the places of loops that do not close, or in which Python needs the count."""
+        """Yield the places of loops that do not close, and of numbers that are guarded later."""
         tape = self._writer.tape
         for place, rounds in self._rounds:
             states = [tape.states[number].key for number in rounds.asked if number in tape.states]
             if len(states) > _FEW_ROUNDS and len({*states}) == len(states):
                 yield place
-            counts = {rounds.first}
-            for op in tape.ops[rounds.first :]:
-                if op.kind is OpKind.SCALAR and not counts.isdisjoint(op.operands):
-                    counts.add(op.index)
-            if any(guard.test is Test.VALUE and guard.index in counts for guard in tape.guards):
-                yield place
+        origins: dict[int, set[Place]] = {}
+        for place, first, end in self._results:
+            for index in range(first, end):
+                origins.setdefault(index, set()).add(place)
+        for op in tape.ops if origins else ():
+            if op.kind is OpKind.SCALAR:
+                for operand in op.operands:
+                    if operand in origins:
+                        origins.setdefault(op.index, set()).update(origins[operand])
+        for guard in tape.guards:
+            if guard.test is Test.VALUE and guard.how and guard.index in origins:
+                place_there = place_of(guard)
+                if place_there is None or place_there in self.places:
+                    yield from origins[guard.index]
 
     # Caches
 
@@ -206,21 +234,19 @@ class Rounds:
         at: the next number.
         end: that of the range.
         step: that of the range.
-        first: the op that gives the first number.
         asked: the guards that tested whether there is another round.
     """
 
-    def __init__(self, begin: Any, end: Any, step: int, tape: Tape) -> None:
+    def __init__(self, begin: Any, end: Any, step: int, guards: list[Guard]) -> None:
         self.at, self.end, self.step = begin, end, step
-        self._tape = tape
-        self.first: int = len(tape.ops) - 1
+        self._guards = guards
         self.asked: list[int] = []
 
     def __iter__(self) -> Rounds:
         return self
 
     def __next__(self) -> Any:
-        self.asked.append(len(self._tape.guards))
+        self.asked.append(len(self._guards))
         if self.at < self.end if self.step > 0 else self.at > self.end:
             at = self.at
             self.at = at + self.step

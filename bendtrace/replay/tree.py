@@ -9,7 +9,7 @@ import threading
 import traceback
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,9 @@ from torch import Tensor
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.varying import ASKS, Place
+from bendtrace.recording.varying import Place, place_of
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.global_state import GlobalState
-from bendtrace.replay.nodes import Piece
 from bendtrace.replay.program import Program, Splicer
 from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stretch
 from bendtrace.source.results import can_exchange
@@ -104,7 +103,8 @@ class TraceTree:
         self.varying: frozenset[Place] = frozenset()
         self._numbers: dict[Place, set[Any]] = {}  # those seen at each place
         self._steady: set[Place] = set()  # where numbers are better guarded
-        self._retired: dict[tuple[str, ...], list[Piece]] = {}
+        # Programs that guard numbers which are going to stay traced, with what is asked there.
+        self._aside: list[tuple[tuple[str, ...], Program]] = []
         self.failures: Counter[Failure] = Counter()
         self._culprit = culprit
         self._programs: dict[tuple[str, ...], tuple[Program, ...]] = {}
@@ -171,8 +171,6 @@ class TraceTree:
                 recording.tape.block(f"{label} changes on every call{see}")
         program = Program(recording, global_state, ignored, self._joins, self._ties)
         with self._lock:
-            if program.graph is not None:
-                program.graph.retired += self._retired.pop(names, [])
             self._insert(names, program)
             self._notice(recording, program)
         self._keep_to_limit()
@@ -186,38 +184,36 @@ class TraceTree:
         """Note which numbers a run has asked for, and where.
 
         Where there are many, the programs that guard them are dropped: the next run keeps the
-        numbers traced. Where that is of no use, it is undone.
+        numbers traced. If that is of no use, these programs come back.
         """
-        varying = self.varying
-        if recording.useless:
-            self._steady |= recording.useless
-            varying -= recording.useless
-            self._retire(lambda other: not other.places.isdisjoint(recording.useless))
+        useless = recording.useless
+        if useless:
+            self._steady |= useless
+            self.varying -= useless
+            for names, listed in list(self._programs.items()):
+                self._drop(names, *(one for one in listed if not one.places.isdisjoint(useless)))
+            for names, one in self._aside:
+                if _asks_at(one, useless):
+                    self._insert(names, one)
+        if recording.places and self._aside:
+            for names, one in self._aside:
+                if program.graph is not None and not (useless and _asks_at(one, useless)):
+                    program.graph.retired += [*one.graph.retired, *one.graph.pieces()]
+            self._aside.clear()
         new = set()
         for guard in recording.tape.guards:
-            number = guard.expected
-            if guard.test is Test.VALUE and guard.how in ASKS and type(number) in (int, float):
-                site = guard.site
-                if site is None or site.chain[0] in self._steady:
-                    continue
-                seen = self._numbers.setdefault(site.chain[0], set())
-                seen.add(number)
+            place = place_of(guard)
+            if place is not None and place not in self._steady:
+                seen = self._numbers.setdefault(place, set())
+                seen.add(guard.expected)
                 if len(seen) >= _VARYING:
-                    new.add(site.chain[0])
-        if new - varying and can_exchange() and self._joins:
-            varying |= new
-            self._retire(lambda other: _asks_at(other, new))
-        self.varying = varying
-
-    def _retire(self, condition: Callable[[Program], bool]) -> None:
-        """Drop programs, but not the counts of the calls that they served."""
-        for names, listed in list(self._programs.items()):
-            dropped = [one for one in listed if one.graph is not None and condition(one)]
-            self._drop(names, *dropped)
-            for one in dropped:
-                assert one.graph is not None
-                pieces = [*one.graph.retired, *one.graph.pieces()]
-                self._retired.setdefault(names, []).extend(pieces)
+                    new.add(place)
+        if new - self.varying and can_exchange() and self._joins:
+            self.varying |= new
+            for names, listed in list(self._programs.items()):
+                asking = [one for one in listed if one.graph is not None and _asks_at(one, new)]
+                self._drop(names, *asking)
+                self._aside += [(names, one) for one in asking]
 
     def _program(self, recording: Recording, global_state: GlobalState) -> Program:
         return Program(recording, global_state, joins=self._joins, ties=self._ties)
@@ -511,10 +507,10 @@ class TraceTree:
         return None
 
 
-def _asks_at(program: Program, places: set[Place]) -> bool:
+def _asks_at(program: Program, places: Set[Place]) -> bool:
     """Return whether a run of a program has asked for a number at one of some places."""
     return any(
-        guard.how in ASKS and guard.site is not None and guard.site.chain[0] in places
+        place_of(guard) in places
         for recording in program.recordings()
         for guard in recording.tape.guards
     )
