@@ -366,7 +366,8 @@ class Dispatcher:
 
     def _record_lifted(self, call: _Call, program: Program) -> Any:
         """Record a call whose path may be known, with the counters of its loops lifted."""
-        lifting = Lifting(program.excluded, numbers=program.recording.environment.lifted)
+        lifting = program.lifting(counters=True)
+        assert lifting is not None
         recording = self._traced(call, lifting=lifting)
         if call.splicer is not None and call.splicer.is_apart:
             self.stats.live += 1

@@ -85,7 +85,7 @@ def test_code_that_compares_with_constants_is_told(source: str) -> None:
     ("source", "needs"),
     [
         ("x is True", True), ("x is not False", True), ("x is None", False), ("x == True", False),
-        ("type(x)", True), ("(True, x is y)", False),
+        ("type(x)", True), ("(True, x is y)", False), ("x.device.type == 'cpu'", False),
     ],
 )  # fmt: skip
 def test_code_that_needs_plain_numbers_is_told(source: str, needs: bool) -> None:

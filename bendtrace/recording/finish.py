@@ -26,6 +26,7 @@ from bendtrace.environment.reachability import reachable_from
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.recording.names import node_names
 from bendtrace.recording.one_op import assigned_in
+from bendtrace.recording.varying import Place
 from bendtrace.recording.writer import Writer
 from bendtrace.source.adding import read_names
 from bendtrace.source.internals import internal
@@ -75,6 +76,8 @@ class Recording:
         error: what the function raised, where the run is kept nevertheless.
         writes_outside: whether it wrote to tensors that were there before.
         form: how its arguments were passed, where the function may see that.
+        places: where its numbers stay traced, as they differ between runs (`varying.py`).
+        useless: of these, where that is of no use.
         views: what `view` has derived from the run.
     """
 
@@ -90,9 +93,11 @@ class Recording:
         "form",
         "is_transient",
         "output_reads",
+        "places",
         "result",
         "root",
         "tape",
+        "useless",
         "views",
         "writes_outside",
     )
@@ -108,6 +113,8 @@ class Recording:
         self.result: Any = None
         self.error: Exception | None = None
         self.form: tuple[str, ...] = ()
+        self.places: frozenset[Place] = frozenset()
+        self.useless: frozenset[Place] = frozenset()
         self.views: dict[Callable[[Recording], Any], Any] = {}
 
     def view(self, derive: Callable[[Recording], T]) -> T:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.recording.values import TRACED_AS, Values
+from bendtrace.recording.varying import Place, Varying
 from bendtrace.recording.writer import Writer
 from bendtrace.source.counters import assign, counters_at, local_in
 from bendtrace.source.sites import PACKAGE
@@ -37,31 +38,40 @@ class Lifting:
     """Lifts counters and numbers of one run.
 
     Args:
-        excluded: the variables that stay as they are.
+        excluded: the variables that stay as they are; None for all.
         as_tensors: whether a number is taken out of a tensor, for programs that have no numbers.
         numbers: the labels of numbers in the state that are inputs of the run.
-        counts: whether counters of loops are lifted.
+        places: where numbers differ from run to run, so that they stay traced (`varying.py`).
 
     Attributes:
-        counts: as given.
+        counts: whether counters of loops are lifted.
         lifted: the variables that were lifted, by the op that gives the number of each.
+        places: as given.
+        varying: keeps these numbers traced; None before the run, and where there are none.
     """
 
     def __init__(
         self,
-        excluded: frozenset[Counter] = frozenset(),
+        excluded: frozenset[Counter] | None = frozenset(),
         as_tensors: bool = False,
         numbers: frozenset[str] = frozenset(),
-        counts: bool = True,
+        places: frozenset[Place] = frozenset(),
     ) -> None:
         self._excluded = excluded
         self._as_tensors = as_tensors
         self._numbers = numbers
-        self.counts: bool = counts
+        self.counts: bool = excluded is not None
         self.lifted: dict[int, Counter] = {}
+        self.places: frozenset[Place] = places
+        self.varying: Varying | None = None
 
     def begin(
-        self, writer: Writer, values: Values, call: Callable[..., Any], outermost: CodeType
+        self,
+        writer: Writer,
+        values: Values,
+        call: Callable[..., Any],
+        outermost: CodeType,
+        arithmetic: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
     ) -> None:
         """Take part in a run.
 
@@ -70,11 +80,14 @@ class Lifting:
             values: makes traced scalars.
             call: records a call of a torch function: function, arguments, options, frame.
             outermost: the code that called the model.
+            arithmetic: records what is computed with traced scalars.
         """
         self._writer, self._values = writer, values
         self._call, self._outermost = call, outermost
-        if self.counts:
+        if self._excluded is not None:
             writer.before_question = self._lift
+        if self.places:
+            self.varying = Varying(self.places, writer, values, arithmetic)
 
     def place(self) -> None:
         """Put traced scalars in the place of the numbers in the state."""
@@ -104,7 +117,7 @@ class Lifting:
 
     def _lift_one(self, frame: FrameType, name: str) -> None:
         value, counter = local_in(frame, name), (frame.f_code, name)
-        if type(value) is not int or abs(value) >= _LARGE or counter in self._excluded:
+        if type(value) is not int or abs(value) >= _LARGE or counter in (self._excluded or ()):
             return
         if self._as_tensors:
             tensor = self._call(torch.full, ((), value), {"dtype": torch.int64}, frame)

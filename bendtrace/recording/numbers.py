@@ -21,9 +21,11 @@ from bendtrace.recording.effects import HARMLESS
 from bendtrace.recording.encoding import Encoder, scalars_in, without_traced
 from bendtrace.recording.texts import Texts, goes_to_screen
 from bendtrace.recording.values import TRACED_AS, Values
+from bendtrace.recording.varying import Varying
 from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
 from bendtrace.source.counters import assign
+from bendtrace.source.results import is_awaited
 from bendtrace.source.sites import PACKAGE, outside_scalars
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
 from bendtrace.tape.tape import Guard, OpKind, Raised, Ref, Test, refs_in
@@ -45,6 +47,7 @@ class Numbers:
     Attributes:
         answers: returns the answer to a question, given its guard and the value; None where the
             value is the answer.
+        varying: keeps numbers traced that differ between runs; None where none does.
         compares: whether the interpreter leaves the operands of a comparison on the stack while it
             asks for the truth of its result.
         compared: the identities of the values that were compared last.
@@ -67,6 +70,7 @@ class Numbers:
         self.answers: Callable[[Guard, Any], Any] | None = None
         self._thread = get_ident()
         places = stacks.layout()
+        self.varying: Varying | None = None
         self.compares: bool = places is not None and places.leaves
         self.compared: frozenset[int] = frozenset()
 
@@ -74,6 +78,8 @@ class Numbers:
         """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
         if get_ident() != self._thread:
             return self._elsewhere(scalar._value)
+        if self.varying is not None and self.varying.answers(how):
+            return scalar._value
         index, value = self._values.scalar_ref(scalar).index, scalar._value
         if how == "bool":
             self._writer.guard(Test.TRUTH, index, bool(value), how, outside_scalars())
@@ -105,7 +111,7 @@ class Numbers:
             self.compared = frozenset(map(id, operands))
         traced, is_asked = None, False
         # Else it is within an op, which a replay does as a whole.
-        is_seen = current_watcher() is self._recorder
+        is_seen = current_watcher() is self._recorder and not self._is_answered()
         if is_seen and function in (pow, operator.pow):
             self._guard_power(*operands[:2])
         if is_seen and function not in HARMLESS:
@@ -130,6 +136,10 @@ class Numbers:
         op = self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
         op.meta = result
         return self._values.traced(traced, result, Ref(op.index), frame)
+
+    def _is_answered(self) -> bool:
+        """Return whether a call computes with its numbers, whose result is traced already."""
+        return self.varying is not None and is_awaited(outside_scalars())
 
     def _computed(
         self, function: Callable[..., Any], operands: tuple[Any, ...], is_seen: bool

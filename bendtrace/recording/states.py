@@ -35,6 +35,7 @@ from bendtrace.recording.effects import Effects
 from bendtrace.recording.native_calls import may_hide
 from bendtrace.recording.texts import Texts, has_marks
 from bendtrace.recording.values import LOOKS, Values
+from bendtrace.recording.varying import Rounds
 from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
 from bendtrace.source.bytecode import read_later
@@ -526,6 +527,9 @@ class _Reader:
     def _token(self, token: contextvars.Token[Any]) -> Any:
         return self._by_identity(token.var), self.value(token.old_value)
 
+    def _rounds(self, rounds: Rounds) -> Any:
+        return self.values_of((rounds.at, rounds.end, rounds.step))
+
     def _slice(self, value: slice) -> Any:
         return self.values_of((value.start, value.stop, value.step))
 
@@ -573,6 +577,7 @@ _READERS: dict[type, Any] = {
     frozenset: _Reader.values_of,
     dict: _Reader._mapping,
     slice: _Reader._slice,
+    Rounds: _Reader._rounds,
     types.FunctionType: _Reader._function,
     types.MethodType: _Reader._method,
     types.BuiltinFunctionType: _Reader._builtin,

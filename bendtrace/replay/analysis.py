@@ -130,7 +130,10 @@ class Analysis:
         if op.is_given:
             return not isinstance(op.meta, tuple)  # a number, not a TensorMeta
         if op.kind is OpKind.SCALAR:
-            return self.computable.issuperset(op.operands)
+            # What is computed with a counter is asked in each round of a loop.
+            return self.computable.issuperset(op.operands) and (
+                op.index in self._counters or self._counters.isdisjoint(op.operands)
+            )
         return (
             is_read(op)
             and op.raised is None

@@ -16,6 +16,7 @@ from bendtrace.recording.rank_sync import (
     needs_agreement,
 )
 from bendtrace.recording.recorder import Recording
+from bendtrace.recording.varying import Place
 from bendtrace.replay.analysis import Analysis, counts, tested_by
 from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.following import Following
@@ -93,6 +94,7 @@ class Program:
         self.lifts_at: int = _MANY  # from so many segments on, they are to be lifted
         self._pieces = 0  # how many there were before the latest run
         self.excluded: frozenset[Counter] = frozenset()  # those that are not
+        self.places: frozenset[Place] = recording.places  # where numbers stay traced in its runs
         if self.live_only:
             return
         direct = not (global_state.modes or global_state.monkeypatches)
@@ -106,12 +108,17 @@ class Program:
         """Whether the next call is to be recorded with the counters of its loops lifted."""
         return self._pieces >= self.lifts_at and not self.is_lifted
 
-    def lifting(self) -> Lifting | None:
-        """Return what lifts counters and numbers as in the runs so far; None if nothing does."""
+    def lifting(self, counters: bool = False) -> Lifting | None:
+        """Return what lifts numbers as in the runs so far; None if nothing does.
+
+        Args:
+            counters: whether to lift those that count the rounds of loops in any case.
+        """
         numbers = self.recording.environment.lifted
-        if not (self.is_lifted or numbers):
+        if not (counters or self.is_lifted or self.places or numbers):
             return None
-        return Lifting(self.excluded, numbers=numbers, counts=self.is_lifted)
+        excluded = self.excluded if counters or self.is_lifted else None
+        return Lifting(excluded, numbers=numbers, places=self.places)
 
     def follows(self, other: Program, begins: bool) -> None:
         """Take the place of another program.

@@ -9,7 +9,7 @@ import threading
 import traceback
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.recording.lifting import Lifting, needed_numbers
 from bendtrace.recording.recorder import Recording
+from bendtrace.recording.varying import Place, place_of
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program, Splicer
 from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stretch
+from bendtrace.source.results import can_exchange
 from bendtrace.source.sites import users_level
 from bendtrace.tape.captured import (
     Access,
@@ -57,6 +59,9 @@ _MOVING, _NUMBERS = 2, (int, float)
 
 _MOST_WHILES = 10  # after which the while gets no longer
 
+# After so many numbers at one place, numbers stay traced there.
+_VARYING = 4
+
 # Errors are not noted for more outcomes of one guard than this.
 _MOST_SIDES = 64
 
@@ -85,6 +90,7 @@ class TraceTree:
 
     Attributes:
         lifts: whether runs may begin to lift counters of loops.
+        varying: the places where numbers differ from run to run.
     """
 
     def __init__(
@@ -97,6 +103,11 @@ class TraceTree:
         self._joins = joins
         self.forgotten: int = 0
         self.lifts: bool = True
+        self.varying: frozenset[Place] = frozenset()
+        self._asked: dict[Place, set[Any]] = {}  # the numbers that were asked for at each place
+        self._steady: set[Place] = set()  # where numbers are better guarded
+        # Programs that guard numbers which are going to stay traced, with what is asked there.
+        self._aside: list[tuple[tuple[str, ...], Program]] = []
         self.failures: Counter[Failure] = Counter()
         self._culprit = culprit
         self._programs: dict[tuple[str, ...], tuple[Program, ...]] = {}
@@ -169,8 +180,50 @@ class TraceTree:
         with self._lock:
             self._count_needed(recording)
             self._insert(names, program)
+            self._notice(recording, program)
         self._keep_to_limit()
         return program
+
+    def lifting(self) -> Lifting | None:
+        """Return what lifts numbers in a run of a new program; None if nothing does."""
+        if not (self._numbers or self.varying):
+            return None
+        return Lifting(None, numbers=self._numbers, places=self.varying)
+
+    def _notice(self, recording: Recording, program: Program) -> None:
+        """Note which numbers a run has asked for, and where.
+
+        Where there are many, the programs that guard them are dropped: the next run keeps the
+        numbers traced. If that is of no use, these programs come back.
+        """
+        useless = recording.useless
+        if useless:
+            self._steady |= useless
+            self.varying -= useless
+            for names, listed in list(self._programs.items()):
+                self._drop(names, *(one for one in listed if not one.places.isdisjoint(useless)))
+            for names, one in self._aside:
+                if _asks_at(one, useless):
+                    self._insert(names, one)
+        if recording.places and self._aside:
+            for names, one in self._aside:
+                if program.graph is not None and not (useless and _asks_at(one, useless)):
+                    program.graph.retired += [*one.graph.retired, *one.graph.pieces()]
+            self._aside.clear()
+        new = set()
+        for guard in recording.tape.guards:
+            place = place_of(guard)
+            if place is not None and place not in self._steady:
+                seen = self._asked.setdefault(place, set())
+                seen.add(guard.expected)
+                if len(seen) >= _VARYING:
+                    new.add(place)
+        if new - self.varying and can_exchange() and self._joins:
+            self.varying |= new
+            for names, listed in list(self._programs.items()):
+                asking = [one for one in listed if one.graph is not None and _asks_at(one, new)]
+                self._drop(names, *asking)
+                self._aside += [(names, one) for one in asking]
 
     def _program(self, recording: Recording, global_state: GlobalState) -> Program:
         return Program(recording, global_state, joins=self._joins, ties=self._ties)
@@ -202,7 +255,9 @@ class TraceTree:
                 other = self._program(recording, program.global_state)
                 other.follows(program, False)
                 self._exchange(program, other)
-            elif not program.grow(recording, divergence):
+            elif program.grow(recording, divergence):
+                self._notice(recording, program)
+            else:
                 known = (program.root.recording, recording)
                 if any(run.tape.counters for run in known):
                     self._stop_lifting(program)
@@ -213,10 +268,6 @@ class TraceTree:
                         others.append(Program(two, program.global_state, joins=False))
                     self._exchange(program, *others)
         self._keep_to_limit()
-
-    def lifting(self) -> Lifting | None:
-        """Return what lifts numbers in the state, in the next run; None if nothing does."""
-        return Lifting(numbers=self._numbers, counts=False) if self._numbers else None
 
     def compare_numbers(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
         """Make inputs of the numbers in the state that keep being others in new runs.
@@ -495,6 +546,15 @@ class TraceTree:
                 if not (more or recording.tape.blockers) and _goes_on_from(recording, divergence):
                     return recording
         return None
+
+
+def _asks_at(program: Program, places: Set[Place]) -> bool:
+    """Return whether a run of a program has asked for a number at one of some places."""
+    return any(
+        place_of(guard) in places
+        for recording in program.recordings()
+        for guard in recording.tape.guards
+    )
 
 
 def _is_due(hits: int) -> bool:

@@ -34,6 +34,7 @@ __all__ = [
     "Span",
     "definition",
     "first_offset",
+    "instruction_at",
     "is_covered",
     "is_users_file",
     "outside_scalars",
@@ -304,7 +305,7 @@ def _site(frame: FrameType, end: FrameType | None) -> Site:
     chain = []
     inner: FrameType | None = frame
     while inner is not None and inner is not end:
-        chain.append((inner.f_code, _call_at(inner.f_code, inner.f_lasti)))
+        chain.append((inner.f_code, instruction_at(inner.f_code, inner.f_lasti)))
         inner = inner.f_back
     same = tuple(number for code, offset in chain for number in (id(code), offset))
     site = _alive.get(same)
@@ -319,7 +320,7 @@ _positions: dict[int, tuple[CodeType, list[tuple[int | None, ...]]]] = {}
 
 def place_at(code: CodeType, offset: int) -> Place:
     """Return the place of a frame's current instruction."""
-    return _place(code, _call_at(code, offset))
+    return _place(code, instruction_at(code, offset))
 
 
 def _place(code: CodeType, offset: int) -> Place:
@@ -334,7 +335,7 @@ def _place(code: CodeType, offset: int) -> Place:
     return Place(code.co_filename, code.co_name, span, offset)
 
 
-def _call_at(code: CodeType, offset: int) -> int:
+def instruction_at(code: CodeType, offset: int) -> int:
     """Return where an instruction is, whichever of its parts a frame says it is at.
 
     A call of a Python function is left at the end of the instruction's inline cache once it has

@@ -22,7 +22,17 @@ from collections.abc import Iterator
 from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
 
-__all__ = ["EMPTY", "Layout", "Number", "Stack", "layout", "read", "suspended"]
+__all__ = [
+    "EMPTY",
+    "Layout",
+    "Number",
+    "Stack",
+    "address_of_result",
+    "layout",
+    "read",
+    "suspended",
+    "word_at",
+]
 
 EMPTY = object()  # a slot without a value
 
@@ -117,16 +127,16 @@ def read(
     instruction = _instructions(code).get(offset)
     if instruction is None or not code.co_flags & _OPTIMIZED:
         return None
-    inner = _word(id(frame) + places.inner)
+    inner = word_at(id(frame) + places.inner)
     is_asked_by_c = callee is None or _is_entered_from_c(callee, inner, places)
     if callee is not None and is_asked_by_c:
         if _interrupts(callee, places):
             return None
         if callee.f_code.co_flags & _SUSPENDS:
-            iterated = _word(
+            iterated = word_at(
                 inner + places.slots + _WORD * (_variables(code) + instruction.base - 1)
             )
-            own = _word(id(callee) + places.inner)
+            own = word_at(id(callee) + places.inner)
             if instruction.name not in _RESUMES or not 0 < own - (iterated & ~_MARKS) < _LONGEST:
                 return None  # it may be closed because it is freed
     first = inner + places.slots
@@ -152,21 +162,33 @@ def suspended(frame: FrameType, places: Layout) -> Stack | None:
     instruction = _instructions(code).get(frame.f_lasti)
     if instruction is None or instruction.name not in _WAITS or not instruction.depth:
         return None
-    first = _word(id(frame) + places.inner) + places.slots
+    first = word_at(id(frame) + places.inner) + places.slots
     variables = _variables(code)
     slots = [_value(first + _WORD * k) for k in range(variables + instruction.depth - 1)]
     below = slots[variables:]
     return Stack(code, frame.f_lasti, slots[:variables], below, None, instruction.name)
 
 
-def _word(address: int) -> int:
+def address_of_result(frame: FrameType, places: Layout) -> int | None:
+    """Return where the result of a frame's current call or operator will be, in memory."""
+    instruction = _instructions(frame.f_code).get(frame.f_lasti)
+    if instruction is None or not frame.f_code.co_flags & _OPTIMIZED:
+        return None
+    if instruction.name not in _CALLS and instruction.name != "BINARY_OP":
+        return None
+    first = word_at(id(frame) + places.inner) + places.slots
+    return first + _WORD * (_variables(frame.f_code) + instruction.base)
+
+
+def word_at(address: int) -> int:
+    """Return the word of memory at an address."""
     return ctypes.c_size_t.from_address(address).value
 
 
 def _pointers(first: int, instruction: _Instruction) -> frozenset[int]:
     """Return the addresses of what an instruction takes, which need not be there any more."""
     taken = range(instruction.base, instruction.depth)
-    return frozenset(_word(first + _WORD * k) & ~_MARKS for k in taken)
+    return frozenset(word_at(first + _WORD * k) & ~_MARKS for k in taken)
 
 
 def _lasts(first: int, instruction: _Instruction, code: CodeType, slots: list[Any]) -> bool:
@@ -175,11 +197,11 @@ def _lasts(first: int, instruction: _Instruction, code: CodeType, slots: list[An
     held.update(
         id(item) for cell in slots if type(cell) is CellType for item in gc.get_referents(cell)
     )
-    return _word(first + _WORD * (instruction.base + _ARGUMENTS)) & ~_MARKS in held
+    return word_at(first + _WORD * (instruction.base + _ARGUMENTS)) & ~_MARKS in held
 
 
 def _value(address: int) -> Any:
-    word = _word(address)
+    word = word_at(address)
     if word & _MARKS == _NOT_AN_OBJECT:
         return Number(word >> 2)
     word &= ~_MARKS
@@ -193,10 +215,10 @@ def _variables(code: CodeType) -> int:
 
 def _is_entered_from_c(frame: FrameType, caller: int, places: Layout) -> bool:
     """Whether C has called a frame, not an instruction of the frame before."""
-    inner = _word(id(frame) + places.inner)
+    inner = word_at(id(frame) + places.inner)
     if places.entry >= 0:
         return bool(ctypes.c_ubyte.from_address(inner + places.entry).value)
-    return _word(inner + places.previous) != caller
+    return word_at(inner + places.previous) != caller
 
 
 def _interrupts(frame: FrameType, places: Layout) -> bool:
@@ -208,7 +230,7 @@ def _interrupts(frame: FrameType, places: Layout) -> bool:
     code = frame.f_code
     if code.co_name == "__del__":
         return True
-    first = _word(id(frame) + places.inner) + places.slots
+    first = word_at(id(frame) + places.inner) + places.slots
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _VARARGS)
     for k in range(count):
         value = _value(first + _WORD * k)
@@ -352,7 +374,7 @@ class _Look:
 
     def __call__(self, one: object, two: object) -> bool:
         frames = sys._getframe(), sys._getframe(1)
-        own, caller = _word(id(frames[0]) + _INNER), _word(id(frames[1]) + _INNER)
+        own, caller = word_at(id(frames[0]) + _INNER), word_at(id(frames[1]) + _INNER)
         if min(own, caller) < _LOWEST or own % _WORD or abs(own - caller) > 1 << 20:
             return False
         self.seen.append((own, caller, ctypes.string_at(own, _LONGEST)))
@@ -424,7 +446,7 @@ class _Compared:
         frame = sys._getframe(1)
         instruction = _instructions(frame.f_code)[frame.f_lasti]
         if instruction.asks:
-            first = _word(id(frame) + self.places.inner) + self.places.slots
+            first = word_at(id(frame) + self.places.inner) + self.places.slots
             first += _WORD * _variables(frame.f_code)
             self.is_left = _pointers(first, instruction) != {0}
         return True

@@ -402,8 +402,14 @@ def _module_asks(module: types.ModuleType, code: CodeType) -> bool:
 
 def _tells_apart(code: CodeType) -> bool:
     names = _IN_TORCH if code.co_filename.startswith(TORCH) else _OF_TORCH
-    if not names.isdisjoint(code.co_names) or _keeps_tensor_class(code):
+    telling = names.intersection(code.co_names)
+    if telling - {"type"} or _keeps_tensor_class(code):
         return True
+    if telling and any(
+        step.value == "type" and step.name.startswith("LOAD_") and step.name != "LOAD_ATTR"
+        for step in single_steps(code)
+    ):
+        return True  # not `x.device.type`, which is a text
     if not code.co_filename.startswith(TORCH):
         if not _FINDING.isdisjoint(code.co_names):
             return True

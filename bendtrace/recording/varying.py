@@ -1,0 +1,361 @@
+"""Numbers that differ from call to call at one place stay traced, where Python makes others of them.
+
+`int(n)`, `math.sqrt(n)`, `range(n)`: C code asks a traced scalar for its number, so that the number
+is guarded, and each number is a path of its own. After a few numbers at one place (`TraceTree`),
+the frame receives a traced scalar in place of the plain result, and a loop over `range(n)` asks in
+each round whether there is another one (`Rounds`). So the replay computes the number.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import math
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from bendtrace.recording.encoding import without_traced
+from bendtrace.recording.values import TRACED_AS, Values
+from bendtrace.recording.writer import Writer
+from bendtrace.source import stacks
+from bendtrace.source.bytecode import single_steps
+from bendtrace.source.results import can_exchange, exchange, is_awaited
+from bendtrace.source.sites import TORCH, TRACER, instruction_at
+from bendtrace.source.usage import compares_identity
+from bendtrace.tape.captured import PLAIN_TYPES, identical
+from bendtrace.tape.plain_numbers import needs_plain_numbers
+from bendtrace.tape.scalars import TRACED, TracedInt
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Test
+
+__all__ = ["COMPUTING", "Place", "Rounds", "Varying", "is_computation", "place_of"]
+
+Place: TypeAlias = tuple[CodeType, int]
+
+# How Python asks where its result can be traced (see `Guard.how`).
+ASKS = frozenset({"int", "index", "float", "len", "hash"})
+# Functions of C that make one number of numbers, and do nothing else.
+COMPUTING: frozenset[Any] = frozenset(
+    {
+        int, float, operator.index, math.acos, math.asin, math.atan, math.atan2, math.cbrt,
+        math.ceil, math.comb, math.copysign, math.cos, math.cosh, math.degrees, math.erf, math.exp,
+        math.exp2, math.expm1, math.fabs, math.factorial, math.floor, math.fmod, math.gcd,
+        math.hypot, math.isqrt, math.lcm, math.log, math.log10, math.log1p, math.log2, math.pow,
+        math.radians, math.remainder, math.sin, math.sinh, math.sqrt, math.tan, math.tanh,
+        math.trunc,
+    }
+)  # fmt: skip
+_OF_TENSORS = frozenset({int, float, len, operator.index})
+
+
+def place_of(guard: Guard) -> Place | None:
+    """Return where a guard asks for a number that could stay traced; None if it does not."""
+    if guard.test is not Test.VALUE or guard.how not in ASKS or guard.site is None:
+        return None
+    if type(guard.expected) not in (int, float):
+        return None
+    code, offset = guard.site.chain[guard.site.level if guard.how == "len" else 0]
+    if code.co_filename.startswith(TORCH) or dis.opname[code.co_code[offset]] != "CALL":
+        return None
+    return code, offset
+
+
+class Varying:
+    """Keeps the numbers of one run traced that differ between runs.
+
+    Args:
+        places: where they do.
+        writer: records ops.
+        values: makes traced scalars.
+        arithmetic: records what is computed with traced scalars.
+
+    Attributes:
+        places: as given.
+    """
+
+    def __init__(
+        self,
+        places: frozenset[Place],
+        writer: Writer,
+        values: Values,
+        arithmetic: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
+    ) -> None:
+        self.places: frozenset[Place] = places
+        # By identity, because hashing a code object is slow; the places keep it alive.
+        self._places = {(id(code), offset): (code, offset) for code, offset in places}
+        self._writer, self._values, self._arithmetic = writer, values, arithmetic
+        self._is_busy = not can_exchange()
+        self._rounds: list[tuple[Place, Rounds]] = []
+        self._results: list[tuple[Place, int, int]] = []  # the ops that give each
+
+    def answers(self, how: str) -> bool:
+        """Return whether the number of a traced scalar is asked for something that stays traced.
+
+        Args:
+            how: how it is asked.
+        """
+        frame, callee = _asking()
+        if is_awaited(frame):
+            return True  # the same call asks for another number, or again
+        place = self._place(frame, how)
+        if place is None:
+            return False
+        called = _call_of(frame, callee)
+        if called is None:
+            return False
+        function, given = called
+        first = len(self._writer.tape.ops)
+        self._is_busy = True
+        try:
+            if function is range:
+                result = self._loop(given, frame, place)
+            elif type(function) is functools._lru_cache_wrapper:
+                result = self._uncached(function, given)
+            elif function in COMPUTING and all(type(one) in _NUMBERS for one in given):
+                result = self._arithmetic(function, given)
+            else:
+                return False
+        finally:
+            self._is_busy = False
+        self._results.append((place, first, len(self._writer.tape.ops)))
+        return result is not None and exchange(frame, result, self._ended)
+
+    def answers_of(self, op: Op, value: Any, how: str, frame: FrameType) -> bool:
+        """Return whether the number of a tensor is asked for something that stays traced.
+
+        Args:
+            op: the op that gives the number.
+            value: the number.
+            how: how it is asked.
+            frame: the code that asks.
+        """
+        while frame.f_code.co_filename.startswith(TORCH) and frame.f_back is not None:
+            frame = frame.f_back  # `len` calls a method that is written in Python
+        place = self._place(frame, how)
+        if type(value) not in (int, float) or place is None:
+            return False
+        callee = sys._getframe(1)
+        while callee.f_back is not None and callee.f_back is not frame:
+            callee = callee.f_back
+        called = _call_of(frame, callee)
+        if called is None or len(called[1]) != 1 or not isinstance(called[1][0], Tensor):
+            return False
+        try:
+            if called[0] not in _OF_TENSORS:
+                return False
+        except TypeError:
+            return False
+        scalar = self._values.scalar(TRACED_AS[type(value)], value, Ref(op.index))
+        self._results.append((place, op.index, op.index + 1))
+        return exchange(frame, scalar, self._ended)
+
+    def _place(self, frame: FrameType, how: str) -> Place | None:
+        """Return where a number is asked for, if numbers differ there."""
+        if self._is_busy or how not in ASKS:
+            return None
+        code = frame.f_code
+        place = self._places.get((id(code), instruction_at(code, frame.f_lasti)))
+        if place is None or self._values.environment.tells_numbers:
+            return None
+        tells = needs_plain_numbers(code, frame.f_globals) or compares_identity(code)
+        return None if tells else place
+
+    def _ended(self, gave: bool) -> None:
+        if not gave:
+            self._writer.tape.block("code failed where it computed with a number that varies")
+
+    # Loops
+
+    def _loop(self, given: tuple[Any, ...], frame: FrameType, place: Place) -> Rounds | None:
+        """Return the rounds of `for ... in range(...)`, if the current call is one."""
+        code = frame.f_code
+        names = (step.name for step in single_steps(code) if step.offset > place[1])
+        if [next(names, ""), next(names, "")] != ["GET_ITER", "FOR_ITER"]:
+            return None
+        if not all(type(one) is int or type(one) is TracedInt for one in given):
+            return None
+        begin, end, step = {1: (0, *given, 1), 2: (*given, 1)}.get(len(given), given)
+        if type(step) is not int or step == 0:
+            return None
+        if type(begin) is int:
+            op = self._writer.emit(OpKind.SCALAR, operator.pos, (begin,), {}, frame)
+            op.meta = begin
+            self._writer.tape.counters.add(op.index)
+            begin = self._values.scalar(TracedInt, begin, Ref(op.index))
+        rounds = Rounds(begin, end, step, self._writer.tape.guards)
+        self._rounds.append((place, rounds))
+        return rounds
+
+    def useless(self) -> Iterator[Place]:
+        """Yield the places of loops that do not close, and of numbers that are guarded later."""
+        tape = self._writer.tape
+        for place, rounds in self._rounds:
+            states = [tape.states[number].key for number in rounds.asked if number in tape.states]
+            if len(states) > _FEW_ROUNDS and len({*states}) == len(states):
+                yield place
+        origins: dict[int, set[Place]] = {}
+        for place, first, end in self._results:
+            for index in range(first, end):
+                origins.setdefault(index, set()).add(place)
+        for op in tape.ops if origins else ():
+            if op.kind is OpKind.SCALAR:
+                for operand in op.operands:
+                    if operand in origins:
+                        origins.setdefault(op.index, set()).update(origins[operand])
+        for guard in tape.guards:
+            if guard.test is Test.VALUE and guard.how and guard.index in origins:
+                place_there = place_of(guard)
+                if place_there is None or place_there in self.places:
+                    yield from origins[guard.index]
+
+    # Caches
+
+    def _uncached(self, function: Any, given: tuple[Any, ...]) -> Any:
+        """Compute what a cache would return, with traced scalars.
+
+        The cache receives what it receives in eager. What it returns is only compared.
+        """
+        inner = function.__wrapped__
+        if not is_computation(inner) or not all(map(_is_plain, given)):
+            return None
+        plain = function(*without_traced(given))
+        result = inner(*given)
+        return result if identical(_without(result), plain) else None
+
+
+class Rounds:
+    """The rounds of a loop over `range(begin, end, step)`, of which some number is traced.
+
+    Attributes:
+        at: the next number.
+        end: that of the range.
+        step: that of the range.
+        asked: the guards that tested whether there is another round.
+    """
+
+    def __init__(self, begin: Any, end: Any, step: int, guards: list[Guard]) -> None:
+        self.at, self.end, self.step = begin, end, step
+        self._guards = guards
+        self.asked: list[int] = []
+
+    def __iter__(self) -> Rounds:
+        return self
+
+    def __next__(self) -> Any:
+        self.asked.append(len(self._guards))
+        if self.at < self.end if self.step > 0 else self.at > self.end:
+            at = self.at
+            self.at = at + self.step
+            return at
+        raise StopIteration
+
+
+_NUMBERS = TRACED | {int, float}
+_FEW_ROUNDS = 4
+
+
+def _asking() -> tuple[FrameType, FrameType]:
+    """Return the frame in which a traced scalar was asked, and the tracer's frame that it called."""
+    callee = sys._getframe(2)
+    while callee.f_back is not None and callee.f_back.f_code.co_filename.startswith(TRACER):
+        callee = callee.f_back
+    return callee.f_back or callee, callee
+
+
+def _call_of(frame: FrameType, callee: FrameType) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the function that a frame is calling, and its arguments; None if that is unknown."""
+    places = stacks.layout()
+    stack = None if places is None else stacks.read(frame, callee, places)
+    if stack is None or stack.name != "CALL" or stack.operands is None:
+        return None
+    if _has_keywords(frame.f_code, instruction_at(frame.f_code, frame.f_lasti)):
+        return None
+    function, *given = (one for one in stack.operands if one is not stacks.EMPTY)
+    return function, tuple(given)
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_keywords(code: CodeType, offset: int) -> bool:
+    before = [step.name for step in single_steps(code) if step.offset < offset]
+    return "KW_NAMES" in before[-2:]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an argument of a cache is nothing that a run makes, but for numbers."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return not isinstance(value, Tensor)
+
+
+def _without(value: Any) -> Any:
+    """Return a copy of a result, with plain numbers in place of traced ones."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([_without(item) for item in value])
+    if kind is dict:
+        return {_without(key): _without(item) for key, item in value.items()}
+    return without_traced(value) if kind in TRACED else value
+
+
+# Functions that only compute
+
+# Builtins that keep nothing and read nothing but what they receive.
+_HARMLESS: frozenset[Any] = frozenset(
+    {
+        abs, all, any, bool, dict, divmod, enumerate, filter, float, frozenset, int, isinstance,
+        len, list, map, max, min, range, repr, reversed, round, set, sorted, str, sum, tuple, zip,
+    }
+)  # fmt: skip
+_STORING = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT", "YIELD")
+_DEEPEST = 4
+_computations: dict[types.FunctionType, bool] = {}
+
+
+def is_computation(function: Any) -> bool:
+    """Return whether a function of Python only computes: it calls no code but other such ones."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    known = _computations.get(function)
+    if known is None:
+        known = _computations[function] = _only_computes(
+            function.__code__, function.__globals__, 0
+        ) and not (function.__closure__ or function.__kwdefaults__)
+    return known
+
+
+def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool:
+    if depth > _DEEPEST:
+        return False
+    for step in single_steps(code):
+        if step.name.startswith(_STORING):
+            return False
+        if step.name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = space.get(step.value, getattr(builtins, str(step.value), None))
+            if not _may_be_used(value, depth):
+                return False
+    return all(
+        _only_computes(inner, space, depth + 1)
+        for inner in code.co_consts
+        if isinstance(inner, CodeType)
+    )
+
+
+def _may_be_used(value: Any, depth: int) -> bool:
+    if isinstance(value, types.FunctionType):
+        return not value.__closure__ and _only_computes(
+            value.__code__, value.__globals__, depth + 1
+        )
+    if isinstance(value, type) and issubclass(value, Exception):
+        return True
+    if type(value) in PLAIN_TYPES or value is math:
+        return value is not None
+    try:
+        return value in _HARMLESS or value in COMPUTING
+    except TypeError:
+        return type(value).__module__ == "typing"
