@@ -71,7 +71,8 @@ def test_saved_shown_and_given_out(name: str) -> None:
     bended(make())
     found = bended.get_activations("relu", args=(make(),))
     assert same(parts(found["relu"]), wanted)
-    assert repr(found) and found._repr_html_()
+    assert repr(found)
+    assert found._repr_html_()
 
 
 @pytest.mark.parametrize("name", VALUES)

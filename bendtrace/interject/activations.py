@@ -29,6 +29,7 @@ from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.interject.where import Where
 from bendtrace.paths.view import Node, NodePath
 from bendtrace.tape.tape import meta_of
+from bendtrace.torch_rules.questions import unseen
 
 __all__ = ["Activations", "as_html", "as_text", "get_activations", "inputs_of"]
 
@@ -170,7 +171,7 @@ class _Observer(Interjection):
 
 def _snapshot(value: Any) -> Any:
     shape, found = take_apart(value)
-    with torch.inference_mode(False), torch.no_grad():
+    with unseen(), torch.inference_mode(False), torch.no_grad():
         kept = [copied(item.detach()) if isinstance(item, Tensor) else item for item in found]
     return assemble(shape, kept)
 

@@ -352,8 +352,8 @@ class _BackwardHook(_Hook, ChecksGradients):
         for place, (old, new, shape) in enumerate(zip(before, result, shapes, strict=True)):
             if new is not None and meta_of(new).shape != shape:
                 raise InputError(
-                    f"{self.handle.described} returned a gradient of shape {meta_of(new).shape} for "
-                    f"input {place}, which has shape {tuple(shape)}"
+                    f"{self.handle.described} returned a gradient of shape {meta_of(new).shape} "
+                    f"for input {place}, which has shape {tuple(shape)}"
                 )
             if old is not new and place not in passing:
                 raise InputError(
