@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bendtrace._places import full_place_text
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
 from bendtrace.floor import Floor
@@ -33,6 +34,7 @@ from bendtrace.replay.splices import Unfit
 from bendtrace.replay.stretches import Divergence, Finished
 from bendtrace.replay.tree import TraceTree
 from bendtrace.stats import Explanation, Stats
+from bendtrace.torch_rules.questions import seeing_modes
 
 if TYPE_CHECKING:
     from bendtrace.auditing import Auditor
@@ -100,6 +102,9 @@ class Dispatcher:
             plan: what is inserted; None if nothing is.
             auditor: has this call compared, if it is a replay; None for what was given first.
         """
+        if modes := seeing_modes():
+            self.passing[_seen_by(modes[-1])] = None
+            return self._under_modes(args, kwargs, plan)
         floor = self.floor
         if plan is not None:
             floor = self._trees.floor(plan)
@@ -259,6 +264,22 @@ class Dispatcher:
         if runner is None:
             return self._recorded(call).result
         return runner.call(call.args, call.kwargs, program.recording)
+
+    def _under_modes(self, args: Any, kwargs: dict[str, Any], plan: Plan | None) -> Any:
+        """Serve a call under function modes, which see exactly what the model calls."""
+        self.stats.live += 1
+        if plan is None:
+            with self._called():
+                return call_itself(self._model, args, kwargs)
+        runner = self._beside(plan)
+        if runner is not None:
+            return runner.call(args, kwargs, self.latest_run)
+        names, arguments = self._signature.told_apart(args, kwargs)
+        recording = self._recorded(
+            _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
+        )
+        output, recording.result = recording.result, None
+        return output
 
     def _beside(self, plan: Plan) -> Beside | None:
         """Return what calls insertions without the tracer; None if that is impossible."""
@@ -455,6 +476,12 @@ class Dispatcher:
         self.stats.live += bool(recording.tape.blockers)
         call.tree.grow(program, recording, divergence)
         return self._kept(recording, program)
+
+
+def _seen_by(mode: Any) -> str:
+    code = getattr(type(mode).__torch_function__, "__code__", None)
+    place = f" at {full_place_text(code.co_filename, code.co_firstlineno)}" if code else ""
+    return f"{type(mode).__qualname__}{place}, a function mode around the call, sees the model"
 
 
 class _Call(NamedTuple):

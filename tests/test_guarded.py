@@ -1175,7 +1175,7 @@ class NegatesBelow(TorchDispatchMode):
         return -out if func is torch.ops.aten.ones.default else out
 
 
-MODES = "grad and inference mode, autocast, default dtype and device, function modes"
+MODES = "grad and inference mode, autocast, default dtype and device"
 
 
 class Modal(Layer):
@@ -1184,10 +1184,15 @@ class Modal(Layer):
 
 
 for mode in (
-    torch.no_grad, torch.inference_mode, autocast, lambda: torch.device("meta"), lambda: NEGATES,
+    torch.no_grad, torch.inference_mode, autocast, lambda: torch.device("meta"),
     lambda: Attribute(torch.set_default_dtype, torch.float64, torch.float32),
 ):  # fmt: skip
     case(MODES, mode=mode)(Modal)
+case(
+    "function modes around the call (`TorchFunctionMode`): they see what the model calls",
+    mode=lambda: NEGATES,
+    live_at="def __torch_function__",
+)(Modal)
 
 SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any, Any]] = {
     "deterministic": (

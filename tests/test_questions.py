@@ -98,6 +98,88 @@ def test_modes_around_the_call_and_in_it_are_seen(how: str) -> None:
     assert torch._C._len_torch_function_stack() == 0
 
 
+class Counts(TorchFunctionMode):
+    """Keeps the functions that it sees, and changes what one of them gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        out = func(*args, **(kwargs or {}))
+        return out + 1 if func is torch.zeros else out
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(2, 2), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.linear(x))
+        if y.sum() > 0 or x.shape[0] > 5:
+            y = y.relu() * x.size(0)
+        with torch.no_grad():
+            n = int(y.argmax())
+        y[0] = 1
+        w = torch.zeros(2, dtype=y.dtype) + y.new_ones(2)
+        w += 1
+        return y.view(-1)[:2] * w + n + len(y)
+
+
+def under_a_mode(call: Callable[[], Any]) -> tuple[list[Any], Any]:
+    torch.manual_seed(0)
+    with Counts() as mode:
+        out = call()
+    return mode.seen, out
+
+
+def looks(value: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_mode_around_the_call_sees_what_it_sees_in_eager(is_known: bool) -> None:
+    model, x = Layers(), torch.randn(3, 2)
+    seen, out = under_a_mode(lambda: model(x))
+    bended = bt.BendedModule(model)
+    if is_known:
+        bended(x), bended(x)
+    call = {"x": x}
+    for insert, run in (
+        (None, lambda: bended(x)),
+        ("linear", lambda: bended(x)),
+        (lambda node: True, lambda: bended(x)),
+        (None, lambda: bt.trace(model, x, save="all").output),
+        (None, lambda: bt.workflows.run_with_cache(bended, call)[0]),
+        (None, lambda: bended.get_activations("linear", kwargs=call, return_output=True)[1]),
+    ):  # fmt: skip
+        for change in (looks, lambda value: value):
+            inserted = bended.interject(insert, change) if insert is not None else None
+            ours, given = under_a_mode(run)
+            if inserted is not None:
+                inserted.remove()
+            assert ours == seen
+            assert torch.equal(given, out)
+    assert bended.stats.replays == is_known
+    assert any("Counts" in reason for reason in bended.why_live)
+    for _ in range(2):
+        assert torch.equal(under_a_mode(lambda: bended(x))[1], out)
+
+
+def test_a_mode_that_was_left_is_forgotten() -> None:
+    bended = bt.BendedModule(Layers().eval())
+    x = torch.randn(3, 2)
+    for _ in range(2):
+        with Counts():
+            bended(x)
+        before = bended.stats.replays
+        bended(x)
+        bended(x)
+        assert bended.stats.replays > before
+
+
 class Own(Tensor):
     pass
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bendtrace.history.entries import LayerEntry
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import requires_grad
+from bendtrace.torch_rules.questions import unseen
 
 __all__ = [
     "Gradients",
@@ -118,11 +119,12 @@ def materialize(tensor: Tensor) -> None:
 
     torch cannot change the size of shared memory, and writes through its address go unnoticed.
     """
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-        return
-    with contextlib.suppress(RuntimeError):  # without memory, as inside torch.vmap
-        if _is_shared(tensor):
-            tensor.data_ptr()
+    with unseen():
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return
+        with contextlib.suppress(RuntimeError):  # without memory, as inside torch.vmap
+            if _is_shared(tensor):
+                tensor.data_ptr()
 
 
 def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:

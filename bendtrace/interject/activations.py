@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_arguments
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.copies import copied
 from bendtrace.history.sizes import counted
@@ -29,6 +30,7 @@ from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.interject.where import Where
 from bendtrace.paths.view import Node, NodePath
 from bendtrace.tape.tape import meta_of
+from bendtrace.torch_rules.questions import unseen
 
 __all__ = ["Activations", "as_html", "as_text", "get_activations", "inputs_of"]
 
@@ -170,7 +172,7 @@ class _Observer(Interjection):
 
 def _snapshot(value: Any) -> Any:
     shape, found = take_apart(value)
-    with torch.inference_mode(False), torch.no_grad():
+    with unseen(), torch.inference_mode(False), torch.no_grad():
         kept = [copied(item.detach()) if isinstance(item, Tensor) else item for item in found]
     return assemble(shape, kept)
 
@@ -235,6 +237,7 @@ def get_activations(
         ['div:1', 'div:2', 'div:3']
     """
     board: InsertionRegistry = model._board
+    args, kwargs = required_arguments(args, kwargs)
     items = list(flat(where))
     if not items:
         raise InputError("say which activations to return: pass at least one node")
@@ -251,7 +254,7 @@ def get_activations(
     board.remove(*others)
     board.add(*insertions, *others)
     try:
-        output = model(*args, **(kwargs or {}))
+        output = model(*args, **kwargs)
     finally:
         board.remove(*insertions)
     if not allow_none:
@@ -280,10 +283,11 @@ def inputs_of(
             f"the model has an argument called {min(taken)}, which is also the name of an "
             f"option: pass its arguments in args=(...) and kwargs={{...}}"
         )
-    twice = inputs.keys() & (kwargs or {}).keys()
+    _, kwargs = required_arguments((), kwargs)
+    twice = inputs.keys() & kwargs.keys()
     if twice:
         raise InputError(f"{min(twice)!r} is given twice, also in kwargs=")
-    return {**(kwargs or {}), **inputs}
+    return {**kwargs, **inputs}
 
 
 def _users_level() -> int:

@@ -40,6 +40,7 @@ from bendtrace.interject.structure import (
 )
 from bendtrace.interject.tensors import differ, version_of
 from bendtrace.tape.tape import meta_of
+from bendtrace.torch_rules.questions import unseen
 
 __all__ = [
     "AfterGate",
@@ -162,7 +163,8 @@ def take_back(gate: Gate) -> None:
 def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
     """Record that an insertion changed a shape or dtype, so that errors of the call mention it."""
     if old is not new and isinstance(old, Tensor) and isinstance(new, Tensor):
-        before, after = meta_of(old), meta_of(new)
+        with unseen():
+            before, after = meta_of(old), meta_of(new)
         if before != after:
             what = getattr(entry.what, "function", None)
             name = getattr(what, "__name__", entry.what.label)
@@ -442,13 +444,14 @@ class AfterGate(Gate):
         """Pass the value on to all holders of the tensor that the node works on."""
         if value is original:
             return value
-        if meta_of(value).shape != meta_of(original).shape:
-            raise InterjectionError(
-                f"{self.at.path} works in place on a tensor of shape {meta_of(original).shape}, "
-                f"which {describe(value)} cannot replace",
-                self.at.path,
-            )
-        return original.copy_(value)
+        with unseen():
+            if meta_of(value).shape != meta_of(original).shape:
+                raise InterjectionError(
+                    f"{self.at.path} works in place on a tensor of shape "
+                    f"{meta_of(original).shape}, which {describe(value)} cannot replace",
+                    self.at.path,
+                )
+            return original.copy_(value)
 
 
 class StateGate(AfterGate):
@@ -515,7 +518,8 @@ class BeforeGate(Gate):
         if self.written is not None:
             # The original gets the value at the end: what autograd keeps for the op, and the
             # aliases, must not be written to.
-            found[self.written] = found[self.written].clone()
+            with unseen():
+                found[self.written] = found[self.written].clone()
         given = [found[number] for number in self.exchanged]
         return given[0] if len(given) == 1 else tuple(given)
 

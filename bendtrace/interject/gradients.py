@@ -47,6 +47,7 @@ from bendtrace.interject.steps import (
 )
 from bendtrace.interject.structure import describe
 from bendtrace.source.internals import internal
+from bendtrace.tape.tape import meta_of
 
 __all__ = ["CallGradients", "ChecksGradients"]
 
@@ -110,7 +111,7 @@ class CallGradients:
         if apart:
             self._originals = [(tensor, [i]) for tensor, found in self._originals for i in found]
         self._places = [places for _, places in self._originals]
-        self._shapes = [tensor.shape for tensor in inputs]
+        self._shapes = [meta_of(tensor).shape for tensor in inputs]
         self._entry: Node = None
         self._aliases: list[Alias] = []
         self._watches: list[tuple[int, Watch]] = []
@@ -331,14 +332,14 @@ class CallGradients:
                     expected = f"None for input {i}, which has no gradient"
                 elif not isinstance(new, Tensor):
                     expected = f"a tensor or None for input {i}"
-                elif new.shape != self._shapes[i]:
-                    expected = f"shape {tuple(self._shapes[i])} for input {i}"
+                elif meta_of(new).shape != self._shapes[i]:
+                    expected = f"shape {self._shapes[i]} for input {i}"
                 else:
                     continue
                 break
         if not expected:
             return tuple(result)
-        shown = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else describe(got)
+        shown = f"shape {meta_of(got).shape}" if isinstance(got, Tensor) else describe(got)
         raise InterjectionError(
             f"{what.label} at {at.path or '<root>'}: process_backward has to return "
             f"{expected}, but it returned {shown}",

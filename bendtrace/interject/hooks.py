@@ -23,6 +23,7 @@ from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.native import Attached
 from bendtrace.interject.steps import Gradients
 from bendtrace.interject.tensors import tensors_of, with_tensors
+from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.functions import ScriptModule
 
 __all__ = [
@@ -349,10 +350,10 @@ class _BackwardHook(_Hook, ChecksGradients):
     ) -> Gradients:
         self._require(result, len(before), "gradients of the inputs", Tensor, type(None))
         for place, (old, new, shape) in enumerate(zip(before, result, shapes, strict=True)):
-            if new is not None and new.shape != shape:
+            if new is not None and meta_of(new).shape != shape:
                 raise InputError(
-                    f"{self.handle.described} returned a gradient of shape {tuple(new.shape)} for "
-                    f"input {place}, which has shape {tuple(shape)}"
+                    f"{self.handle.described} returned a gradient of shape {meta_of(new).shape} "
+                    f"for input {place}, which has shape {tuple(shape)}"
                 )
             if old is not new and place not in passing:
                 raise InputError(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace._compare import same_bits
+from bendtrace.torch_rules.questions import unseen
 
 __all__ = ["Exchange", "differ", "is_uneven", "tensors_of", "version_of", "with_tensors"]
 
@@ -164,13 +165,21 @@ def _set(container: Any, key: Any, item: Any) -> None:
 
 def version_of(value: Any) -> int:
     """Return a number that changes with each write to a tensor; 0 if it has no such number."""
-    return 0 if not isinstance(value, Tensor) or value.is_inference() else value._version
+    if not isinstance(value, Tensor):
+        return 0
+    with unseen():
+        return 0 if value.is_inference() else value._version
 
 
 def differ(old: Any, new: Any) -> bool:
     """Return whether two tensors or numbers differ; in tensors, nan equals nan."""
     if not isinstance(old, Tensor) or not isinstance(new, Tensor):
         return bool(old != new) if type(old) is type(new) else True
+    with unseen():
+        return _differ(old, new)
+
+
+def _differ(old: Tensor, new: Tensor) -> bool:
     if is_uneven(old) or is_uneven(new):  # torch compares them in parts only
         with torch.no_grad():
             return not same_bits(old.detach(), new.detach())

@@ -70,17 +70,20 @@ class Through:
         except Exception as error:
             self._hand_on(error)
             raise Interrupted(*self._place[1:]) from None
-        is_held, may_change = True, splicing.writes
+        is_held, is_untouched, may_change = True, False, splicing.writes
         if given is not value:
             is_held = sys.getrefcount(given) > _ALONE
             is_known = is_held and (current.has_met(given) or self._is_part(given))
             is_fit = not is_known and fits(kind, given, may_change)
         else:
             is_fit = kind is not None and kind_of(value) == kind
-            if is_fit and version_of(value) == version and not value.is_inference():
+            is_untouched = version_of(value) == version and not value.is_inference()
+            if is_fit and is_untouched:
                 current.note_unchanged(path, number)
                 return value
-        if given is value and is_shared(value):
+        if is_untouched:
+            current.note_unchanged(path, number)
+        elif given is value and is_shared(value):
             current.refuse(path, number)
         elif not is_fit:
             current.note(path, number, given, True, False)
@@ -147,7 +150,7 @@ def kind_of(tensor: Any) -> tuple[Any, ...] | None:
 
 def is_shared(tensor: Tensor) -> bool:
     """Whether other tensors may have the same memory."""
-    return tensor._is_view() or _uses_of(tensor) > _ONE
+    return is_uneven(tensor) or tensor._is_view() or _uses_of(tensor) > _ONE
 
 
 def _uses_of(tensor: Tensor) -> int:

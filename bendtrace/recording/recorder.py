@@ -64,7 +64,7 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.intercepts import INTERCEPT_CODES, watching
 from bendtrace.torch_rules.monkeypatches import asked, may_be_patched
-from bendtrace.torch_rules.questions import RecordingMode
+from bendtrace.torch_rules.questions import RecordingMode, carried_out
 from bendtrace.torch_rules.transforms import REGISTERS, HandleOfRun, registers
 
 __all__ = ["Recorder", "Recording"]
@@ -162,7 +162,7 @@ class Recorder(RecordingMode):
         own = (self, self._writer, self._values, self._values.scalars)
         held = holds(self._values.scalars)
         self.active = True
-        if self._inserter is None and not hooks_around():
+        if self._inserter is None and not hooks_around() and not self.around:
             self._fast_path = fast_path_for(
                 self._values, self._writer, self._encoder, self._observer, self._show
             )
@@ -306,7 +306,7 @@ class Recorder(RecordingMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         if func in CONTEXT:
-            return func(*args, **kwargs)
+            return carried_out(self.around, func, args, kwargs)
         if func in METADATA:
             return self._metadata(func, args, kwargs, frame)
         if func in VALUES:
@@ -340,7 +340,7 @@ class Recorder(RecordingMode):
                 "code that cannot be watched"
             )
             self._values.facts.clear()  # it may now be shared with other processes, or pinned
-            return func(*args, **kwargs)
+            return carried_out(self.around, func, args, kwargs)
         if func in CALLS_PYTHON:
             return self._opaque(func, args, kwargs, frame)
         if func in REGISTERS:
@@ -439,7 +439,7 @@ class Recorder(RecordingMode):
             if op.index in errors:
                 raise errors[op.index]
             if self._observer is None:
-                out = unwatched(func, args, kwargs)
+                out = self._seen(func, args, kwargs)
             else:
                 out = self._observed(op, func, args, kwargs)
             self._writer.writes.written_by(op)
@@ -455,11 +455,17 @@ class Recorder(RecordingMode):
             self._writer.is_inside = outer
             self._ran.enter()
 
+    def _seen(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the function of an op, which the modes around the run see."""
+        if not self.around:
+            return unwatched(func, args, kwargs)
+        return carried_out(self.around, unwatched, (func, args, kwargs), {})
+
     def _observed(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         assert self._observer is not None
         self._observer.begins(op, args, kwargs)
         started = perf_counter_ns()
-        out = unwatched(func, args, kwargs)
+        out = self._seen(func, args, kwargs)
         self._observer.times[op.index] = perf_counter_ns() - started
         return out
 

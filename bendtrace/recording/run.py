@@ -22,6 +22,7 @@ from bendtrace.recording.script import Script
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.torch_rules.owners import states_of
+from bendtrace.torch_rules.questions import seeing_modes, without
 
 __all__ = ["Signature", "record", "uninitialized_in"]
 
@@ -160,33 +161,36 @@ def record(
         InputError: the function is a model with uninitialised parameters.
         Exception: whatever the function raises, unchanged.
     """
-    look_once()
-    environment = Environment(function, signature.bind(args, kwargs))
-    if not environment.is_repeated and uninitialized_in(function):
-        raise InputError(
-            "the model has lazy modules, whose parameters are created by the first call: call "
-            "it once first"
-        )
-    recorder = Recorder(
-        function, environment, script, observer, inserter, reads_states, keeps_errors,
-        lifting,
-    )  # fmt: skip
-    exchanged = _Arguments(recorder)
-    positional = len(args)
-    given = [exchanged.given[name] for name in signature.names(args, kwargs)]
-    try:
-        with recorded_call(
-            function, environment.names, recorder.tape, goes_on=script is not None
-        ) as joint:
-            recording = recorder.run(
-                tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
+    around = seeing_modes()  # which see the model, and not the library
+    with without(around):
+        look_once()
+        environment = Environment(function, signature.bind(args, kwargs))
+        if not environment.is_repeated and uninitialized_in(function):
+            raise InputError(
+                "the model has lazy modules, whose parameters are created by the first call: call "
+                "it once first"
             )
-            recording.form = signature.form(args, kwargs)
-            if joint is not None:
-                joint.ends(recording.result)
-            return recording
-    finally:
-        environment.release()
+        recorder = Recorder(
+            function, environment, script, observer, inserter, reads_states, keeps_errors,
+            lifting,
+        )  # fmt: skip
+        recorder.around = around
+        exchanged = _Arguments(recorder)
+        positional = len(args)
+        given = [exchanged.given[name] for name in signature.names(args, kwargs)]
+        try:
+            with recorded_call(
+                function, environment.names, recorder.tape, goes_on=script is not None
+            ) as joint:
+                recording = recorder.run(
+                    tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
+                )
+                recording.form = signature.form(args, kwargs)
+                if joint is not None:
+                    joint.ends(recording.result)
+                return recording
+        finally:
+            environment.release()
 
 
 def _sees_forms(function: Any) -> bool:

@@ -13,21 +13,39 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bendtrace.source.internals import internal
+from bendtrace.source.internals import Never, internal
 from bendtrace.source.sites import PACKAGE, TORCH
 from bendtrace.tape.contexts import function_modes
 
-__all__ = ["QUESTIONS", "RecordingMode", "hide_recorder", "is_answered_without", "put_back"]
+__all__ = [
+    "QUESTIONS",
+    "RecordingMode",
+    "carried_out",
+    "hide_recorder",
+    "is_answered_without",
+    "put_back",
+    "seeing_modes",
+    "unseen",
+    "without",
+]
 
 
 class RecordingMode(TorchFunctionMode):
-    """A mode that the code which runs under it does not see."""
+    """A mode that the code which runs under it does not see.
+
+    Attributes:
+        around: the modes around the run that see what the model does, and nothing else.
+    """
+
+    around: tuple[Any, ...] = ()
 
 
 _pop: Callable[[], Any] = internal(
@@ -45,6 +63,7 @@ _WHETHER = frozenset(
         torch.overrides.has_torch_function_variadic,
     }
 )  # fmt: skip
+_DeviceContext: Any = internal("torch.utils._device.DeviceContext", Never)
 QUESTIONS = _WHETHER | {function_modes, _mode_at, _is_enabled}
 # Functions of torch that ask for their callers.
 _FOR_OTHERS = frozenset({"_get_current_function_mode", "_get_current_function_mode_stack"})
@@ -92,16 +111,65 @@ def _looks_at_hooks(code: types.CodeType) -> bool:
     )
 
 
+def _modes() -> list[Any]:
+    return [_mode_at(position) for position in range(function_modes())]
+
+
 def hide_recorder() -> list[Any]:
     """Take recorders off the stack of modes of the calling thread; return the stack."""
-    stack = [_mode_at(position) for position in range(function_modes())]
-    _exchange(mode for mode in stack if not isinstance(mode, RecordingMode))
+    stack = _modes()
+    shown = ((one,) if not isinstance(one, RecordingMode) else one.around for one in stack)
+    _exchange(chain.from_iterable(shown))
     return stack
 
 
 def put_back(stack: list[Any]) -> None:
     """Restore the stack of modes."""
     _exchange(stack)
+
+
+# Modes around a call see what the model does, and nothing of what the library itself does.
+
+
+def seeing_modes() -> tuple[Any, ...]:
+    """Return the modes of the calling thread that see calls, which a default device does not."""
+    if not function_modes():
+        return ()
+    return tuple(one for one in _modes() if not isinstance(one, (RecordingMode, _DeviceContext)))
+
+
+@contextmanager
+def without(modes: tuple[Any, ...]) -> Iterator[None]:
+    """Take some modes off the stack."""
+    if not modes:
+        yield
+        return
+    stack = _modes()
+    _exchange(one for one in stack if all(one is not other for other in modes))
+    try:
+        yield
+    finally:
+        _exchange(stack)
+
+
+def carried_out(
+    modes: tuple[Any, ...], function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a function of the model's under modes that see it."""
+    stack = _modes()
+    _exchange((*modes, *stack))
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _exchange(stack)
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Return a context in which no mode sees calls of torch functions."""
+    return torch._C.DisableTorchFunction() if function_modes() else _NOTHING
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def _exchange(modes: Iterable[Any]) -> None:

@@ -27,6 +27,7 @@ from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.recording.recorder import Recording
+from bendtrace.torch_rules.questions import unseen
 from bendtrace.torch_rules.writes import storage_of
 from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
 
@@ -207,7 +208,7 @@ class _Clock:
         if self._fixed is None:
             return next(self._numbers), value
         shape, found = take_apart(value)
-        with torch.inference_mode(False), torch.no_grad():
+        with unseen(), torch.inference_mode(False), torch.no_grad():
             return next(self._numbers), assemble(shape, list(map(self._copied, found)))
 
     def _copied(self, item: Any) -> Any:
@@ -271,7 +272,8 @@ def _fixed(model: Any, call: Call) -> set[int]:
     tensors = list(tensors_in((call.args, dict(call.kwargs))))
     if isinstance(model, nn.Module):
         tensors += [*model.parameters(), *model.buffers()]
-    return {storage_of(tensor) for tensor in tensors}
+    with unseen():
+        return {storage_of(tensor) for tensor in tensors}
 
 
 def _hands_out(run: Recording) -> list[str]:
