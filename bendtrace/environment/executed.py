@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace._places import full_place_text
-from bendtrace.environment.code_facts import UNDETECTABLE, codes_in
+from bendtrace.environment.code_facts import UNDETECTABLE, codes_in, line_naming
 from bendtrace.environment.outside import (
     OF_GENERATORS,
     OF_TORCH,
@@ -333,8 +333,8 @@ def forbidden_in(ran: Ran) -> Iterator[str]:
         if space.get("id", id) is id and (line := asks_for_ids(code)) is not None:
             yield f"the code at {_place(code, line)} asks for an id, {OWN_NUMBER}"
         for name in types_of_outside(code, space):
-            place = _place(code, code.co_firstlineno)
-            yield f"{name}, in the code at {place}, may give something else each time, {UNWATCHED}"
+            place = _place(code, line_naming(name.rpartition(".")[2], code))
+            yield f"{name} at {place} may give something else each time, {UNWATCHED}"
     for name, (code, line) in ran.entropy.items():
         yield f"{name} at {_place(code, line)} gives what nothing can give again"
     for (module, name), (code, line) in ran.called.items():

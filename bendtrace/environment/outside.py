@@ -71,8 +71,8 @@ _FILES = frozenset(
         "iterdir", "glob", "rglob", "cwd", "home", "resolve", "absolute", "read_text", "read_bytes",
         "write_text", "write_bytes", "open", "mkdir", "rmdir", "unlink", "rename", "replace",
         "touch", "chmod", "samefile", "owner", "group", "scan", "readlink",
-        "symlink_to", "hardlink_to", "abspath", "realpath", "ismount", "islink", "relpath", "walk", "is_junction", "is_socket", "is_fifo", "is_block_device",
-        "is_char_device",
+        "symlink_to", "hardlink_to", "abspath", "realpath", "ismount", "islink", "relpath", "walk",
+        "is_junction", "is_socket", "is_fifo", "is_block_device", "is_char_device",
     }
 )  # fmt: skip
 _CODECS = frozenset(
