@@ -10,7 +10,9 @@ from __future__ import annotations
 import array
 import builtins
 import calendar
+import codecs
 import collections
+import configparser
 import contextvars
 import copy
 import copyreg
@@ -20,6 +22,7 @@ import functools
 import linecache
 import logging
 import math
+import mmap
 import operator
 import os
 import random
@@ -1655,7 +1658,17 @@ case("outputs that cannot be made again: modules, generators", live_at="def give
 )
 
 
-@case("files that forward opens", live_at="open(")
+OPENED = (
+    "files that forward opens, or that the standard library opens for it: `configparser`, `bz2`, "
+    "`tokenize`"
+)
+READ_OUTSIDE = (
+    "what the standard library reads otherwise: `argparse`, `sqlite3`, `mmap`, `ctypes`, locks, "
+    "`os.environb`, names of log levels, handlers of `codecs`"
+)
+
+
+@case(OPENED, live_at="open(")
 def read(x: Tensor) -> Tensor:
     with open(__file__) as file:
         return x * len(file.readline())
@@ -1677,9 +1690,40 @@ def asks_for_memory_by_name(x: Tensor) -> Tensor:
     return x * (2 if memory_allocated() < 1 << 40 else 3)
 
 
-@case("files that forward opens", live_at="Path(")
+@case(OPENED, live_at="Path(")
 def read_path(x: Tensor) -> Tensor:
     return x * len(Path(__file__).read_text())
+
+
+@case(OPENED, live_at="configparser.ConfigParser().read(")
+def read_settings(x: Tensor) -> Tensor:
+    return x * len(configparser.ConfigParser().read("/dev/null"))
+
+
+@case(READ_OUTSIDE, live_at="ctypes.c_int(")
+def asks_c(x: Tensor) -> Tensor:
+    return x * ctypes.c_int(3).value
+
+
+@case(READ_OUTSIDE, live_at="os.environb")
+def asks_for_bytes(x: Tensor) -> Tensor:
+    return x * (2 if os.environb.get(b"BENDTRACE_SET") else 3)
+
+
+@case(READ_OUTSIDE, live_at="logging.getLevelName(")
+def names_a_level(x: Tensor) -> Tensor:
+    return x * len(logging.getLevelName(7))
+
+
+@case(READ_OUTSIDE, live_at='.encode("ascii", "bendtrace")')
+def encodes(x: Tensor) -> Tensor:
+    codecs.register_error("bendtrace", codecs.replace_errors)
+    return x * len("abc".encode("ascii", "bendtrace"))
+
+
+@case(READ_OUTSIDE, live_at="str(mmap.mmap)")
+def takes_a_type(x: Tensor) -> Tensor:
+    return x * len(str(mmap.mmap))
 
 
 LISTED = "environment variables that it sets, or lists"

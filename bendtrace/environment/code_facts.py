@@ -21,6 +21,7 @@ __all__ = [
     "codes_in",
     "facts_in",
     "functions_of",
+    "line_naming",
     "names_in",
     "other_names_in",
     "place_naming",
@@ -175,6 +176,12 @@ def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
                 code = function.__code__
                 return full_place_text(code.co_filename, code.co_firstlineno)
     return mention
+
+
+def line_naming(name: str, code: types.CodeType) -> int:
+    """Return the first line of code that has a name; that of the code if there is none."""
+    lines = (_lines_naming(inner, inner.co_filename).get(name) for inner in codes_in(code))
+    return next((found[1] for found in lines if found is not None), code.co_firstlineno)
 
 
 @functools.lru_cache(maxsize=1024)  # a run that cannot be followed asks at each branch

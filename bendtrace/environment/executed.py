@@ -15,11 +15,18 @@ from typing import Any
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace._places import full_place_text
-from bendtrace.environment.code_facts import UNDETECTABLE, codes_in
+from bendtrace.environment.code_facts import UNDETECTABLE, codes_in, line_naming
+from bendtrace.environment.outside import (
+    OF_GENERATORS,
+    OF_TORCH,
+    is_steady,
+    owner_of,
+    types_of_outside,
+    uses_standard_codec,
+)
 from bendtrace.environment.provenance import is_finished_code
 from bendtrace.source.usage import asks_for_ids
 from bendtrace.tape.plain_numbers import is_known_code
-from bendtrace.torch_rules.host_io import MEASURES
 from bendtrace.torch_rules.questions import (
     QUESTIONS,
     hide_recorder,
@@ -92,7 +99,12 @@ class Ran:
 
     def _started(self, frame: types.FrameType) -> None:
         code = frame.f_code
-        kind = self._is_finished(code, frame.f_globals)
+        kind = self._kinds.get(code)
+        if kind is None:
+            kind = self._is_finished(code, frame.f_globals)
+            if not kind and any(isinstance(one, UnicodeError) for one in frame.f_locals.values()):
+                # It may be a handler of errors in text, which its name stands for.
+                self.called.setdefault(("codecs", "lookup_error"), (code, frame.f_lineno))
         if not kind:
             return
         if kind == _FOREIGN and self.pass_plain is not None:
@@ -100,12 +112,12 @@ class Ran:
             if outer is None or self._is_finished(outer.f_code, outer.f_globals) != _FOREIGN:
                 self.pass_plain(frame)
         module, caller = str(frame.f_globals.get("__name__")), frame.f_back
-        while module in _OF_TORCH and caller is not None and _hands_on(caller):
+        while module in OF_TORCH and caller is not None and _hands_on(caller):
             caller = caller.f_back
         if caller is None or self._is_finished(caller.f_code, caller.f_globals):
             return
-        if module.partition(".")[0] in sys.stdlib_module_names or module in _OF_TORCH:
-            key = module, code.co_name
+        if module.partition(".")[0] in sys.stdlib_module_names or module in OF_TORCH:
+            key = module, code.co_qualname if module == "argparse" else code.co_name
             if key not in self.called:
                 self.called[key] = caller.f_code, caller.f_lineno
 
@@ -129,7 +141,9 @@ class Ran:
                 self.entropy.setdefault(name, place)
         if self._is_finished(frame.f_code, frame.f_globals):
             return
-        key = function.__module__ or type(function.__self__).__name__, name
+        key = owner_of(function), name
+        if name in ("encode", "decode") and not uses_standard_codec(frame):
+            key = "codecs", name
         if key not in self.called:
             self.called[key] = frame.f_code, frame.f_lineno
 
@@ -286,18 +300,6 @@ def _never() -> bool:
 _FOREIGN = 2
 _NATIVE = (types.BuiltinFunctionType,)
 _NOWHERE: Place = ((lambda: None).__code__, 0)
-# Functions of torch's that are recorded where they are asked for as attributes of torch, which is
-# not so where forward has them under a name of its own; and those that tell how busy a GPU is.
-_OF_GENERATORS = frozenset(
-    {
-        "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all",
-        "set_rng_state", "set_rng_state_all",
-    }
-)  # fmt: skip
-_OF_TORCH = {
-    "torch.random": _OF_GENERATORS, "torch.cuda.random": _OF_GENERATORS | MEASURES,
-    "torch.cuda": MEASURES, "torch.cuda.memory": MEASURES,
-}  # fmt: skip
 
 
 def _hands_on(frame: types.FrameType) -> bool:
@@ -323,6 +325,7 @@ def _users_place(
     return None
 
 
+UNWATCHED = "which cannot be watched"
 # What is said of an `id` and of a hash.
 OWN_NUMBER = "which no other object has, and none of another call"
 
@@ -407,84 +410,21 @@ def forbidden_in(ran: Ran) -> Iterator[str]:
     for code, space in ran.codes.items():
         if space.get("id", id) is id and (line := asks_for_ids(code)) is not None:
             yield f"the code at {_place(code, line)} asks for an id, {OWN_NUMBER}"
+        for name in types_of_outside(code, space):
+            place = _place(code, line_naming(name.rpartition(".")[2], code))
+            yield f"{name} at {place} may give something else each time, {UNWATCHED}"
     for name, (code, line) in ran.entropy.items():
         yield f"{name} at {_place(code, line)} gives what nothing can give again"
     for (module, name), (code, line) in ran.called.items():
-        if name in _OF_GENERATORS and module in _OF_TORCH:
+        if name in OF_GENERATORS and module in OF_TORCH:
             yield (
                 f"{module}.{name} at {_place(code, line)} is not recorded where forward has "
                 "another name for it"
             )
         elif name in UNDETECTABLE and module.partition(".")[0] == "torch":
             yield f"{name} at {_place(code, line)} {UNDETECTABLE[name]}"
-        elif not _is_steady(module, name):
+        elif not is_steady(module, name):
             yield (
                 f"{module}.{name} at {_place(code, line)} may give something else each time, "
-                "which cannot be watched"
+                f"{UNWATCHED}"
             )
-
-
-def _is_steady(module: str, name: str) -> bool:
-    """Whether a function of Python's own gives the same, or only works on what it is given."""
-    if module in _OF_TORCH:
-        return name not in _OF_TORCH[module]
-    if name in _READS_WORLD.get(module, ()):
-        return False
-    package = module.partition(".")[0].removeprefix("_")
-    if module in _BY_NAME:
-        return name in _BY_NAME[module]
-    is_standard = package in sys.stdlib_module_names or f"_{package}" in sys.stdlib_module_names
-    return package in _STEADY or not is_standard
-
-
-# Modules of Python's own that work on what they are given, or on what is watched.
-_STEADY = frozenset(
-    {
-        "abc", "argparse", "array", "ast", "base64", "binascii", "bisect", "builtins", "bz2",
-        "calendar", "cmath", "codecs", "collections", "collections_abc", "colorsys", "configparser",
-        "contextlib", "contextvars", "copy", "copyreg", "csv", "dataclasses", "datetime", "decimal",
-        "difflib", "encodings", "enum", "fractions", "functools", "future", "graphlib", "hashlib",
-        "heapq", "hmac", "html", "inspect", "itertools", "json", "keyword", "logging", "lzma",
-        "math", "numbers", "operator", "optparse", "pathlib", "pickle", "posixpath", "pprint",
-        "queue", "random", "re", "reprlib", "secrets", "sre", "statistics", "string", "struct",
-        "textwrap", "thread", "threading", "traceback", "types", "typing", "unicodedata",
-        "unittest", "uuid", "warnings", "weakref", "weakrefset", "zlib", "dis", "opcode", "ntpath",
-        "stat", "concurrent", "io", "ctypes", "linecache", "tokenize", "token",
-    }
-)  # fmt: skip
-# Of these modules only some functions, as they are guarded by the value that they give.
-_BY_NAME: dict[str, frozenset[str]] = {
-    "os": frozenset({
-        "getenv", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "encode",
-        "decode", "fspath", "_fspath", "__contains__", "get", "setdefault", "copy",
-    }),
-    "sys": frozenset({"intern", "exc_info", "exception", "getsizeof"}),
-    "posix": frozenset({"fspath"}),
-    # What a relative import in a function asks.
-    "importlib._bootstrap": frozenset({"parent", "_handle_fromlist"}),
-}  # fmt: skip
-_FILES = frozenset(
-    {
-        "exists", "lexists", "is_file", "is_dir", "is_symlink", "is_mount", "stat", "lstat",
-        "iterdir", "glob", "rglob", "cwd", "home", "resolve", "absolute", "read_text", "read_bytes",
-        "write_text", "write_bytes", "open", "mkdir", "rmdir", "unlink", "rename", "replace",
-        "touch", "chmod", "samefile", "owner", "group", "scan", "readlink",
-        "symlink_to", "hardlink_to", "abspath", "realpath", "ismount", "islink",
-    }
-)  # fmt: skip
-_READS_WORLD: dict[str, frozenset[str]] = {
-    "builtins": frozenset(
-        {"__import__", "globals", "eval", "exec", "input", "open", "breakpoint"}
-    ),
-    "type": frozenset({"now", "today", "utcnow", "__subclasses__"}),
-    "logging": frozenset({"getLogger", "getLoggerClass", "getLogRecordFactory"}),
-    "decimal": frozenset({"getcontext", "localcontext"}),
-    "inspect": frozenset({"stack", "currentframe", "trace", "getmembers", "getouterframes"}),
-    "pathlib": _FILES,
-    "posixpath": _FILES,
-    "_contextvars": frozenset({"copy_context"}),
-    "uuid": frozenset({"uuid1", "uuid6", "uuid7", "getnode"}),
-    "threading": frozenset({"active_count", "enumerate", "current_thread", "main_thread"}),
-    "_thread": frozenset({"get_ident", "get_native_id", "_count"}),
-    "traceback": frozenset({"extract_stack", "format_stack", "print_stack", "walk_stack"}),
-}  # fmt: skip

@@ -39,6 +39,7 @@ from bendtrace.environment.kinds import (
     is_settings,
     is_value,
 )
+from bendtrace.environment.outside import is_steady_type
 from bendtrace.environment.provenance import is_finished, is_installed_file, is_users_class
 from bendtrace.environment.reachability import members_of, reachable_from
 from bendtrace.environment.readers import content_reader, is_opaque
@@ -325,6 +326,8 @@ class Scan(CodeScan):
             found.tells_numbers = True
         elif isinstance(value, type):
             self._meet_installed(value)
+            if not is_steady_type(value):
+                self._unwatched.append((route.label, type(value)))
         elif isinstance(value, types.BuiltinFunctionType) and value in _LOOKING_UP:
             found.computes = True
             if value in (vars, dir, locals):

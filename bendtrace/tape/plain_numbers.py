@@ -48,6 +48,8 @@ __all__ = [
     "function_needs_plain",
     "is_exact_format",
     "is_known_code",
+    "is_of_c",
+    "looks_up",
     "named_in_function",
     "named_objects",
     "needs_plain_numbers",
@@ -78,7 +80,9 @@ _NOT_ASKING = frozenset(
     }
 )  # fmt: skip
 # Types of objects whose methods ask, though the type itself does not.
-_OBJECTS = frozenset({collections.deque, itertools.count, weakref.ref, *weakref.ProxyTypes})
+_OBJECTS: frozenset[Any] = frozenset(
+    {collections.deque, itertools.count, weakref.ref, *weakref.ProxyTypes}
+)
 _CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time"})
 ASKING: frozenset[Any] = frozenset(
     {
@@ -140,6 +144,11 @@ def asks(value: Any) -> bool:
     return owner in _CONTAINERS or _is_known_type(owner, _OBJECTS)
 
 
+def looks_up(code: CodeType) -> bool:
+    """Return whether code looks up attributes by name."""
+    return not _LOOKING_UP.isdisjoint(code.co_names)
+
+
 def is_exact_format(text: str) -> bool:
     """Return whether a text formats numbers by C code that insists on them: `"%*d" % (n, 5)`."""
     return "%" in text and _FORMAT.search(text) is not None
@@ -148,7 +157,7 @@ def is_exact_format(text: str) -> bool:
 _FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|c)")
 
 
-def _is_known_type(cls: type, others: frozenset[type] = frozenset()) -> bool:
+def _is_known_type(cls: type, others: frozenset[Any] = frozenset()) -> bool:
     """Whether objects of a class are made, and their methods written, by code that asks.
 
     Args:
@@ -159,7 +168,7 @@ def _is_known_type(cls: type, others: frozenset[type] = frozenset()) -> bool:
         base in ASKING
         or base in others
         or base in _NO_CODE
-        or not _is_of_c(base)
+        or not is_of_c(base)
         or issubclass(base, BaseException)
         or _uses_torch(base.__module__)
         or (base.__module__.startswith("numpy") and base.__name__ not in _NOT_OF_NUMPY)
@@ -167,7 +176,8 @@ def _is_known_type(cls: type, others: frozenset[type] = frozenset()) -> bool:
     )
 
 
-def _is_of_c(cls: type) -> bool:
+def is_of_c(cls: type) -> bool:
+    """Return whether a class is written in C."""
     if not cls.__flags__ & _HEAP_TYPE:
         return True
     return isinstance(vars(cls).get("__new__"), types.BuiltinFunctionType)
@@ -393,7 +403,7 @@ def _all_ask(code: CodeType, named: Iterator[tuple[str, Any]]) -> bool:
 
 def _module_asks(module: types.ModuleType, code: CodeType) -> bool:
     """Whether what code may look up by name in a module of Python's own asks."""
-    if _LOOKING_UP.isdisjoint(code.co_names) or module.__name__ not in sys.stdlib_module_names:
+    if not looks_up(code) or module.__name__ not in sys.stdlib_module_names:
         return True
     held = vars(module)
     found = [held[text] for text in code.co_consts if type(text) is str and text in held]
@@ -429,7 +439,7 @@ def _tells_apart(code: CodeType) -> bool:
 def _is_telling(text: str, code: CodeType) -> bool:
     """Whether a text in code is a format for exact numbers, or a name that tells numbers apart."""
     if text in _OWN or text in _OPERATORS:
-        return not _LOOKING_UP.isdisjoint(code.co_names)
+        return looks_up(code)
     return is_exact_format(text)
 
 

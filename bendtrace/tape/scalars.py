@@ -176,14 +176,10 @@ class TracedScalar:
         return _arithmetic(round, (self,) if digits is None else (self, digits))
 
     def __divmod__(self, other: Any) -> Any:
-        if not isinstance(other, _NUMBERS):
-            return NotImplemented
-        return self // other, self % other
+        return (self // other, self % other) if isinstance(other, _PLAIN) else NotImplemented
 
     def __rdivmod__(self, other: Any) -> Any:
-        if not isinstance(other, _NUMBERS):
-            return NotImplemented
-        return other // self, other % self
+        return (other // self, other % self) if isinstance(other, _PLAIN) else NotImplemented
 
     def __imul__(self, other: Any) -> Any:
         # Python asks a sequence on the right only if what is on the left can be none.
@@ -226,6 +222,7 @@ def plain(value: Any) -> Any:
 
 
 _NUMBERS = (int, float, complex)  # isinstance works for bools and for traced scalars too
+_PLAIN: Any = _NUMBERS
 _SEQUENCES = (list, tuple, str, bytes, bytearray)
 
 

@@ -52,6 +52,10 @@ _PROGRESS = (
 _HANDING_ON = frozenset(
     {"os", "_collections_abc", "collections", "posixpath", "ntpath", "pathlib", "codecs"}
 )
+# Modules of Python's own that open files for others, and not for what they show of code.
+_ON_BEHALF = sys.stdlib_module_names - {
+    "__main__", "importlib", "inspect", "linecache", "logging", "traceback", "warnings",
+}  # fmt: skip
 # The modules that call code of the model while it is recorded.
 _RECORDERS = tuple(
     f"bendtrace.recording.{name}" for name in ("recorder", "scopes", "numbers", "texts")
@@ -68,7 +72,7 @@ def entries_of_outside() -> Iterator[tuple[Any, str, Any]]:
     for name in ("__setitem__", "__delitem__", "__iter__", "__len__"):
         yield _Environment, name, _reports("os.environ", vars(_Environment)[name])
     for owner in (builtins, io):
-        yield owner, "open", _reports("open", open)
+        yield owner, "open", _reports("open", open, _ON_BEHALF)
     yield builtins, "print", _prints
     yield torch.Tensor, "__hash__", _hashes
     for name in sorted(MEASURES):
@@ -89,6 +93,8 @@ def environ(name: str) -> str | None:
 
 def _reads_variable(variables: Any, name: Any) -> Any:
     watcher, frame = _asking(sys._getframe(1))
+    if watcher is not None and variables is not os.environ:
+        watcher.unseen("os.environb")
     if watcher is None or variables is not os.environ:
         return _variable_of(variables, name)
     value = watcher.opaque_call(environ, (name,), {}, frame)
@@ -118,12 +124,20 @@ def _clock(name: str) -> Callable[[], Any]:
     return call
 
 
-def _reports(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """What the model does there cannot be followed, so the run is noted not to be repeatable."""
+def _reports(
+    what: str, function: Callable[..., Any], on_behalf: frozenset[str] = frozenset()
+) -> Callable[..., Any]:
+    """What the model does there cannot be followed, so the run is noted not to be repeatable.
+
+    Args:
+        what: says it.
+        function: what is called.
+        on_behalf: modules of Python's own that call it for others.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        watcher, _ = _asking(sys._getframe(1))
+        watcher, _ = _asking(sys._getframe(1), on_behalf)
         if watcher is not None:
             watcher.unseen(what)
         return call.__wrapped__(*args, **kwargs)
@@ -151,12 +165,16 @@ def _hashes(tensor: torch.Tensor) -> int:
     return id(tensor)
 
 
-def _asking(frame: FrameType) -> tuple[Watcher | None, FrameType]:
+def _asking(
+    frame: FrameType, on_behalf: frozenset[str] = frozenset()
+) -> tuple[Watcher | None, FrameType]:
     """Return who records it if the model asks for something, and in which code it does."""
     watcher = current_watcher()
     if watcher is None:
         return None, frame
-    while (package := _package_of(frame)) in _HANDING_ON and frame.f_back is not None:
+    while (
+        (package := _package_of(frame)) in _HANDING_ON or package in on_behalf
+    ) and frame.f_back is not None:
         frame = frame.f_back
     is_standard = package in sys.stdlib_module_names and package != "__main__"
     if is_standard or package in ("torch", "bendtrace") or _is_import(frame):
