@@ -74,12 +74,12 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.step, self.counts = nn.Linear(3, 3), 0, True
+        self.fc, self.step, self.counts = nn.Linear(3, 3), "", True
 
     def forward(self, x: Tensor) -> Tensor:
         if self.counts:
-            self.step += 1
-        return self.fc(x) * self.step  # type: ignore[no-any-return]
+            self.step += "a"
+        return self.fc(x) * len(self.step)  # type: ignore[no-any-return]
 
 
 class Collecting(nn.Module):
@@ -91,7 +91,7 @@ class Collecting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.fc(x)
         self.losses.append(x.mean().item())
-        return x
+        return x * len(self.losses)
 
 
 class Reading(nn.Module):

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import itertools
 import operator
 import sys
 import types
@@ -58,6 +59,7 @@ __all__ = [
     "holds",
     "make_keys_plain",
     "make_plain",
+    "with_items_of",
     "with_numbers",
     "without_traced",
 ]
@@ -395,6 +397,24 @@ def scalars_in(value: Any, depth: int = 5, seen: set[int] | None = None) -> Iter
 
 
 _NOT_LOOKED_INTO = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.CodeType)
+
+
+def with_items_of(container: Any, other: Any) -> Any:
+    """Return a list or dict with what is in another now, which stood in for it with plain numbers.
+
+    Code has written to the other. What is in it is returned where it is no list or dict.
+    """
+    kind = type(container)
+    if container is other or kind is not type(other):
+        return other
+    if kind is list:
+        pairs = itertools.zip_longest(container[: len(other)], other)
+        container[:] = [with_items_of(*pair) for pair in pairs]
+    elif kind is dict:
+        refill(container, {k: with_items_of(container.get(k), v) for k, v in other.items()})
+    else:
+        return other
+    return container
 
 
 def make_keys_plain(container: dict[Any, Any]) -> None:

@@ -24,6 +24,7 @@ from bendtrace.recording.encoding import (
     Encoder,
     holds,
     make_plain,
+    with_items_of,
     with_numbers,
     without_traced,
 )
@@ -516,6 +517,7 @@ class Recorder(RecordingMode):
     def _opaque(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
+        own = (*args, *kwargs.values())
         with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
             op, args, kwargs = self._write(function, args, kwargs, frame)
             self._writer.writes.watch_memory()
@@ -534,6 +536,8 @@ class Recorder(RecordingMode):
         finally:
             set_around(outer)
             if given.may_have_changed():
+                for one, other in zip(own, (*args, *kwargs.values()), strict=True):
+                    with_items_of(one, other)
                 self.tape.block(
                     f"{name_of(function)} at {user_place(frame)} is called as one op, and may "
                     "change a container that it is given"

@@ -283,11 +283,13 @@ class TraceTree:
         for part in latest.recording.environment.parts:
             if part.type in _NUMBERS and part.kind is CaptureKind.PLAIN and part.label not in known:
                 now = _read(part, arguments)
-                if type(now) is part.type and not identical(now, part.value):
+                if type(now) in _NUMBERS and not identical(now, part.value):
                     with self._lock:
                         self._moved[part.label] += 1
                         if self._moved[part.label] == _MOVING:
                             self._numbers |= {part.label}
+                            for key in [key for key in self._outdated if key[1] == part.label]:
+                                del self._outdated[key]
 
     def _count_needed(self, recording: Recording) -> None:
         """Let a number be a constant of paths again if each new path needs it by value."""
@@ -481,14 +483,17 @@ class TraceTree:
 
         A run that changes what it was itself checked for (a counter) fits once only.
         """
-        for program in self._programs.get(names, ()):
+        programs = self._programs.get(names, ())
+        lifted = {label for one in programs for label in one.recording.environment.lifted}
+        lifted -= self._excluded
+        for program in programs:
             if not program.recording.changes:
                 continue
             failed = program.failing(arguments)
             part = None if failed is None else failed.part
             if part is None or part.is_argument:  # the caller gives another one each time
                 continue
-            if part.kind is CaptureKind.NUMBER:  # it is of another type, of which there are few
+            if part.label in lifted:  # it is of another type than a number, of which there are few
                 continue
             change = next((c for c in program.recording.changes if c.covers(part)), None)
             if change is not None:
