@@ -60,6 +60,7 @@ class Environment(Found):
         shared_memory: which tensor shares its memory with which array, after the run.
         leaves_watched_objects: whether the run changed what is watched by content alone.
         read_caches: what tensors the run took from which `functools.lru_cache`.
+        computed: how often the tracer itself had a cache of a computation filled.
         filled_caches: the keys and results of caches after a run that added some.
         lifted: the labels of the numbers that are inputs of the run (see `lift`).
     """
@@ -75,6 +76,7 @@ class Environment(Found):
         self.leaves_watched_objects: bool = False
         self.shared_memory: set[tuple[Captured, Captured]] = set()
         self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
+        self.computed: dict[functools._lru_cache_wrapper[Any], int] = {}
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
         self._placed: list[tuple[Captured, Any]] = []
@@ -253,7 +255,7 @@ class Environment(Found):
         With it come the reason not to replay the run, and whether the cache had no entries before.
         """
         for label, cache, info, was_empty in self.caches:
-            if cache.cache_info().misses != info.misses:
+            if cache.cache_info().misses != info.misses + self.computed.get(cache, 0):
                 reason = f"the run fills the cache of {label} (see {self.place_of(label)})"
                 yield reason, cache, was_empty
 

@@ -44,6 +44,7 @@ from bendtrace.environment.provenance import is_finished, is_installed_file, is_
 from bendtrace.environment.reachability import members_of, reachable_from
 from bendtrace.environment.readers import content_reader, is_opaque
 from bendtrace.environment.scan_cache import facts_of
+from bendtrace.source.computations import is_computation
 from bendtrace.tape.captured import (
     COPIED,
     PLAIN_TYPES,
@@ -348,7 +349,7 @@ class Scan(CodeScan):
             found.caches.append((route.label, value, value.cache_info(), not entries_of(value)))
             if not isinstance(inner, types.FunctionType) or not is_finished(inner):
                 # For the cache, a traced scalar is not the same key as the number.
-                found.tells_numbers = True
+                found.tells_numbers = found.tells_numbers or not is_computation(inner)
                 found.watched_objects.add_cache(value, route.label)
                 found.cached[value] = entries_of(value)
             else:

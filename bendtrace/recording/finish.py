@@ -29,6 +29,7 @@ from bendtrace.recording.one_op import assigned_in
 from bendtrace.recording.varying import Place
 from bendtrace.recording.writer import Writer
 from bendtrace.source.adding import read_names
+from bendtrace.source.computations import is_computation
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import Access, CaptureKind, Change
 from bendtrace.tape.contexts import current_context, current_settings
@@ -329,6 +330,8 @@ class Finish:
             if any(type(value) in TRACED for value in kept_in(cache)):
                 cache.cache_clear()
             inner = cache.__wrapped__
+            if is_computation(inner) and all(map(is_value, kept_in(cache))):
+                continue  # which returns the same, whether it is kept or not
             if not lasting or not (isinstance(inner, types.FunctionType) and is_finished(inner)):
                 self.environment.filled_caches[cache] = lasting
 

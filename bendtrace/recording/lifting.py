@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.recording.values import TRACED_AS, Values
-from bendtrace.recording.varying import Place, Varying
+from bendtrace.recording.varying import Place
 from bendtrace.recording.writer import Writer
 from bendtrace.source.counters import assign, counters_at, local_in
 from bendtrace.source.sites import PACKAGE
@@ -47,7 +47,6 @@ class Lifting:
         counts: whether counters of loops are lifted.
         lifted: the variables that were lifted, by the op that gives the number of each.
         places: as given.
-        varying: keeps these numbers traced; None before the run, and where there are none.
     """
 
     def __init__(
@@ -63,15 +62,9 @@ class Lifting:
         self.counts: bool = excluded is not None
         self.lifted: dict[int, Counter] = {}
         self.places: frozenset[Place] = places
-        self.varying: Varying | None = None
 
     def begin(
-        self,
-        writer: Writer,
-        values: Values,
-        call: Callable[..., Any],
-        outermost: CodeType,
-        arithmetic: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
+        self, writer: Writer, values: Values, call: Callable[..., Any], outermost: CodeType
     ) -> None:
         """Take part in a run.
 
@@ -80,14 +73,11 @@ class Lifting:
             values: makes traced scalars.
             call: records a call of a torch function: function, arguments, options, frame.
             outermost: the code that called the model.
-            arithmetic: records what is computed with traced scalars.
         """
         self._writer, self._values = writer, values
         self._call, self._outermost = call, outermost
         if self._excluded is not None:
             writer.before_question = self._lift
-        if self.places:
-            self.varying = Varying(self.places, writer, values, arithmetic)
 
     def place(self) -> None:
         """Put traced scalars in the place of the numbers in the state."""

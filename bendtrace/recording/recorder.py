@@ -124,12 +124,13 @@ class Recorder(RecordingMode):
         self._writer.read_state = self._read_state
         self._writer.goes_on_from = self._goes_on_from
         self._numbers = Numbers(self._writer, self._values, self._encoder, self._texts, inserter)
-        self._varying: Varying | None = None
+        self._varying = Varying(
+            frozenset() if lifting is None else lifting.places,
+            self._writer, self._values, self._numbers.arithmetic,
+        )  # fmt: skip
+        self._numbers.varying = self._varying
         if lifting is not None:
-            lifting.begin(
-                self._writer, self._values, self._lifted, outermost, self._numbers.arithmetic
-            )
-            self._varying = self._numbers.varying = lifting.varying
+            lifting.begin(self._writer, self._values, self._lifted, outermost)
         self._lifting = lifting
         self._ran.pass_plain = self._numbers.pass_plain
         self._compares = self._numbers.compares
@@ -179,9 +180,9 @@ class Recorder(RecordingMode):
             self._arrays.finish()
             recording, changes = finish.recording(output, self._ran)
             recording.error, self._error = self._error, None
-            if self._varying is not None:
-                recording.places = self._varying.places
-                recording.useless = frozenset(self._varying.useless())
+            self._varying.finish()
+            recording.places = self._varying.places
+            recording.useless = frozenset(self._varying.useless())
             if self._observer is not None:
                 for ref, tensor in self._writer.writes.stale:
                     self._observer.reads(len(self.tape.ops), ref.index, tensor)
@@ -314,7 +315,7 @@ class Recorder(RecordingMode):
             how = VALUES[func]
             op, value = self._record(func, args, kwargs, frame)
             op.meta = value
-            if self._varying is not None and self._varying.answers_of(op, value, how, frame):
+            if self._varying.answers_of(op, value, how, frame):
                 return value
             if how == "format" and (self._texts.printing or goes_to_screen(users_frame(frame))):
                 return self._texts.mark(op.index, value)

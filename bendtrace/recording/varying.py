@@ -8,14 +8,11 @@ each round whether there is another one (`Rounds`). So the replay computes the n
 
 from __future__ import annotations
 
-import builtins
 import dis
 import functools
-import math
 import operator
 import sys
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -26,31 +23,21 @@ from bendtrace.recording.values import TRACED_AS, Values
 from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
 from bendtrace.source.bytecode import single_steps
+from bendtrace.source.computations import COMPUTING, is_computation
 from bendtrace.source.results import can_exchange, exchange, is_awaited
 from bendtrace.source.sites import TORCH, TRACER, instruction_at
 from bendtrace.source.usage import compares_identity
-from bendtrace.tape.captured import PLAIN_TYPES, identical
+from bendtrace.tape.captured import identical
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TRACED, TracedInt
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Test
 
-__all__ = ["COMPUTING", "Place", "Rounds", "Varying", "is_computation", "place_of"]
+__all__ = ["Place", "Rounds", "Varying", "place_of"]
 
 Place: TypeAlias = tuple[CodeType, int]
 
 # How Python asks where its result can be traced (see `Guard.how`).
 ASKS = frozenset({"int", "index", "float", "len", "hash"})
-# Functions of C that make one number of numbers, and do nothing else.
-COMPUTING: frozenset[Any] = frozenset(
-    {
-        int, float, operator.index, math.acos, math.asin, math.atan, math.atan2, math.cbrt,
-        math.ceil, math.comb, math.copysign, math.cos, math.cosh, math.degrees, math.erf, math.exp,
-        math.exp2, math.expm1, math.fabs, math.factorial, math.floor, math.fmod, math.gcd,
-        math.hypot, math.isqrt, math.lcm, math.log, math.log10, math.log1p, math.log2, math.pow,
-        math.radians, math.remainder, math.sin, math.sinh, math.sqrt, math.tan, math.tanh,
-        math.trunc,
-    }
-)  # fmt: skip
 _OF_TENSORS = frozenset({int, float, len, operator.index})
 
 
@@ -92,6 +79,7 @@ class Varying:
         self._writer, self._values, self._arithmetic = writer, values, arithmetic
         self._is_busy = not can_exchange()
         self._rounds: list[tuple[Place, Rounds]] = []
+        self._cached: list[tuple[Any, Any, list[int]]] = []
         self._results: list[tuple[Place, int, int]] = []  # the ops that give each
 
     def answers(self, how: str) -> bool:
@@ -113,6 +101,8 @@ class Varying:
         first = len(self._writer.tape.ops)
         self._is_busy = True
         try:
+            if place not in self.places and type(function) is not functools._lru_cache_wrapper:
+                return False
             if function is range:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
@@ -160,7 +150,10 @@ class Varying:
         if self._is_busy or how not in ASKS:
             return None
         code = frame.f_code
-        place = self._places.get((id(code), instruction_at(code, frame.f_lasti)))
+        offset = instruction_at(code, frame.f_lasti)
+        place = self._places.get((id(code), offset))
+        if how == "hash" and place is None:
+            place = code, offset  # a cache is best left aside from the first number on
         if place is None or self._values.environment.tells_numbers:
             return None
         tells = needs_plain_numbers(code, frame.f_globals) or compares_identity(code)
@@ -201,6 +194,8 @@ class Varying:
                 yield place
         origins: dict[int, set[Place]] = {}
         for place, first, end in self._results:
+            if place not in self.places:
+                continue
             for index in range(first, end):
                 origins.setdefault(index, set()).add(place)
         for op in tape.ops if origins else ():
@@ -219,14 +214,28 @@ class Varying:
     def _uncached(self, function: Any, given: tuple[Any, ...]) -> Any:
         """Compute what a cache would return, with traced scalars.
 
-        The cache receives what it receives in eager. What it returns is only compared.
+        The cache receives what it receives in eager. What it returns is only compared, now and at
+        the end of the run: code may change it.
         """
         inner = function.__wrapped__
         if not is_computation(inner) or not all(map(_is_plain, given)):
             return None
+        environment, misses = self._values.environment, function.cache_info().misses
         plain = function(*without_traced(given))
+        misses = function.cache_info().misses - misses
+        environment.computed[function] = environment.computed.get(function, 0) + misses
         result = inner(*given)
-        return result if identical(_without(result), plain) else None
+        copied = _without(result)
+        if not identical(copied, plain):
+            return None
+        self._cached.append((result, copied, _holders(result)))
+        return result
+
+    def finish(self) -> None:
+        """Look whether code has changed, or keeps, what a cache holds for later calls."""
+        for result, copied, holders in self._cached:
+            if not identical(_without(result), copied) or _holders(result) != holders:
+                self._writer.tape.block("code changes, or keeps, what a cache has returned")
 
 
 class Rounds:
@@ -293,6 +302,21 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, Tensor)
 
 
+def _holders(value: Any) -> list[int]:
+    """Return how many references there are to each container in a result."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        inside = value
+    elif kind is dict:
+        inside = value.values()
+    else:
+        return []
+    counts = [] if kind is tuple else [sys.getrefcount(value)]
+    for item in inside:
+        counts += _holders(item)
+    return counts
+
+
 def _without(value: Any) -> Any:
     """Return a copy of a result, with plain numbers in place of traced ones."""
     kind = type(value)
@@ -301,61 +325,3 @@ def _without(value: Any) -> Any:
     if kind is dict:
         return {_without(key): _without(item) for key, item in value.items()}
     return without_traced(value) if kind in TRACED else value
-
-
-# Functions that only compute
-
-# Builtins that keep nothing and read nothing but what they receive.
-_HARMLESS: frozenset[Any] = frozenset(
-    {
-        abs, all, any, bool, dict, divmod, enumerate, filter, float, frozenset, int, isinstance,
-        len, list, map, max, min, range, repr, reversed, round, set, sorted, str, sum, tuple, zip,
-    }
-)  # fmt: skip
-_STORING = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT", "YIELD")
-_DEEPEST = 4
-_computations: dict[types.FunctionType, bool] = {}
-
-
-def is_computation(function: Any) -> bool:
-    """Return whether a function of Python only computes: it calls no code but other such ones."""
-    if not isinstance(function, types.FunctionType):
-        return False
-    known = _computations.get(function)
-    if known is None:
-        known = _computations[function] = _only_computes(
-            function.__code__, function.__globals__, 0
-        ) and not (function.__closure__ or function.__kwdefaults__)
-    return known
-
-
-def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool:
-    if depth > _DEEPEST:
-        return False
-    for step in single_steps(code):
-        if step.name.startswith(_STORING):
-            return False
-        if step.name in ("LOAD_GLOBAL", "LOAD_NAME"):
-            value = space.get(step.value, getattr(builtins, str(step.value), None))
-            if not _may_be_used(value, depth):
-                return False
-    return all(
-        _only_computes(inner, space, depth + 1)
-        for inner in code.co_consts
-        if isinstance(inner, CodeType)
-    )
-
-
-def _may_be_used(value: Any, depth: int) -> bool:
-    if isinstance(value, types.FunctionType):
-        return not value.__closure__ and _only_computes(
-            value.__code__, value.__globals__, depth + 1
-        )
-    if isinstance(value, type) and issubclass(value, Exception):
-        return True
-    if type(value) in PLAIN_TYPES or value is math:
-        return value is not None
-    try:
-        return value in _HARMLESS or value in COMPUTING
-    except TypeError:
-        return type(value).__module__ == "typing"
