@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
+from bendtrace.environment.provenance import is_installed_file
 from bendtrace.errors import ExportError, InputError, NodePathError
 from bendtrace.workflows import activation_patching, run_with_cache
 from tests.stateful import KINDS, UNRESTORABLE, X, library, outputs
@@ -242,3 +246,94 @@ def test_what_is_put_into_a_module_of_a_library_is_seen() -> None:
         library.flag = flag
         found.append(float(asking(torch.zeros(()))))
     assert found == [0, 3, 4]
+
+
+def test_a_library_is_one_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = {name: tmp_path / name for name in ("site-packages", "links", "clones", "work")}
+    for folder in folders.values():
+        folder.mkdir()
+
+    def package(folder: Path, name: str) -> str:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").touch()
+        return str(folder / name / "__init__.py")
+
+    installed = package(folders["site-packages"], "bt_installed")
+    (folders["links"] / "bt_installed").symlink_to(Path(installed).parent)
+    clone = package(folders["clones"] / "src", "bt_clone")
+    own = package(folders["work"] / "src", "bt_own")
+    loose = package(folders["clones"] / "src", "bt_loose")
+    for name in ("bt_clone", "bt_own"):
+        metadata = folders["links"] / f"{name}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(folders["links"]))
+    monkeypatch.chdir(folders["work"])
+    linked = str(folders["links"] / "bt_installed" / "__init__.py")
+    assert [is_installed_file(file) for file in (installed, linked, clone, own, loose, "x.py")] == [
+        True, True, True, False, False, False,
+    ]  # fmt: skip
+
+
+# Predicates
+
+
+def test_a_predicate_that_is_written_in_a_loop_is_known_again() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    uses: list[Callable[[bt.BendedModule], Any]] = [
+        lambda bended: run_with_cache(bended, X, lambda name: name.endswith("output"))[1],
+        lambda bended: run_with_cache(bended, X, re.compile("0.*"))[1],
+        lambda bended: bended.get_activations(lambda node: node.is_module, args=(X,)),
+    ]
+    for use in uses:
+        bended = bt.BendedModule(model)
+        bended(X)
+        wanted = list(use(bended))
+        traces = bended.stats.traces
+        for _ in range(3):
+            assert list(use(bended)) == wanted
+        assert bended.stats.traces == traces
+
+
+def test_a_predicate_that_reads_something_else_selects_something_else() -> None:
+    class Chosen:
+        name = "0.output"
+
+    bended = bt.BendedModule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    names, chosen = {"0.output"}, Chosen()
+
+    def found(says: Callable[[str], bool]) -> list[str]:
+        return list(run_with_cache(bended, X, says)[1])
+
+    def in_names(name: str) -> bool:
+        return name in names
+
+    for says in (in_names, lambda name: name in names):
+        names.clear()
+        for path, name in (("sub_0", "0.output"), ("sub_1", "1.output")):
+            names.add(name)
+            assert found(says)[-1] == path
+    for path, name in (("sub_0", "0.output"), ("sub_1", "1.output")):
+        chosen.name = name
+        assert found(lambda name: name == chosen.name) == [path]
+    assert [found(lambda name, wanted=wanted: name == wanted)[0] for wanted in ("0.output", "1.input")] == [
+        "sub_0", "sub_1.input",
+    ]  # fmt: skip
+
+
+def test_a_cache_of_everything_leaves_out_what_one_op_hides() -> None:
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.b(checkpoint(self.a, x, use_reentrant=True))
+            return y + torch.vmap(torch.func.jacrev(self.a))(x).sum(-1)
+
+    model = Hides()
+    x = torch.randn(2, 2, requires_grad=True)
+    output, cache = run_with_cache(model, x)
+    assert_same(output, model(x))
+    assert {"b", "b.input", "b.linear", "output"} <= set(cache)
+    assert not [name for name in cache if name.startswith("a")]
