@@ -1889,3 +1889,87 @@ def test_what_shares_nothing_with_the_model_is_replayed() -> None:
     for _ in range(6):
         bended(torch.randn(4))
     assert (bended.stats.live, bended.stats.replays) == (0, 5)
+
+
+# Leaves that forward makes
+
+
+def energy(x: Tensor) -> Tensor:
+    z = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad((z * z * z).sum(), z)
+    return grad * 2 if x.sum() > 0 else z.detach() - grad
+
+
+def dropped(x: Tensor) -> Tensor:
+    z = x.detach()
+    z.requires_grad_()
+    (z * z).sum().backward()
+    assert z.grad is not None
+    return z.grad if x.sum() > 0 else -z.grad
+
+
+def looped(x: Tensor) -> Tensor:
+    z = x * 0
+    for _ in range(3):
+        z = z.detach().requires_grad_(True)
+        (grad,) = torch.autograd.grad(((z - x) ** 2).sum(), z)
+        z = z - 0.1 * grad
+        if z.sum() > 0.5:
+            break
+    return z
+
+
+def kept(x: Tensor) -> Tensor:
+    z = nn.Parameter(x * 2)
+    (grad,) = torch.autograd.grad((z * z).sum(), z)
+    return grad if grad.sum() > 0 else grad * 3
+
+
+def detached(x: Tensor) -> Tensor:
+    z = torch.ones(2, requires_grad=True)
+    z.detach_()
+    return z * x if x.sum() > 0 else z + x
+
+
+@pytest.mark.parametrize("model", [energy, dropped, looped, kept, detached])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_leaves_that_forward_makes_are_looked_at(
+    model: Callable[[Tensor], Tensor], is_known: bool
+) -> None:
+    probe = bt.BendedModule(model)
+    probe(torch.ones(2))
+    paths = {str(entry.node_path).partition(":")[0] for entry in probe.traces[0].entries}
+    for path in sorted(paths - {"None", ""}):
+        bended = bt.BendedModule(model)
+        if is_known:
+            bended(torch.ones(2))
+        with bended.interject(path, lambda value: None, allow_none=True):
+            for x in (torch.ones(2), -torch.ones(2), torch.ones(2), torch.full((2,), -2.0)):
+                assert_same(bended(x), model(x))
+
+
+@pytest.mark.parametrize("change", [lambda v: v + 1, lambda v: (v.detach() + 1).requires_grad_()])
+def test_the_result_of_requires_grad_is_replaced(change: Callable[[Tensor], Tensor]) -> None:
+    def by_hand(x: Tensor) -> Tensor:
+        z = change(x.detach().requires_grad_())
+        (grad,) = torch.autograd.grad((z * z * z).sum(), z)
+        return grad * 2 if x.sum() > 0 else z.detach() - grad
+
+    for is_known in (False, True):
+        bended = bt.BendedModule(energy)
+        if is_known:
+            bended(torch.ones(2))
+        with bended.interject("requires_grad_", change):
+            for x in (torch.ones(2), -torch.ones(2), torch.ones(2)):
+                assert_same(bended(x), by_hand(x))
+
+
+def test_a_leaf_whose_flag_is_set_by_a_statement_cannot_be_replaced() -> None:
+    bended, x = bt.BendedModule(dropped), torch.ones(2)
+    with bended.interject("requires_grad_", lambda value: value + 1):
+        for _ in range(2):
+            with pytest.raises(bt.errors.InterjectionError, match="drops what requires_grad_"):
+                bended(x)
+    with bended.interject("detach", lambda value: value + 1):
+        for x in (torch.ones(2), -torch.ones(2), torch.ones(2)):
+            assert_same(bended(x), (x + 1) * (2 if x.sum() > 0 else -2))

@@ -451,6 +451,12 @@ class AfterGate(Gate):
                     f"{meta_of(original).shape}, which {describe(value)} cannot replace",
                     self.at.path,
                 )
+            if original.is_leaf and original.requires_grad:  # into which nothing can be written
+                raise InterjectionError(
+                    f"the model drops what {self.at.path} returns, so that nothing can replace "
+                    "it: insert at the node before, which gives the value",
+                    self.at.path,
+                )
             return original.copy_(value)
 
 

@@ -37,6 +37,7 @@ from bendtrace.paths.naming import Registry, identifier
 from bendtrace.recording.names import base_name_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import Site, user_place
+from bendtrace.source.usage import drops
 from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.tape import ModuleCall, meta_of
 from bendtrace.tape.watchers import Stage
@@ -295,6 +296,8 @@ class LiveInserter:
         number = spot.number
         spot.number += 1
         written = spot.written(args, kwargs)
+        if name_of(function) == "requires_grad_" and not drops(frame):
+            written = None  # its result is what the model goes on with, and no value has changed
         # An op that only reshapes a tensor in place can be let through: no op has saved what it
         # changes.
         copied = written

@@ -39,9 +39,14 @@ def written_by(node: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return None
     with torch._C.DisableTorchFunction():
         base = given if given._base is None else given._base
-        if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
+        is_leaf = torch.is_grad_enabled() and base.is_leaf and base.requires_grad
+        if is_leaf and getattr(node.function, "__name__", "") not in _TAKES_LEAVES:
             return None  # which torch refuses, and so it shall
     return given
+
+
+# Whether a leaf is one is another thing after these: a run that goes on from there sees it so.
+_TAKES_LEAVES = frozenset({"detach_", "requires_grad_"})
 
 
 def _works_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

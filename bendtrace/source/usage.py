@@ -136,6 +136,12 @@ def only_tests(frame: FrameType, depth: int = 0) -> bool:
     return False
 
 
+def drops(frame: FrameType) -> bool:
+    """Return whether code drops the result of its current instruction, as in `x.add_(1)`."""
+    flow = _Flow(frame.f_code)
+    return flow.next_after(frame.f_lasti) == "POP_TOP"
+
+
 class Asking(NamedTuple):
     """A comparison that converts its result to a truth value itself, for an `if` (Python 3.13).
 
@@ -204,6 +210,10 @@ class _Flow:
     def after(self, offset: int, depth: int) -> bool | None:
         # Of a frame that called another, f_lasti can point behind the call, into its cache.
         return self._use(bisect.bisect_right(self._offsets, offset), depth)
+
+    def next_after(self, offset: int) -> str:
+        """Return the name of the instruction behind another one."""
+        return self._name(bisect.bisect_right(self._offsets, offset))
 
     def _use(self, position: int, depth: int) -> bool | None:
         while position < len(self._steps):
