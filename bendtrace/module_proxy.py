@@ -26,8 +26,10 @@ def _presented(proxy: Any) -> type:
 
     Trainers look at the class of a model to see what its batches hold.
     """
-    cls, model = type(proxy), proxy.__dict__.get("_model")
-    return _class_for(cls, type(model)) if isinstance(model, nn.Module) else cls
+    own: Any = type(proxy)
+    model = proxy.__dict__.get("_model")
+    kind: Any = type(model)
+    return _class_for(own, kind) if isinstance(model, nn.Module) else own
 
 
 def _change_class(proxy: Any, cls: type) -> None:

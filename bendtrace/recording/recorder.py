@@ -28,6 +28,7 @@ from bendtrace.recording.encoding import (
     with_numbers,
     without_traced,
 )
+from bendtrace.recording.entered import Entered
 from bendtrace.recording.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
 from bendtrace.recording.finish import Finish, Recording, raised_in
 from bendtrace.recording.lifting import Lifting
@@ -124,7 +125,8 @@ class Recorder(TorchFunctionMode):
         if lifting is not None:
             lifting.begin(self._writer, self._values, self._lifted, outermost)
         self._numbers = Numbers(self._writer, self._values, self._encoder, self._texts, inserter)
-        self._ran.pass_plain = self._numbers.pass_plain
+        own = (self, self._values, self._values.scalars, self.tape, environment)
+        self._entered = Entered(self._ran, self._values, own, outermost)
         self._compares = self._numbers.compares
         scopes = Scopes(
             self._writer, self._values, self._encoder, environment, self._ran, observer, inserter
@@ -652,7 +654,7 @@ class Recorder(TorchFunctionMode):
         """Record something that a replay could not repeat (see `watchers.Watcher`)."""
         self._fast_path = self._aside = None  # from now on, ops may call other code
         self._ran.leave()  # the run is live in any case, and unwatched code may compile itself
-        self._numbers.end(sys._getframe(1), Recorder._outcome.__code__)
+        self._entered.end(sys._getframe(1))
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
 
 
