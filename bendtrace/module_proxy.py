@@ -302,7 +302,7 @@ class SignedMethod:
     """
 
     def __init__(self, function: Callable[..., Any], model: type[nn.Module] | None = None) -> None:
-        self.function = function
+        self.function: Callable[..., Any] = function
         self.__doc__ = function.__doc__
         self._of_class = function
         if model is not None:
