@@ -7,8 +7,8 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, Self
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 from torch import nn
 from typing_extensions import TypeVar
@@ -21,7 +21,43 @@ __all__ = ["ModelT", "ModuleProxy", "SignedMethod"]
 ModelT = TypeVar("ModelT", bound=Callable[..., Any], covariant=True, default=Any)
 
 
-class ModuleProxy(nn.Module, Generic[ModelT]):
+def _presented(proxy: Any) -> type:
+    """Return the class of a proxy, with a `forward` that has the signature of the model's.
+
+    Trainers look at the class of a model to see what its batches hold.
+    """
+    own: Any = type(proxy)
+    model = proxy.__dict__.get("_model")
+    kind: Any = type(model)
+    return _class_for(own, kind) if isinstance(model, nn.Module) else own
+
+
+def _change_class(proxy: Any, cls: type) -> None:
+    vars(object)["__class__"].__set__(proxy, cls)
+
+
+@functools.lru_cache(maxsize=256)  # bounded: it keeps the classes of models alive
+def _class_for(cls: Any, model: Any) -> type:
+    forward = inspect.getattr_static(cls, "forward")
+    body = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "forward": SignedMethod(forward.function, model),
+    }
+    made: type = type(cls.__name__, (cls,), body)
+    return made
+
+
+if TYPE_CHECKING:
+
+    class _Presented: ...
+else:
+    # In a class statement, the name would be what `super()` looks for.
+    _Presented = type("_Presented", (), {"__class__": property(_presented, _change_class)})
+
+
+class ModuleProxy(nn.Module, _Presented, Generic[ModelT]):
     """A module that is called its own way, and in all else is the model that it has.
 
     Attributes:
@@ -256,14 +292,26 @@ class SignedMethod:
     """A method that has the signature of the model where it is looked up on a module.
 
     Trainers read it to see which columns of a data set a model takes.
+
+    Args:
+        function: the method.
+        model: the class of modules whose `forward` it stands for where it is looked up on a class.
+
+    Attributes:
+        function: as given.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], model: type[nn.Module] | None = None) -> None:
+        self.function: Callable[..., Any] = function
         self.__doc__ = function.__doc__
+        self._of_class = function
+        if model is not None:
+            self._of_class = functools.wraps(function)(functools.partial(function))
+            with suppress(ValueError, TypeError):  # it may be a function written in C
+                self._of_class.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
 
     def __get__(self, module: Any, owner: type | None = None) -> Callable[..., Any]:
-        return self._function if module is None else _Forward(self._function, module)
+        return self._of_class if module is None else _Forward(self.function, module)
 
 
 _TABLES = (

@@ -555,6 +555,28 @@ def run_trainer(
     ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_evaluates_a_bended_module_like_its_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model = Classifier(net())
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_eval_batch_size=4, use_cpu=True, report_to=[],
+        disable_tqdm=True,
+    )  # fmt: skip
+    found = []
+    for subject in (model, bt.BendedModule(model)):
+        trainer = transformers.Trainer(
+            subject, arguments, eval_dataset=rows()[:8],
+            compute_metrics=lambda p: {"mean": float(p.predictions.mean())},
+        )  # fmt: skip
+        measured = trainer.evaluate()
+        found.append({key: measured.get(key) for key in ("eval_loss", "eval_mean")})
+        assert trainer.label_names == ["labels"]
+    assert found[0] == found[1]
+    assert None not in found[0].values()
+
+
 @pytest.mark.more
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_that_raised_can_be_begun_anew(tmp_path: Path) -> None:

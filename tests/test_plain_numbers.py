@@ -30,6 +30,7 @@ import json as js
 import math
 import numbers
 import operator
+import os
 import pickle
 import pprint
 import random
@@ -488,6 +489,83 @@ def test_code_of_others_receives_a_plain_bool(make: Any, name: str) -> None:
     for size in (2, 3, 2, 3):
         x = torch.ones(size)
         assert outcome(bended, x) == outcome(model, x)
+
+
+# Numbers that other code asks the model for
+
+
+class Kept:
+    def __init__(self, a: Any) -> None:
+        self.a = a
+
+    def named_later(self, n: Any) -> Any:
+        return float(D(n))
+
+
+kept = Kept(1)
+
+
+def made_for_others(x: Tensor) -> Any:
+    return x, statistics.mean(x.shape[0] for _ in range(2))
+
+
+def given_by_a_generator(x: Tensor) -> Any:
+    n = x.shape[0]
+    return x, statistics.mean(n for _ in range(2))
+
+
+def given_by_an_iterator(x: Tensor) -> Any:
+    return x, statistics.mean(iter([x.shape[0], 1])), statistics.mean(map(abs, [x.shape[0], 1]))
+
+
+def given_by_a_function(x: Tensor) -> Any:
+    n = x.shape[0]
+    return x, json.dumps([1, Kept(1)], default=lambda o: n if isinstance(o, Kept) else 0)
+
+
+def made_by_a_function(x: Tensor) -> Any:
+    return x, json.dumps([Kept(1)], default=lambda o: x.shape[0])
+
+
+def held_by_an_object(x: Tensor) -> Any:
+    return x, json.dumps([Kept(x.shape[0])], default=lambda o: o.a)
+
+
+def by_a_computed_name(x: Tensor) -> Any:
+    return x, getattr(kept, "_".join(("named", "later")))(x.shape[0])
+
+
+def after_a_file(x: Tensor) -> Any:
+    n, m, f = x.shape[0], [x.shape[0]], x.sum().item()
+    with open(os.devnull):
+        pass
+    return x, json.dumps([n, m, f, x.shape[0]]), Kept(n).a
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        made_for_others, given_by_a_generator, given_by_an_iterator, given_by_a_function,
+        made_by_a_function, held_by_an_object, by_a_computed_name, after_a_file,
+    ],
+)  # fmt: skip
+def test_others_are_given_plain_numbers_by_the_model(model: Callable[[Tensor], Any]) -> None:
+    bended = bt.BendedModule(model)
+    for size in (2, 3, 2, 3):
+        found, expected = bended(torch.ones(size)), model(torch.ones(size))
+        assert torch.equal(found[0], expected[0])
+        assert found[1:] == expected[1:]
+
+
+def test_numbers_that_no_other_code_receives_are_traced() -> None:
+    def model(x: Tensor) -> Any:
+        n = x.shape[0]
+        return x.view(n, 1) * math.sqrt(4.0) + n, len(x.shape), isinstance(n, int), json.dumps([1])
+
+    bended = bt.BendedModule(model)
+    for size in (2, 3, 4):
+        assert torch.equal(bended(torch.ones(size))[0], model(torch.ones(size))[0])
+    assert (bended.stats.traces, bended.stats.replays) == (1, 2)
 
 
 # What is in the table

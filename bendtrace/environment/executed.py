@@ -69,6 +69,9 @@ class Ran:
         codes: the user's, with the globals that it ran with.
         called: what it called of Python's own, and where.
         entropy: where randomness was asked for that nothing can seed.
+        enters_foreign: is called where installed code begins that is not known to ask traced
+            numbers.
+        enters_model: is called where code of the user's begins for the first time.
     """
 
     def __init__(self, wants_inside: Callable[[], bool]) -> None:
@@ -81,9 +84,8 @@ class Ran:
         self._wants_inside = wants_inside
         self._hidden: list[Any] | None = None
         self._kinds: dict[types.CodeType, int] = {}
-        # Makes the arguments of a function that has just begun plain, where its code is not known
-        # to ask traced numbers.
-        self.pass_plain: Callable[[types.FrameType], None] | None = None
+        self.enters_foreign: Callable[[types.FrameType], None] | None = None
+        self.enters_model: Callable[[types.FrameType], None] | None = None
 
     def _is_finished(self, code: types.CodeType, space: dict[str, Any]) -> int:
         """Return whether code is finished: 2 if it is not known to ask traced numbers."""
@@ -102,15 +104,14 @@ class Ran:
         kind = self._kinds.get(code)
         if kind is None:
             kind = self._is_finished(code, frame.f_globals)
-            if not kind and any(isinstance(one, UnicodeError) for one in frame.f_locals.values()):
-                # It may be a handler of errors in text, which its name stands for.
-                self.called.setdefault(("codecs", "lookup_error"), (code, frame.f_lineno))
+            if not kind:
+                self._begins(frame)
         if not kind:
             return
-        if kind == _FOREIGN and self.pass_plain is not None:
+        if kind == _FOREIGN and self.enters_foreign is not None:
             outer = frame.f_back
-            if outer is None or self._is_finished(outer.f_code, outer.f_globals) != _FOREIGN:
-                self.pass_plain(frame)
+            if outer is None or not self.is_foreign(outer):
+                self.enters_foreign(frame)
         module, caller = str(frame.f_globals.get("__name__")), frame.f_back
         while module in OF_TORCH and caller is not None and _hands_on(caller):
             caller = caller.f_back
@@ -130,6 +131,18 @@ class Ran:
         if self._hidden is not None:
             put_back(self._hidden)
             self._hidden = None
+
+    def _begins(self, frame: types.FrameType) -> None:
+        """Code of the user's begins that has not run before."""
+        if any(isinstance(one, UnicodeError) for one in frame.f_locals.values()):
+            # It may be a handler of errors in text, which its name stands for.
+            self.called.setdefault(("codecs", "lookup_error"), (frame.f_code, frame.f_lineno))
+        if self.enters_model is not None:
+            self.enters_model(frame)
+
+    def is_foreign(self, frame: types.FrameType) -> bool:
+        """Return whether code is installed, and not known to ask traced numbers."""
+        return self._is_finished(frame.f_code, frame.f_globals) == _FOREIGN
 
     def _calls(self, frame: types.FrameType, function: Any) -> None:
         if function in QUESTIONS:

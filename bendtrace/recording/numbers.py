@@ -5,28 +5,23 @@ Traced scalars report this to the recorder (`scalars.Origin`), which calls the m
 
 from __future__ import annotations
 
-import ctypes
-import inspect
 import operator
-import sys
 from collections.abc import Callable
 from threading import enumerate as enumerate_threads
 from threading import get_ident
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 from bendtrace.recording.effects import HARMLESS
-from bendtrace.recording.encoding import Encoder, scalars_in, without_traced
+from bendtrace.recording.encoding import Encoder
 from bendtrace.recording.texts import Texts, goes_to_screen
 from bendtrace.recording.values import TRACED_AS, Values
 from bendtrace.recording.varying import Varying
 from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
-from bendtrace.source.counters import assign
 from bendtrace.source.results import is_awaited
-from bendtrace.source.sites import PACKAGE, outside_scalars
+from bendtrace.source.sites import outside_scalars
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
 from bendtrace.tape.tape import Guard, OpKind, Raised, Ref, Test, refs_in
 from bendtrace.tape.watchers import Inserter, current_watcher
@@ -190,43 +185,6 @@ class Numbers:
                 if type(operand) in TRACED:
                     self.consume(operand, "pow")
 
-    def pass_plain(self, frame: FrameType) -> None:
-        """Make the arguments of a function plain that has just begun, and guard them."""
-        code = frame.f_code
-        count = code.co_argcount + code.co_kwonlyargcount
-        count += bool(code.co_flags & _VARARGS) + bool(code.co_flags & _VARKEYWORDS)
-        variables = frame.f_locals
-        for name in code.co_varnames[:count]:
-            value = variables.get(name)
-            found = list(scalars_in(value))
-            for scalar in found:
-                scalar._consume("type")
-            if found:
-                variables[name] = self._without_traced(value)
-        # A profiler's caller writes them back in 3.11; since 3.13, they are the variables.
-        if sys.version_info[:2] == (3, 12):
-            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
-
-    def end(self, frame: FrameType | None, outermost: CodeType) -> None:
-        """Leave no traced scalar to a run that goes on unwatched.
-
-        Args:
-            frame: the code that runs.
-            outermost: the code that called the model.
-        """
-        self._values.gives_plain = True
-        while frame is not None and frame.f_code is not outermost:
-            if not frame.f_code.co_filename.startswith(PACKAGE):
-                for name, value in [*frame.f_locals.items()]:
-                    if next(scalars_in(value), None) is not None:
-                        assign(frame, name, self._without_traced(value))
-            frame = frame.f_back
-
-    def _without_traced(self, value: Any) -> Any:
-        values = self._values
-        own = (self._recorder, values, values.scalars, values.tape, values.environment)
-        return without_traced(value, {id(thing): thing for thing in own})
-
     def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
         """Return the text of a traced scalar (see `scalars.Origin`)."""
         if get_ident() != self._thread:
@@ -240,9 +198,6 @@ class Numbers:
         op = self._writer.emit(OpKind.SCALAR, function, (ref, *args), {}, frame)
         op.meta = text
         return self._texts.mark(op.index, text)
-
-
-_VARARGS, _VARKEYWORDS = inspect.CO_VARARGS, inspect.CO_VARKEYWORDS
 
 
 def error_of(function: Callable[..., Any], *operands: Any) -> Raised | None:

@@ -28,6 +28,7 @@ from bendtrace.recording.encoding import (
     with_numbers,
     without_traced,
 )
+from bendtrace.recording.entered import Entered
 from bendtrace.recording.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
 from bendtrace.recording.finish import Finish, Recording, raised_in
 from bendtrace.recording.lifting import Lifting
@@ -132,7 +133,8 @@ class Recorder(RecordingMode):
         if lifting is not None:
             lifting.begin(self._writer, self._values, self._lifted, outermost)
         self._lifting = lifting
-        self._ran.pass_plain = self._numbers.pass_plain
+        own = (self, self._values, self._values.scalars, self.tape, environment)
+        self._entered = Entered(self._ran, self._values, own, outermost)
         self._compares = self._numbers.compares
         scopes = Scopes(
             self._writer, self._values, self._encoder, environment, self._ran, observer, inserter
@@ -685,7 +687,7 @@ class Recorder(RecordingMode):
         """Record something that a replay could not repeat (see `watchers.Watcher`)."""
         self._fast_path = self._aside = None  # from now on, ops may call other code
         self._ran.leave(answers=True)  # the run is live in any case; unwatched code may compile
-        self._numbers.end(sys._getframe(1), Recorder._outcome.__code__)
+        self._entered.end(sys._getframe(1))
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
 
 

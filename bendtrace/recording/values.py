@@ -6,6 +6,7 @@ import operator
 import sys
 import types
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -76,6 +77,8 @@ class Values:
         origin: as given.
         facts: those of the writer.
         gives_plain: whether the model receives plain numbers, which are guarded by value.
+        is_called_by_foreign: says of code whether it runs on behalf of code that is not known to
+            ask traced numbers; None as long as none has run.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Values:
         self._start = start
         self._elements: dict[tuple[int, Any], Ref] = {}
         self.gives_plain: bool = environment.tells_numbers
+        self.is_called_by_foreign: Callable[[FrameType], bool] | None = None
 
     def retire(self) -> None:
         """Turn the traced scalars of the run into ordinary objects."""
@@ -151,7 +155,7 @@ class Values:
             self._writer.guard(Test.LENGTH, op.index, len(out), "metadata", frame)
             ref = Ref(op.index)
             sizes = [self.scalar(TracedInt, size, (ref, (i,))) for i, size in enumerate(out)]
-            if self.gives_plain or needs_plain_numbers(frame.f_code, frame.f_globals):
+            if self._needs_plain(frame):
                 return kind([self.origin.consume(size, "type") for size in sizes])
             return kind(sizes)
         if isinstance(out, (tuple, list, dict)):
@@ -313,10 +317,14 @@ class Values:
                 return self.origin.consume(scalar, "type")
             if not only_tests(frame, depth):
                 return self.origin.consume(scalar, "bool")
+        return self.origin.consume(scalar, "type") if self._needs_plain(frame) else scalar
+
+    def _needs_plain(self, frame: FrameType) -> bool:
+        """Whether code that receives a number may pass it to code that is not known to ask it."""
         return (
-            self.origin.consume(scalar, "type")
-            if self.gives_plain or needs_plain_numbers(frame.f_code, frame.f_globals)
-            else scalar
+            self.gives_plain
+            or needs_plain_numbers(frame.f_code, frame.f_globals)
+            or (self.is_called_by_foreign is not None and self.is_called_by_foreign(frame))
         )
 
     def traced_list(self, value: Any, ref: Ref, frame: FrameType, depth: int = 0) -> Any:
