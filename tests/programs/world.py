@@ -53,6 +53,25 @@ class Box{N}:
 
 THINGS: dict[str, Thing] = {
     "a number": Thing("{N} = 0.5", ("{n}",), (), ("{n} = 2.0", "{n} = {n} + 1"), "{n}"),
+    "numbers that change": Thing(
+        "{N} = types.SimpleNamespace(n=0, mean=0.0, items=[1, 0.5])",
+        ("{n}.mean", "float({n}.n % 3 == 0)", "{n}.items[1]", "min(1.0, {n}.n / 4)"),
+        (
+            "{n}.n += 1",
+            "{n}.mean = 0.9 * {n}.mean + {v}",
+            "{n}.items[1] *= 1.5",
+            "{n}.items[0] = {n}.n",
+        ),
+        ("{n}.n = 0", "{n}.mean = -0.0", "{n}.items[1] = 2"),
+        "({n}.n, {n}.mean, {n}.items)",
+    ),
+    "what is only added to": Thing(
+        "{N} = dict(a=[], b=collections.deque())",
+        ("1.5",),
+        ('{n}["a"].append({v})', '{n}["b"].extend([{v}, 0.5])'),
+        ('{n}["a"].clear()', '{n}["b"].append(1)', '{n}["a"] = [2.0]'),
+        '({n}["a"], list({n}["b"]))',
+    ),
     "a counter": Thing(
         "{N} = collections.Counter(a=1)",
         ('{n}["a"]', "sum({n}.values())", "{n}.most_common(1)[0][1]"),
