@@ -196,7 +196,7 @@ class TraceTree:
                 if _asks_at(one, useless):
                     self._insert(names, one)
         if recording.places and self._aside:
-            for names, one in self._aside:
+            for _, one in self._aside:
                 if program.graph is not None and not (useless and _asks_at(one, useless)):
                     program.graph.retired += [*one.graph.retired, *one.graph.pieces()]
             self._aside.clear()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-from bendtrace.source.stacks import Layout, address_of_result, layout, word_at
+from bendtrace.source.stacks import address_of_result, layout, word_at
 
 __all__ = ["can_exchange", "exchange", "is_awaited"]
 
@@ -128,7 +128,7 @@ def can_exchange() -> bool:
     count = sys.getrefcount(other)
     found = [int(number), *[int(number)], 1]
     try:
-        int(number) + 1  # type: ignore[operator]
+        int(number) + 1
     except TypeError:
         found.append(len(number.ended))
     fits = found[0] is other and found[1] is other and found[2:] == [1, 3]
