@@ -125,6 +125,7 @@ def test_each_of_many_outcomes_of_one_guard_has_its_own_path() -> None:
         bended(torch.tensor([number, 2]))
     with pytest.warns(TraceLimitWarning):
         bended(torch.tensor([20, 2]))
+        bended(torch.tensor([21, 2]))  # one run was recorded with a number that stayed traced
     for number in [*range(30), *range(29, -1, -1)]:  # among them some that were forgotten
         x = torch.tensor([number, 2])
         assert bits(bended(x)) == bits(model(x))

@@ -208,6 +208,13 @@ class Varying:
                 if place_there is None or place_there in self.places:
                     yield from origins[guard.index]
 
+    def guarded(self) -> Iterator[Place]:
+        """Yield the places where numbers are guarded nevertheless."""
+        for guard in self._writer.tape.guards:
+            place = place_of(guard)
+            if place is not None and place in self.places:
+                yield place
+
     # Caches
 
     def _uncached(self, function: Any, given: tuple[Any, ...]) -> Any:
