@@ -344,8 +344,9 @@ def _change_alike(kept: Any, result: Any) -> None:
     if type(kept) is not type(result) or type(kept) not in (tuple, list, dict):
         return
     if len(kept) == len(result):
-        pairs = zip(kept.values(), result.values()) if type(kept) is dict else zip(kept, result)
-        for one, other in pairs:
+        is_dict = type(kept) is dict
+        inside = (kept.values(), result.values()) if is_dict else (kept, result)
+        for one, other in zip(*inside, strict=True):
             _change_alike(one, other)
     if type(kept) is list and not identical(kept, _without(result)):
         kept[:] = _without(result)

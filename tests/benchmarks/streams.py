@@ -306,7 +306,7 @@ class Patches(nn.Module):
         return self.out(h).reshape(split[0], split[1], -1).mean(1)
 
 
-class LongMixtral(nn.Module):
+class Mixtral(nn.Module):
     """A Mixtral of transformers, which gives its logits."""
 
     def __init__(self) -> None:
@@ -480,7 +480,7 @@ STREAMS = (
     Stream("rows that leave one by one, any number", Dropping, _rows(WIDTH)),
     Stream("recurrence, any number of steps", Scanning, _rows(WIDTH)),
     Stream("shapes from a cache, any length", Patches, _rows(WIDTH, batched=True)),
-    Stream("Mixtral of transformers, any length", LongMixtral, _tokens),
+    Stream("Mixtral of transformers, any length", Mixtral, _tokens),
     Stream("RL episode", Episode, normal(4, scale=0.05), quick=True),
 )  # fmt: skip
 
