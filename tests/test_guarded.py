@@ -55,6 +55,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
+from bendtrace.source.results import can_exchange
 from bendtrace.tape.tape import OpKind
 from tests.promise import Inputs, bits, footprint, outcome, state
 
@@ -371,6 +372,19 @@ SIZES_PASSED = "sizes that only operations use: `x.view(x.shape[0], -1)`"
 @case(SIZES_PASSED, other=lambda: torch.ones(5, 4))
 def sizes_passed_on(x: Tensor) -> Tensor:
     return torch.ones(x.shape[0], 2) + x.view(x.size(0), -1).sum(1, keepdim=True) / x.numel()
+
+
+MADE_BY_C = "numbers that `int`, `len`, `math` or `range` make of sizes and values"
+
+
+@case(MADE_BY_C, other=lambda: grid() + 1)
+def number_of_a_value(x: Tensor) -> Tensor:
+    return x * int(x.sum())
+
+
+@case(MADE_BY_C, other=lambda: grid() - 3)
+def number_of_a_length(x: Tensor) -> Tensor:
+    return x * len(x[x > 1])
 
 
 RESULTS = "metadata of results, read by Python: `y.shape`, `y.is_contiguous()`"
@@ -1047,6 +1061,20 @@ def empties(model: Any, patch: pytest.MonkeyPatch) -> None:
 def from_a_cache() -> Callable[[Tensor], Tensor]:
     cached.cache_clear()
     return lambda x: x * cached(3)
+
+
+@functools.lru_cache
+def halves(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[0] * 2, shape[1] // 2
+
+
+@case(
+    "what it keeps by traced numbers, if its function only computes",
+    lambda: torch.ones(3, 4),
+    other=lambda: torch.ones(3, 8) if can_exchange() else torch.ones(3, 4) * 2,
+)
+def shapes_from_a_cache(x: Tensor) -> Tensor:
+    return x.reshape(halves(tuple(x.shape)))
 
 
 @functools.lru_cache

@@ -79,6 +79,7 @@ class Recording:
         form: how its arguments were passed, where the function may see that.
         places: where its numbers stay traced, as they differ between runs (`varying.py`).
         useless: of these, where that is of no use.
+        guarded: of these, where numbers are guarded nevertheless.
         views: what `view` has derived from the run.
     """
 
@@ -92,6 +93,7 @@ class Recording:
         "environment",
         "error",
         "form",
+        "guarded",
         "is_transient",
         "output_reads",
         "places",
@@ -116,6 +118,7 @@ class Recording:
         self.form: tuple[str, ...] = ()
         self.places: frozenset[Place] = frozenset()
         self.useless: frozenset[Place] = frozenset()
+        self.guarded: frozenset[Place] = frozenset()
         self.views: dict[Callable[[Recording], Any], Any] = {}
 
     def view(self, derive: Callable[[Recording], T]) -> T:

@@ -185,6 +185,7 @@ class Recorder(RecordingMode):
             self._varying.finish()
             recording.places = self._varying.places
             recording.useless = frozenset(self._varying.useless())
+            recording.guarded = frozenset(self._varying.guarded())
             if self._observer is not None:
                 for ref, tensor in self._writer.writes.stale:
                     self._observer.reads(len(self.tape.ops), ref.index, tensor)

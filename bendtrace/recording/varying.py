@@ -1,4 +1,4 @@
-"""Numbers that differ from call to call at one place stay traced, where Python makes others of them.
+"""Numbers that differ between calls at one place stay traced where Python makes others of them.
 
 `int(n)`, `math.sqrt(n)`, `range(n)`: C code asks a traced scalar for its number, so that the number
 is guarded, and each number is a path of its own. After a few numbers at one place (`TraceTree`),
@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from bendtrace.environment.provenance import is_finished
 from bendtrace.recording.encoding import without_traced
 from bendtrace.recording.values import TRACED_AS, Values
 from bendtrace.recording.writer import Writer
@@ -79,7 +80,7 @@ class Varying:
         self._writer, self._values, self._arithmetic = writer, values, arithmetic
         self._is_busy = not can_exchange()
         self._rounds: list[tuple[Place, Rounds]] = []
-        self._cached: list[tuple[Any, Any, list[int]]] = []
+        self._cached: list[tuple[Any, Any, list[int], Any]] = []
         self._results: list[tuple[Place, int, int]] = []  # the ops that give each
 
     def answers(self, how: str) -> bool:
@@ -209,6 +210,13 @@ class Varying:
                 if place_there is None or place_there in self.places:
                     yield from origins[guard.index]
 
+    def guarded(self) -> Iterator[Place]:
+        """Yield the places where numbers are guarded nevertheless."""
+        for guard in self._writer.tape.guards:
+            place = place_of(guard)
+            if place is not None and place in self.places:
+                yield place
+
     # Caches
 
     def _uncached(self, function: Any, given: tuple[Any, ...]) -> Any:
@@ -223,17 +231,21 @@ class Varying:
         environment, misses = self._values.environment, function.cache_info().misses
         plain = function(*without_traced(given))
         misses = function.cache_info().misses - misses
+        if _holders(plain) and not is_finished(inner):
+            return None  # the model may change what is kept for its next call
         environment.computed[function] = environment.computed.get(function, 0) + misses
+        before = _content(given)
         result = inner(*given)
         copied = _without(result)
-        if not identical(copied, plain):
+        if not identical(copied, plain) or not identical(_content(given), before):
             return None
-        self._cached.append((result, copied, _holders(result)))
+        self._cached.append((result, copied, _holders(result), plain))
         return result
 
     def finish(self) -> None:
         """Look whether code has changed, or keeps, what a cache holds for later calls."""
-        for result, copied, holders in self._cached:
+        for result, copied, holders, plain in self._cached:
+            _change_alike(plain, result)
             if not identical(_without(result), copied) or _holders(result) != holders:
                 self._writer.tape.block("code changes, or keeps, what a cache has returned")
 
@@ -270,7 +282,7 @@ _FEW_ROUNDS = 4
 
 
 def _asking() -> tuple[FrameType, FrameType]:
-    """Return the frame in which a traced scalar was asked, and the tracer's frame that it called."""
+    """Return the frame in which a traced scalar is asked, and the tracer's frame that it called."""
     callee = sys._getframe(2)
     while callee.f_back is not None and callee.f_back.f_code.co_filename.startswith(TRACER):
         callee = callee.f_back
@@ -302,6 +314,18 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, Tensor)
 
 
+def _content(value: Any, depth: int = 4) -> Any:
+    """Return a copy of arguments, to see whether a function changes them."""
+    if type(value) in TRACED or not depth:
+        return None
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return [_content(item, depth) for item in value]
+    if isinstance(value, dict):
+        return [[_content(part, depth) for part in pair] for pair in value.items()]
+    own = getattr(value, "__dict__", None)
+    return id(value) if type(own) is not dict else _content(own, depth - 1)
+
+
 def _holders(value: Any) -> list[int]:
     """Return how many references there are to each container in a result."""
     kind = type(value)
@@ -315,6 +339,22 @@ def _holders(value: Any) -> list[int]:
     for item in inside:
         counts += _holders(item)
     return counts
+
+
+def _change_alike(kept: Any, result: Any) -> None:
+    """Give the containers that a cache keeps the content of those that code has received."""
+    if type(kept) is not type(result) or type(kept) not in (tuple, list, dict):
+        return
+    if len(kept) == len(result):
+        is_dict = type(kept) is dict
+        inside = (kept.values(), result.values()) if is_dict else (kept, result)
+        for one, other in zip(*inside, strict=True):
+            _change_alike(one, other)
+    if type(kept) is list and not identical(kept, _without(result)):
+        kept[:] = _without(result)
+    elif type(kept) is dict and not identical(kept, _without(result)):
+        kept.clear()
+        kept.update(_without(result))
 
 
 def _without(value: Any) -> Any:

@@ -196,18 +196,20 @@ class TraceTree:
         Where there are many, the programs that guard them are dropped: the next run keeps the
         numbers traced. If that is of no use, these programs come back.
         """
-        useless = recording.useless
-        if useless:
-            self._steady |= useless
-            self.varying -= useless
-            for names, listed in list(self._programs.items()):
-                self._drop(names, *(one for one in listed if not one.places.isdisjoint(useless)))
-            for names, one in self._aside:
-                if _asks_at(one, useless):
-                    self._insert(names, one)
+        steady = recording.useless | recording.guarded
+        if steady:
+            self._steady |= steady
+            self.varying -= steady
+            if recording.useless:
+                for names, listed in list(self._programs.items()):
+                    lifted = [one for one in listed if not one.places.isdisjoint(recording.useless)]
+                    self._drop(names, *lifted)
         if recording.places and self._aside:
             for names, one in self._aside:
-                if program.graph is not None and not (useless and _asks_at(one, useless)):
+                assert one.graph is not None
+                if _asks_at(one, steady):
+                    self._insert(names, one)
+                elif program.graph is not None:
                     program.graph.retired += [*one.graph.retired, *one.graph.pieces()]
             self._aside.clear()
         new = set()

@@ -35,19 +35,22 @@ _HARMLESS: frozenset[Any] = frozenset(
 _STORING = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT", "YIELD")
 _PLAIN = (bool, int, float, str)
 _DEEPEST = 4
-_computations: dict[types.FunctionType, bool] = {}
 
 
 def is_computation(function: Any) -> bool:
-    """Return whether a function of Python only computes: it calls no code but other such ones."""
-    if not isinstance(function, types.FunctionType):
+    """Return whether a function of Python only computes: it calls no code but other such ones.
+
+    It may still change what it receives.
+    """
+    return isinstance(function, types.FunctionType) and _computes(function, 0)
+
+
+def _computes(function: types.FunctionType, depth: int) -> bool:
+    if function.__closure__ or function.__kwdefaults__:
         return False
-    known = _computations.get(function)
-    if known is None:
-        known = _computations[function] = _only_computes(
-            function.__code__, function.__globals__, 0
-        ) and not (function.__closure__ or function.__kwdefaults__)
-    return known
+    if not all(value is None or type(value) in _PLAIN for value in function.__defaults__ or ()):
+        return False
+    return _only_computes(function.__code__, function.__globals__, depth)
 
 
 def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool:
@@ -69,9 +72,7 @@ def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool
 
 def _may_be_used(value: Any, depth: int) -> bool:
     if isinstance(value, types.FunctionType):
-        return not value.__closure__ and _only_computes(
-            value.__code__, value.__globals__, depth + 1
-        )
+        return _computes(value, depth + 1)
     if isinstance(value, type) and issubclass(value, Exception):
         return True
     if value is None or type(value) in _PLAIN or value is math:

@@ -128,7 +128,7 @@ def can_exchange() -> bool:
     count = sys.getrefcount(other)
     found = [int(number), *[int(number)], 1]
     try:
-        int(number) + 1  # type: ignore[operator]
+        int(number) + 1
     except TypeError:
         found.append(len(number.ended))
     fits = found[0] is other and found[1] is other and found[2:] == [1, 3]

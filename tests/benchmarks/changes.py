@@ -21,6 +21,7 @@ from tests.benchmarks.streams import (
     Episode,
     Gated,
     Leaving,
+    Mixtral,
     Mixture,
     Shrinking,
     Stream,
@@ -191,19 +192,6 @@ class EarlyBert(nn.Module):
             if chances.max() > 0.8:
                 break
         return chances
-
-
-class Mixtral(nn.Module):
-    """A Mixtral of transformers, which gives its logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from tests.hf_models import MODELS
-
-        self.model = next(model for model in MODELS if model.name == "mixtral").make()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
 
 
 def _tokens(generator: torch.Generator) -> tuple[Tensor]:

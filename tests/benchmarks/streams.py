@@ -5,6 +5,7 @@ Each is written as one would write it, in plain Python. `feeding.py` measures th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -246,6 +247,78 @@ class Leaving(nn.Module):
         return out
 
 
+class Dropping(nn.Module):
+    """Rows leave a batch of any size one by one; `len` gives its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = _linears(12), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, rows = torch.zeros(len(x), 3), torch.arange(len(x))
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * 3)
+            chances = self.head(x).softmax(-1)
+            stays = chances.amax(-1) < 0.6
+            out[rows[~stays]] = chances[~stays]
+            x, rows = x[stays], rows[stays]
+            if len(rows) == 0:
+                break
+        return out
+
+
+class Scanning(nn.Module):
+    """A recurrence over as many steps as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(WIDTH)
+        for i in range(len(x)):
+            h = torch.tanh(self.step(h) + x[i])
+        return h / int(x.shape[0])
+
+
+@functools.lru_cache(1024)
+def _split(shape: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Compute two shapes, as einops does for a pattern."""
+    batch, length, width = shape
+    if length % parts != 0:
+        raise ValueError(f"{length} cannot be divided by {parts}")
+    split = []
+    for size in (batch, length // parts, parts, width):
+        split.append(size)
+    return tuple(split), (batch * (length // parts), parts * width)
+
+
+class Patches(nn.Module):
+    """Joins tokens to patches, by shapes from a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split, joined = _split(tuple(x.shape), 2)
+        h = torch.tanh(self.embed(x.reshape(joined)))
+        return self.out(h).reshape(split[0], split[1], -1).mean(1)
+
+
+class Mixtral(nn.Module):
+    """A Mixtral of transformers, which gives its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from tests.hf_models import MODELS
+
+        self.model = next(model for model in MODELS if model.name == "mixtral").make()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+
 class BeamSearch(nn.Module):
     """Two beams of four tokens. Tokens, and the scores that are sorted, are Python numbers."""
 
@@ -363,6 +436,22 @@ def scaled(generator: Generator) -> tuple[Tensor, float]:
     return torch.randn(1, WIDTH, generator=generator) * scale, 0.01
 
 
+def _rows(width: int, batched: bool = False) -> Callable[[Generator], tuple[Tensor]]:
+    """Return what draws a tensor of some number of rows."""
+
+    def draw(generator: Generator) -> tuple[Tensor]:
+        batch, count = torch.randint(1, 24, (2,), generator=generator).tolist()
+        shape = (batch, 2 * count, width) if batched else (count, width)
+        return (torch.randn(shape, generator=generator),)
+
+    return draw
+
+
+def _tokens(generator: Generator) -> tuple[Tensor]:
+    length = int(torch.randint(4, 60, (), generator=generator))
+    return (torch.randint(3, 99, (1, length), generator=generator),)
+
+
 def _boxes(generator: Generator) -> tuple[Tensor, Tensor]:
     corners = torch.rand(20, 2, generator=generator) * 10
     sizes = torch.rand(20, 2, generator=generator) * 5 + 1
@@ -388,6 +477,10 @@ STREAMS = (
     Stream("solver, nested loops", Solver, normal(WIDTH)),
     Stream("flags between branches", Flags, normal(WIDTH)),
     Stream("rows that leave", Leaving, normal(6, WIDTH)),
+    Stream("rows that leave one by one, any number", Dropping, _rows(WIDTH)),
+    Stream("recurrence, any number of steps", Scanning, _rows(WIDTH)),
+    Stream("shapes from a cache, any length", Patches, _rows(WIDTH, batched=True)),
+    Stream("Mixtral of transformers, any length", Mixtral, _tokens),
     Stream("RL episode", Episode, normal(4, scale=0.05), quick=True),
 )  # fmt: skip
 

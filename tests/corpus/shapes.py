@@ -47,6 +47,19 @@ def numel_branch(x: Tensor) -> Tensor:
     return x / x.numel() if x.numel() > 4 else x
 
 
+@register(
+    one=lambda: call(randn(1, 3)), few=lambda: call(randn(4, 3)), many=lambda: call(randn(9, 3)),
+    none=lambda: call(randn(0, 3)),
+)  # fmt: skip
+def numbers_by_value(x: Tensor) -> tuple[Tensor, int, float]:
+    """C code makes numbers of sizes and of values, and a loop counts to one."""
+    positive = int((x > 0).sum())
+    h = x.new_zeros(3)
+    for i in range(len(x)):
+        h = torch.tanh(h + x[i] / math.sqrt(x.shape[0]))
+    return x.new_ones(positive, 2) * h[0], positive, float(h.abs().sum())
+
+
 @register(single=lambda: call(randn(1, 2)), several=lambda: call(randn(3, 2)))
 def len_branch(x: Tensor) -> Tensor:
     return x.std(0) if len(x) > 1 else x[0] * len(x)

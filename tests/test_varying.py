@@ -1,0 +1,368 @@
+"""Numbers that differ between calls stay traced where Python makes others of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+from bendtrace.recording import varying
+from bendtrace.source.computations import is_computation
+from bendtrace.source.results import can_exchange, exchange
+from tests.promise import bits
+
+pytestmark = pytest.mark.skipif(
+    sys.gettrace() is not None or not can_exchange(),
+    reason="this Python does not let results be exchanged",
+)
+
+
+@torch.library.custom_op("tests_varying::padded", mutates_args=())
+def padded(x: Tensor, count: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, 0, 0, count))
+
+
+def int_of_a_size(x: Tensor) -> Tensor:
+    count = int(x.shape[0])
+    return x.view(1, count, -1) * count
+
+
+def int_of_a_tensor(x: Tensor) -> Any:
+    count = int((x > 0).sum())
+    return padded(x, count), x[:1].expand(count, -1), count
+
+
+def float_of_a_tensor(x: Tensor) -> Any:
+    scale = float(x.abs().max())
+    return x * scale, scale + 1
+
+
+def length(x: Tensor) -> Any:
+    kept = x[x[:, 0] > 0]
+    if len(kept) == 0:
+        return x.sum()
+    return kept.sum(0) / len(kept), len(kept)
+
+
+def functions_of_math(x: Tensor) -> Any:
+    count = x.shape[0]
+    return x[: math.ceil(count / 4)] * math.sqrt(count), math.gcd(count, 6), math.log(count)
+
+
+def among_others(x: Tensor) -> Any:
+    """The number is one of several arguments, and an operand."""
+    count = operator.index(x.shape[0])
+    return x.new_full((int(count / 2) + 1, 2), 1 + float(count)), [int(x.shape[0]), 2]
+
+
+def loop(x: Tensor) -> Tensor:
+    h = torch.zeros(3)
+    for i in range(x.shape[0]):
+        h = torch.tanh(h + x[i])
+    return h
+
+
+def loop_that_counts(x: Tensor) -> Any:
+    total, last = torch.zeros(3), -1
+    for i in range(1, len(x), 2):
+        total = total + x[i] * i
+        last = i
+    return total, last
+
+
+def loop_back(x: Tensor) -> Tensor:
+    h = torch.zeros(3)
+    for i in range(len(x) - 1, -1, -1):
+        h = torch.tanh(h * 0.5 + x[i])
+        if h[0] > 0.9:
+            break
+    else:
+        h = h + 1
+    return h
+
+
+def nested_loops(x: Tensor) -> Tensor:
+    h = torch.zeros(())
+    for i in range(len(x)):
+        for j in range(x.shape[1]):
+            h = torch.tanh(h + x[i, j])
+    return h
+
+
+def rows_that_leave(x: Tensor) -> Any:
+    out, rows = torch.zeros(len(x), 3), torch.arange(len(x))
+    for _ in range(5):
+        x = torch.tanh(x * 1.5)
+        sure = x.abs().amax(-1) > 0.9
+        out[rows[sure]] = x[sure]
+        x, rows = x[~sure], rows[~sure]
+        if len(rows) == 0:
+            break
+    return out, len(rows)
+
+
+@functools.lru_cache(64)
+def split(shape: tuple[int, ...], parts: int) -> tuple[tuple[int, ...] | None, int]:
+    """Compute a shape."""
+    rows, columns = shape
+    if rows % parts != 0:
+        return None, rows
+    sizes = [parts]
+    sizes.append(rows // parts)
+    sizes.append(columns)
+    return tuple(sizes), rows * columns
+
+
+def cached_shapes(x: Tensor) -> Any:
+    sizes, count = split(tuple(x.shape), 2)
+    return (x if sizes is None else x.reshape(sizes)), count
+
+
+PROGRAMS: list[Callable[[Tensor], Any]] = [
+    int_of_a_size, int_of_a_tensor, float_of_a_tensor, length, functions_of_math, among_others,
+    loop, loop_that_counts, loop_back, nested_loops, rows_that_leave, cached_shapes,
+]  # fmt: skip
+
+
+def inputs(number: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 25, (number,), generator=generator).tolist()
+    return [torch.randn(size, 3, generator=generator) for size in sizes]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
+def test_numbers_that_differ_are_computed_in_replays(program: Callable[[Tensor], Any]) -> None:
+    bended = bt.BendedModule(program)
+    split.cache_clear()
+    for x in inputs(60):
+        found = bended(x.clone())
+        assert bits(found) == bits(program(x.clone()))
+        assert [type(one) for one in _flat(found)] == [type(one) for one in _flat(program(x))]
+    assert bended.stats.live == 0
+    assert bended.stats.traces <= 16
+    before = bended.stats.traces
+    for x in inputs(40, seed=1):
+        assert bits(bended(x)) == bits(program(x))
+    assert bended.stats.traces <= before + 1
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [inner for item in value for inner in _flat(item)]
+    return [value]
+
+
+class Layered(nn.Module):
+    """A model that computes with sizes, writes to a buffer and draws random numbers."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += int(x.shape[0])
+        for i in range(len(x)):
+            x = x + self.layer(x[i]) * torch.rand(()) / len(x)
+        return x[: int((x > 0).sum()) + 1]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_state_random_numbers_and_insertions_are_those_of_eager(changed: bool) -> None:
+    torch.manual_seed(0)
+    model, own = Layered(), Layered()
+    own.load_state_dict(model.state_dict())
+    bended = bt.BendedModule(own)
+    if changed:
+        model.layer.register_forward_hook(lambda module, args, output: output * 1.1)
+        bended.interject(own.layer, lambda value: value * 1.1)
+    for number, x in enumerate(inputs(40)):
+        torch.manual_seed(number)
+        wanted = model(x)
+        wanted.sum().backward()
+        after = torch.get_rng_state()
+        torch.manual_seed(number)
+        found = bended(x)
+        found.sum().backward()
+        assert bits(found) == bits(wanted)
+        assert torch.equal(after, torch.get_rng_state())
+        assert bits(own.state_dict()) == bits(model.state_dict())
+        assert bits([p.grad for p in own.parameters()]) == bits(
+            [p.grad for p in model.parameters()]
+        )
+    assert bended.stats.live == 0
+    assert bended.stats.traces < 20
+
+
+class Chooses(nn.Module):
+    """Python needs the number in the end: it is better guarded where it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            chosen = int(x.abs().sum() * 7) % 6
+            x = torch.tanh(self.layers[chosen](x))
+        return x
+
+
+def test_numbers_that_python_needs_are_guarded_where_they_are_made() -> None:
+    model = Chooses()
+    bended = bt.BendedModule(model)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(150):
+        x = torch.randn(3, generator=generator)
+        assert bits(bended(x)) == bits(model(x))
+    assert not bended._trees.latest.varying
+    assert bended.stats.live == 0
+
+
+def test_loops_that_do_not_close_are_guarded_by_their_length() -> None:
+    def collects(x: Tensor) -> Tensor:
+        found = []
+        for i in range(len(x)):
+            found.append(x[i].tanh())
+        return torch.stack(found)
+
+    bended = bt.BendedModule(collects)
+    for x in [*inputs(60), *inputs(20, seed=1)]:
+        assert bits(bended(x)) == bits(collects(x))
+    assert all(place[0] is not collects.__code__ for place in bended._trees.latest.varying) or (
+        bended.stats.traces < 40
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda x: math.sqrt(3 - x.shape[0]),
+        lambda x: 1 / int(x.shape[0] - 5),
+        lambda x: int(x.sum() / 0 * 0),
+        lambda x: range(len(x), 3, 0),
+    ],
+)
+def test_errors_are_those_of_eager(error: Callable[[Tensor], Any]) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * error(x)  # type: ignore[no-any-return]
+
+    def caught(x: Tensor) -> Any:
+        try:
+            return x, error(x)
+        except (ValueError, ZeroDivisionError) as raised:
+            return x, str(raised)
+
+    for program in (model, caught):
+        bended = bt.BendedModule(program)
+        for x in inputs(30):
+            assert outcome(bended, x) == outcome(program, x)
+
+
+def outcome(called: Callable[[Tensor], Any], x: Tensor) -> Any:
+    try:
+        return bits(called(x))
+    except Exception as error:
+        return type(error), str(error)
+
+
+def test_caches_of_installed_code_may_keep_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As einops does: the shapes that it computes are in lists."""
+    monkeypatch.setattr(varying, "is_finished", callable)  # True for every function
+
+    @functools.lru_cache(64)
+    def shapes(shape: tuple[int, ...]) -> tuple[list[int], dict[str, int]]:
+        if shape[0] % 2 != 0:
+            raise ValueError(f"{shape[0]} is odd")
+        return [shape[0] // 2, 2, shape[1]], {"rows": shape[0]}
+
+    def model(x: Tensor) -> Tensor:
+        x = torch.cat((x, x))
+        sizes, named = shapes(tuple(x.shape))
+        return x.reshape(sizes) * named["rows"]
+
+    bended = bt.BendedModule(model)
+    for x in inputs(40):
+        found = bended(x)
+        before = bended.stats.traces
+        assert bits(found) == bits(model(x))
+        assert before == 1
+    assert bended.stats.live == 0
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_what_a_cache_returned_may_be_changed(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if installed:
+        monkeypatch.setattr(varying, "is_finished", callable)  # True for every function
+
+    def make() -> Callable[[Tensor], Tensor]:
+        @functools.lru_cache(64)
+        def sizes(shape: tuple[int, ...]) -> list[int]:
+            return [*shape, 1]
+
+        def changes(x: Tensor) -> Tensor:
+            found = sizes(tuple(x.shape))
+            found[2] += 1
+            return x.unsqueeze(2).expand(found) * found[2]
+
+        return changes
+
+    model, bended = make(), bt.BendedModule(make())
+    for x in [*inputs(30), *inputs(30)]:
+        assert bits(bended(x)) == bits(model(x))
+
+
+def test_a_cache_of_other_code_is_asked_as_in_eager() -> None:
+    calls: list[int] = []
+
+    @functools.lru_cache(64)
+    def noted(count: int) -> int:
+        calls.append(count)
+        return count + 1
+
+    assert not is_computation(noted.__wrapped__)
+    bended = bt.BendedModule(lambda x: x * noted(x.shape[0]))
+    some = inputs(20)
+    for x in [*some, *some]:
+        assert bits(bended(x)) == bits(x * (x.shape[0] + 1))
+    assert sorted({*calls}) == sorted({len(x) for x in some})
+
+
+def test_a_result_is_exchanged_in_the_frame_alone() -> None:
+    class Number:
+        def __int__(self) -> int:
+            assert exchange(sys._getframe(1), other, ended.append)
+            return 4
+
+    other, number, ended = object(), Number(), list[bool]()
+    before = sys.getrefcount(other)
+    found: list[Any] = [int(number), (1, int(number))[1], {"a": int(number)}["a"], 3]
+    assert found == [other, other, other, 3]
+    del found
+    assert sys.getrefcount(other) == before
+    assert ended == [True] * 3
+
+
+def test_nothing_is_exchanged_while_somebody_traces() -> None:
+    bended, old = bt.BendedModule(int_of_a_size), sys.gettrace()
+    sys.settrace(lambda frame, event, arg: None)
+    try:
+        for x in inputs(20):
+            assert bits(bended(x)) == bits(int_of_a_size(x))
+    finally:
+        sys.settrace(old)
+    for x in inputs(40, seed=1):
+        assert bits(bended(x)) == bits(int_of_a_size(x))
+    assert sys.gettrace() is old
