@@ -102,6 +102,7 @@ CHANGES: dict[str, Callable[[World], object]] = {
 
 
 @readable
+@pytest.mark.each
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_words_are_others_after_each_change(change):
     world = World()

@@ -393,6 +393,7 @@ def _put_back() -> Any:
 
 
 @pytest.mark.usefixtures("_put_back")
+@pytest.mark.each
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_changed_between_two_walks_is_seen(change: str) -> None:
     model, x = Model(), torch.ones(2, 4)
@@ -407,6 +408,7 @@ def test_what_was_changed_between_two_walks_is_seen(change: str) -> None:
 
 
 @pytest.mark.usefixtures("_put_back")
+@pytest.mark.each
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_changed_between_two_calls_counts(change: str) -> None:
     torch.manual_seed(0)
