@@ -29,6 +29,7 @@ from bendtrace.tape.captured import (
     Access,
     Captured,
     CaptureKind,
+    holds_number,
     identical,
 )
 from bendtrace.tape.tape import (
@@ -283,7 +284,7 @@ class TraceTree:
             return
         known = self._numbers | self._excluded
         for part in latest.recording.environment.parts:
-            if part.type in _NUMBERS and part.kind is CaptureKind.PLAIN and part.label not in known:
+            if part.label not in known and holds_number(part):
                 now = _read(part, arguments)
                 if type(now) in _NUMBERS and not identical(now, part.value):
                     with self._lock:

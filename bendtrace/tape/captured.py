@@ -349,19 +349,21 @@ def put(container: Any, key: Any, value: Any) -> None:
 
 
 def holds_number(part: Captured) -> bool:
-    """Whether a part is a number in a container or object that can hold another one."""
+    """Whether a part is a number in a container or object of the model that can hold another."""
     holder = part.parent
-    if part.kind is not CaptureKind.PLAIN or part.type not in (int, float) or holder is None:
+    if part.kind is not CaptureKind.PLAIN or part.type not in (int, float):
+        return False
+    if holder is None or part.is_argument:
         return False
     if part.access is Access.ATTRIBUTE:
         # Code of the user's may be in the place of a slot.
-        member = inspect.getattr_static(type(holder.value), part.key.name, None)
+        member = inspect.getattr_static(holder.type, part.key.name, None)
         return isinstance(member, types.MemberDescriptorType)
     if part.access is Access.DICT:
         return holder.kind is not CaptureKind.TENSOR
     if part.access is Access.CELL:
         return True
-    return part.access is Access.ITEM and type(holder.value) in _HOLDERS
+    return part.access is Access.ITEM and holder.type in _HOLDERS
 
 
 def layout_over_ranks(tensor: torch.Tensor) -> dict[str, Any]:
