@@ -302,7 +302,7 @@ def _restorer(value: Any) -> Callable[[], None] | None:
     if isinstance(value, collections.deque):
         return _restorer_by(value, collections.deque)
     if isinstance(value, (list, bytearray, array.array)):
-        items = value[:]
+        items: Any = value[:]
         return lambda: value.__setitem__(slice(None), items)
     if names := tuple(slots_of(kind)):
         return _restorer_of_slots(value, names)
