@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -126,3 +126,61 @@ def test_one_after_the_other(kind: str, order: tuple[int, ...]) -> None:
     for number in order:
         KINDS["parameter"](model.parts[number])
         assert outcome(bended, x) == outcome(model, x)
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def used_plainly(bended: Any, x: Tensor) -> None:
+    for sign in (1, 1, -1, -1):
+        bended(x * sign)
+
+
+def used_with_insertions(bended: Any, x: Tensor) -> None:
+    for where in ("0", "0.weight"):
+        bended.interject(where, lambda value: value * 1)
+        used_plainly(bended, x)
+
+
+def used_in_training(bended: Any, x: Tensor) -> None:
+    for sign in (1, 1, -1):
+        bended(x * sign).sum().backward()
+    bended.zero_grad(set_to_none=True)
+
+
+def used_for_activations(bended: Any, x: Tensor) -> None:
+    used_plainly(bended, x)
+    bended.get_activations("0", args=(x,))
+
+
+class Signed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y * 2 if y.sum() > 0 else y * 3
+
+
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize(
+    "use", [used_plainly, used_with_insertions, used_in_training, used_for_activations]
+)
+def test_parameters_can_be_swapped_after_calls(use: Callable[[Any, Tensor], None]) -> None:
+    model, x = Signed(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2)
+    bended = bt.BendedModule(model)
+    use(bended, x)
+    linear: Any = model[0]
+    weight = linear.weight
+    model.double()
+    assert linear.weight is weight
+    for sign in (1, -1, 1):
+        assert outcome(bended, x.double() * sign) == outcome(model, x.double() * sign)
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.eye(2).double()))
+    model.float()
+    for sign in (1, -1, 1):
+        assert outcome(bended, x * sign) == outcome(model, x * sign)
+    torch.utils.swap_tensors(linear.bias, nn.Buffer(torch.ones(2)))
+    for sign in (1, -1, 1):
+        assert outcome(bended, x * sign) == outcome(model, x * sign)

@@ -22,7 +22,6 @@ import operator
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -188,12 +187,12 @@ class Words:
 class Entries:
     """The classes and ranks of what tables hold, which may change while the tables do not.
 
-    Only the tables keep their tensors alive. So words are read only while all tensors live that
-    were there when `read` was called, and no other thread could end one.
+    Only the tables keep their tensors alive, and no weak references tell when one dies: torch swaps
+    no tensor that has some. So words are read only right after the tables were found as they were
+    when `read` was called, while no other thread could end a tensor.
 
     Args:
-        tables: tables of parameters and buffers, of which it is known that nothing was written to
-            them since `read` was called.
+        tables: tables of parameters and buffers.
         kinds: the class that each entry has to be of.
         ranks: how many dimensions some entries have to have, after their tables and keys.
     """
@@ -204,20 +203,23 @@ class Entries:
         kinds: list[type],
         ranks: Sequence[tuple[dict[str, Any], str, int]],
     ) -> None:
+        tables = [*tables]
         self._values = [table.values() for table in tables]
         self._kinds, self._ranks = kinds, [rank for _, _, rank in ranks]
         self._tables, self._keys = [one for one, _, _ in ranks], [key for _, key, _ in ranks]
-        self._identities: list[int] = []
-        self._alive: list[weakref.ref[Any]] = []
-        self._reader: list[Reader] = []  # nothing in it once a tensor has died
+        self._versions = reader_of_versions(tables)
+        self._seen: bytes = b""
+        self._reader: Reader | None = None  # None where words cannot be read
 
     def read(self) -> None:
         """Look where the entries of the tables are now."""
-        entries = [*itertools.chain.from_iterable(self._values)]
-        identities = [*map(id, entries)]
-        if self._reader and identities == self._identities:
+        if self._versions is None:
             return
-        self._identities, self._reader, self._alive = identities, [], []
+        seen = self._versions.read()
+        if self._reader is not None and seen == self._seen:
+            return
+        self._seen, self._reader = seen, None
+        entries = [*itertools.chain.from_iterable(self._values)]
         places = offsets()
         # Of one object, such as None, there is one word, which cannot be what two entries require.
         if places is None or [*map(type, entries)] != self._kinds:
@@ -225,24 +227,18 @@ class Entries:
         words = Words(places)
         for entry, kind in zip(entries, self._kinds, strict=True):
             words.add_class(entry, kind)
-        known = [words.reader()._replace(kept=())]
-        died = functools.partial(_clear, known)
-        self._alive = [weakref.ref(entry, died) for entry in entries if entry is not None]
-        self._reader = known
+        self._reader = words.reader()._replace(kept=())
 
     def are_same(self) -> bool:
         """Whether all entries have the classes and ranks that they have to have."""
-        if self._reader and threading.active_count() == 1:
-            take, places, fixed, _, _ = self._reader[0]
-            same = take(places).tobytes() == fixed
+        reader, versions = self._reader, self._versions
+        if reader is not None and versions is not None and threading.active_count() == 1:
+            same = versions.read() == self._seen and reader.read() == reader.fixed
         else:
-            same = [*map(type, itertools.chain.from_iterable(self._values))] == self._kinds
+            same = False
+        same = same or [*map(type, itertools.chain.from_iterable(self._values))] == self._kinds
         ranks = map(Tensor.dim, map(operator.getitem, self._tables, self._keys))
         return same and [*ranks] == self._ranks
-
-
-def _clear(known: list[Reader], _: object) -> None:
-    known.clear()
 
 
 def reader_of_versions(tables: Iterable[Mapping[Any, Any]]) -> Reader | None:
