@@ -205,7 +205,8 @@ class Dispatcher:
             return None
         program = self._trees.plain.find(names, arguments)
         if program is None:
-            return None if uninitialized_in(self._model) else (splicer, None)
+            is_new = not (uninitialized_in(self._model) or self._trees.has_paths(plan))
+            return (splicer, None) if is_new else None
         if program.live_only or program.ignored:
             return None
         graph = program.graph

@@ -68,6 +68,11 @@ class Trees:
             self.latest = tree
         return tree
 
+    def has_paths(self, plan: Plan) -> bool:
+        """Whether paths with some insertions are known."""
+        tree = self._inserted.get(plan.key)
+        return tree is not None and next(iter(tree.programs()), None) is not None
+
     def splicer(self, plan: Plan, known: Knowledge) -> Splicer:
         """Return what splices some insertions into the paths without any."""
         with self._lock:
