@@ -673,7 +673,7 @@ def test_what_depends_on_the_whole_run_needs_a_known_one() -> None:
         with bended.interject(where, lambda v: v * 0 + 5, **options):
             assert_same(bended(torch.zeros(2)), torch.full((2,), 6.0))
             with pytest.raises(InputError, match="call the model once before you insert it"):
-                bended(torch.full((2,), -9.0))  # by a way that is not known
+                bended(torch.full((2,), 9.0))  # by a way that is not known
 
 
 def test_looking_ahead_draws_no_random_numbers_and_runs_no_code_of_the_model() -> None:
@@ -1943,7 +1943,7 @@ def test_leaves_that_forward_makes_are_looked_at(
         bended = bt.BendedModule(model)
         if is_known:
             bended(torch.ones(2))
-        with bended.interject(path, lambda value: None, allow_none=True):
+        with bended.interject(f".{path}", lambda value: None, allow_none=True):
             for x in (torch.ones(2), -torch.ones(2), torch.ones(2), torch.full((2,), -2.0)):
                 assert_same(bended(x), model(x))
 
