@@ -33,11 +33,10 @@ def meaning_of(function: Any) -> Hashable:
 
     It is the function itself if that is not known.
     """
-    itself: Hashable = function
     try:
-        return _function(function, ()) if type(function) is types.FunctionType else itself
+        return _function(function, ()) if type(function) is types.FunctionType else function
     except _Unknown:
-        return itself
+        return function
 
 
 def _function(function: types.FunctionType, around: tuple[Any, ...]) -> Hashable:
@@ -85,12 +84,11 @@ def _value(value: Any, around: tuple[Any, ...]) -> Hashable:
         held = [_value(item, around) for item in items]
         return kind, frozenset(held) if kind in (set, frozenset) else tuple(held)
     if kind is types.ModuleType and is_installed_space(vars(value)):
-        return str(value.__name__)
+        return value.__name__
     if isinstance(value, type) and not is_users_class(value):
         return value
     if kind in _CONSTANT or (kind is types.BuiltinFunctionType and _is_of_python(value)):
-        constant: Hashable = value
-        return constant
+        return value  # type: ignore[no-any-return]
     raise _Unknown
 
 
