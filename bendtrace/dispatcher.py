@@ -198,8 +198,6 @@ class Dispatcher:
         """Return what splices insertions into paths, and those known; None if nothing does."""
         if self.speculation is not None or not plan.can_be_spliced or is_one_of_several():
             return None
-        if plan.lookup is not None:
-            return None
         splicer = self._trees.splicer(plan, self._known)
         if splicer.is_apart:
             return None
@@ -343,8 +341,7 @@ class Dispatcher:
         recording = self._traced(call, lifting=call.tree.lifting())
         splicer = call.splicer
         is_mixed = splicer is not None and splicer.is_apart and bool(recording.tape.blockers)
-        has_grown = call.plan is not None and call.plan.has_grown
-        if has_grown or (splicer is not None and has_gates(recording)):
+        if splicer is not None and has_gates(recording):
             call = call._replace(tree=self._trees.of(call.plan), splicer=None)
         if is_mixed or self._passes(recording):
             self.stats.live += 1
@@ -410,13 +407,10 @@ class Dispatcher:
         """Record a call, from its start or after a divergence, and note it if the model raises."""
         reads_states = divergence is not None or (lifting is not None and lifting.counts)
         try:
-            recording = self._recorded(call, script, reads_states, lifting)
+            return self._recorded(call, script, reads_states, lifting)
         except Exception as error:
             call.tree.failed(error, divergence)
             raise
-        if call.plan is not None and call.plan.lookup is not None:
-            call.plan.lookup.settle(recording)
-        return recording
 
     def _recorded(
         self,
@@ -467,7 +461,6 @@ class Dispatcher:
         self.stats.resumes += 1
         self._mismatch = mismatch
         is_mixed = call.splicer is not None and call.splicer.is_apart
-        is_mixed = is_mixed or (call.plan is not None and call.plan.has_grown)
         is_live = known_live or (was_live and bool(recording.tape.blockers))
         if self._passes(recording) or is_live or is_mixed:
             self.stats.live += 1
