@@ -34,7 +34,7 @@ from bendtrace.replay.splices import Unfit
 from bendtrace.replay.stretches import Divergence, Finished
 from bendtrace.replay.tree import TraceTree
 from bendtrace.stats import Explanation, Stats
-from bendtrace.torch_rules.questions import seeing_modes
+from bendtrace.torch_rules.mode_queries import seeing_modes
 
 if TYPE_CHECKING:
     from bendtrace.auditing import Auditor

@@ -242,7 +242,7 @@ def test_what_stands_beside_the_lines_of_many_answers_is_not_cut_off() -> None:
         bended(torch.tensor([10_000.0 + value]))
         canvas = bended.graph.draw().canvas
         texts = apart(canvas)
-        if value < 6:
+        if value < 3:  # from the fourth on, numbers stay traced
             assert {f"{10_000 + i} 1x" for i in range(value + 1)} <= set(texts)
         assert canvas.width < 800
     assert apart(bended.tree.draw().canvas)

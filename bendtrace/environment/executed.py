@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace._places import full_place_text
 from bendtrace.environment.code_facts import UNDETECTABLE, codes_in, line_naming
-from bendtrace.environment.outside import (
+from bendtrace.environment.host_calls import (
     OF_GENERATORS,
     OF_TORCH,
     is_steady,
@@ -27,7 +27,7 @@ from bendtrace.environment.outside import (
 from bendtrace.environment.provenance import is_finished_code
 from bendtrace.source.usage import asks_for_ids
 from bendtrace.tape.plain_numbers import is_known_code
-from bendtrace.torch_rules.questions import (
+from bendtrace.torch_rules.mode_queries import (
     QUESTIONS,
     hide_recorder,
     is_answered_without,

@@ -39,7 +39,7 @@ from bendtrace.environment.kinds import (
     is_settings,
     is_value,
 )
-from bendtrace.environment.outside import is_steady_type
+from bendtrace.environment.host_calls import is_steady_type
 from bendtrace.environment.provenance import is_finished, is_installed_file, is_users_class
 from bendtrace.environment.reachability import members_of, reachable_from
 from bendtrace.environment.readers import content_reader, is_opaque

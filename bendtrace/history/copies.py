@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bendtrace.history.entries import LayerEntry
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import requires_grad
-from bendtrace.torch_rules.questions import unseen
+from bendtrace.torch_rules.mode_queries import unseen
 
 __all__ = [
     "Gradients",

@@ -30,7 +30,7 @@ from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.interject.where import Where
 from bendtrace.paths.view import Node, NodePath
 from bendtrace.tape.tape import meta_of
-from bendtrace.torch_rules.questions import unseen
+from bendtrace.torch_rules.mode_queries import unseen
 
 __all__ = ["Activations", "as_html", "as_text", "get_activations", "inputs_of"]
 

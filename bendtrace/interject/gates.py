@@ -40,7 +40,7 @@ from bendtrace.interject.structure import (
 )
 from bendtrace.interject.tensors import differ, version_of
 from bendtrace.tape.tape import meta_of
-from bendtrace.torch_rules.questions import unseen
+from bendtrace.torch_rules.mode_queries import unseen
 
 __all__ = [
     "AfterGate",

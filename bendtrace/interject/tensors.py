@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace._compare import same_bits
-from bendtrace.torch_rules.questions import unseen
+from bendtrace.torch_rules.mode_queries import unseen
 
 __all__ = ["Exchange", "differ", "is_uneven", "tensors_of", "version_of", "with_tensors"]
 

@@ -27,7 +27,7 @@ from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.recording.recorder import Recording
-from bendtrace.torch_rules.questions import unseen
+from bendtrace.torch_rules.mode_queries import unseen
 from bendtrace.torch_rules.writes import storage_of
 from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
 
