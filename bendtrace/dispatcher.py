@@ -203,8 +203,9 @@ class Dispatcher:
             return None
         program = self._trees.plain.find(names, arguments)
         if program is None:
-            is_new = not (uninitialized_in(self._model) or self._trees.has_paths(plan))
-            return (splicer, None) if is_new else None
+            # Among all nodes that a selector finds, one that cannot be spliced is likely.
+            waits = not plan.names_places or self._trees.has_paths(plan)
+            return None if waits or uninitialized_in(self._model) else (splicer, None)
         if program.live_only or program.ignored:
             return None
         graph = program.graph

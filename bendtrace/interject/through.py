@@ -81,7 +81,7 @@ class Through:
             if is_fit and is_untouched:
                 current.note_unchanged(path, number)
                 return value
-        if is_untouched:
+        if is_untouched and kind is None:  # other kinds tell whether its data were exchanged
             current.note_unchanged(path, number)
         elif given is value and is_shared(value):
             current.refuse(path, number)
