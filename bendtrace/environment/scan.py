@@ -29,6 +29,7 @@ from bendtrace.environment.code_scan import CodeScan, TooManyError
 from bendtrace.environment.content import MOST, WatchedContent
 from bendtrace.environment.executed import learned_of
 from bendtrace.environment.findings import WHOLE, Found, Route
+from bendtrace.environment.host_calls import is_steady_type
 from bendtrace.environment.kinds import (
     code_of,
     container_kind,
@@ -39,7 +40,6 @@ from bendtrace.environment.kinds import (
     is_settings,
     is_value,
 )
-from bendtrace.environment.host_calls import is_steady_type
 from bendtrace.environment.provenance import is_finished, is_installed_file, is_users_class
 from bendtrace.environment.reachability import members_of, reachable_from
 from bendtrace.environment.readers import content_reader, is_opaque

@@ -65,8 +65,8 @@ from bendtrace.torch_rules.functions import (
     name_of,
 )
 from bendtrace.torch_rules.intercepts import INTERCEPT_CODES, watching
-from bendtrace.torch_rules.monkeypatches import asked, may_be_patched
 from bendtrace.torch_rules.mode_queries import RecordingMode, carried_out
+from bendtrace.torch_rules.monkeypatches import asked, may_be_patched
 from bendtrace.torch_rules.transforms import REGISTERS, HandleOfRun, registers
 
 __all__ = ["Recorder", "Recording"]

@@ -21,8 +21,8 @@ from bendtrace.recording.recorder import Recorder, Recording
 from bendtrace.recording.script import Script
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.watchers import Inserter, Observer
-from bendtrace.torch_rules.owners import states_of
 from bendtrace.torch_rules.mode_queries import seeing_modes, without
+from bendtrace.torch_rules.owners import states_of
 
 __all__ = ["Signature", "record", "uninitialized_in"]
 
