@@ -105,7 +105,7 @@ class Environment(Found):
         self, arguments: dict[str, Any], plain_numbers: bool, growing: dict[int, Any] | None = None
     ) -> None:
         scan = self._begin(arguments, plain_numbers)
-        self.growing = growing or {}
+        self.growing: dict[int, Any] = growing or {}
         is_repeatable = scan.is_untouched
         first, helpers = len(self.parts), tuple(self.helpers)
         scan.scan_model()
