@@ -219,7 +219,8 @@ class Entries:
             return
         self._identities, self._reader, self._alive = identities, [], []
         places = offsets()
-        if places is None or len(entries) != len(self._kinds):
+        # Of one object, such as None, there is one word, which cannot be what two entries require.
+        if places is None or [*map(type, entries)] != self._kinds:
             return
         words = Words(places)
         for entry, kind in zip(entries, self._kinds, strict=True):
