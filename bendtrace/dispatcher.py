@@ -198,7 +198,9 @@ class Dispatcher:
             return None
         program = self._trees.plain.find(names, arguments)
         if program is None:
-            return None if uninitialized_in(self._model) else (splicer, None)
+            # Among all nodes that a selector finds, one that cannot be spliced is likely.
+            waits = not plan.names_places or uninitialized_in(self._model)
+            return None if waits else (splicer, None)
         if program.live_only or program.ignored:
             return None
         graph = program.graph

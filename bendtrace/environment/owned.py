@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,9 +26,10 @@ class Owned:
     __name__ = "owned"
 
     def __init__(self, parts: Iterable[Captured]) -> None:
-        values = [part.value for part in parts if not part.is_argument]
-        self._tensors = [weakref.ref(value) for value in values if isinstance(value, Tensor)]
-        self._modules = [weakref.ref(value) for value in values if isinstance(value, nn.Module)]
+        # By their types: a proxy is no object that a weak reference can be made to.
+        values: list[Any] = [part.value for part in parts if not part.is_argument]
+        self._tensors = [weakref.ref(one) for one in values if issubclass(type(one), Tensor)]
+        self._modules = [weakref.ref(one) for one in values if issubclass(type(one), nn.Module)]
 
     def __call__(self, tensor: Tensor, *others: Tensor) -> bool:
         """Return whether the model holds a tensor, or it is one of others."""

@@ -171,6 +171,7 @@ class Plan:
         joins: whether paths may join.
         key: what makes the traces of two plans interchangeable.
         can_be_spliced: whether they only receive outputs of nodes (see `splicer.py`).
+        names_places: whether each is at nodes that were named, not at all that a selector finds.
         called_at: which entries the gates of traces call, and whether only in some passes, as far
             as they were asked.
         compiled: what compiled paths know of it (see `compiling.py`).
@@ -185,6 +186,9 @@ class Plan:
         self.joins: bool = not any(entry.what.needs_paths for entry in self.entries)
         self.key: tuple[bool, frozenset[Slot]] = self.joins, frozenset(self.slots)
         self.can_be_spliced: bool = self.joins and all(map(_can_be_spliced, self.slots))
+        self.names_places: bool = not any(
+            hasattr(slot.place.matcher, "selector") for slot in self.slots
+        )
         # By the id of gates, with the gate itself so that its id is not reused.
         self.called_at: dict[int, tuple[Any, tuple[Entry, ...], bool]] = {}
         self.compiled: object = None
