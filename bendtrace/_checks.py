@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from bendtrace.errors import InputError
 
-__all__ = ["required_choice", "required_int", "required_number"]
+__all__ = ["required_arguments", "required_choice", "required_int", "required_number"]
+
+
+def required_arguments(
+    args: Any, kwargs: Any, names: tuple[str, str] = ("args=", "kwargs=")
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a model, which have to be a tuple or list, and a mapping or None.
+
+    A tensor would be taken for the tuple of its rows, and a text for that of its letters.
+    """
+    if type(args) not in (tuple, list):
+        raise InputError(
+            f"{names[0]} has to be a tuple of the positional arguments, not a "
+            f"{type(args).__qualname__}; for a single argument, pass (argument,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError(
+            f"{names[1]} has to be a dict of the keyword arguments, not a "
+            f"{type(kwargs).__qualname__}"
+        )
+    wrong = [key for key in kwargs or () if not isinstance(key, str)]
+    if wrong:
+        raise InputError(f"{names[1]} holds keyword arguments by name, but {wrong[0]!r} is no name")
+    return tuple(args), dict(kwargs or {})
 
 
 def required_choice(name: str, value: Any, *choices: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bendtrace._checks import required_arguments
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.interject.where import Where
@@ -35,6 +36,9 @@ class Call:
         args: the positional arguments.
         kwargs: the keyword arguments.
 
+    Raises:
+        InputError: `args` is not a tuple or list, or `kwargs` is not a mapping with text as keys.
+
     Example:
         >>> import bendtrace as bt
         >>> bt.workflows.Call.of({"x": 1})
@@ -45,6 +49,12 @@ class Call:
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = "the first part of a Call", "the second part of a Call"
+        args, kwargs = required_arguments(self.args, self.kwargs, names)
+        object.__setattr__(self, "args", args)
+        object.__setattr__(self, "kwargs", kwargs)
 
     @classmethod
     def of(cls, inputs: Any) -> Call:

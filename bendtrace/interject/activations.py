@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_arguments
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.copies import copied
 from bendtrace.history.sizes import counted
@@ -234,6 +235,7 @@ def get_activations(
         ['div:1', 'div:2', 'div:3']
     """
     board: InsertionRegistry = model._board
+    args, kwargs = required_arguments(args, kwargs)
     items = list(flat(where))
     if not items:
         raise InputError("say which activations to return: pass at least one node")
@@ -250,7 +252,7 @@ def get_activations(
     board.remove(*others)
     board.add(*insertions, *others)
     try:
-        output = model(*args, **(kwargs or {}))
+        output = model(*args, **kwargs)
     finally:
         board.remove(*insertions)
     if not allow_none:
@@ -279,10 +281,11 @@ def inputs_of(
             f"the model has an argument called {min(taken)}, which is also the name of an "
             f"option: pass its arguments in args=(...) and kwargs={{...}}"
         )
-    twice = inputs.keys() & (kwargs or {}).keys()
+    _, kwargs = required_arguments((), kwargs)
+    twice = inputs.keys() & kwargs.keys()
     if twice:
         raise InputError(f"{min(twice)!r} is given twice, also in kwargs=")
-    return {**(kwargs or {}), **inputs}
+    return {**kwargs, **inputs}
 
 
 def _users_level() -> int:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from bendtrace._checks import required_arguments
 from bendtrace.errors import DivergenceError, InputError, NodePathError, NondeterminismError
 from bendtrace.interject.cut_points import path_in
 from bendtrace.interject.gates import running
@@ -211,10 +212,11 @@ def from_activations(
     """
     if not isinstance(activations, Mapping):
         raise InputError(f"activations have to be a dict by node path, not {activations!r}")
+    args, kwargs = required_arguments(args, kwargs)
     given = by_path(model, activations)
     if not given:
         raise InputError("no activations are given")
-    return _Run(model, given, tuple(args), dict(kwargs or {}), bended).output()
+    return _Run(model, given, args, kwargs, bended).output()
 
 
 def told(
