@@ -245,3 +245,91 @@ def test_printing_is_not_taken_for_a_layer() -> None:
         log = bt.trace(model, ramp(1), save="all")
         assert "relu" in log.names
         assert log.validate()
+
+
+# Streams that forward itself puts in the place of the screen
+
+
+def into_a_buffer(x: Tensor) -> Tensor:
+    buffer = io.StringIO()
+    with contextlib.redirect_stdout(buffer):
+        print("sum", x.sum(), f"{x.mean()}", x.sum().item())
+    print("written", len(buffer.getvalue()), x.sum())
+    return x * len(buffer.getvalue())
+
+
+def errors_into_a_buffer(x: Tensor) -> Tensor:
+    with contextlib.redirect_stderr(io.StringIO()) as buffer:
+        print(x.sum(), file=sys.stderr)
+    return x * len(buffer.getvalue())
+
+
+def nowhere(x: Tensor) -> Tensor:
+    with contextlib.redirect_stdout(None):
+        print("nowhere", x.sum())
+    print("screen", x.sum())
+    return x * 2
+
+
+def exchanged_by_hand(x: Tensor) -> Tensor:
+    before, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        print("x", x.sum())
+        text = sys.stdout.getvalue()
+    finally:
+        sys.stdout = before
+    return x * len(text)
+
+
+def past_the_buffer(x: Tensor) -> Tensor:
+    screen = sys.stdout
+    with contextlib.redirect_stdout(io.StringIO()) as buffer:
+        print("screen", x.sum(), file=screen)
+        print("buffer", x.sum())
+    return x * len(buffer.getvalue())
+
+
+def within_another(x: Tensor) -> Tensor:
+    with contextlib.redirect_stdout(io.StringIO()) as outer:
+        with contextlib.redirect_stdout(io.StringIO()) as inner:
+            print(x.sum())
+        print(inner.getvalue() * 2, end="")
+    return x * len(outer.getvalue())
+
+
+def one_for_the_other(x: Tensor) -> Tensor:
+    with contextlib.redirect_stdout(sys.stderr):
+        print("errors", x.sum())
+    return x + 1
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.number = 0
+
+    def write(self, text: str) -> None:
+        self.number += len(text)
+
+
+def into_an_object(x: Tensor) -> Tensor:
+    counting = Counting()
+    with contextlib.redirect_stdout(counting):
+        print("x", x.sum())
+    return x * counting.number
+
+
+@pytest.mark.parametrize(
+    "model",
+    [into_a_buffer, errors_into_a_buffer, nowhere, exchanged_by_hand, past_the_buffer,
+     within_another, one_for_the_other, into_an_object],
+)  # fmt: skip
+def test_what_forward_prints_into_a_stream_of_its_own(
+    model: Callable[[Tensor], Tensor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bended = bt.BendedModule(model)
+    for value in (1.0, 100.0, 1.0, 1e6, 100.0):
+        x = torch.full((1,), value)
+        wanted, shown = model(x), capsys.readouterr()
+        assert torch.equal(bended(x), wanted)
+        assert capsys.readouterr() == shown
+    assert bended.stats.replays

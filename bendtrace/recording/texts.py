@@ -14,8 +14,8 @@ import functools
 import re
 import string
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class Texts:
         self._as_one = as_one
         self.given: list[tuple[int, str]] = []
         self.printing: bool = False
+        self._streams = {name: getattr(sys, name) for name in _STREAMS}
 
     def mark(self, index: int, text: str) -> str:
         """Return the mark for the text that an op returned."""
@@ -79,7 +80,7 @@ class Texts:
         frame: FrameType,
     ) -> None:  # fmt: skip
         """Print to the screen (see `watchers.Watcher`)."""
-        stream = _stream_of(kwargs)
+        stream = self._stream_of(kwargs.get("file"))
         if stream is None:
             told = [self.told(arg) if type(arg) is str else arg for arg in args]
             function(*told, **kwargs)
@@ -94,7 +95,18 @@ class Texts:
         with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
             self._writer.begin()
             op = self._writer.emit(OpKind.CALL, shows, tuple(encoded), {}, frame)
-        self._as_one(op, shows, tuple(given), {}, frame)
+        # The run itself may have put another stream there meanwhile.
+        self._as_one(op, functools.partial(shows, to=self._streams), tuple(given), {}, frame)
+
+    def _stream_of(self, file: Any) -> str | None:
+        """Return the name in `sys` of the stream that `print` writes to; None if it has none.
+
+        A stream that the run itself has put there is not the screen.
+        """
+        if file is None and sys.stdout is None and self._streams["stdout"] is not None:
+            return None
+        written = sys.stdout if file is None else file
+        return next((name for name, one in self._streams.items() if one is written), None)
 
     def _printable(self, value: Any) -> str:
         """Return the printed text of a value, with marks for unguarded parts."""
@@ -118,27 +130,23 @@ class Texts:
         return "".join(parts)
 
 
-def shows(stream: str, flush: bool, *parts: str) -> None:
+def shows(
+    stream: str, flush: bool, *parts: str, to: Mapping[str, Any] = MappingProxyType(vars(sys))
+) -> None:
     """Print a text; each replay prints it again.
 
     Args:
         stream: the name of the stream in `sys`.
         flush: whether to flush it.
         *parts: the parts of the text.
+        to: the streams by name.
     """
-    print(*parts, sep="", end="", file=getattr(sys, stream), flush=flush)
+    print(*parts, sep="", end="", file=to[stream], flush=flush)
 
 
+_STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
 shows.__name__ = shows.__qualname__ = "print"
 shows.gives_nothing = True  # type: ignore[attr-defined]
-
-
-def _stream_of(kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the stream in `sys` that `print` writes to; None if it has none."""
-    file = kwargs.get("file")
-    if file is None:
-        return "stdout"
-    return next((name for name in ("stdout", "stderr") if file is getattr(sys, name)), None)
 
 
 def _separator_of(kwargs: dict[str, Any]) -> str:
