@@ -340,10 +340,12 @@ class Dispatcher:
         evolving = call.tree.outdated(call.names, call.arguments)
         _, mismatch = self._serving(call.tree, call.names, call.arguments, _NEAR)
         recording = self._traced(call, lifting=call.tree.lifting())
-        splicer = call.splicer
-        is_mixed = splicer is not None and splicer.is_apart and bool(recording.tape.blockers)
-        if splicer is not None and has_gates(recording):
-            call = call._replace(tree=self._trees.of(call.plan), splicer=None)
+        is_mixed = False
+        if (splicer := call.splicer) is not None and call.plan is not None:
+            looks = call.plan.looks_at_changes([recording], read_and_changed)
+            if looks or has_gates(recording):
+                call = call._replace(tree=self._trees.of(call.plan), splicer=None)
+            is_mixed = splicer.is_apart and bool(recording.tape.blockers) and not looks
         if is_mixed or self._passes(recording):
             self.stats.live += 1
             output, recording.result = recording.result, None

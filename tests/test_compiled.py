@@ -162,8 +162,9 @@ def test_a_number_that_decides_is_compared_exactly(values: tuple[float, float]) 
 
     first, second = map(torch.tensor, values)
     bended = assert_promise_with(
-        "eager", lambda: by_name, [lambda: ((first,), {})] * 3 + [lambda: ((second,), {})]
+        "eager", lambda: by_name, [lambda: ((first,), {})] * 5 + [lambda: ((second,), {})]
     )
+    # The first call is not kept where a finalizer of something older happened to run in it.
     # A text made of a number is not compared as a tensor.
     assert bended.compiled.hits + len(bended.compiled.reasons) > 0
 
