@@ -134,7 +134,7 @@ class Ran:
 
     def _begins(self, frame: types.FrameType) -> None:
         """Code of the user's begins that has not run before."""
-        if any(isinstance(one, UnicodeError) for one in frame.f_locals.values()):
+        if any(issubclass(type(one), UnicodeError) for one in frame.f_locals.values()):
             # It may be a handler of errors in text, which its name stands for.
             self.called.setdefault(("codecs", "lookup_error"), (frame.f_code, frame.f_lineno))
         if self.enters_model is not None:

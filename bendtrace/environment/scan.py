@@ -398,7 +398,7 @@ class Scan(CodeScan):
             and (part.kind is CaptureKind.DICT or has_attributes(part.type))
         )
         part.size = tuple(content) if by_key else len(content)
-        if part.kind is not CaptureKind.TUPLE:
+        if part.kind is not CaptureKind.TUPLE or has_attributes(part.type):
             self.found.held[part.index] = content
         if part.kind is CaptureKind.DICT:
             self._scan_enumerated(value, route.label)

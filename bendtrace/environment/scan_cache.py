@@ -214,8 +214,7 @@ class CachedScan:
                 looked.append(part)
         self._anew, self._looked = frozenset(anew), looked
         self._bare_facts = [part.size[:5] for part in self._bare]
-        kinds = {part.index: part.kind for part in self._parts}
-        self._watched = [i for i in self._content if kinds[i] is not CaptureKind.TUPLE]
+        self._watched = [i for i in self._content if i in held]
         nothing: dict[Any, Any] = {}  # nobody puts anything into it
         self._bare_held = dict.fromkeys((part.index for part in self._bare), nothing)
         self._keys_anew = [key for key, part in self._by_id.items() if part.index in anew]

@@ -112,15 +112,15 @@ class Entered:
 def _behind(value: Any) -> Iterator[Any]:
     """Yield what functions, generators and iterators among arguments hold out of sight."""
     for item in (value, *value) if type(value) in (tuple, list) else (value,):
-        function = item.__func__ if isinstance(item, types.MethodType) else item
-        if isinstance(function, types.FunctionType):
+        function = item.__func__ if type(item) is types.MethodType else item
+        if type(function) is types.FunctionType:
             for cell in function.__closure__ or ():
                 if next(scalars_in(_content(cell)), None) is not None:
                     yield cell
-        elif isinstance(item, types.GeneratorType):
+        elif type(item) is types.GeneratorType:
             if item.gi_frame is not None and not item.gi_running:
                 yield item.gi_frame
-        elif type(item).__name__.endswith("iterator") or isinstance(item, _ITERATORS):
+        elif type(item).__name__.endswith("iterator") or type(item) in _ITERATORS:
             yield from gc.get_referents(item)
 
 

@@ -423,6 +423,8 @@ def _tells_apart(code: CodeType) -> bool:
     ):
         return True  # not `x.device.type`, which is a text
     if not code.co_filename.startswith(TORCH):
+        if code.co_name in _EXACT and not _returns_a_call(code):
+            return True
         if not _FINDING.isdisjoint(code.co_names):
             return True
         if any(type(text) is str and _is_telling(text, code) for text in code.co_consts):
@@ -443,6 +445,21 @@ def _is_telling(text: str, code: CodeType) -> bool:
     if text in _OWN or text in _OPERATORS:
         return looks_up(code)
     return is_exact_format(text)
+
+
+# Methods whose results Python takes for exact numbers.
+_EXACT = frozenset(
+    {"__complex__", "__float__", "__hash__", "__index__", "__int__", "__length_hint__"}
+)
+
+
+def _returns_a_call(code: CodeType) -> bool:
+    """Whether code returns what `hash` or `id` gives, as methods called `__hash__` mostly do."""
+    return not {"hash", "id"}.isdisjoint(code.co_names) and all(
+        before.name.startswith("CALL")
+        for before, step in itertools.pairwise(single_steps(code))
+        if step.name == "RETURN_VALUE"
+    )
 
 
 _LOOKING_UP = frozenset(

@@ -195,7 +195,7 @@ def a_generator_in_a_closure() -> Callable[[Tensor], Tensor]:
     return model
 
 
-@border.live("counts", inputs=SAME * 2)
+@border.replays(inputs=SAME * 2)
 class CountsInACounter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ class ClosuresHeld(Stateful):
         return self.scale(self.fc(x))
 
 
-@border.live("count", inputs=SAME)
+@border.replays(inputs=SAME)
 def a_nonlocal_counter() -> Callable[[Tensor], Tensor]:
     count = 0
 
@@ -323,7 +323,7 @@ def a_nonlocal_counter() -> Callable[[Tensor], Tensor]:
     return model
 
 
-@border.live("total", at="total = total")
+@border.replays
 def a_nonlocal_tensor() -> Callable[[Tensor], Tensor]:
     total = torch.zeros(4)
 
