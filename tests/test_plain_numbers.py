@@ -613,3 +613,62 @@ def test_what_is_in_the_table_asks_traced_numbers(function: Any) -> None:
             assert result_of(function, given(scalar)) == result_of(function, given(number)), given(
                 2
             )
+
+
+HELD = {"int": 1, "float": 1.5}
+
+
+class Exact:
+    """Gives numbers to methods whose results Python takes for exact ones."""
+
+    def __hash__(self) -> int:
+        return HELD["int"]
+
+    __index__ = __int__ = __length_hint__ = __hash__
+
+    def __float__(self) -> float:
+        return HELD["float"]
+
+    def __complex__(self) -> complex:
+        return complex(HELD["float"], 1)
+
+
+class Hashed:
+    def __init__(self) -> None:
+        self.number = HELD["int"]
+
+    def __hash__(self) -> int:
+        return hash((self.number, 1))
+
+
+ASKED: dict[str, Callable[[], Any]] = {
+    "hash": lambda: hash(Exact()),
+    "index": lambda: operator.index(Exact()),
+    "int": lambda: int(Exact()),
+    "float": lambda: float(Exact()),
+    "length_hint": lambda: operator.length_hint(Exact()),
+    "complex": lambda: complex(Exact()).real,
+    "hash of a tuple": lambda: hash(Hashed()) % 97,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_methods_whose_results_are_exact_numbers(name: str) -> None:
+    """Of numbers in the state, which would be inputs soon, and of those out of tensors."""
+    asked = ASKED[name]
+
+    def held(x: Tensor) -> Tensor:
+        return x * asked()
+
+    def taken(x: Tensor) -> Tensor:
+        HELD["int"], HELD["float"] = int(x.sum()), float(x.sum())
+        return x * asked()
+
+    bended, x = bt.BendedModule(held), torch.ones(2)
+    for n in range(6):
+        HELD.update({"int": n, "float": n + 0.5})
+        assert bits(bended(x)) == bits(held(x))
+    bended = bt.BendedModule(taken)
+    for n in range(4):
+        got, found = bended(x * n), dict(HELD)
+        assert (bits(got), found) == (bits(taken(x * n)), HELD)

@@ -1415,6 +1415,33 @@ def test_lazy_layers_are_made_by_the_first_call(lazy: Any) -> None:
     assert served[-1]
 
 
+class Tagged(tuple):
+    tag = 1
+
+
+@pytest.mark.parametrize("holder", ["class", "object", "argument"])
+def test_attributes_of_a_tuple_are_written(holder: str) -> None:
+    class Model(nn.Module):
+        tagged = Tagged([1])
+
+        def forward(self, x: Tensor, given: Any = None) -> Tensor:
+            tagged = self.tagged if given is None else given
+            tagged.tag += 1
+            return x * tagged.tag
+
+    model, x = Model(), torch.ones(2)
+    if holder == "object":
+        model.tagged = Tagged([2])
+    tagged = Tagged([3]) if holder == "argument" else model.tagged
+    more = (tagged,) if holder == "argument" else ()
+    bended = bt.BendedModule(model)
+    for before in (1, 1, 1, 5, 5, 1):
+        tagged.tag = before
+        assert bits(bended(x, *more)) == bits(x * (before + 1))
+        assert tagged.tag == before + 1
+    assert bended.stats.replays + bended.stats.live >= 3
+
+
 @pytest.mark.parametrize(
     "iterator",
     [
