@@ -176,6 +176,8 @@ def _run_trace(
             made._keeps = None if inserter is None else inserter.plan
             if recording.error is not None:
                 _raise(recording, made)
+            if inserter is not None:
+                inserter.settle(recording)
             return made
         store = None
         if options.directory is not None:
@@ -198,6 +200,8 @@ def _run_trace(
             with contextlib.suppress(LayerKeyError):  # of what the run did not reach
                 made._settle(capture)
             _raise(recording, made)
+        if inserter is not None:
+            inserter.settle(recording)
         made._settle(capture)
     made._require_met(capture)
     return made

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from bendtrace._compare import same_bits
 from bendtrace._trace import trace
 from bendtrace.errors import AuditError, InputError
-from bendtrace.preserved_state import PreservedState
+from bendtrace.preserved_state import PreservedState, no_model
 from bendtrace.recording.finish import Recording
 from bendtrace.recording.serving import call_itself
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
@@ -92,7 +92,7 @@ class Audit:
                     "and would be changed twice: such calls cannot be audited"
                 )
         self._versions = [(tensor, tensor._version) for tensor in shared.values()]
-        self._before = PreservedState(_nothing)
+        self._before = PreservedState(no_model)
 
     def compare(self, recording: Recording, output: Any) -> None:
         """Let the model itself do what a replay has done, and compare.
@@ -104,7 +104,7 @@ class Audit:
         Raises:
             AuditError: something is different.
         """
-        after, wanted = PreservedState(_nothing), self._copies
+        after, wanted = PreservedState(no_model), self._copies
         self._before.rewind()
         try:
             result = call_itself(*self._copies)
@@ -127,7 +127,7 @@ class Audit:
 
     def _error(self, recording: Recording, what: str) -> AuditError:
         self._before.rewind()
-        after = PreservedState(_nothing)
+        after = PreservedState(no_model)
         try:
             anew = trace(self._spare[0], *self._spare[1], **self._spare[2])._recording
         except Exception as error:
@@ -138,10 +138,6 @@ class Audit:
 
 
 _WOULD_BE = {"output": "is", "arguments": "are", "state": "is", "random numbers": "are"}
-
-
-def _nothing() -> None:
-    """Stand for a model that holds nothing."""
 
 
 class _Copying(TorchFunctionMode):

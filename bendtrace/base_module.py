@@ -25,10 +25,12 @@ from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.trees import Trees
 from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
 from bendtrace.paths.naming import Registry
+from bendtrace.recording.effects import Effects
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.serving import call_itself, serving
 from bendtrace.replay.explain import Mismatch
+from bendtrace.replay.stretches import Finished
 from bendtrace.replay.tree import TraceTree
 from bendtrace.run import name_of_function
 from bendtrace.source.internals import disable_dynamo
@@ -531,11 +533,26 @@ class BaseModule(ModuleProxy[ModelT]):
         return self._dispatcher.explained(tree, names, arguments)
 
     def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
-        """Return the run without insertions that inputs are bound to repeat, if it is known."""
-        program = self._trees.plain.find(*self._signature.told_apart(args, kwargs))
-        if program is None or program.live_only or program.analysis.needs_values:
+        """Return the run without insertions that inputs are bound to repeat, if it is known.
+
+        Where values decide, a replay shows the path, provided that it changes and draws nothing,
+        and runs no code of the user's.
+        """
+        names, arguments = self._signature.told_apart(args, kwargs)
+        tree = self._trees.plain
+        program = tree.find(names, arguments)
+        if program is None or program.live_only:
             return None
-        return program.recording
+        if not program.analysis.needs_values:
+            return program.recording
+        for run in program.recordings():
+            if run.changes or run.tape.blockers or Effects(run.tape).have_begun():
+                return None
+        result = tree.replay(names, program, arguments)
+        if isinstance(result, Finished):
+            return result.recording
+        result.drop()
+        return None
 
     @contextmanager
     def _serving_parts(self, method: types.MethodType) -> Iterator[None]:

@@ -198,6 +198,8 @@ class Dispatcher:
         """Return what splices insertions into paths, and those known; None if nothing does."""
         if self.speculation is not None or not plan.can_be_spliced or is_one_of_several():
             return None
+        if plan.lookup is not None:
+            return None
         splicer = self._trees.splicer(plan, self._known)
         if splicer.is_apart:
             return None
@@ -346,6 +348,8 @@ class Dispatcher:
             if looks or has_gates(recording):
                 call = call._replace(tree=self._trees.of(call.plan), splicer=None)
             is_mixed = splicer.is_apart and bool(recording.tape.blockers) and not looks
+        elif call.plan is not None and call.plan.has_grown:
+            call = call._replace(tree=self._trees.of(call.plan))
         if is_mixed or self._passes(recording):
             self.stats.live += 1
             output, recording.result = recording.result, None
@@ -410,10 +414,13 @@ class Dispatcher:
         """Record a call, from its start or after a divergence, and note it if the model raises."""
         reads_states = divergence is not None or (lifting is not None and lifting.counts)
         try:
-            return self._recorded(call, script, reads_states, lifting)
+            recording = self._recorded(call, script, reads_states, lifting)
         except Exception as error:
             call.tree.failed(error, divergence)
             raise
+        if call.plan is not None and call.plan.lookup is not None:
+            call.plan.lookup.settle(recording)
+        return recording
 
     def _recorded(
         self,
@@ -464,6 +471,7 @@ class Dispatcher:
         self.stats.resumes += 1
         self._mismatch = mismatch
         is_mixed = call.splicer is not None and call.splicer.is_apart
+        is_mixed = is_mixed or (call.plan is not None and call.plan.has_grown)
         is_live = known_live or (was_live and bool(recording.tape.blockers))
         if self._passes(recording) or is_live or is_mixed:
             self.stats.live += 1

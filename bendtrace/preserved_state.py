@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
+import array
+import collections
+import operator
+import os
 import random
 import sys
-from collections.abc import Callable
-from typing import Any, Self
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from bendtrace._compare import same_bits
+from bendtrace.environment.environment import Environment
+from bendtrace.environment.reachability import namespace_of
+from bendtrace.environment.scan import reason_of_hooks
+from bendtrace.errors import InputError
+from bendtrace.history.copies import copied
+from bendtrace.source.internals import keeps_version
+from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
 from bendtrace.torch_rules.owners import parts_of
+from bendtrace.torch_rules.writes import storage_of, version_of
 
-__all__ = ["PreservedState"]
+__all__ = ["ModelState", "PreservedState", "no_model"]
+
+
+def no_model() -> None:
+    """Stand for a model that holds nothing."""
 
 
 class PreservedState:
-    """Restores the random generators and the buffers of a model, as often as it is asked to.
+    """Restores a model and the random generators, as often as it is asked to.
 
-    Also a context manager, which restores them at its end. Attributes that a model's forward
-    assigns in Python are not restored.
+    Also a context manager, which restores them at its end.
 
     Args:
         model: the model that is run.
         modes: whether to restore the training mode of each module as well.
         loader: a data loader that is run through; its random generators, and those of its
             samplers, are restored as well.
+
+    Raises:
+        InputError: the model holds something that cannot be restored, such as an iterator.
 
     Example:
         >>> import torch
@@ -39,14 +59,14 @@ class PreservedState:
     def __init__(
         self, model: Callable[..., Any], *, modes: bool = False, loader: Any = None
     ) -> None:
+        model = getattr(model, "_bendtrace_model", model)
         modules = parts_of(model) if isinstance(model, nn.Module) else []
         self._modes = [(module, module.training) for module in modules] if modes else []
-        self._buffers = [
-            (module, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in modules
-            for name, buffer in module._buffers.items()
-        ]
         self._generators = [(made, made.get_state()) for made in _generators(loader)]
+        self._state = None
+        if model is not no_model:
+            self._state = ModelState(model, {}, _refused)
+            self._state.require_restorable()
         self._random = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -54,7 +74,11 @@ class PreservedState:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def rewind(self) -> None:
-        """Restore them."""
+        """Restore them.
+
+        Raises:
+            InputError: a run has changed something that cannot be restored.
+        """
         for generator, state in self._generators:
             generator.set_state(state)
         for module, mode in self._modes:
@@ -65,25 +89,26 @@ class PreservedState:
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
-        for module, name, buffer, before in self._buffers:
-            if module._buffers.get(name) is not buffer:
-                module._buffers[name] = buffer
-            if buffer is None or before is None or buffer.is_meta or _alike(buffer, before):
-                continue
-            with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-                buffer.copy_(before)
+        if self._state is not None:
+            self._state.undo()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.rewind()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.rewind()
+            return
+        try:
+            self.rewind()
+        except InputError:
+            pass  # the error of the run tells more
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    # Not going by versions: torch counts none for the statistics of a batch norm.
-    return one.shape == other.shape and bool(
-        torch.equal(one, other) or ((one == other) | (one.isnan() & other.isnan())).all()
+def _refused(reasons: Iterable[str]) -> InputError:
+    return InputError(
+        "the model is run several times from the same state, which cannot be restored: "
+        + "; ".join(dict.fromkeys(reasons))
     )
 
 
@@ -95,3 +120,306 @@ def _generators(loader: Any) -> list[torch.Generator]:
         holders += [holder, getattr(holder, "sampler", None)]
     found = {id(made): made for made in (getattr(holder, "generator", None) for holder in holders)}
     return [made for made in found.values() if isinstance(made, torch.Generator)]
+
+
+class _Held(NamedTuple):
+    """A tensor that existed before the run.
+
+    Attributes:
+        label: its name.
+        tensor: the tensor.
+        copy: its content at the start; None for a parameter that no run writes to.
+    """
+
+    label: str
+    tensor: Tensor
+    copy: Tensor | None
+
+
+class ModelState:
+    """What a run of a model can read and change, as it is now.
+
+    Args:
+        function: the model.
+        bound: its arguments by name.
+        refuse: returns the error for what cannot be restored.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        bound: dict[str, Any],
+        refuse: Callable[[Iterable[str]], InputError],
+    ) -> None:
+        self._refuse = refuse
+        model = Environment(function, bound)
+        self._environments = [model, *(Environment(hook, {}) for hook in _hooks_in(model))]
+        self._before = [_contents_of(environment) for environment in self._environments]
+        self._blockers = [list(environment.blockers) for environment in self._environments]
+        generators = [
+            part.value
+            for environment in self._environments
+            for part in environment.generators
+            if part.value is not None
+        ]
+        self.generators: list[torch.Generator] = generators
+        self._drawn = [(made, made.get_state()) for made in generators]
+        self._variables = dict(os.environ)
+        self._held: dict[int, _Held] = {}
+        self._storages: set[int] = set()
+        for environment in self._environments:
+            copies = not _WRITING.isdisjoint(environment.names)
+            for part in environment.parts:
+                if part.kind is CaptureKind.TENSOR and isinstance(part.value, Tensor):
+                    tensor = part.value
+                    is_kept = isinstance(tensor, nn.Parameter) and not copies
+                    copy = None if is_kept else copied(tensor.detach())
+                    self._held[id(tensor)] = _Held(part.label, tensor, copy)
+                    self._storages.add(storage_of(tensor))
+        self._storages.discard(0)
+        self._versions = self._versions_now()
+        found = {id(value): value for e in self._environments for value in _contained(e)}
+        restorers = ((value, _restorer(value)) for value in found.values())
+        self._restorers = [restore for _, restore in restorers if restore is not None]
+
+    @property
+    def unrestorable(self) -> list[str]:
+        """What is known before a run to be out of reach, one line each."""
+        model, *others = self._environments
+        hooked = tuple(
+            reason_of_hooks(label, name)
+            for label, name, items in model.hook_tables
+            if items and name in _FORWARD
+        )
+        own = [reason for reason in model.blockers if not (hooked and reason.startswith(hooked))]
+        return [*own, *(reason for other in others for reason in other.blockers)]
+
+    def require_restorable(self) -> None:
+        """Raise if it is known that something cannot be restored.
+
+        Raises:
+            InputError: it is.
+        """
+        if reasons := self.unrestorable:
+            raise self._refuse(reasons)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in memory that existed before the run."""
+        return storage_of(tensor) in self._storages
+
+    def undo(self) -> None:
+        """Restore what a run has changed.
+
+        Raises:
+            InputError: something cannot be restored.
+        """
+        for generator, state in self._drawn:
+            generator.set_state(state)
+        if self._variables != os.environ:
+            os.environ.clear()
+            os.environ.update(self._variables)
+        for restore in self._restorers:
+            restore()
+        left: list[str] = []
+        rows = zip(self._environments, self._before, self._blockers, strict=True)
+        for environment, before, blockers in rows:
+            changes = list(environment.changes())
+            if changes or len(environment.blockers) > len(blockers):
+                _remove_new(environment)
+                for change in changes:
+                    _revert(change, before.get(change.part.index, {}))
+                _restore_identities(environment)
+                environment.blockers[:] = blockers
+                left += [f"the run changes {change.label}" for change in environment.changes()]
+                left += environment.blockers[len(blockers) :]
+            environment.blockers[:] = blockers
+        for held, version in zip(self._held.values(), self._versions, strict=True):
+            if held.copy is None:
+                if version_of(held.tensor) != version:
+                    left.append(f"the run changes {held.label}")
+            elif not same_bits(held.copy, held.tensor.detach()):
+                _write(held.tensor, held.copy, version_of(held.tensor) == version)
+        self._versions = self._versions_now()
+        if left:
+            raise self._refuse(left)
+
+    def _versions_now(self) -> list[int]:
+        return [version_of(held.tensor) for held in self._held.values()]
+
+
+# Names in code that may write to parameters: torch does not count writes to their `data`, and
+# optimizers write to all. Copies of all parameters would cost too much where they are not needed.
+_WRITING = frozenset({"data", "step"})
+_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def _hooks_in(environment: Environment) -> list[Callable[..., Any]]:
+    """Return the forward hooks of a model, whose code a scan of the model does not follow."""
+    found = {
+        id(hook): hook
+        for _, name, items in environment.hook_tables
+        if name in _FORWARD
+        for _, hook in items
+    }
+    return [*found.values()]
+
+
+def _contents_of(environment: Environment) -> dict[int, dict[Any, Any]]:
+    before = dict(environment.held)
+    if environment.contents is not None:
+        before |= environment.places.before(environment.contents)
+    return before
+
+
+def _contained(environment: Environment) -> Iterator[Any]:
+    """Yield what a run can change besides tensors, and attributes and lists that a scan lists."""
+    for part in environment.parts:
+        if part.kind in (CaptureKind.IDENTITY, CaptureKind.SET, CaptureKind.ARRAY):
+            yield part.value
+    yield from environment.watched_objects.things()
+    yield from environment.depends.cells.values()
+
+
+def _restorer(value: Any) -> Callable[[], None] | None:
+    """Return what restores the content of an object; None if nothing is known that does."""
+    kind = type(value)
+    if kind is types.CellType:
+        return _restorer_of_cell(value)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        state = value.getstate()
+        return lambda: value.setstate(state)
+    drawn = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+    if drawn is not None and kind.__module__.startswith("numpy.random"):
+        given = drawn.state
+        return lambda: setattr(drawn, "state", given)
+    if is_array(value):
+        content = value.copy()
+        return lambda: _restore_array(value, content)
+    if isinstance(value, collections.OrderedDict):
+        return _restorer_by(value, collections.OrderedDict)
+    if isinstance(value, (dict, set)):
+        return _restorer_by(value, dict if isinstance(value, dict) else set)
+    if isinstance(value, collections.deque):
+        return _restorer_by(value, collections.deque)
+    if isinstance(value, (list, bytearray, array.array)):
+        items: Any = value[:]
+        return lambda: value.__setitem__(slice(None), items)
+    if names := tuple(slots_of(kind)):
+        return _restorer_of_slots(value, names)
+    return None
+
+
+def _restorer_by(value: Any, base: Any) -> Callable[[], None]:
+    """Restore a dict, a set or a deque by the methods of its base, whatever its own do."""
+    is_dict = issubclass(base, dict)
+
+    def content() -> list[Any]:
+        return [*base.keys(value), *base.values(value)] if is_dict else [*base.__iter__(value)]
+
+    before = content()
+    given = [*base.items(value)] if is_dict else before
+    fill = base.extend if base is collections.deque else base.update
+
+    def restore() -> None:
+        now = content()
+        if len(now) != len(before) or not all(map(operator.is_, now, before)):
+            base.clear(value)
+            fill(value, given)
+
+    return restore
+
+
+def _restorer_of_cell(cell: types.CellType) -> Callable[[], None]:
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        return lambda: None
+    return lambda: setattr(cell, "cell_contents", content)
+
+
+def _restorer_of_slots(value: Any, names: tuple[str, ...]) -> Callable[[], None]:
+    missing = object()
+    before = [getattr(value, name, missing) for name in names]
+
+    def restore() -> None:
+        for name, item in zip(names, before, strict=True):
+            if getattr(value, name, missing) is not item:
+                if item is missing:
+                    object.__delattr__(value, name)
+                else:
+                    object.__setattr__(value, name, item)
+
+    return restore
+
+
+def _restore_array(value: Any, content: Any) -> None:
+    if value.shape == content.shape and value.flags.writeable:
+        value[...] = content
+
+
+def _remove_new(environment: Environment) -> None:
+    """Remove globals, and attributes of classes and modules, that were not there."""
+    classes = {id(namespace_of(cls)): cls for cls in environment.depends.classes.values()}
+    for space, names in environment.missing.values():
+        for name in names & space.keys():
+            _put(space, name, _ABSENT, classes)
+    for space, known in environment.namespaces.values():
+        for name in set(space) - set(known) - {"__annotations__"}:
+            _put(space, name, _ABSENT, classes)
+
+
+def _restore_identities(environment: Environment) -> None:
+    """Restore globals, and attributes of classes, that are only compared."""
+    classes = {id(namespace_of(cls)): cls for cls in environment.depends.classes.values()}
+    for part in environment.parts:
+        if part.kind is CaptureKind.IDENTITY and isinstance(
+            part.value, (dict, types.MappingProxyType)
+        ):
+            for name, item in environment.held.get(part.index, {}).items():
+                if part.value.get(name, _ABSENT) is not item:
+                    _put(part.value, name, item, classes)
+
+
+_ABSENT: Any = object()
+
+
+def _put(space: Any, name: Any, item: Any, classes: dict[int, type]) -> None:
+    """Put something into a namespace, or remove what is there, if that is possible."""
+    cls = classes.get(id(space))
+    if cls is not None and item is _ABSENT:
+        type.__delattr__(cls, name)
+    elif cls is not None:
+        type.__setattr__(cls, name, item)
+    elif type(space) is dict and item is _ABSENT:
+        del space[name]
+    elif type(space) is dict:
+        space[name] = item
+
+
+def _revert(change: Change, before: dict[Any, Any]) -> None:
+    """Restore what was there before a change."""
+    if change.key is Added.ITEMS:
+        for _ in change.value:
+            change.part.value.pop()
+    elif change.key is None:
+        change.store([before[number] for number in range(len(before))])
+    elif change.key in before:
+        change.store(before[change.key])
+    elif not isinstance(change.key, AttributeKey):
+        del change.part.value[change.key]
+    else:
+        delattr(change.part.value, change.key.name)
+
+
+def _write(tensor: Tensor, content: Tensor, is_uncounted: bool) -> None:
+    """Restore the content of a tensor.
+
+    A graph that has saved the tensor must raise in its backward pass, unless torch has not counted
+    the write that is undone, as that of a batch norm to its statistics.
+    """
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if is_uncounted and not tensor.is_inference():
+            with keeps_version(tensor):
+                tensor.copy_(content)
+        else:
+            tensor.copy_(content)

@@ -481,18 +481,21 @@ def test_a_wrong_name_is_answered_by_what_all_runs_have() -> None:
         assert {right, other} < set(caught.value.completions)
 
 
-def test_a_name_is_looked_for_before_the_first_call_does_anything() -> None:
+def test_a_name_is_looked_for_in_the_first_call() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
     bended = bt.BendedModule(model)
     handle = bended.interject("batch_norn", lambda v: v)
     state = torch.get_rng_state()
     with pytest.raises(NodePathError, match="no node 'batch_norn'"):
         bended(torch.randn(4, 2))
-    assert model[0].num_batches_tracked == 0
+    assert bended.stats.traces == 0
+    assert handle.targets[0].place is None
     handle.remove()
     torch.set_rng_state(state)
     x = torch.randn(4, 2)
     rng = torch.get_rng_state()
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+    bended = bt.BendedModule(model)
     with bended.interject("sub_0.batch_norm", lambda v: v + 1):
         given = bended(x)
     torch.set_rng_state(rng)
@@ -571,6 +574,8 @@ def test_passes_say_in_which_executions_an_insertion_is_called(
     for number in range(4):
         y = torch.sin(wanted)
         wanted = (y * 2 if number in counts else y) + 1
+    if options.get("passes") in ([0, -1], [-2]):  # the number of all passes is known after a call
+        bended(x)
     with bended.interject("sin", lambda v: v * 2, **options) as handle:
         for _ in range(2):
             assert_same(bended(x), wanted)
@@ -601,6 +606,7 @@ def test_the_last_pass_is_that_of_the_run_without_the_insertion() -> None:
     by_hand(model, LARGE, tanh=count)
     assert total > 1
     wanted = by_hand(model, LARGE, tanh=lambda v, number: v * 0 if number == total - 1 else v)
+    bended(LARGE)
     with bended.interject("tanh", lambda v: v * 0, passes=[-1]) as handle:
         for _ in range(2):
             assert_same(bended(LARGE), wanted)
@@ -636,8 +642,10 @@ def test_a_selector_that_looks_ahead_is_decided_by_a_run_without_insertions() ->
     twin.load_state_dict(model.state_dict())
     twin.layers[2].register_forward_hook(lambda module, args, output: output * 2)
     bended = bt.BendedModule(model)
-    bended.interject(bt.node_selector.last(nn.Linear), lambda v: v * 2)
     x = torch.randn(4, 3)
+    bended(x)
+    twin(x)
+    bended.interject(bt.node_selector.last(nn.Linear), lambda v: v * 2)
     for seed in range(3):
         torch.manual_seed(seed)
         wanted = twin(x)
@@ -647,19 +655,43 @@ def test_a_selector_that_looks_ahead_is_decided_by_a_run_without_insertions() ->
     assert bended.insertions[0].report().paths == ("layers_2",)
 
 
-def test_a_model_that_cannot_be_copied_cannot_be_looked_ahead_in() -> None:
-    class Locked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lock = threading.Lock()
+def test_what_depends_on_the_whole_run_needs_a_known_one() -> None:
+    def model(x: Tensor) -> Tensor:
+        while x.sum() < 3:
+            x = torch.sin(x) + 1
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x.relu()
+    for where, options in [("sin", {"passes": [-1]}), (bt.node_selector.last(torch.sin), {})]:
+        bended = bt.BendedModule(model)
+        handle = bended.interject(where, lambda v: v * 1.5, **options)
+        for _ in range(2):
+            with pytest.raises(InputError, match="call the model once before you insert it"):
+                bended(torch.zeros(2))
+        assert bended.stats.traces == 0
+        handle.remove()
+        bended(torch.zeros(2))
+        with bended.interject(where, lambda v: v * 0 + 5, **options):
+            assert_same(bended(torch.zeros(2)), torch.full((2,), 6.0))
+            with pytest.raises(InputError, match="call the model once before you insert it"):
+                bended(torch.full((2,), 9.0))  # by a way that is not known
 
-    bended = bt.BendedModule(Locked())
-    bended.interject("relu", lambda v: v + 1, passes=[-1])
-    with pytest.raises(InputError, match="cannot be copied"):
-        bended(torch.ones(2))
+
+def test_looking_ahead_draws_no_random_numbers_and_runs_no_code_of_the_model() -> None:
+    calls: list[int] = []
+
+    def model(x: Tensor) -> Tensor:
+        calls.append(1)
+        x = x + torch.rand(())
+        return torch.sin(x) if x.sum() > 0 else x
+
+    bended = bt.BendedModule(model)
+    bended(torch.ones(2))
+    state = torch.get_rng_state()
+    bended.interject("sin", lambda v: v * 2, passes=[-1])
+    with pytest.raises(InputError, match="call the model once before you insert it"):
+        bended(torch.ones(2))  # which way it takes depends on what is drawn
+    assert len(calls) == 1
+    assert_same(torch.get_rng_state(), state)
 
 
 # Reports
@@ -1325,7 +1357,7 @@ def test_a_container_that_an_interjection_changes_is_the_one_the_model_holds() -
             assert_same(bended(x), x * 2)  # another dict, which nobody holds
 
 
-def test_a_rehearsal_leaves_what_functions_close_over_as_it_was() -> None:
+def test_what_functions_close_over_is_changed_once() -> None:
     norm, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
     calls: list[int] = []
 
@@ -1335,7 +1367,7 @@ def test_a_rehearsal_leaves_what_functions_close_over_as_it_was() -> None:
         return y if y.sum() > 0 else -y
 
     bended = bt.BendedModule(model)
-    bended.interject("tanh", lambda v: v + 1, passes=[-1])
+    bended.interject("tanh", lambda v: v + 1, passes=[0])
     x = torch.randn(5, 4)
     y = other(x).tanh() + 1
     assert_same(bended(x), y if y.sum() > 0 else -y)

@@ -728,10 +728,10 @@ def test_passes_can_be_chosen(passes: Any, every: Any, wanted: list[int]) -> Non
             x = x.sin() + (number in wanted)
         return x
 
-    bended = interject_by_name(
-        model, "sin", After(lambda value: value + 1), passes=passes, every=every
-    )
     x = torch.ones(3)
+    bended = bt.BendedModule(model)
+    bended(x)
+    interject_by_name(bended, "sin", After(lambda value: value + 1), passes=passes, every=every)
     for _ in range(3):
         assert torch.equal(bended(x), by_hand(x))
     (row,) = bended.insertions[0].report().rows
@@ -1252,11 +1252,11 @@ def test_leaf_modules_are_not_looked_into() -> None:
 
 def test_what_is_counted_is_counted_outside_leaf_modules() -> None:
     selector = node_selector.nth(node_selector.Activations.is_relu, 1)
-    bended = interject_by_match(
-        Mixed(), selector, After(lambda _: None), tracer_kwargs={"leaf_modules": [nn.Sequential]}
-    )
-    assert paths_of(bended) == ["relu"]
-    assert paths_of(interject_by_match(Mixed(), selector, After(lambda _: None))) == ["block.sub_1"]
+    for options, path in [({"leaf_modules": [nn.Sequential]}, "relu"), (None, "block.sub_1")]:
+        bended = bt.BendedModule(Mixed())
+        bended(torch.ones(2, 3))
+        interject_by_match(bended, selector, After(lambda _: None), tracer_kwargs=options)
+        assert paths_of(bended) == [path]
 
 
 def test_options_that_no_tracer_has_are_refused() -> None:

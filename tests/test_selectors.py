@@ -1061,6 +1061,8 @@ def test_what_is_inserted_fires_at_the_nodes_that_are_found_also_when_replayed(
         fired.append(at.path)
 
     eager = model(x)
+    if selector.looks_ahead:
+        bended(x)
     with bended.interject(selector, note, allow_none=True):
         for _ in range(3):
             fired.clear()
@@ -1071,6 +1073,7 @@ def test_what_is_inserted_fires_at_the_nodes_that_are_found_also_when_replayed(
 def test_modules_of_the_model_are_known_in_the_run_that_looks_ahead() -> None:
     model, fired = Nested(), list[str]()
     bended = bt.BendedModule(model)
+    bended(X)
     with bended.interject(ns.has_preceding(model.block), lambda value, at: fired.append(at.path)):
         bended(X)
     assert fired == ["add"]

@@ -45,6 +45,7 @@ class CodeFacts(NamedTuple):
         names: of globals, attributes and variables of the functions around it.
         globals: names of globals.
         stores: names of attributes that it assigns.
+        texts: words of texts that it may look attributes up by, or assign them.
         imports: names of Python modules in its own import statements.
         tells_numbers: whether it asks for the exact type of a number.
         computes: whether it looks attributes up by names that it computes.
@@ -53,6 +54,7 @@ class CodeFacts(NamedTuple):
     names: frozenset[str]
     globals: frozenset[str]
     stores: frozenset[str]
+    texts: frozenset[str]
     imports: frozenset[str]
     tells_numbers: bool
     computes: bool
@@ -74,6 +76,7 @@ _WHAT = {
 def facts_in(code: types.CodeType) -> CodeFacts:
     """Return the facts about code; nested functions are included."""
     names: set[str] = set()
+    words: set[str] = set()
     found: dict[str, set[str]] = {"GLOBAL": set(), "ATTR": set(), "IMPORT": set()}
     computes = False
     for inner in codes_in(code):
@@ -84,15 +87,17 @@ def facts_in(code: types.CodeType) -> CodeFacts:
             names.add("__match_args__")
         if not _LOOKING_UP.isdisjoint(inner.co_names):
             texts = (constant for constant in inner.co_consts if isinstance(constant, str))
-            names.update(name for text in texts for name in text.split("."))
+            words.update(name for text in texts for name in text.split("."))
             computes = computes or computes_names(inner)
         for how, name in named_in(inner):
             found[_WHAT[how]].add(name)
+    names |= words
     # Tools that rewrite code add names such as `@pytest_ar`, which no source can contain.
     return CodeFacts(
         frozenset(filter(str.isidentifier, names)),
         frozenset(filter(str.isidentifier, found["GLOBAL"])),
         frozenset(found["ATTR"]),
+        frozenset(filter(str.isidentifier, words)),
         frozenset(found["IMPORT"]),
         _tells_numbers(code),
         computes,

@@ -252,6 +252,12 @@ class WatchedContent:
             if _attributes(owner) is not own:
                 yield f"the attributes of a {type(owner).__qualname__}"
 
+    def things(self) -> Iterator[Any]:
+        """Yield what is watched and may change: objects, their slots and their attributes."""
+        yield from self._objects
+        yield from self._values
+        yield from self._own
+
     def close(self) -> None:
         """End the search: nothing is added from now on."""
         self._finder = None

@@ -240,6 +240,11 @@ class _Search:
                 if not is_installed_space(held):
                     lacking = None if computes else frozenset(names - held.keys())
                     self.lacking.append((held, lacking))
+            # What is not in a library so far, code has to put or look for there by these names.
+            facts = facts_in(function.__code__)
+            for held in _named_spaces(modules, names) if facts.stores or facts.texts else ():
+                for name in facts.stores | facts.texts:
+                    self._look(held, name)
         for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())
         self.names |= names
@@ -331,6 +336,19 @@ def _finished_spaces(
             inner = (space[name] for name in names & space.keys())
             waiting += (value for value in inner if isinstance(value, types.ModuleType))
     return [*found.values(), namespace_of(torch.Tensor)]
+
+
+def _named_spaces(modules: Iterable[types.ModuleType], names: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield the namespaces of installed modules, and of the modules in them that code names."""
+    seen: set[int] = set()
+    waiting = list(modules)
+    while waiting:
+        space = vars(waiting.pop())
+        if id(space) not in seen and is_installed_space(space):
+            seen.add(id(space))
+            yield space
+            inner = (space[name] for name in names & space.keys())
+            waiting += (value for value in inner if isinstance(value, types.ModuleType))
 
 
 def _stays(value: Any) -> bool:

@@ -228,8 +228,31 @@ class _Search:
         if is_new:
             self._corpus.append(candidate)
         if run.recording is not None:
+            if is_given:
+                self._read_sides(run)
             self._read_formulas(run)
         return run
+
+    def _read_sides(self, run: CandidateRun) -> None:
+        """Note the sides that a run takes by conditions in the source, where it did nothing else.
+
+        A find is always shown by what the model did; but a side that the start takes is no find.
+        """
+        assert run.recording is not None
+        tape = run.recording.tape
+        for file, function in self._subject.functions:
+            for choice in choices_in(file, function):
+                is_read = choice.kind not in ("and", "or") and choice not in self._asked
+                asked = run.asked((choice, function)) if is_read else None
+                if asked is None or loops_around(choice):
+                    continue
+                sides = [
+                    side for side in (True, False)
+                    if self._distance(Course(tape, [(asked, side)]), run.candidate) == 0
+                ]  # fmt: skip
+                if len(sides) == 1:
+                    turns = self._taken.setdefault(choice, {})
+                    turns.setdefault((asked.path, ()), set()).update(sides)
 
     def _inferred(self, run: CandidateRun) -> Iterator[Taken]:
         """Yield the sides that are known from what happened under them alone."""

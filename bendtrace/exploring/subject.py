@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from bendtrace.errors import InputError
 from bendtrace.exploring.distance import Course, Margin
 from bendtrace.exploring.domain import Candidate, Space
 from bendtrace.exploring.plain import Formula, Recorded, formula_of, recorded_in
-from bendtrace.interject.knowledge import shared_state_kept
 from bendtrace.preserved_state import PreservedState
 from bendtrace.recording.finish import Recording
 from bendtrace.recording.iterations import running_code, user_code
@@ -127,14 +125,14 @@ class CandidateRun:
 
 
 class Subject:
-    """A copy of a model, which each run finds as it was at the beginning. A context manager.
+    """A model, which each run finds as it was at the beginning. A context manager.
 
     Args:
         model: the model.
         space: the inputs, of which the constants of the model's code are told.
 
     Raises:
-        InputError: the model cannot be copied.
+        InputError: the model holds something that cannot be restored.
     """
 
     def __init__(self, model: Callable[..., Any], space: Space) -> None:
@@ -145,48 +143,22 @@ class Subject:
         self._codes: set[CodeType] = set()
         self.functions: dict[tuple[str, Any], None] = {}
         self._stack = ExitStack()
-        self._current: ExitStack | None = None
-        self._twin: Callable[..., Any] = model
 
     def __enter__(self) -> Subject:
         self._stack.enter_context(alone("a search for inputs"))
         self._before = self._stack.enter_context(PreservedState(self._model))
-        self._renew()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._current is not None:
-            self._current.close()
-        self._stack.close()
-
-    def _renew(self) -> None:
-        """Make the copy anew, and restore what it has in common with the model."""
-        if self._current is not None:
-            self._current.close()
-        try:
-            self._twin = copy.deepcopy(self._model)
-        except Exception as error:
-            raise InputError(
-                "inputs are tried on a copy of the model, which cannot be copied "
-                f"({type(error).__name__}: {error})"
-            ) from error
-        self._current = ExitStack()
-        self._current.enter_context(shared_state_kept(self._model, self._twin))
-        modules = self._twin.modules() if isinstance(self._twin, nn.Module) else ()
-        # torch counts no writes to the statistics of a batch norm.
-        self._is_fleeting = any(
-            getattr(module, "training", False) and module._buffers for module in modules
-        )
+        self._stack.__exit__(*error)
 
     def run(self, candidate: Candidate) -> CandidateRun:
         """Run the model itself on a candidate, and see which sides it takes."""
         self._before.rewind()
         args, kwargs = candidate.copied()
         run = CandidateRun(candidate)
-        changed = True
         try:
-            recording = record(self._twin, args, kwargs, self._signature)
-            changed = self._is_fleeting or recording.writes_outside or bool(recording.changes)
+            recording = record(self._model, args, kwargs, self._signature)
             recording.result = None
             self._read(run, recording)
         except InputError:
@@ -194,8 +166,6 @@ class Subject:
         except Exception as error:
             run.raised = type(error).__name__
             run.under |= self._under_at(error)
-        if changed:
-            self._renew()
         return run
 
     def _read(self, run: CandidateRun, recording: Recording) -> None:
@@ -262,8 +232,8 @@ class Subject:
         taken: set[tuple[Choice, str, bool]] = set()
         trace, path = error.__traceback__, ""
         modules = {}
-        if isinstance(self._twin, nn.Module):
-            modules = {id(module): name for name, module in self._twin.named_modules()}
+        if isinstance(self._model, nn.Module):
+            modules = {id(module): name for name, module in self._model.named_modules()}
         while trace is not None:
             code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
             path = modules.get(id(owner), path)

@@ -32,6 +32,7 @@ __all__ = [
     "ParameterUse",
     "Source",
     "layer_type",
+    "layer_type_of",
     "nbytes_of",
     "number_type",
     "tensors_of",
@@ -399,7 +400,12 @@ def layer_type(op: Op) -> str:
         return "input"
     if op.kind is OpKind.UNKNOWN:
         return "unknown"
-    return "".join(char for char in name_of(op.target).lower() if char.isalnum()) or "op"
+    return layer_type_of(op.target)
+
+
+def layer_type_of(function: Any) -> str:
+    """Return the name of a function as one word."""
+    return "".join(char for char in name_of(function).lower() if char.isalnum()) or "op"
 
 
 def number_type(op: Op, ops: list[Op]) -> str | None:

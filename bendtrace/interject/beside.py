@@ -130,7 +130,7 @@ def _modules_of(known: Knowledge, plan: Plan) -> list[nn.Module] | None:
     if _WRAPPED is None or not isinstance(model, nn.Module) or is_joint(model):
         return None
     parts = dict(named_modules(model))
-    if plan.totals or not plan.joins:
+    if plan.totals or plan.lookup is not None or not plan.joins:
         return None
     for part in parts.values():
         if isinstance(part, (*_FUSED, ScriptModule)) or _is_called_otherwise(part):

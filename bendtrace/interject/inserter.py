@@ -23,7 +23,7 @@ from bendtrace.interject.gates import (
 )
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.parts import Within
-from bendtrace.interject.plan import Plan, Slot
+from bendtrace.interject.plan import Entry, Plan, Slot
 from bendtrace.interject.states import States
 from bendtrace.interject.steps import NOT_WRITABLE
 from bendtrace.interject.structure import filled, refilled, take_apart
@@ -35,6 +35,7 @@ from bendtrace.paths.events import bound, parameters_of
 from bendtrace.paths.live import LiveNames
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.recording.names import base_name_of
+from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import Site, user_place
 from bendtrace.source.usage import drops
 from bendtrace.tape.contexts import Context, current_context
@@ -87,6 +88,11 @@ class Spot:
         self.place: str | ModuleCall | None = scope  # before anyone asks: the call around it
         self.number: int = 0  # passes that have begun
         self.seen: bool = False  # whether its output is known
+        self.meet(plan)
+
+    def meet(self, plan: Plan) -> None:
+        """Find the slots at the node."""
+        candidate = self.candidate
         self.slots: tuple[Slot, ...] = plan.slots_at("node", candidate)
         self.inputs: tuple[Slot, ...] = (
             plan.slots_at("input", candidate) if candidate.function is None else ()
@@ -150,13 +156,16 @@ class LiveInserter:
         self.pending: list[Sequence[Any]] = []
         self._raised: set[str] = set()
         self._recomputed = 0  # how many checkpointed blocks the run is in
-        model = function if within is None else within.model
-        self._states = States(plan, model, self)
+        self._model = function if within is None else within.model
+        self._states = States(plan, self._model, self)
         self.pending.append(self._states.made)
-        self._wants_inputs = any("inputs" in slot.forms for slot in plan.slots)
         self._has_output_slots = any(
             slot.place.matcher.needs_output for slot in plan.slots if slot.place.role == "node"
         )
+
+    @property
+    def _wants_inputs(self) -> bool:
+        return any("inputs" in slot.forms for slot in self.plan.slots)
 
     @property
     def passes(self) -> dict[str, int]:
@@ -180,6 +189,9 @@ class LiveInserter:
             return args, kwargs
         self.names.function(args, kwargs)
         spot = self._root = self._spot("", "forward", self.stage.scope)
+        if self.plan.lookup is not None:
+            inputs = self.names.arguments(self.stage.scope, args, kwargs)
+            self._meet(spot, self.plan.lookup.call("", "", "", inputs))
         spot.number += 1
         return self._before(spot, self.stage.scope, args, kwargs, frame)
 
@@ -204,6 +216,13 @@ class LiveInserter:
         if self._states:
             args, kwargs = self._states.exchanged((args, kwargs), frame)
         spot = self._spots.get(path) or self.spot_of(scope)
+        if (lookup := self.plan.lookup) is not None:
+            inputs = self.names.arguments(scope, args, kwargs)
+            module = self.qualified(scope)
+            relative = self.names.relative(scope) if path else ""
+            own = scope.module
+            states = () if own is None else (*own._parameters, *own._buffers)
+            self._meet(spot, lookup.call(path, relative, module, inputs, states))
         number = spot.number
         spot.number += 1
         written = spot.written(args, kwargs)
@@ -272,6 +291,8 @@ class LiveInserter:
                 isinstance(tensor, nn.Parameter) for tensor in _tensors_in(given)
             )
             spot = self._spots[path] = Spot(candidate, self.plan, scope)
+            if self.plan.lookup is not None:
+                self._meet(spot, self.plan.lookup.op(path, base, function))
         number = spot.number
         spot.number += 1
         written = spot.written(args, kwargs)
@@ -336,6 +357,9 @@ class LiveInserter:
         # A fused op receives parameters as well as its parts do.
         slots = [slot for slot in self.plan.slots if slot.place.role != "state"]
         if any(slot.place.is_below(below, inside) for slot in slots):
+            return True
+        lookup = self.plan.lookup
+        if lookup is not None and lookup.may_be_below(self.names.path(scope), inside):
             return True
         # An observer of all places that match a function must not change the path.
         wanted = {
@@ -405,6 +429,29 @@ class LiveInserter:
                 )
             )
 
+    def _meet(self, spot: Spot, entries: list[Entry]) -> None:
+        """Insert what names have turned out to mean at a node."""
+        if entries:
+            self.plan.add(entries)
+            spot.meet(self.plan)
+            if not self._states and self.plan.states():
+                self._states = States(self.plan, self._model, self)
+                self.pending.append(self._states.made)
+
+    def settle(self, recording: Recording) -> None:
+        """Have a complete run decide what names mean.
+
+        Raises:
+            NodePathError: a name is not one of the run, or ambiguous.
+        """
+        lookup = self.plan.lookup
+        if lookup is None or recording.error is not None:
+            return
+        if self._path_of is None:
+            lookup.settle(recording)
+        else:
+            lookup.require_found()
+
     def _spot(self, path: str, base: str, scope: ModuleCall) -> Spot:
         outer = scope.parent
         candidate = Candidate(
@@ -461,6 +508,11 @@ class LiveInserter:
         written: Tensor | None = None,
         called: ModuleCall | None = None,
     ) -> Any:
+        if self.plan.lookup is not None:
+            node = spot.candidate
+            is_call = node.function is None
+            made = self.plan.lookup.output(node.path, node.base, output, is_call=is_call)
+            self._meet(spot, made)
         slots = spot.after
         if self._has_output_slots:
             if not spot.seen:

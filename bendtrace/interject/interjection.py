@@ -135,6 +135,7 @@ class Interjection:
         exp [[2.0, 0.0]]
     """
 
+    _only_outputs: bool = False  # whether it may not replace the input of a module
     observes: bool = False
     wants_inputs: bool = False
     blind: bool = False

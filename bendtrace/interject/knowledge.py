@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import operator
-import random
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bendtrace._lazy import LazyModule
 from bendtrace._places import place_text
-from bendtrace.environment.environment import Environment
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.names import Names
-from bendtrace.interject.inserter import LiveInserter
-from bendtrace.interject.plan import Plan
-from bendtrace.interject.structure import take_apart
-from bendtrace.paths.candidates import Candidate, CandidateGraph, RunNodes
+from bendtrace.paths.candidates import Candidate, RunNodes
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.view import Tree, find
-from bendtrace.recording.rank_sync import alone
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.run import Signature, record
 from bendtrace.run import Run
-from bendtrace.torch_rules.owners import module_of, modules_in, parts_of
+from bendtrace.torch_rules.owners import module_of, modules_in
 
 if TYPE_CHECKING:
     from bendtrace.interject import absence
@@ -39,141 +27,7 @@ else:
     absence = LazyModule("bendtrace.interject.absence")
     naming = LazyModule("bendtrace.interject.selectors.naming")
 
-__all__ = ["Knowledge", "Rehearsal"]
-
-
-class Rehearsal(NamedTuple):
-    """The result of a run without insertions.
-
-    Attributes:
-        graph: its nodes.
-        tree: its tree.
-        names: the names in it that strings can refer to.
-        totals: how many passes each node has.
-    """
-
-    graph: CandidateGraph
-    tree: Tree
-    names: Names
-    totals: dict[str, int]
-
-
-def rehearse(
-    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], registry: Registry
-) -> Rehearsal:
-    """Run a copy of a model on copies of some inputs, and put the random generators back.
-
-    Raises:
-        InputError: the model or the inputs cannot be copied, or ranks communicate in the run.
-        Exception: whatever the model raises, unchanged.
-    """
-    memo: dict[int, Any] = {}
-    for tensor in take_apart((args, kwargs))[1]:
-        if isinstance(tensor, Tensor) and not tensor.is_leaf:  # which copy.deepcopy refuses
-            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    try:
-        twin, args, kwargs = copy.deepcopy((model, args, kwargs), memo)
-    except Exception as error:
-        raise InputError(
-            "the nodes of these insertions are determined by a run of a copy of the model "
-            "without them, and the model or its inputs cannot be copied "
-            f"({type(error).__name__}: {error}); use node paths, modules or selectors that do "
-            "not look ahead"
-        ) from error
-    inserter = LiveInserter(Plan(()), registry, twin)
-    with (
-        alone("a run of a copy of the model, to find where something is inserted,"),
-        _random_state_kept(),
-        shared_state_kept(model, twin),
-        _Unsaved(_same, _same),
-    ):
-        recording = record(twin, args, kwargs, Signature(twin), inserter=inserter)
-    recording.result = None
-    run = Run(recording, twin, registry)
-    if isinstance(model, nn.Module) and isinstance(twin, nn.Module):
-        own = dict(zip(map(id, parts_of(twin)), parts_of(model), strict=True))
-        for node in run.candidates:
-            node.module = own.get(id(node.module), node.module)
-            node.scope = own.get(id(node.scope), node.scope)
-    return Rehearsal(run.candidates, run.tree, run.naming, inserter.passes)
-
-
-# Observers of saved tensors, such as a surrounding checkpoint, must not see the rehearsal.
-_Unsaved = torch.autograd.graph.saved_tensors_hooks
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), None if numpy is None else numpy.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            if numpy is not None:
-                numpy.random.set_state(states[1])
-
-
-@contextmanager
-def shared_state_kept(model: Callable[..., Any], twin: Callable[..., Any]) -> Iterator[None]:
-    """Put back what a copy has in common with the model: what functions close over, globals."""
-    own = {id(value) for value in _reached(model)}
-    shared = {id(value): value for value in _reached(twin) if id(value) in own}
-    tensors = [
-        (value, value.detach().clone())
-        for value in shared.values()
-        if isinstance(value, Tensor) and not value.is_inference()
-    ]
-    containers = [
-        (value, copy.copy(value)) for value in shared.values() if type(value) in _CONTAINERS
-    ]
-    objects = [
-        (vars(value), dict(vars(value)))
-        for value in shared.values()
-        if not isinstance(value, (Tensor, type)) and type(getattr(value, "__dict__", None)) is dict
-    ]
-    try:
-        yield
-    finally:
-        for tensor, before in tensors:
-            # Not by version: torch does not count writes to the statistics of a batch norm.
-            if not torch.equal(tensor, before):
-                with torch.no_grad():
-                    tensor.copy_(before)
-        for held, kept in (*containers, *objects):
-            _restore(held, kept)
-
-
-_CONTAINERS = (dict, list, set)
-
-
-def _reached(model: Callable[..., Any]) -> list[Any]:
-    """Return everything that a run of a model can read and change."""
-    environment = Environment(model, {})
-    found = [part.value for part in environment.parts]
-    environment.release()
-    return found
-
-
-def _restore(container: Any, before: Any) -> None:
-    """Restore the content of a container, unless it is unchanged."""
-    if isinstance(container, list):
-        if len(container) != len(before) or any(map(operator.is_not, container, before)):
-            container[:] = before
-    elif isinstance(container, set):
-        if container != before:
-            container.clear()
-            container |= before
-    elif list(container) != list(before) or any(
-        map(operator.is_not, container.values(), before.values())
-    ):
-        container.clear()
-        container.update(before)
+__all__ = ["Knowledge"]
 
 
 class Knowledge:
@@ -352,14 +206,10 @@ class Knowledge:
         except NodePathError:
             return 0
 
-    def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
-        """Return the result of a run without insertions, of a copy of the model if necessary."""
+    def foreseen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
+        """Return a run without insertions that a call will repeat; None if that is not certain."""
         recording = self._settled(args, kwargs)
-        if recording is None:
-            return rehearse(self.model, args, kwargs, self.registry)
-        run = self.run(recording)
-        totals = {node.path: len(node.passes) for node in run.tree.data.walk()}
-        return Rehearsal(run.candidates, run.tree, run.naming, totals)
+        return None if recording is None else self.run(recording)
 
     def run(self, recording: Recording) -> Run:
         """Return the views of a run, with node names that continue those of earlier runs."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from bendtrace.floor import Floor
 from bendtrace.interject.interjection import Interjection, NodePass
 from bendtrace.interject.passes import Passes
 from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.recorder import Recording
+
+if TYPE_CHECKING:
+    from bendtrace.interject.lookup import Lookup
 
 __all__ = ["Entry", "Location", "Matcher", "Placed", "Plan", "Slot", "State", "slots_of"]
 
@@ -157,16 +160,19 @@ def forms_of(what: Interjection) -> frozenset[str]:
 
 
 class Plan:
-    """The insertions of a run: immutable.
+    """The insertions of a run. A plan only changes while a run is recorded that resolves names.
 
     Args:
         entries: the insertions at their locations, in the order in which they were made; late ones
             are moved to the end.
         totals: the number of passes of each node without insertions, if it matters.
+        lookup: resolves names while a run is recorded; None if there are none to resolve.
 
     Attributes:
         entries: as given.
         totals: as given.
+        lookup: as given.
+        has_grown: whether names were resolved.
         slots: their slots, without repetitions.
         joins: whether paths may join.
         key: what makes the traces of two plans interchangeable.
@@ -179,9 +185,25 @@ class Plan:
         floor: which calls with such insertions run the model itself; None if nobody has asked.
     """
 
-    def __init__(self, entries: Sequence[Entry], totals: dict[str, int] | None = None) -> None:
-        self.entries: tuple[Entry, ...] = tuple(sorted(entries, key=lambda entry: entry.what.late))
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        totals: dict[str, int] | None = None,
+        lookup: Lookup | None = None,
+    ) -> None:
         self.totals: dict[str, int] = totals or {}
+        self.lookup: Lookup | None = lookup
+        self.has_grown: bool = False
+        self._set(entries)
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Add insertions whose names the run has just resolved."""
+        assert self.lookup is not None
+        self.has_grown = True
+        self._set(sorted([*self.entries, *entries], key=self.lookup.order))
+
+    def _set(self, entries: Sequence[Entry]) -> None:
+        self.entries: tuple[Entry, ...] = tuple(sorted(entries, key=lambda entry: entry.what.late))
         self.slots: tuple[Slot, ...] = tuple(dict.fromkeys(entry.slot for entry in self.entries))
         self.joins: bool = not any(entry.what.needs_paths for entry in self.entries)
         self.key: tuple[bool, frozenset[Slot]] = self.joins, frozenset(self.slots)

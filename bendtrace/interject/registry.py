@@ -15,7 +15,8 @@ from torch import nn
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.insertion import Insertion, What, as_interjection
 from bendtrace.interject.interjection import Interjection
-from bendtrace.interject.knowledge import Knowledge, Rehearsal
+from bendtrace.interject.knowledge import Knowledge
+from bendtrace.interject.lookup import Lookup
 from bendtrace.interject.passes import Passes, PassNumbers
 from bendtrace.interject.plan import Entry, Location, Plan, State, forms_of
 from bendtrace.interject.resolver import describe_where
@@ -30,6 +31,7 @@ from bendtrace.interject.where import (
     targets_of,
 )
 from bendtrace.paths.candidates import Candidate
+from bendtrace.run import Run
 
 __all__ = ["InsertionRegistry", "Kept"]
 
@@ -195,27 +197,41 @@ class InsertionRegistry:
         known = self._plan
         if known is not None and known[0] is insertions:
             return known[1]
-        ahead = [
+        self._look_up(insertions)
+        is_open = any(
+            not insertion.is_checked or any(target.is_open for target in insertion.targets)
+            for insertion in insertions
+        )
+        looks_ahead = [
             insertion
             for insertion in insertions
             if insertion.passes.needs_total or any(target.is_ahead for target in insertion.targets)
         ]
-        opened = [
-            i for i in insertions if not i.is_checked or any(target.is_open for target in i.targets)
-        ]
-        if not ahead and not opened:
-            plan = self._made(insertions, None)
+        run = None
+        if looks_ahead and (run := self._model.foreseen(args, kwargs)) is None:
+            raise InputError(_AHEAD.format(looks_ahead[0]))
+        plan = self._made(insertions, run, is_open)
+        if not looks_ahead and not is_open:
             self._plan = insertions, plan
-            return plan
-        rehearsal = self._model.rehearsal(args, kwargs)
-        for insertion in opened:
-            insertion.targets = tuple(
-                found
-                for target in insertion.targets
-                for found in self._found(insertion, target, rehearsal)
+        return plan
+
+    def _look_up(self, insertions: tuple[Insertion, ...]) -> None:
+        """Look names and patterns up that no run had shown so far, if there are runs by now.
+
+        Raises:
+            NodePathError: the runs have no such node.
+        """
+        for insertion in insertions:
+            if any(target.is_open for target in insertion.targets):
+                targets = [
+                    found
+                    for target in insertion.targets
+                    for found in self._found(insertion, target)
+                ]
+                insertion.targets = tuple(targets)
+            insertion.is_checked = insertion.is_checked or self._is_met(
+                insertion, self._model.candidates()
             )
-            insertion.is_checked = insertion.is_checked or self._is_met(insertion, rehearsal.graph)
-        return self._made(insertions, rehearsal)
 
     def plan_of_parts(self) -> tuple[Plan, bool]:
         """Return the insertions with known locations, and whether there are others."""
@@ -294,40 +310,39 @@ class InsertionRegistry:
             return f"no backward pass reached {path!r}"
         return ""
 
-    def _made(self, insertions: tuple[Insertion, ...], rehearsal: Rehearsal | None) -> Plan:
+    def _made(
+        self, insertions: tuple[Insertion, ...], run: Run | None, is_open: bool
+    ) -> Plan:  # fmt: skip
         entries = []
         for insertion in insertions:
             for target in insertion.targets:
                 place = target.place
                 if target.is_ahead:
-                    assert rehearsal is not None
-                    place = target.ahead(rehearsal.graph)
+                    assert run is not None
+                    place = target.ahead(run.candidates)
                     if not place.matcher.paths and not insertion.allow_none:
                         raise NodePathError(
                             f"{describe_where(target.said)} selects no node of this run; "
-                            + near_misses("", list(rehearsal.graph.nodes)),
+                            + near_misses("", list(run.candidates.nodes)),
                             repr(target.said),
                         )
                 if place is not None:
                     entries.append(Entry(insertion, insertion.what, place))
-        return Plan(entries, None if rehearsal is None else rehearsal.totals)
+        lookup = None
+        if is_open:
+            lookup = Lookup(self._model, insertions, _check, self._is_met)
+        totals = None
+        if run is not None:
+            totals = {node.path: len(node.passes) for node in run.tree.data.walk()}
+        return Plan(entries, totals, lookup)
 
-    def _found(
-        self, insertion: Insertion, target: Target, rehearsal: Rehearsal
-    ) -> tuple[Target, ...]:
-        """Look a name up in the first run that could show it."""
+    def _found(self, insertion: Insertion, target: Target) -> tuple[Target, ...]:
+        """Look a name up in the known runs; return it as it is if there are none."""
         if not target.is_open:
             return (target,)
-        known = _Rehearsed(self._model, rehearsal)
-        try:
-            targets = targets_of(target.said, known)
-        except NodePathError:
-            if insertion.allow_none:
-                return (target,)
-            raise
+        targets = targets_of(target.said, self._model, lenient=insertion.allow_none)
         for found in targets:
-            if found.place is not None:
-                _require_possible(found.place, insertion.what)
+            _check(insertion, found)
             if found.passes is not None:
                 insertion.passes = Passes(found.passes)
         return targets
@@ -362,22 +377,18 @@ class InsertionRegistry:
         return True
 
 
-class _Rehearsed:
-    """The known runs of a model, and a rehearsal."""
+_AHEAD = (
+    "the nodes of {!r} depend on the whole run, which is known before a call only if the model has "
+    "run with such inputs, and neither a change of state nor a random number decides its way: call "
+    "the model once before you insert it, or use node paths, modules or selectors that do not look "
+    "ahead"
+)
 
-    def __init__(self, model: Knowledge, rehearsal: Rehearsal) -> None:
-        self.model: Callable[..., Any] = model.model
-        self._rehearsal = rehearsal
-        self.hint = model.hint
 
-    def trees(self) -> list[Any]:
-        return [self._rehearsal.tree]
-
-    def names(self) -> list[Any]:
-        return [self._rehearsal.names]
-
-    def mirror_path(self, name: str) -> str:
-        return ""
+def _check(insertion: Insertion, target: Target) -> None:
+    """Raise for an interjection that is not possible at its location."""
+    if target.place is not None:
+        _require_possible(target.place, insertion.what)
 
 
 _AROUND = frozenset({"before", "instead", "backward"})
@@ -391,6 +402,10 @@ def _require_possible(place: Location, what: Interjection) -> None:
         raise InputError(
             f"{what.label} works around a node, but {place.shown!r} is {kind}, which only has "
             "a value"
+        )
+    if place.role == "input" and place.matcher.path and what._only_outputs:
+        raise InputError(
+            f"{place.shown!r} is the input of a module: give the value of the node that computes it"
         )
     if place.dig and forms & _AROUND:
         raise InputError(

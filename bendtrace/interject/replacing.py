@@ -50,9 +50,6 @@ def call_with(
     board.remove(*others)
     board.add(*made, *others)
     try:
-        board.plan(args, dict(kwargs))  # which resolves names that no run has reached
-        for text, insertion in zip(given, made, strict=True):
-            _require_output(text, insertion)
         output = model(*args, **kwargs)
     finally:
         board.remove(*made)
@@ -78,15 +75,6 @@ def _require_there(text: str, node: Node, insertion: Insertion) -> None:
             )
 
 
-def _require_output(text: str, insertion: Insertion) -> None:
-    for target in insertion.targets:
-        place = target.place
-        if place is not None and place.role == "input" and place.matcher.path:
-            raise InputError(
-                f"{text!r} is the input of a module: give the value of the node that computes it"
-            )
-
-
 class _Replacement(Interjection):
     """Replaces the output of a node by a given value.
 
@@ -95,6 +83,8 @@ class _Replacement(Interjection):
         value: the value.
         late: whether it runs after all other insertions there.
     """
+
+    _only_outputs = True
 
     def __init__(self, text: str, value: Any, late: bool) -> None:
         self._text = text

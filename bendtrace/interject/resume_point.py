@@ -499,10 +499,13 @@ class _Run:
         finally:
             script.release()
             left.values.clear()
+        if plan is not None and plan.lookup is not None:
+            plan.lookup.settle(recording)
         model.stats.retraces += 1
         model.stats.resumes += 1
         output, recording.result = recording.result, None
-        if left.agrees_with(recording) and not recording.is_transient:
+        has_grown = plan is not None and plan.has_grown
+        if left.agrees_with(recording) and not (recording.is_transient or has_grown):
             model.stats.traces += 1
             model.stats.live += bool(recording.tape.blockers)
             tree.grow(left.run.program, recording)

@@ -21,7 +21,7 @@ from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import near_names
 from bendtrace.interject.plan import Location, State
-from bendtrace.interject.resolver import Runs, meant_by, name_of
+from bendtrace.interject.resolver import Meant, Runs, meant_by, name_of
 from bendtrace.paths.candidates import (
     Candidate,
     CandidateGraph,
@@ -49,6 +49,7 @@ __all__ = [
     "Target",
     "Where",
     "near_misses",
+    "targets_named",
     "targets_of",
 ]
 
@@ -292,31 +293,15 @@ def _named(text: str, known: Known, said: Any) -> tuple[Target, ...]:
     names select one place in the source, or the places of a layer.
     """
     meant = meant_by(text, known)
-    if meant is not None and meant.is_whole_state:
-        return (Target(said, Location("state", State(meant.name), shown=meant.name)),)
-    if meant is not None and meant.module is not None:
-        return (Target(said, Location("node", OfModule(meant.module))),)
-    if meant is not None and not meant.places:
-        raise NodePathError(
-            f"{text!r} is a layer without a node in the tree: nothing can be inserted there; "
-            "choose a node that uses it",
-            text,
-        )
     if meant is not None:
-        return tuple(
-            Target(
-                said, _place(root, node),
-                None if chosen is None or node.role == "state" else tuple(chosen),
-            )
-            for root, node, chosen in meant.places
-        )  # fmt: skip
+        return _targets_meant(meant, text, said)
     errors: list[NodePathError] = []
     for tree in known.trees():
         try:
             find(tree.data, text)
         except NodePathError as error:
             errors.append(error)
-    if not errors:  # the first run is checked before it does anything
+    if not errors:  # the first run shows it (see `lookup.py`)
         return (Target(said),)
     path = known.mirror_path(text)
     near = near_names(text, (name for names in known.names() for name in names.listed()))
@@ -328,6 +313,36 @@ def _named(text: str, known: Known, said: Any) -> tuple[Target, ...]:
         )
     hint = f"the mirror has a node {text!r}: pass {path!r}, or NodeRef({text!r})" if path else ""
     raise _astray(errors, hint or _foreign(text) or known.hint(text))
+
+
+def targets_named(text: str, known: Known) -> tuple[Target, ...]:
+    """Resolve a string in what a run has shown so far; return nothing if it has no such name.
+
+    Raises:
+        NodePathError: the string is ambiguous, or names something without a value.
+    """
+    meant = meant_by(text, known)
+    return () if meant is None else _targets_meant(meant, text, text)
+
+
+def _targets_meant(meant: Meant, text: str, said: Any) -> tuple[Target, ...]:
+    if meant.is_whole_state:
+        return (Target(said, Location("state", State(meant.name), shown=meant.name)),)
+    if meant.module is not None:
+        return (Target(said, Location("node", OfModule(meant.module))),)
+    if not meant.places:
+        raise NodePathError(
+            f"{text!r} is a layer without a node in the tree: nothing can be inserted there; "
+            "choose a node that uses it",
+            text,
+        )
+    return tuple(
+        Target(
+            said, _place(root, node),
+            None if chosen is None or node.role == "state" else tuple(chosen),
+        )
+        for root, node, chosen in meant.places
+    )  # fmt: skip
 
 
 def _foreign(text: str) -> str:

@@ -91,7 +91,7 @@ class LiveNames:
             return {
                 self._registry.reserve(path, ("input", name), identifier(name)): value
                 for name, value in bound(known, args, kwargs).items()
-                if not isinstance(value, _NO_NODES)
+                if not isinstance(value, _NO_NODES) and _may_hold_values(value)
             }
 
     def op(
