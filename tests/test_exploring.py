@@ -394,16 +394,30 @@ def test_a_search_in_a_model_with_insertions_is_refused() -> None:
         bended.explore(torch.zeros(3), {"input": (0.0, 1.0)})
 
 
-def test_a_model_that_raises_with_all_inputs_or_cannot_be_copied_is_refused() -> None:
+def test_a_model_that_raises_with_all_inputs_or_cannot_be_restored_is_refused() -> None:
     def fails(x: Tensor) -> Tensor:
         raise RuntimeError
 
     with pytest.raises(InputError, match="raises a RuntimeError with the inputs"):
         bt.BendedModule(fails).explore(torch.zeros(3), {"x": (0.0, 1.0)})
-    model = Gate(1.0)
-    model.lock = (n for n in ())  # type: ignore[assignment]
-    with pytest.raises(InputError, match="cannot be copied"):
-        bt.BendedModule(model).explore(torch.zeros(3), {"x": (0.0, 1.0)})
+    numbers = iter(range(9))
+    with pytest.raises(InputError, match="cannot be restored: numbers is a range_iterator"):
+        bt.BendedModule(lambda x: x + next(numbers)).explore(torch.zeros(3), {"x": (0.0, 1.0)})
+    assert next(numbers) == 0
+
+
+def test_the_side_of_the_start_is_known_where_python_decides_and_nothing_happens() -> None:
+    def model(x: Tensor) -> Tensor:
+        v = float(x.sum()) * 2
+        if v > 7:
+            return x * 2
+        return x
+
+    found = bt.BendedModule(model).explore(
+        torch.zeros(3), {"x": (-5.0, 5.0)}, seconds=None, tries=20
+    )
+    assert [(find.text, find.side) for find in found] == [("v > 7", True)]
+    assert not found.not_found
 
 
 def test_a_method_of_the_model_of_that_name_is_the_models() -> None:

@@ -54,8 +54,45 @@ def is_installed(module: str | None) -> bool:
 
 
 def is_installed_file(file: str) -> bool:
-    """Whether a file belongs to an installed package."""
+    """Whether a file belongs to an installed package, wherever that is."""
+    return _is_in_packages(file) or _is_of_library(file)
+
+
+def _is_in_packages(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
+
+
+@functools.lru_cache(maxsize=8192)
+def _is_of_library(file: str) -> bool:
+    """Whether a file outside of the usual folders belongs to a package that is installed there.
+
+    It may be behind a link, or the clone of a library that is installed in editable mode or found
+    through PYTHONPATH. Code around the working directory or the main script is the user's.
+    """
+    if not os.path.isabs(file):
+        return False
+    if _is_in_packages(os.path.realpath(file)):
+        return True
+    folder, top = os.path.dirname(file), ""
+    while os.path.isfile(os.path.join(folder, "__init__.py")):
+        folder, top = os.path.split(folder)
+    if not top or _works_in(folder):
+        return False
+    from importlib import metadata  # slow to import, and seldom needed
+
+    try:
+        metadata.distribution(top)
+    except (metadata.PackageNotFoundError, ValueError):
+        return False
+    return True
+
+
+def _works_in(folder: str) -> bool:
+    """Whether the user works in the project that has its packages in a folder."""
+    project = os.path.dirname(folder) if os.path.basename(folder) == "src" else folder
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    places = [os.getcwd(), *([os.path.dirname(os.path.abspath(main))] if main else [])]
+    return any(os.path.commonpath([project, place]) == project for place in places)
 
 
 _FINISHED = (

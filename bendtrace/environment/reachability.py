@@ -31,7 +31,7 @@ from bendtrace.environment.provenance import (
     is_users_class,
     is_users_module,
 )
-from bendtrace.source.bytecode import passed_on
+from bendtrace.source.bytecode import passed_on, put_on_globals
 from bendtrace.source.sites import PACKAGE
 from bendtrace.source.versions import CodeVersion, Depends, Named
 from bendtrace.tape.captured import module_of
@@ -240,11 +240,7 @@ class _Search:
                 if not is_installed_space(held):
                     lacking = None if computes else frozenset(names - held.keys())
                     self.lacking.append((held, lacking))
-            # What is not in a library so far, code has to put or look for there by these names.
-            facts = facts_in(function.__code__)
-            for held in _named_spaces(modules, names) if facts.stores or facts.texts else ():
-                for name in facts.stores | facts.texts:
-                    self._look(held, name)
+        self._follow_puts(function, modules, names)
         for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())
         self.names |= names
@@ -274,6 +270,20 @@ class _Search:
                 self._look(space, name)
                 self.globals[id(space), name] = (space, name)
                 self.waiting += functions_of(space[name]) if is_constant_namespace(space) else ()
+
+    def _follow_puts(
+        self, function: types.FunctionType, modules: list[types.ModuleType], names: set[str]
+    ) -> None:  # fmt: skip
+        """Follow what code puts into modules of libraries, or looks for there by a text."""
+        facts = facts_in(function.__code__)
+        puts = put_on_globals(function.__code__)
+        puts |= facts.stores if facts.imports else set()
+        puts |= set() if is_finished(function) else facts.texts
+        for space in _named_spaces(modules, names) if puts else ():
+            for name in puts:
+                value = self._look(space, name)
+                if name in space and not callable(value):
+                    self.globals[id(space), name] = (space, name)
 
     def _look(self, space: Mapping[str, Any], name: str) -> Any:
         """Look a name up, and note that the search depends on the value."""

@@ -155,6 +155,11 @@ class Course:
         self.tokens: dict[str, tuple[Tensor, int]] = {}
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether it depends on nothing but the arguments, and changes nothing."""
+        return not any(op.kind is OpKind.STATE or op.writes for op in self._order)
+
+    @property
     def reads_sizes(self) -> bool:
         """Whether sizes are asked for on the way."""
         return any(name_of(op.target) in ("shape", "size") for op in self._order if op.is_work)

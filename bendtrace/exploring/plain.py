@@ -50,12 +50,14 @@ class Formula:
         truth: returns the distance of the condition, given a course with values.
         around: the place of the condition, with the key of the running function.
         path: the module whose forward asks.
+        is_exact: whether it is the whole condition, and each name in it has one meaning.
     """
 
     roots: tuple[int, ...]
     truth: Callable[[Course], Margin]
     around: tuple[tuple[Place, object], ...]
     path: str
+    is_exact: bool
 
 
 def recorded_in(recording: Recording) -> Recorded:
@@ -86,8 +88,9 @@ def formula_of(
     last = reader.last
     around = ((Place(choice.file, last.place.function, choice.span, -1), last.running),)
     return Formula(
-        tuple(reader.roots), lambda course: course.truth(read(course)), around, last.scope.path
-    )
+        tuple(reader.roots), lambda course: course.truth(read(course)), around, last.scope.path,
+        reader.is_exact,
+    )  # fmt: skip
 
 
 _Read = Callable[[Course], Any]
@@ -112,6 +115,7 @@ class _Reader:
         self._function, self._values, self._recording = function, values, recording
         self.roots: list[int] = []
         self.last: Value | None = None
+        self.is_exact = True
 
     def read(self, node: ast.AST | None, line: int) -> _Read:
         """Return what gives the value of an expression; names mean what they do at a line."""
@@ -133,6 +137,7 @@ class _Reader:
         if isinstance(node, ast.Compare):
             return self._read_comparison(node, line)
         if isinstance(node, ast.BoolOp):
+            self.is_exact = False
             joined = operator.and_ if isinstance(node.op, ast.And) else operator.or_
             return self._applied(joined, line, *filter(self._is_read, node.values))
         if isinstance(node, ast.Call) and not node.keywords:
@@ -176,6 +181,11 @@ class _Reader:
 
     def _read_name(self, name: str, line: int) -> _Read:
         """Read the latest assignment to a name before a line."""
+        bound = [
+            node for node in ast.walk(self._function)
+            if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+        ]  # fmt: skip
+        self.is_exact = self.is_exact and len(bound) == 1
         found = [
             node
             for node in ast.walk(self._function)

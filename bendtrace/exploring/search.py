@@ -15,6 +15,7 @@ from bendtrace._checks import required_int, required_number
 from bendtrace.errors import InputError
 from bendtrace.exploring.distance import Asked, Course
 from bendtrace.exploring.domain import Candidate, Space
+from bendtrace.exploring.plain import Formula
 from bendtrace.exploring.result import Exploration, Find, Unfound
 from bendtrace.exploring.subject import CandidateRun, Key, Subject
 from bendtrace.recording.run import Signature
@@ -244,13 +245,15 @@ class _Search:
             for choice in choices_in(file, function):
                 is_read = choice.kind not in ("and", "or") and choice not in self._asked
                 asked = run.asked((choice, function)) if is_read else None
-                if asked is None or loops_around(choice):
+                if not isinstance(asked, Formula) or not asked.is_exact or loops_around(choice):
                     continue
+                courses = {side: Course(tape, [(asked, side)]) for side in (True, False)}
                 sides = [
-                    side for side in (True, False)
-                    if self._distance(Course(tape, [(asked, side)]), run.candidate) == 0
-                ]  # fmt: skip
-                if len(sides) == 1:
+                    side
+                    for side, course in courses.items()
+                    if course.is_repeatable and self._distance(course, run.candidate) == 0
+                ]
+                if len(sides) == 1 and (choice, asked.path, not sides[0]) not in run.under:
                     turns = self._taken.setdefault(choice, {})
                     turns.setdefault((asked.path, ()), set()).update(sides)
 

@@ -21,6 +21,7 @@ __all__ = [
     "has",
     "named_in",
     "passed_on",
+    "put_on_globals",
     "read_later",
     "single_steps",
     "steps_of",
@@ -101,6 +102,30 @@ def passed_on(code: CodeType) -> frozenset[str]:
         if isinstance(constant, CodeType):
             found |= passed_on(constant)
     return frozenset(found)
+
+
+@functools.lru_cache(maxsize=8192)
+def put_on_globals(code: CodeType) -> frozenset[str]:
+    """Return the names of the attributes that code assigns of globals, or of what these hold."""
+    found: set[str] = set()
+    if any(how == "STORE_ATTR" for how, _ in named_in(code)):
+        is_outside, is_copied = False, False
+        updated: set[str] = set()  # in `module.name += 1`, the value stands in between
+        for step in single_steps(code):
+            is_attribute = step.name in ("LOAD_ATTR", "LOAD_METHOD")
+            if step.name == "STORE_ATTR" and (is_outside or step.value in updated):
+                found.add(step.value)
+            elif is_attribute and is_copied:
+                updated.add(step.value)
+            is_copied = is_outside and step.name == "COPY"
+            is_outside = step.name in _FROM_OUTSIDE or (is_outside and is_attribute)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= put_on_globals(constant)
+    return frozenset(found)
+
+
+_FROM_OUTSIDE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
 
 
 def constant_of(code: CodeType, name: str, argument: int) -> Any:

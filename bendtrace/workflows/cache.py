@@ -317,7 +317,9 @@ class _Wanted:
     def read(self, names_filter: Any) -> None:
         """Add the values that a filter means."""
         if names_filter is None:
-            self._sources += [_Source(_anything), _Source(_any_module, True, allow_none=True)]
+            self._sources += [
+                _Source(_anything, allow_none=True), _Source(_any_module, True, allow_none=True)
+            ]  # fmt: skip
         elif isinstance(names_filter, re.Pattern):
             self._by(lambda name: names_filter.fullmatch(name) is not None)
         elif isinstance(names_filter, str):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized as _is_parametrized
 
 from bendtrace.errors import InputError
 from bendtrace.interject.selectors.algebra import Selector, as_selector, nodes_meant
+from bendtrace.interject.selectors.meaning import meaning_of
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.view import Node, dug
 from bendtrace.torch_rules.functions import is_torchs_function, name_of
@@ -316,8 +317,12 @@ class Functions(Selector):
 class Predicate(Selector):
     """Nodes, or calls of modules, that satisfy a predicate."""
 
-    predicate: Callable[[Any], Any]
+    predicate: Callable[[Any], Any] = field(compare=False)
     of_module: bool = False
+    meaning: Hashable = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "meaning", meaning_of(self.predicate))
 
     def matches(self, node: Candidate) -> bool:
         """Return whether the selector selects a node, judged by the node alone."""
