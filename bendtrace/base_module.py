@@ -403,8 +403,8 @@ class BaseModule(ModuleProxy[ModelT]):
 
         From inputs that come to a question, the search goes on to others: along gradients of the
         tested value where it has some, and else by changing elements, tokens, numbers and sizes.
-        A find is an input with which the model itself, run on a copy of its own, has taken the
-        side. What is not found may exist all the same.
+        A find is an input with which the model itself has taken the side. The state of the model is
+        restored after each run. What is not found may exist all the same.
 
         Args:
             inputs: where the search begins: a tuple of positional arguments, a dict of keyword
@@ -423,7 +423,7 @@ class BaseModule(ModuleProxy[ModelT]):
 
         Raises:
             InputError: the domain, or something else that is given, makes no sense; something is
-                inserted; the model cannot be copied, or raises with all of the inputs.
+                inserted; the model holds what cannot be restored, or raises with all of the inputs.
 
         Example:
             >>> import torch, bendtrace as bt

@@ -140,7 +140,7 @@ class _Closed(nn.Module):
         return y if y.sum() > 0 else -y
 
 
-def test_a_rehearsal_leaves_no_trace_in_what_a_copy_shares_with_the_model() -> None:
+def test_the_first_call_with_a_name_leaves_no_trace_elsewhere() -> None:
     norm = nn.BatchNorm1d(4)
 
     def function(x: Tensor) -> Tensor:

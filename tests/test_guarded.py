@@ -12,6 +12,7 @@ import builtins
 import calendar
 import codecs
 import collections
+import colorsys
 import configparser
 import contextvars
 import copy
@@ -1923,6 +1924,12 @@ change(
     "attributes of modules of torch and numpy that are no functions: `torch.pi`, one of your own",
     lambda: lambda x: x * torch.pi, lambda m, p: p.setattr(torch, "pi", 3.0),
 )  # fmt: skip
+change(
+    "attributes of modules of libraries that code assigns, or looks for by a text, also where they "
+    'are not there yet: `getattr(library, "flag", 0)`',
+    lambda: lambda x: x * getattr(colorsys, "flag", 2),
+    lambda m, p: p.setattr(colorsys, "flag", 3, raising=False),
+)
 
 # What is not seen
 

@@ -151,6 +151,9 @@ def by_patch(model: nn.Module, given: Tensor, where: Any) -> list[str]:
 def by_harvest(model: nn.Module, given: Tensor, where: Any) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
+        if getattr(where, "looks_ahead", False):
+            with torch.no_grad():
+                model = called(model, given)
         names = list(bt.harvest(model, [given], where=where, out=out, progress=False))
     return [f"{name}:1" if f"{name}:2" in names else name for name in names]
 

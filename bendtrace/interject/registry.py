@@ -379,9 +379,9 @@ class InsertionRegistry:
 
 _AHEAD = (
     "the nodes of {!r} depend on the whole run, which is known before a call only if the model has "
-    "run with such inputs, and neither a change of state nor a random number decides its way: call "
-    "the model once before you insert it, or use node paths, modules or selectors that do not look "
-    "ahead"
+    "run with such inputs, under this grad mode, and neither a change of state nor a random number "
+    "decides its way: call the model once before you insert it, or use node paths, modules or "
+    "selectors that do not look ahead"
 )
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
+from bendtrace._places import place_text
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import Meaning, Names, ambiguity
 from bendtrace.interject.cut_points import is_named, path_in
 from bendtrace.paths.candidates import NodeSelector
+from bendtrace.paths.events import parameters_of
+from bendtrace.paths.naming import identifier
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.text import Chosen
-from bendtrace.paths.view import Node, NodePath, is_path_only
+from bendtrace.paths.view import Node, NodePath, Tree, is_path_only
 from bendtrace.recording.names import NodeRef
 from bendtrace.torch_rules.owners import modules_in, states_of
 
@@ -136,7 +140,47 @@ def meant_by(text: str, known: Runs) -> Meant | None:
     chosen = list(by_paths.values())
     if len(chosen) > 1:
         raise _refusal(text, chosen)
+    if not isinstance(text, NodePath):
+        for _, meaning in chosen:
+            if meaning.kind == "node":
+                _require_same(text, meaning.places[0][0], [names.tree for names in known.names()])
     return Meant(chosen[0][1].kind, text, None, tuple(_places(chosen))) if chosen else None
+
+
+def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
+    """Raise for a name that depends on which of several paths came first.
+
+    Nodes of one name are numbered in the order in which the runs reach them. With only one of the
+    runs known, the name might be that of another node.
+
+    Raises:
+        NodePathError: another known run would give the name to another node.
+    """
+    outer, _, name = node.path.rpartition(".")
+    for tree in trees:
+        parent: TreeNode | None = tree.data
+        for part in outer.split(".") if outer else ():
+            parent = None if parent is None else parent.children.get(part)
+        counts: Counter[str] = Counter()
+        for child in () if parent is None else parent.children.values():
+            base = identifier(child.label or child.name)
+            own = f"{base}_{counts[base]}" if counts[base] else base
+            counts[base] += 1
+            if own == name and child.name != name:
+                raise NodePathError(
+                    f"{text!r} depends on which path came first: it is {_placed(node)}, but would "
+                    f"be {_placed(child)} if another known run had come before. Pass the node of a "
+                    "tree (`bended.trace(...).tree`), or node_selector.at_line(...)",
+                    text,
+                    (node.path, child.path),
+                )
+
+
+def _placed(node: TreeNode) -> str:
+    if not node.places:
+        return f"{node.path!r}"
+    place = node.places[0]
+    return f"`{place.text}` at {place_text(place.file, place.line)}"
 
 
 def _owned(text: str, known: Runs) -> Meant | None:
@@ -211,14 +255,16 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
         found[path] = value
         node = node_meant(model, path)
         if node is None:
+            stem, _, part = path.rpartition(".")
+            module = modules_in(model._known.model).get(stem) if stem else None
+            if module is not None and part in ("input", *dict(parameters_of(module))):
+                raise InputError(_INPUT.format(said))
             continue
         meant = _Value.of(node)
         if meant.role == "state":
             raise InputError(_STATE.format(said))
         if meant.role == "input" and meant.scope:
-            raise InputError(
-                f"{said} is the input of a module: give the value of the node that computes it"
-            )
+            raise InputError(_INPUT.format(said))
         for other, before in values:
             if meant.overlaps(before):
                 raise InputError(
@@ -325,6 +371,7 @@ class _Value(NamedTuple):
 # The classes that hold torch's functions, and the methods of tensors.
 _OF_TORCH = re.compile(r"^(?:(_VariableFunctionsClass)|_?TensorBase)\.")
 
+_INPUT = "{} is the input of a module: give the value of the node that computes it"
 _STATE = "{} is a parameter or buffer, not an activation: bend or patch it"
 
 

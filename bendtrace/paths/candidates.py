@@ -171,8 +171,8 @@ class NodeSelector:
     Selectors are values: two with the same arguments are equal and have the same hash.
 
     Attributes:
-        looks_ahead: whether the decision needs the whole graph. Such selectors are resolved by a
-            run of the model without insertions on the same inputs.
+        looks_ahead: whether the decision needs the whole graph. Such selectors are resolved in a
+            known run of the model without insertions that the call will repeat.
         needs_output: whether the decision needs the output of a node.
         is_of_modules: whether it selects calls of modules only, by the module alone.
 

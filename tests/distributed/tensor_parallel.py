@@ -204,15 +204,12 @@ def check_what_is_inserted_is_given_the_values_as_the_model_has_them() -> None:
     assert not bended.insertions
 
 
-def check_a_rehearsal_runs_no_collective() -> None:
+def check_looking_ahead_runs_no_collective() -> None:
     bended = bt.BendedModule(branching())
     x = batches(1)[0]
-    # What looks ahead is found out by a run of a copy, where nothing is known yet.
     last = bt.node_selector.last(bt.node_selector.is_module)
     with bended.interject(last, lambda value: value * 2) as handle:
-        with pytest.raises(
-            bt.errors.InputError, match="all ranks have to take part in: call the model"
-        ):
+        with pytest.raises(bt.errors.InputError, match="call the model once before you insert it"):
             bended(x)
         assert handle.report().fired == 0
     alone = seeded(Branching)
