@@ -128,7 +128,7 @@ class _Held(NamedTuple):
     Attributes:
         label: its name.
         tensor: the tensor.
-        copy: its content at the start; None for a parameter that no run writes to.
+        copy: its content at the start; None where no run writes to it.
     """
 
     label: str
@@ -172,7 +172,7 @@ class ModelState:
             for part in environment.parts:
                 if part.kind is CaptureKind.TENSOR and isinstance(part.value, Tensor):
                     tensor = part.value
-                    is_kept = isinstance(tensor, nn.Parameter) and not copies
+                    is_kept = tensor.is_meta or (isinstance(tensor, nn.Parameter) and not copies)
                     copy = None if is_kept else copied(tensor.detach())
                     self._held[id(tensor)] = _Held(part.label, tensor, copy)
                     self._storages.add(storage_of(tensor))

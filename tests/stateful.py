@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
-import colorsys as library
+import colorsys
 import io
 import itertools
 import os
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 __all__ = ["KINDS", "UNRESTORABLE", "Base", "outputs"]
 
+library: Any = colorsys
 KINDS: dict[str, Callable[[], nn.Module]] = {}
 # What no run can restore, and the words by which it is refused.
 UNRESTORABLE = {

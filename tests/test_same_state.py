@@ -316,9 +316,8 @@ def test_a_predicate_that_reads_something_else_selects_something_else() -> None:
     for path, name in (("sub_0", "0.output"), ("sub_1", "1.output")):
         chosen.name = name
         assert found(lambda name: name == chosen.name) == [path]
-    assert [found(lambda name, wanted=wanted: name == wanted)[0] for wanted in ("0.output", "1.input")] == [
-        "sub_0", "sub_1.input",
-    ]  # fmt: skip
+    for wanted, path in (("0.output", "sub_0"), ("1.input", "sub_1.input")):
+        assert found(lambda name, wanted=wanted: name == wanted) == [path]
 
 
 def test_a_cache_of_everything_leaves_out_what_one_op_hides() -> None:

@@ -10,12 +10,18 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from bendtrace._lazy import LazyModule
 from bendtrace.environment.code_facts import functions_of
 from bendtrace.source.sites import PACKAGE, TORCH
 from bendtrace.source.versions import TELLS_CHANGES, version_of
 from bendtrace.tape.captured import module_of
+
+if TYPE_CHECKING:
+    from importlib import metadata
+else:
+    metadata = LazyModule("importlib.metadata")
 
 __all__ = [
     "CONSTANT",
@@ -78,8 +84,6 @@ def _is_of_library(file: str) -> bool:
         folder, top = os.path.split(folder)
     if not top or _works_in(folder):
         return False
-    from importlib import metadata  # slow to import, and seldom needed
-
     try:
         metadata.distribution(top)
     except (metadata.PackageNotFoundError, ValueError):

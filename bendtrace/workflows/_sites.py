@@ -361,7 +361,9 @@ class Sites:
         try:
             self._insert()
             known = all(
-                insertion.is_checked and not any(target.is_open for target in insertion.targets)
+                insertion.is_checked
+                and not insertion.passes.needs_total
+                and not any(target.is_open or target.is_ahead for target in insertion.targets)
                 for insertion in self._group.insertions
             )
         except NodePathError:

@@ -16,7 +16,7 @@ from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import Where
-from bendtrace.preserved_state import PreservedState
+from bendtrace.preserved_state import PreservedState, no_model
 from bendtrace.workflows._sites import At, Key, Sites, unlike
 
 __all__ = ["NodeFunction", "attribute"]
@@ -146,7 +146,7 @@ class NodeFunction:
             reached.append(number)
             return given
 
-        with PreservedState(self):  # the generators, which captum draws from between the runs
+        with PreservedState(no_model):  # the generators, which captum draws from between the runs
             found = there.run(self._call, act)
         if not reached:
             raise SiteError(f"the run no longer reached {self._key[1]}", self._key[1])
@@ -168,7 +168,7 @@ class NodeFunction:
 
     def __exit__(self, *error: object) -> None:
         self._open = None
-        with PreservedState(self):
+        with PreservedState(no_model):
             self._stack.close()
 
     def __repr__(self) -> str:

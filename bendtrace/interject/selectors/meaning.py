@@ -33,10 +33,11 @@ def meaning_of(function: Any) -> Hashable:
 
     It is the function itself if that is not known.
     """
+    itself: Hashable = function
     try:
-        return _function(function, ()) if type(function) is types.FunctionType else function
+        return _function(function, ()) if type(function) is types.FunctionType else itself
     except _Unknown:
-        return function
+        return itself
 
 
 def _function(function: types.FunctionType, around: tuple[Any, ...]) -> Hashable:
@@ -84,11 +85,12 @@ def _value(value: Any, around: tuple[Any, ...]) -> Hashable:
         held = [_value(item, around) for item in items]
         return kind, frozenset(held) if kind in (set, frozenset) else tuple(held)
     if kind is types.ModuleType and is_installed_space(vars(value)):
-        return value.__name__
+        return str(value.__name__)
     if isinstance(value, type) and not is_users_class(value):
         return value
     if kind in _CONSTANT or (kind is types.BuiltinFunctionType and _is_of_python(value)):
-        return value  # type: ignore[no-any-return]
+        constant: Hashable = value
+        return constant
     raise _Unknown
 
 
