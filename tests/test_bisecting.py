@@ -99,8 +99,10 @@ def named_exactly(
     """Whether the first culprit is the op that a fault was planted in; None if it has no effect."""
     size = (0.0, 1e-6, 1e-4, 1e-3)[seed % 4]
     fault = Fault(number, size, seed)
-    sound = Faulty(model, Fault(-1, 0.0, 0))
-    found = bt.bisect(sound, Faulty(model, fault), args)
+    # By a run of its own: a search leaves a model, and so the fault, as it was.
+    bt.trace(Faulty(model, fault), *args, save="all")
+    sound, faulty = Faulty(model, Fault(-1, 0.0, 0)), Faulty(model, Fault(number, size, seed))
+    found = bt.bisect(sound, faulty, args)
     if not found:
         return None  # it was lost within its op
     return found.first is not None and found.first.b is not None and (
