@@ -292,7 +292,7 @@ class LiveInserter:
             )
             spot = self._spots[path] = Spot(candidate, self.plan, scope)
             if self.plan.lookup is not None:
-                self._meet(spot, self.plan.lookup.op(path, base, function))
+                self._meet(spot, self.plan.lookup.op(candidate))
         number = spot.number
         spot.number += 1
         written = spot.written(args, kwargs)

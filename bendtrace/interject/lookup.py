@@ -115,7 +115,7 @@ class Lookup:
         known: Knowledge,
         insertions: Sequence[Insertion],
         check: Check,
-        is_met: Callable[[Insertion, Iterable[Candidate]], bool],
+        is_met: Callable[[Insertion, Sequence[Candidate]], bool],
     ) -> None:
         self._known = known
         self._check = check
@@ -129,6 +129,7 @@ class Lookup:
             if target.is_open
         ]
         self._of_type: Counter[str] = Counter()  # the layers so far
+        self._ops: list[Candidate] = []  # of which the complete run shows what ran instead
         self._root = TreeNode("", "graph", "Graph", "call", path=NodePath())
         self._graphs: dict[str, TreeNode] = {"": self._root}
 
@@ -169,15 +170,11 @@ class Lookup:
             self._add(node, identifier(name), name, "tensor", "state").key = name
         return self._resolve(path, relative)
 
-    def op(self, path: str, base: str, function: Any) -> list[Entry]:
-        """Look names up where an op begins; return what is inserted there.
-
-        Args:
-            path: its path.
-            base: its name without a number.
-            function: what is called.
-        """
-        kind = layer_type_of(function)
+    def op(self, node: Candidate) -> list[Entry]:
+        """Look names up where an op begins; return what is inserted there."""
+        self._ops.append(node)
+        path, base = node.path, node.base
+        kind = layer_type_of(node.function)
         self._of_type[kind] += 1
         layer = kind, self._of_type[kind]
         place = Location("node", AtPath(NodePath(path)), shown=path)
@@ -312,7 +309,7 @@ class Lookup:
             for number in [i for i, other in enumerate(chosen) if other is target]:
                 chosen[number : number + 1] = targets  # unless another thread has been faster
         for insertion in self._unchecked:
-            self._is_met(insertion, run.nodes.candidates.values())
+            self._is_met(insertion, [*run.nodes.candidates.values(), *self._ops])
         for insertion, chosen in settled.values():
             insertion.targets = tuple(chosen)
         for insertion in self._unchecked:
