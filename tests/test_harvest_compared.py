@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.harvesting import Harvest
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -260,9 +260,15 @@ def test_nodes_that_another_process_names_otherwise_are_not_mixed(
 def test_names_stay_where_a_model_knows_its_paths(tmp_path: Path) -> None:
     data = [torch.full((1, 2), -1.0)] * 3 + [torch.full((1, 2), 1.0)] * 5
     bended = bt.BendedModule(Either())
-    found = bt.harvest(bended, data, where=["r", "relu"], out=tmp_path, progress=False)
-    again = bt.harvest(bended, data, where=["r", "relu"], out=tmp_path, progress=False)
+    found = bt.harvest(bended, data, where="r", out=tmp_path / "module", progress=False)
+    again = bt.harvest(bended, data, where="r", out=tmp_path / "module", progress=False)
     assert again.nodes == found.nodes
+    # There are two of the function, and only the first path to be known tells which is meant.
+    with pytest.raises(NodePathError, match="'relu' depends on which path came first"):
+        bt.harvest(bended, data, where="relu", out=tmp_path / "op", progress=False)
+    tree = bended.trace(data[0]).tree
+    node = next(node for node in tree.walk() if node.path == "relu")
+    assert bt.harvest(bended, data, where=node, out=tmp_path / "op", progress=False)
 
 
 @pytest.mark.parametrize("features", [3, 4, 7])

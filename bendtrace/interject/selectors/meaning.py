@@ -41,7 +41,8 @@ def meaning_of(function: Any) -> Hashable:
 
 
 def _function(function: types.FunctionType, around: tuple[Any, ...]) -> Hashable:
-    if any(function is other for other in around) or (around and is_finished(function)):
+    is_constant = bool(around) and not function.__closure__ and is_finished(function)
+    if is_constant or any(function is other for other in around):
         return function
     around = (*around, function)
     if vars(function):
