@@ -267,8 +267,7 @@ def test_names_stay_where_a_model_knows_its_paths(tmp_path: Path) -> None:
     with pytest.raises(NodePathError, match="'relu' depends on which path came first"):
         bt.harvest(bended, data, where="relu", out=tmp_path / "op", progress=False)
     tree = bended.trace(data[0]).tree
-    node = next(node for node in tree.walk() if node.path == "relu")
-    assert bt.harvest(bended, data, where=node, out=tmp_path / "op", progress=False)
+    assert bt.harvest(bended, data, where=tree["relu"], out=tmp_path / "op", progress=False)
 
 
 @pytest.mark.parametrize("features", [3, 4, 7])
