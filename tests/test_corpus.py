@@ -36,7 +36,10 @@ def test_gives_what_eager_gives_and_replays_known_paths(case: Case) -> None:
     bended = assert_promise(case.make, [*order, *rest, *rest])
     if case.name not in NOT_REPLAYED:
         # The calls 1, 3 and 4 visit a path for the second time, and the last of the rest.
-        again = case.name in LONG
+        again = int(case.name in LONG)
+        tree = bended._dispatcher._trees.plain
+        if tree.varying or tree._steady:  # numbers at one place differ: it is tried to keep them
+            again += 2
         assert bended.stats.replays >= 3 + len(rest) - again
         assert bended.stats.traces <= 2 + len(rest) + again
         assert bended.stats.live == 0

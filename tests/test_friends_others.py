@@ -284,7 +284,8 @@ def test_as_many_boxes_as_there_are() -> None:
     with torch.no_grad():
         bended = assert_promise(lambda: Detector().eval(), IMAGES * 2)
     assert bended.stats.live == 0
-    assert bended.stats.replays >= len(IMAGES)
+    # One path is recorded once more, since the numbers of boxes differ.
+    assert bended.stats.replays >= len(IMAGES) - 1
     counts = {len(found["boxes"]) for call in IMAGES for found in bended(*call()[0])}
     assert len(counts) >= 3
     assert_logged_and_drawn(lambda: Detector().eval(), IMAGES[0])

@@ -7,6 +7,7 @@ import copy
 import importlib
 import itertools
 import pickle
+import re
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -551,6 +552,80 @@ def test_state_of_an_installed_package(
         exec(step, vars(installed))
         assert bits(bended(x)) == bits(model(x))
     del sys.modules[package]
+
+
+_MOVING = """
+import functools, itertools, random
+import numpy
+
+ids, sides = itertools.count(), itertools.cycle([1, 2, 3])
+rows, pairs = iter([5, 6, 7, 8, 9]), zip([1, 2, 3, 4, 5], "abcde")
+keys, left = iter({1: 2, 3: 4, 5: 6, 7: 8, 9: 0}), map(abs, [-1, -2, -3, -4, -5])
+chance, drawn = random.Random(0), numpy.random.default_rng(0)
+
+def numbers():
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+made = numbers()
+
+@functools.lru_cache
+def kept(n):
+    return n
+
+def held():
+    inside = iter(range(1, 9))
+    return lambda: next(inside)
+
+class Owner:
+    def __init__(self):
+        self.rest = reversed([1, 2, 3, 4, 5])
+
+    def __call__(self):
+        return next(self.rest)
+
+by_closure, by_object = held(), Owner()
+
+def by_count(): return next(ids)
+def by_cycle(): return next(sides)
+def by_list(): return next(rows)
+def by_zip(): return next(pairs)[0]
+def by_keys(): return next(keys)
+def by_map(): return next(left)
+def by_generator(): return next(made)
+def by_random(): return chance.random()
+def by_numpy(): return float(drawn.random())
+def by_cache(): return kept(2) + kept.cache_info().hits
+def by_none_of_them(): return 2 if rows is not None and chance is not None else 3
+"""
+
+
+@pytest.mark.parametrize("name", re.findall(r"by_\w+(?=[(,]| =)", _MOVING))
+def test_what_moves_on_in_an_installed_package(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "installed_moving.py").write_text(_MOVING)
+    monkeypatch.syspath_prepend(str(folder))
+    installed = importlib.import_module("installed_moving")
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * function()
+
+    x = torch.ones(2)
+    outputs = []
+    for wrap in (lambda model: model, bt.BendedModule):
+        importlib.reload(installed)
+        function = getattr(installed, name)
+        called: Any = wrap(model)
+        outputs.append([bits(called(x)) for _ in range(4)])
+    assert outputs[0] == outputs[1]
+    if name == "by_none_of_them":
+        assert called.stats.replays == 3
+    del sys.modules["installed_moving"]
 
 
 def test_an_argument_of_an_installed_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import random
 import sys
 import types
 from abc import ABCMeta
@@ -46,7 +47,7 @@ from bendtrace.environment.reachability import (
     namespace_of,
     reachable_from,
 )
-from bendtrace.environment.readers import PYTHONS
+from bendtrace.environment.readers import PYTHONS, position_reader
 from bendtrace.environment.scan_cache import Notes
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -485,7 +486,7 @@ class CodeScan:
                     found.block(f"{function.__qualname__} reads globals past their names", "")
         found.watched_objects.add_settings(named | packages)
         found.watched_objects.add_builtins(named & vars(builtins).keys())
-        if found.caches and "cache_info" in named:
+        if found.caches and any("cache_info" in f.__code__.co_names for f in found.functions):
             found.block("the model asks a cache how often it was asked", "cache_info")
         found.asks_tags = not named.isdisjoint(ASKING)
         classes = [cls for cls in found.depends.classes.values() if is_users_class(cls)]
@@ -513,9 +514,13 @@ class CodeScan:
 
 
 def _is_content(value: Any) -> bool:
-    """Whether a value of installed code serves to hold other values."""
+    """Whether a value of installed code serves to hold other values, or changes by its use."""
     return not is_torchs(module_of(type(value))) and (
-        isinstance(value, (Mapping, list, tuple, set, frozenset)) or is_plain_object(type(value), 0)
+        isinstance(value, (Mapping, list, tuple, set, frozenset))
+        or is_plain_object(type(value), 0)
+        or position_reader(value) is not None
+        or isinstance(value, random.Random)
+        or module_of(type(value)).startswith("numpy.random")
     )
 
 

@@ -27,6 +27,7 @@ from bendtrace.environment.readers import (
     SWITCHES,
     content_reader,
     is_opaque,
+    position_reader,
     read_added_to_tensors,
     read_items,
     read_keys,
@@ -166,6 +167,12 @@ class WatchedContent:
     def add_partial(self, partial: functools.partial[Any], label: str) -> None:
         """Watch the parts of a partial function, without what these hold."""
         self._add_content(partial, read_partial, label)
+
+    def add_position(self, value: Any, label: str) -> None:
+        """Watch how far an iterator of Python's own has come; do nothing for anything else."""
+        reader = position_reader(value)
+        if reader is not None:
+            self._add_content(value, reader, label)
 
     def add_kind(self, thing: Any) -> None:
         """Watch of which class a thing is."""

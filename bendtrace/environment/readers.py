@@ -13,6 +13,7 @@ import fractions
 import functools
 import gc
 import inspect
+import itertools
 import logging
 import numbers
 import operator
@@ -44,6 +45,7 @@ __all__ = [
     "SWITCHES",
     "content_reader",
     "is_opaque",
+    "position_reader",
     "read_added_to_tensors",
     "read_items",
     "read_keys",
@@ -251,6 +253,57 @@ def is_opaque(value: Any) -> bool:
     if module_of(kind).partition(".")[0] == "torch" and module_of(kind) != "torch.classes":
         return not callable(value) and not all(map(_is_pythons, kind.__mro__))
     return not all(map(_is_pythons, kind.__mro__))
+
+
+# Iterators that Python's own code makes, of which can be read how far they have come.
+_EMPTY: tuple[Any, ...] = ([], (), "", b"", bytearray(), range(0), range(1 << 70))
+_KEYED: tuple[Any, ...] = ({}, {}.values(), {}.items(), set())
+_OF_KEYED = frozenset(type(iter(one)) for one in _KEYED)  # whose `__reduce__` copies what is left
+_ITERATORS = _OF_KEYED | {
+    types.GeneratorType, itertools.count, enumerate, filter, map, reversed, zip,
+    type(reversed([])), type(iter(int, None)), *(type(iter(one)) for one in _EMPTY),
+}  # fmt: skip
+# Later versions of Python deprecate and remove what tells their positions.
+_OF_ITERTOOLS = frozenset(
+    kind for name, kind in vars(itertools).items() if name[0] != "_" and isinstance(kind, type)
+)
+
+
+def position_reader(value: Any) -> Callable[[Any], Any] | None:
+    """Return what reads how far an iterator has come; None for what is none of Python's own.
+
+    It returns something new each time where that cannot be read.
+    """
+    if type(value) in _OF_ITERTOOLS and type(value) is not itertools.count:
+        return _position if sys.version_info < (3, 12) else lambda value: [object()]
+    return _position if type(value) in _ITERATORS else None
+
+
+def _position(iterator: Any) -> list[Any]:
+    kind: Any = type(iterator)
+    if kind is itertools.count:
+        return [repr(iterator)]
+    if kind is types.GeneratorType:
+        frame = iterator.gi_frame
+        return [] if frame is None else [frame.f_lasti, *map(id, frame.f_locals.values())]
+    if kind in _OF_KEYED:
+        return [operator.length_hint(iterator)]
+    return [*_marks(iterator.__reduce__())]
+
+
+def _marks(value: Any) -> Iterator[Any]:
+    """Yield numbers, texts and identities that tell two positions apart."""
+    if type(value) is tuple:
+        for part in value:
+            yield from _marks(part)
+    elif position_reader(value) is not None:
+        yield from _position(value)
+    elif type(value) in (int, str):
+        yield value
+    elif type(value) is list and not value:  # an iterator that is done holds a new one
+        yield 0
+    else:
+        yield id(value)
 
 
 def _is_pythons(base: type) -> bool:

@@ -204,8 +204,10 @@ class Scan(CodeScan):
         return False
 
     def met_opaque(self, value: Any, label: str) -> None:
-        """Note a value that cannot be watched, unless it belongs to installed code."""
-        if not self._is_finished:
+        """Note a value that cannot be watched. Of installed code's own, only iterators move on."""
+        if self._is_finished:
+            self.found.watched_objects.add_position(value, label)
+        else:
             self._unwatched.append((label, type(value)))
 
     # Each `_scan...` adds parts; `Route` says how the scan reached the value.

@@ -82,7 +82,8 @@ class Layout:
         dtype: its dtype.
         shape: its shape.
         strides: its strides, in elements. Gaps between elements are closed when it is stored; the
-            order of the dimensions, and those it was expanded along (stride 0), are kept.
+            order of the dimensions, and those it was expanded along (stride 0), are kept, as
+            are the strides of dimensions of size 1.
     """
 
     dtype: torch.dtype
@@ -137,7 +138,9 @@ def layout_of(tensor: Tensor) -> Layout:
     kept = tuple(1 if d in expanded else size for d, size in enumerate(shape))
     like = torch.empty_strided(kept, strides, dtype=torch.uint8, device="meta")
     dense = torch.empty_like(like).stride()
-    restored = tuple(0 if d in expanded else stride for d, stride in enumerate(dense))
+    restored = tuple(
+        strides[d] if d in expanded or shape[d] == 1 else stride for d, stride in enumerate(dense)
+    )
     return Layout(tensor.dtype, shape, restored)
 
 

@@ -38,7 +38,7 @@ import torch
 
 from bendtrace.source.bytecode import constant_of, has, single_steps, steps_of
 from bendtrace.source.features import is_off
-from bendtrace.source.sites import TORCH
+from bendtrace.source.sites import PACKAGE, TORCH
 from bendtrace.tape.scalars import TracedBool, TracedFloat, TracedInt
 
 __all__ = [
@@ -380,7 +380,7 @@ def needs_plain_numbers(code: CodeType, space: Mapping[str, Any] | None = None) 
     known = _plain.get((id(code), id(space)))
     if known is None:
         needs = _tells_apart(code) or (
-            not code.co_filename.startswith(TORCH)
+            not code.co_filename.startswith((TORCH, PACKAGE))
             and not _all_ask(code, named_objects(code, space))
         )
         known = _plain[id(code), id(space)] = code, space, needs

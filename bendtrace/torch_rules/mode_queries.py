@@ -48,14 +48,16 @@ class RecordingMode(TorchFunctionMode):
     around: tuple[Any, ...] = ()
 
 
-_pop: Callable[[], Any] = internal(
-    "torch._C._pop_torch_function_stack", lambda: None, "function modes that code asks for",
+_NAMES = (
     "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic",
     "_has_torch_function", "_has_torch_function_unary", "_has_torch_function_variadic",
     "_len_torch_function_stack", "_get_current_function_mode", "_get_current_function_mode_stack",
 )  # fmt: skip
-_push: Callable[[Any], None] = internal("torch._C._push_on_torch_function_stack", lambda mode: None)
-_mode_at: Callable[[int], Any] = internal("torch._C._get_function_stack_at", lambda position: None)
+_pop: Any = internal("torch._C._pop_torch_function_stack", None, "function modes", *_NAMES)
+_push: Any = internal("torch._C._push_on_torch_function_stack", None, "function modes", *_NAMES)
+_mode_at: Any = internal("torch._C._get_function_stack_at", None, "function modes", *_NAMES)
+# Without one of them, modes around a call see what the library itself reads.
+_CAN_EXCHANGE = None not in (_pop, _push, _mode_at)
 _is_enabled: Any = internal("torch._C._is_torch_function_mode_enabled", None)
 _WHETHER = frozenset(
     {
@@ -114,7 +116,7 @@ def _looks_at_hooks(code: types.CodeType) -> bool:
 
 
 def _modes() -> list[Any]:
-    return [_mode_at(position) for position in range(function_modes())]
+    return [_mode_at(position) for position in range(function_modes() if _CAN_EXCHANGE else 0)]
 
 
 def hide_recorder() -> list[Any]:
@@ -176,7 +178,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 def _exchange(modes: Iterable[Any]) -> None:
     modes = list(modes)
-    for _ in range(function_modes()):
+    for _ in range(function_modes() if _CAN_EXCHANGE else 0):
         _pop()
     for mode in modes:
         _push(mode)
