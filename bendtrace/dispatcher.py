@@ -24,7 +24,7 @@ from bendtrace.interject.trees import Trees
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.run import Signature, uninitialized_in
+from bendtrace.recording.run import Signature, Uninitialized, uninitialized_in
 from bendtrace.recording.script import Script
 from bendtrace.recording.serving import call_itself
 from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
@@ -146,9 +146,7 @@ class Dispatcher:
                     "the model has lazy modules, whose parameters the first call makes: call it "
                     "once before anything is inserted"
                 )
-            self.stats.live += 1  # this call makes the parameters of lazy modules
-            with self._called():
-                return call_itself(self._model, args, kwargs)
+            return self._made_lazily(args, kwargs)
         if program is None and plan is not None:
             plain = self._trees.plain.find(names, arguments)  # on which insertions go live, too
             if plain is not None and plain.live_only and not self._trees.plain.looks_again(plain):
@@ -159,7 +157,12 @@ class Dispatcher:
                     return runner.call(args, kwargs, plain.recording)
         if program is None:
             floor.followed(False)
-            return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
+            try:
+                return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
+            except Uninitialized:  # of modules that are not registered in the model
+                if plan is not None:
+                    raise
+            return self._made_lazily(args, kwargs)
         if program.live_only:
             if tree.looks_again(program):
                 floor.followed(False)
@@ -254,6 +257,12 @@ class Dispatcher:
 
     def _floor_of(self, plan: Plan | None) -> Floor:
         return self.floor if plan is None else self._trees.floor(plan)
+
+    def _made_lazily(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model itself, which makes the parameters of lazy modules."""
+        self.stats.live += 1
+        with self._called():
+            return call_itself(self._model, args, kwargs)
 
     # By the model's own Python, without the tracer where that is possible
 

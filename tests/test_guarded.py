@@ -1069,7 +1069,7 @@ def halves(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 @case(
-    "what it keeps by traced numbers, if its function only computes",
+    "what it keeps by traced scalars, if its function only computes",
     lambda: torch.ones(3, 4),
     other=lambda: torch.ones(3, 8) if can_exchange() else torch.ones(3, 4) * 2,
 )

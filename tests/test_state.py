@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from tests.modes import default_dtype, deterministic
 from tests.promise import Inputs, bits, footprint, outcome, state
 
@@ -1413,6 +1414,49 @@ def test_lazy_layers_are_made_by_the_first_call(lazy: Any) -> None:
     pair = Pair(lazy)
     served = [pair.call(ones()) for _ in range(4)]
     assert served[-1]
+
+
+@pytest.mark.parametrize("held", ["list", "closure", "registered"])
+def test_lazy_layers_that_the_model_does_not_register(held: str) -> None:
+    def made() -> Any:
+        torch.manual_seed(0)
+        layer = nn.LazyLinear(4)
+        if held == "closure":
+            return lambda x: layer(x), layer
+        holder = nn.Module()
+        holder.layers = [layer] if held == "list" else nn.ModuleList([layer])
+        return lambda x: holder.layers[0](x), layer
+
+    x = torch.ones(2, 3)
+    (model, layer), (other, other_layer) = made(), made()
+    bended = bt.BendedModule(other)
+    torch.manual_seed(1)
+    wanted = [bits(model(x)) for _ in range(4)]
+    torch.manual_seed(1)
+    assert [bits(bended(x)) for _ in range(4)] == wanted
+    assert state(layer) == state(other_layer)
+    assert (bended.stats.live, bended.stats.replays) == (1, 2)
+    with pytest.raises(InputError, match="call it once first"):
+        bt.trace(made()[0], x)
+    bended = bt.BendedModule(made()[0])
+    bended.interject(lambda node: True, lambda value: value, allow_none=True)
+    with pytest.raises(InputError, match="call it once first"):
+        bended(x)
+
+
+def test_a_model_that_reaches_what_wraps_it() -> None:
+    class Holder:
+        bended: Any = None
+
+    holder, x = Holder(), torch.ones(2)
+
+    def model(x: Tensor) -> Tensor:
+        return x * 2 if holder.bended is not None else x
+
+    holder.bended = bended = bt.BendedModule(model)
+    for n in range(4):
+        assert bits(bended(x + n)) == bits(model(x + n))
+    assert bended.stats.replays == 3
 
 
 class Tagged(tuple):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from tests.promise import bits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
@@ -110,3 +111,16 @@ def test_gradients_of_nested_values_are_seen(layout: torch.layout, is_known: boo
             wanted = torch.cat([model(part) for part in PARTS[:2]]).sum()
             assert torch.allclose(grad, torch.autograd.grad(wanted, linear.weight)[0])
     assert len(watch.seen) == 2
+
+
+def test_the_first_jagged_tensor_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(a: Tensor, b: Tensor) -> Tensor:
+        nested = torch.nested.nested_tensor([a, b], layout=torch.jagged)
+        return (nested * 2).to_padded_tensor(0.0)
+
+    args = torch.ones(2, 3), torch.ones(4, 3)
+    bended = bt.BendedModule(model)
+    for _ in range(3):
+        # torch makes one tensor once, and computes with sizes for it.
+        monkeypatch.setattr("torch.nested._internal.nested_tensor._dummy_instance", None)
+        assert bits(bended(*args)) == bits(model(*args))

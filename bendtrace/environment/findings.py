@@ -187,6 +187,7 @@ class Found:
     Attributes:
         function: as given.
         plain_numbers: as given.
+        is_lazy: whether there are parameters that the first call makes.
         parts: everything found; parents before children.
         arguments: the parts that are, or are held by, arguments.
         own: the parts that no other run has.
@@ -225,6 +226,7 @@ class Found:
     def __init__(self, function: Callable[..., Any], plain_numbers: bool) -> None:
         self.function = function
         self.plain_numbers = plain_numbers
+        self.is_lazy: bool = False
         self.parts: list[Captured] = []
         self.arguments: list[Captured] = []
         self.own: list[Captured] = self.parts

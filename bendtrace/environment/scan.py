@@ -249,8 +249,9 @@ class Scan(CodeScan):
         elif kind in weakref.ProxyTypes:  # it pretends to be the object that it refers to
             self._add(value, route, CaptureKind.IDENTITY)
             self._unwatched.append((route.label, kind))
-        elif is_lazy(value):  # its module has hooks until the first call, and runs live
+        elif is_lazy(value):  # the first call makes it
             self.notes.is_steady = False
+            found.is_lazy = True
             self._add(value, route, CaptureKind.IDENTITY)
         elif issubclass(kind, torch.Tensor):
             part = self._add(value, route, CaptureKind.TENSOR)
@@ -452,8 +453,7 @@ class Scan(CodeScan):
                     reasons = self._of_gradients if "backward" in name else found.blockers
                     reasons.append(what + definitions(hooks.values()))
         others = hidden_of(module)
-        if "_untraced" in attributes:
-            others |= attributes["_untraced"]
+        others |= attributes.get("_untraced") or getattr(kind, "_untraced", frozenset())
         hidden = _MODULE_INTERNALS | others if others else _MODULE_INTERNALS
         if others or type(attributes) is not dict:
             self.notes.is_steady = False

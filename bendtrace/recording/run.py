@@ -24,7 +24,11 @@ from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.torch_rules.mode_queries import seeing_modes, without
 from bendtrace.torch_rules.owners import states_of
 
-__all__ = ["Signature", "record", "uninitialized_in"]
+__all__ = ["Signature", "Uninitialized", "record", "uninitialized_in"]
+
+
+class Uninitialized(InputError):
+    """A model has lazy modules that have not been called yet, or its code reaches some."""
 
 
 class Signature:
@@ -158,15 +162,15 @@ def record(
         lifting: lifts counters of loops, and numbers in the state.
 
     Raises:
-        InputError: the function is a model with uninitialised parameters.
+        Uninitialized: there are parameters that the first call makes.
         Exception: whatever the function raises, unchanged.
     """
     around = seeing_modes()  # which see the model, and not the library
     with without(around):
         look_once()
         environment = Environment(function, signature.bind(args, kwargs))
-        if not environment.is_repeated and uninitialized_in(function):
-            raise InputError(
+        if not environment.is_repeated and (environment.is_lazy or uninitialized_in(function)):
+            raise Uninitialized(
                 "the model has lazy modules, whose parameters are created by the first call: call "
                 "it once first"
             )

@@ -62,7 +62,7 @@ class _Node:
         return origin.consume(scalar, "torch") if origin.active else scalar._value
 
     guard_int = guard_float = guard_bool = int_ = bool_ = expect_true = _value
-    guard_size_oblivious = guard_or_false = guard_or_true = maybe_as_int = _value
+    guard_size_oblivious = guard_or_false = guard_or_true = maybe_as_int = constant_int = _value
 
     def is_int(self) -> bool:
         return isinstance(self.scalar, int)
