@@ -67,7 +67,7 @@ from bendtrace.torch_rules.functions import ScriptModule
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 from bendtrace.torch_rules.owners import named_modules
 
-__all__ = ["Scan"]
+__all__ = ["Scan", "reason_of_hooks"]
 
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
@@ -92,6 +92,11 @@ _MODULE_INTERNALS = frozenset(
 )  # fmt: skip
 _LARGE = 512  # a container with more plain entries than this is compared as a whole
 _FACTORIES = frozenset({bool, int, float, complex, str, list, dict, set, tuple})  # of defaultdicts
+
+
+def reason_of_hooks(label: str, table: str) -> str:
+    """Return the reason why calls of a module with hooks run live, without their places."""
+    return f"{label} has {table[1:].replace('_', ' ')}"
 
 
 class Scan(CodeScan):
@@ -444,11 +449,12 @@ class Scan(CodeScan):
                 found.hook_dicts.append(hooks)
                 found.hook_tables.append((label, name, tuple(hooks.items()) if hooks else ()))
                 if hooks and not self._scan_hooks(name, hooks):
-                    what = f"{label} has {name[1:].replace('_', ' ')}"
+                    what = reason_of_hooks(label, name)
                     reasons = self._of_gradients if "backward" in name else found.blockers
                     reasons.append(what + definitions(hooks.values()))
         others = hidden_of(module)
-        others |= attributes.get("_untraced") or getattr(kind, "_untraced", frozenset())
+        of_class: frozenset[str] = getattr(kind, "_untraced", frozenset())
+        others |= attributes.get("_untraced", of_class)
         hidden = _MODULE_INTERNALS | others if others else _MODULE_INTERNALS
         if others or type(attributes) is not dict:
             self.notes.is_steady = False
