@@ -453,7 +453,8 @@ class Scan(CodeScan):
                     reasons = self._of_gradients if "backward" in name else found.blockers
                     reasons.append(what + definitions(hooks.values()))
         others = hidden_of(module)
-        others |= attributes.get("_untraced") or getattr(kind, "_untraced", frozenset())
+        of_class: frozenset[str] = getattr(kind, "_untraced", frozenset())
+        others |= attributes.get("_untraced", of_class)
         hidden = _MODULE_INTERNALS | others if others else _MODULE_INTERNALS
         if others or type(attributes) is not dict:
             self.notes.is_steady = False
