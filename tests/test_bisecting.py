@@ -419,3 +419,108 @@ def test_refine_and_a_changed_tolerance_part_at_the_loop() -> None:
     found = bt.bisect(lambda x: model(x), lambda x: model(x, 0.5), torch.ones(2, 4))
     assert found
     assert found.path is not None
+
+
+# Ports
+
+
+class Original(nn.Module):
+    """A block as libraries write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedded = nn.Embedding(10, 8)
+        self.norm, self.other = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedded(ids)
+        h = self.norm(x)
+        q, k, v = (
+            part(h).unflatten(-1, (2, 4)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
+        x = x + self.o(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
+        return cast(Tensor, x + self.down(nn.functional.silu(self.up(self.other(x)))))
+
+
+class Port(nn.Module):
+    """The same, written by hand, with a fault."""
+
+    def __init__(self, model: Original, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.table = nn.Parameter(model.embedded.weight.detach().clone())
+        joint = [part.weight.detach() for part in (model.q, model.k, model.v)]
+        self.qkv = nn.Parameter(torch.cat(joint))
+        self.out = nn.Parameter(model.o.weight.detach().clone())
+        self.up = nn.Parameter(model.up.weight.detach().clone())
+        self.down = nn.Parameter(model.down.weight.detach().clone())
+        if fault == "weight":
+            self.down.data[0, 0] += 1
+
+    def normed(self, x: Tensor, eps: float = 1e-5) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table[ids]
+        if self.fault == "embedding":
+            x = x + x.sin()
+        parts = (self.normed(x) @ self.qkv.t()).split(8, -1)
+        q, k, v = (part.view(*part.shape[:2], 2, 4).transpose(1, 2) for part in parts)
+        scores = q @ k.mT * (0.4 if self.fault == "scale" else 0.5)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        x = x + mixed @ self.out.t()
+        gate = self.normed(x, 0.1 if self.fault == "eps" else 1e-5) @ self.up.t()
+        return x + gate * gate.sigmoid() @ self.down.t()
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("embedding", "x.sin()"), ("scale", "q @ k.mT * (0.4"), ("eps", "centred"),
+        ("weight", "down"), ("none", ""),
+    ],
+)  # fmt: skip
+def test_a_port_is_compared_by_its_values(fault: str, text: str) -> None:
+    torch.manual_seed(0)
+    model = Original().eval()
+    port, ids = Port(model, fault), torch.randint(0, 10, (2, 5))
+    with torch.no_grad():
+        found = bt.bisect(model, port, ids, rtol=1e-4, atol=1e-5)
+    assert found.by_content
+    assert bool(found) == (fault != "none")
+    if fault == "none":
+        assert str(found).endswith("they are written otherwise")
+        return
+    culprit = first_of_b(found)
+    # Of what is one op in the other run, the first of the ops that do the same.
+    shown = culprit.label if culprit.source is None else culprit.source.statement
+    assert text in shown
+    assert (culprit.kind == "state") == (fault == "weight")
+    assert json.loads(found.to_json())["culprits"][0]["b"] == culprit.label
+
+
+def first_of_b(found: bt.Bisection) -> bt.LayerEntry:
+    assert found.first is not None
+    assert found.first.b is not None
+    return found.first.b
+
+
+@pytest.mark.parametrize(("factor", "label"), [(1.0, None), (1.001, "mul_1_2")])
+def test_ops_that_give_the_same_are_aligned(factor: float, label: str | None) -> None:
+    table, ids = torch.randn(5, 3), torch.tensor([[0, 2], [4, 1]])
+
+    def old(ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, table).relu().sum(-1).exp().log().tanh()
+
+    def new(ids: Tensor) -> Tensor:
+        rows = table[ids] if factor == 1 else table[ids] * factor
+        return rows.relu().sum(-1).exp().log().tanh()
+
+    found = bt.bisect(old, new, ids)
+    assert not found.by_content
+    assert [c.b and c.b.label for c in found.culprits] == ([] if label is None else [label])

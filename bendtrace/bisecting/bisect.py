@@ -15,6 +15,7 @@ from bendtrace._compare import same_bits
 from bendtrace._lazy import tabulate
 from bendtrace._places import place_text
 from bendtrace.bisecting.again import Unable
+from bendtrace.bisecting.content import partings, share_in_common
 from bendtrace.bisecting.sides import Side, placed, side_of
 from bendtrace.calls import Call
 from bendtrace.errors import InputError
@@ -39,6 +40,8 @@ _ROUNDING = {
     torch.float32: (1.3e-6, 1e-5),
 }
 _WIDEST = 60
+_ALIKE = 0.6  # of the ops, if runs are aligned op by op
+_PARTED = "the other run has what it reads, and nowhere what it gives"
 
 
 def bisect(
@@ -173,6 +176,10 @@ class Bisection:
         passing: labels (of the first run) of what only passes a difference on.
         unknown: why others could not be run again, by label: they may be either.
         path: the first condition or loop that went otherwise; None if the runs took one path.
+        by_content: whether the runs have so few ops in common, as a model and a port of it, that
+            they are compared by the values which both have. `first` is then where they part:
+            the first op of each whose value the other run has nowhere, though it has all that this
+            op reads. `passing` is empty.
         unseen: whether the results differ, but not while the values in between were looked at.
 
     Example:
@@ -204,15 +211,21 @@ class Bisection:
         self._entries_b = {entry.label: entry for entry in b.log.entries}
         self._entries_a = {entry.label: entry for entry in a.log.entries}
         self._pairs = dict(self.difference.matched)
+        self._pairs |= self._alike()
         self.path: FlowChange | None = next(iter(self.difference.flow), None)
         self.culprits: list[Culprit] = []
         self.passing: list[str] = []
         self.unknown: dict[str, str] = {}
         self._changes = {change.a.label: change for change in self.difference.changed}
         self._only = {entry.label for entry in self.difference.added}
-        for entry in a.log.entries:
-            self._look_at(entry)
-        self._add_rest()
+        self.by_content: bool = share_in_common(a.log, b.log, self._pairs) < _ALIKE
+        if self.by_content:
+            self.path = None
+            self._part(a, b)
+        else:
+            for entry in a.log.entries:
+                self._look_at(entry)
+            self._add_rest()
         looked_at = self.difference.first_value is not None or bool(self.culprits)
         self.unseen: bool = (
             not looked_at
@@ -226,9 +239,52 @@ class Bisection:
         return self.culprits[0] if self.culprits else None
 
     def __bool__(self) -> bool:
+        if self.by_content:
+            return bool(self.culprits)
         values = any(change.value is not None or "shape" in change.aspects
                      for change in self.difference.changed)  # fmt: skip
         return bool(self.culprits or self.unknown or values or self.unseen or self.path)
+
+    def _part(self, a: Side, b: Side) -> None:
+        """Look for where two runs part that have few ops in common."""
+        outputs = [
+            [_value(entry) for entry in side.log.entries if entry.kind == "output"]
+            for side in (a, b)
+        ]
+        if self._far(*outputs) is None:
+            return
+        one, two = partings(a, b, lambda x, y: self._far(x, y) is None)
+        if one is not None or two is not None:
+            is_state = one is not None and one.kind == "state"
+            kind: Literal["state", "op"] = "state" if is_state else "op"
+            self.culprits.append(Culprit(kind, one, two, _PARTED))
+
+    def _alike(self) -> Iterator[tuple[str, str]]:
+        """Yield ops of one run and of the other that are written otherwise and give the same.
+
+        They come in one order, between ops of both: `weight[ids]` and `F.embedding(ids, weight)`.
+        """
+        taken = set(self._pairs.values())
+        others: list[list[LayerEntry]] = [[]]  # of the second run, up to each op of both
+        where: dict[str, int] = {"": 0}
+        for entry in self.b.entries:
+            if entry.label in taken:
+                where[entry.label] = len(others)
+                others.append([])
+            elif entry.kind == "op":
+                others[-1].append(entry)
+        waiting = others[0]
+        for entry in self.a.entries:
+            if entry.label in self._pairs:
+                waiting = others[where[self._pairs[entry.label]]]
+            elif entry.kind == "op":
+                value = _value(entry)
+                for number, other in enumerate(waiting):
+                    if value is not None and _value(other) is not None:
+                        if self._far(value, _value(other)) is None:
+                            yield entry.label, other.label
+                            del waiting[: number + 1]
+                            break
 
     # Telling causes from what follows from them
 
@@ -428,7 +484,8 @@ class Bisection:
         name = self.a.name if self.a.name == self.b.name else f"a: {self.a.name}, b: {self.b.name}"
         within = f" within rtol {self.rtol:g}, atol {self.atol:g}" if self.rtol or self.atol else ""
         if not self:
-            yield f"{name}: the two runs are the same{within or ', bit for bit'}"
+            by = "; they are written otherwise" if self.by_content else ""
+            yield f"{name}: the two runs are the same{within or ', bit for bit'}{by}"
             return
         if self.first is None:
             yield f"{name}: the two runs differ, and no op is the cause by itself"
@@ -463,10 +520,11 @@ class Bisection:
         only = "" if len(names) == 2 else f" (only in {'a' if culprit.b is None else 'b'})"
         target = f"  {entry.target}" if entry.target else ""
         yield f"    {' / '.join(dict.fromkeys(names))}{only}{target}"
-        if entry.source is not None:
-            where = place_text(entry.source.file, entry.source.line)
-            within = f", module {entry.module}" if entry.module else ""
-            yield f"    {where}{within}: {entry.source.statement or entry.source.text}"
+        for side in (culprit.a, culprit.b) if self.by_content else (entry,):
+            if side is not None and side.source is not None:
+                where = place_text(side.source.file, side.source.line)
+                within = f", module {side.module}" if side.module else ""
+                yield f"    {where}{within}: {side.source.statement or side.source.text}"
         far = "" if culprit.value is None else f" ({culprit.value})"
         yield f"    {culprit.why}{far}"
 
