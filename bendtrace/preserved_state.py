@@ -43,6 +43,8 @@ class PreservedState:
         modes: whether to restore the training mode of each module as well.
         loader: a data loader that is run through; its random generators, and those of its
             samplers, are restored as well.
+        buffers: whether of the model only its buffers are restored: for one that is evaluated once,
+            and may hold what uses it, such as a trainer.
 
     Raises:
         InputError: the model holds something that cannot be restored, such as an iterator.
@@ -57,14 +59,21 @@ class PreservedState:
     """
 
     def __init__(
-        self, model: Callable[..., Any], *, modes: bool = False, loader: Any = None
+        self,
+        model: Callable[..., Any],
+        *,
+        modes: bool = False,
+        loader: Any = None,
+        buffers: bool = False,
     ) -> None:
         model = getattr(model, "_bendtrace_model", model)
         modules = parts_of(model) if isinstance(model, nn.Module) else []
         self._modes = [(module, module.training) for module in modules] if modes else []
         self._generators = [(made, made.get_state()) for made in _generators(loader)]
-        self._state = None
-        if model is not no_model:
+        self._state: ModelState | _Buffers | None = None
+        if buffers:
+            self._state = _Buffers(modules)
+        elif model is not no_model:
             self._state = ModelState(model, {}, _refused)
             self._state.require_restorable()
         self._random = random.getstate()
@@ -103,6 +112,29 @@ class PreservedState:
             self.rewind()
         except InputError:
             pass  # the error of the run tells more
+
+
+class _Buffers:
+    """The buffers of modules."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._rows = [
+            (module, name, buffer, None if buffer is None else buffer.detach().clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
+        ]
+
+    def undo(self) -> None:
+        """Restore them."""
+        for module, name, buffer, before in self._rows:
+            if module._buffers.get(name) is not buffer:
+                module._buffers[name] = buffer
+            if buffer is None or before is None or buffer.is_meta:
+                continue
+            # Not going by versions: torch counts none for the statistics of a batch norm.
+            if not same_bits(before, buffer.detach()):
+                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                    buffer.copy_(before)
 
 
 def _refused(reasons: Iterable[str]) -> InputError:
@@ -275,7 +307,8 @@ def _contained(environment: Environment) -> Iterator[Any]:
     """Yield what a run can change besides tensors, and attributes and lists that a scan lists."""
     for part in environment.parts:
         if part.kind in (CaptureKind.IDENTITY, CaptureKind.SET, CaptureKind.ARRAY):
-            yield part.value
+            if type(part.value) is not dict:  # a namespace (see `_restore_identities`)
+                yield part.value
     yield from environment.watched_objects.things()
     yield from environment.depends.cells.values()
 
@@ -360,12 +393,12 @@ def _restore_array(value: Any, content: Any) -> None:
 def _remove_new(environment: Environment) -> None:
     """Remove globals, and attributes of classes and modules, that were not there."""
     classes = {id(namespace_of(cls)): cls for cls in environment.depends.classes.values()}
-    for space, names in environment.missing.values():
-        for name in names & space.keys():
-            _put(space, name, _ABSENT, classes)
-    for space, known in environment.namespaces.values():
-        for name in set(space) - set(known) - {"__annotations__"}:
-            _put(space, name, _ABSENT, classes)
+    made = [(space, names & space.keys()) for space, names in environment.missing.values()]
+    made += [(space, {*space} - {*known}) for space, known in environment.namespaces.values()]
+    for space, names in made:
+        for name in names:
+            if name[:2] != "__":  # Python's own, and those that torch.compile puts there
+                _put(space, name, _ABSENT, classes)
 
 
 def _restore_identities(environment: Environment) -> None:

@@ -181,7 +181,7 @@ class AnalyserEvaluation:
         bended = self._as_bended(model)
         analyser = self.analyser
         with ExitStack() as kept:
-            kept.enter_context(PreservedState(bended, modes=True, loader=self.loader))
+            kept.enter_context(PreservedState(bended, modes=True, loader=self.loader, buffers=True))
             kept.enter_context(_ready(analyser))
             bended.eval()
             analyser.reset()
