@@ -9,7 +9,8 @@ runs part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,13 +45,16 @@ def partings(
     found_a: set[str] = set()
     found_b: set[str] = set()
     for shape in ones.keys() & others.keys():
-        for one, x in ones[shape]:
-            for other, y in others[shape]:
-                is_known = one.label in found_a and other.label in found_b
-                if not is_known and is_same(x, y):
-                    found_a.add(one.label)
-                    found_b.add(other.label)
-    return _first(a, found_a), _first(b, found_b)
+        for (one, x), (other, y) in itertools.product(ones[shape], others[shape]):
+            is_known = one.label in found_a and other.label in found_b
+            if not is_known and is_same(x, y):
+                found_a.add(one.label)
+                found_b.add(other.label)
+    (first_a, states_a), (first_b, states_b) = _first(a, found_a), _first(b, found_b)
+    for one, other in itertools.product(states_a, states_b):
+        if one.shape == other.shape:
+            return one, other
+    return first_a, first_b
 
 
 def _values(side: Side) -> dict[Any, list[tuple[LayerEntry, Tensor]]]:
@@ -75,12 +79,14 @@ def _value(side: Side, entry: LayerEntry) -> Tensor | None:
     return value if is_plain and value.numel() > 1 else None
 
 
-def _first(side: Side, found: set[str]) -> LayerEntry | None:
+def _first(side: Side, found: set[str]) -> tuple[LayerEntry | None, list[LayerEntry]]:
+    """Return the first op that is not sound, and what it reads of the state that is not."""
     entries = side.log.entries
     # What an op gives may be several entries, and other ops read one of them.
     op_of = {entry.label: entry.label if entry.index is None else entry.index for entry in entries}
-    reads = {entry.label: {op_of[x] for x in _read_by(side, entry) if x in op_of}
-             for entry in entries}  # fmt: skip
+    reads = {
+        entry.label: {op_of[x] for x in _read_by(side, entry) if x in op_of} for entry in entries
+    }
     sound = {op_of[label] for label in found}
     used = {op_of[entry.label] for entry in entries if entry.kind == "output"}  # by the result
     for entry in reversed(entries):
@@ -88,14 +94,23 @@ def _first(side: Side, found: set[str]) -> LayerEntry | None:
             if op_of[entry.label] in reached:
                 reached |= reads[entry.label]
     other = used - sound
-    unsound = [e for e in entries if op_of[e.label] in other and _value(side, e) is not None]
-    return next((e for e in unsound if other.isdisjoint(reads[e.label])), None)
+    states = {op_of[entry.label]: entry for entry in entries if entry.kind == "state"}
+    for entry in entries:
+        is_unsound = op_of[entry.label] in other and _value(side, entry) is not None
+        if (
+            entry.kind == "op"
+            and is_unsound
+            and other.isdisjoint(reads[entry.label] - states.keys())
+        ):
+            return entry, [states[x] for x in reads[entry.label] & states.keys() & other]
+    return None, []
 
 
-def _read_by(side: Side, entry: LayerEntry) -> Sequence[str]:
+def _read_by(side: Side, entry: LayerEntry) -> list[str]:
+    """Return the labels of what an entry was computed from, state included."""
     if entry.kind != "op":
         return entry.parents
     try:
-        return side.again.producers(entry)
+        return [*entry.parents, *side.again.producers(entry)]
     except Unable:
         return entry.parents
