@@ -578,6 +578,10 @@ class Script:
         """
         if all(self._is_of_call(self._name_of(index)) for index in operands):
             return None
+        return self.next_result_of(function)
+
+    def next_result_of(self, function: Any) -> tuple[Any] | None:
+        """Return a tuple with the result of the next op; None if it is not by a function."""
         step = self._steps[self._taken] if self._taken < len(self._steps) else None
         if step is None or step.op.kind is not OpKind.SCALAR or step.op.target != function:
             return None

@@ -245,21 +245,27 @@ class Values:
 
     def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
         """Guard that an insertion has returned no tensor that the model could compare it to."""
-        known = self._writer.known.get(id(tensor))
-        if known is None or known.ref is None or not self.environment.compares_identity:
+        if not self.environment.compares_identity:
             return
-        op = self.tape.ops[known.ref.index]
-        if op.index in self.tape.aliases or not is_gate(op):  # guarded already
-            return
+        script, owns = self._writer.script, self.environment.owned
+        found = None
+        if script is not None and script.is_active:
+            found = script.next_result_of(owns)
+        if found is not None:
+            # What was returned before was none that the model has; this one may be.
+            op = next(one for one in reversed(self.tape.ops) if is_gate(one))
+        else:
+            known = self._writer.known.get(id(tensor))
+            if known is None or known.ref is None:
+                return
+            op = self.tape.ops[known.ref.index]
+            if op.index in self.tape.aliases or not is_gate(op):  # guarded already
+                return
         before = [
             Ref(one.index)
             for one in self.tape.ops[: op.index]
             if (one.kind is OpKind.INPUT or is_gate(one)) and isinstance(one.meta, TensorMeta)
         ]
-        owns = self.environment.owned
-        script, found = self._writer.script, None
-        if script is not None and script.is_active:
-            found = script.result_of(owns, (op.index,))
         looked = self._writer.emit(OpKind.SCALAR, owns, (Ref(op.index), *before), {}, frame)
         looked.meta = owns(tensor) if found is None else found[0]
         self._writer.guard(Test.VALUE, looked.index, looked.meta, "", frame)
