@@ -208,21 +208,22 @@ class Program:
         """Continue a replay whose other side has become known since it diverged."""
         if divergence.held is None:  # nothing was done that cannot be done again
             return self.run(arguments)
-        if divergence.exit is None or _written(divergence.exit) is None:
+        exit = divergence.exit  # read once: another thread may forget it
+        if exit is None or _written(exit) is None:
             return divergence
         if splicer is not None:
             try:
-                splicer(divergence.exit)
+                splicer(exit)
             except Unfit:
                 return divergence
-        return self._agreed(arguments, since=divergence, splicer=splicer)
+        return self._agreed(arguments, since=(divergence, exit), splicer=splicer)
 
     def _agreed(
         self,
         arguments: tuple[Any, ...],
         first: bool = False,
         compiled: bool = False,
-        since: Divergence | None = None,
+        since: tuple[Divergence, Exit] | None = None,
         splicer: Splicer | None = None,
     ) -> Finished | Divergence:
         """Replay, in agreement with other ranks where they communicate in it (see `_walk`)."""
@@ -242,7 +243,7 @@ class Program:
         arguments: tuple[Any, ...],
         first: bool,
         compiled: bool,
-        since: Divergence | None,
+        since: tuple[Divergence, Exit] | None,
         splicer: Splicer | None,
         joint: JointCall | None = None,
     ) -> Finished | Divergence:
@@ -252,7 +253,8 @@ class Program:
             arguments: the bound arguments in order.
             first: whether to go no other way than the first run did.
             compiled: whether to use what is compiled of segments.
-            since: where an earlier walk of the same call ended, at an answer that is known by now.
+            since: where an earlier walk of the same call ended, and where it goes on, since the
+                answer is known by now.
             splicer: see `run`.
             joint: makes ranks agree on what they do.
         """
@@ -262,9 +264,10 @@ class Program:
         exit: Exit | None = graph.beginning
         held, hold = Holes(graph.may_grow and not compiled and since is None), AutocastHold()
         if since is not None:
-            assert since.held is not None
-            exit, trips, hold = since.exit, since.trips, since.hold
-            held += since.held.values()
+            earlier, exit = since
+            assert earlier.held is not None
+            trips, hold = earlier.trips, earlier.hold
+            held += earlier.held.values()
         assert exit is not None
         piece, entered = exit.piece, exit.number
         code = (exit.compiled if compiled else None) or exit.code
