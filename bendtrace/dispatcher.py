@@ -103,7 +103,7 @@ class Dispatcher:
             auditor: has this call compared, if it is a replay; None for what was given first.
         """
         if modes := seeing_modes():
-            self.passing[_seen_by(modes[-1])] = None
+            self.passing[_reason_of_mode(modes[-1])] = None
             return self._under_modes(args, kwargs, plan)
         floor = self.floor
         if plan is not None:
@@ -146,7 +146,7 @@ class Dispatcher:
                     "the model has lazy modules, whose parameters the first call makes: call it "
                     "once before anything is inserted"
                 )
-            return self._made_lazily(args, kwargs)
+            return self._initialize(args, kwargs)
         if program is None and plan is not None:
             plain = self._trees.plain.find(names, arguments)  # on which insertions go live, too
             if plain is not None and plain.live_only and not self._trees.plain.looks_again(plain):
@@ -159,10 +159,10 @@ class Dispatcher:
             floor.followed(False)
             try:
                 return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
-            except Uninitialized:  # of modules that are not registered in the model
-                if plan is not None:
+            except Uninitialized as error:  # of modules that are not registered in the model
+                if plan is not None or error.function is not self._model:
                     raise
-            return self._made_lazily(args, kwargs)
+            return self._initialize(args, kwargs)
         if program.live_only:
             if tree.looks_again(program):
                 floor.followed(False)
@@ -258,7 +258,7 @@ class Dispatcher:
     def _floor_of(self, plan: Plan | None) -> Floor:
         return self.floor if plan is None else self._trees.floor(plan)
 
-    def _made_lazily(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _initialize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model itself, which makes the parameters of lazy modules."""
         self.stats.live += 1
         with self._called():
@@ -492,7 +492,7 @@ class Dispatcher:
         return self._kept(recording, program)
 
 
-def _seen_by(mode: Any) -> str:
+def _reason_of_mode(mode: Any) -> str:
     code = getattr(type(mode).__torch_function__, "__code__", None)
     place = f" at {full_place_text(code.co_filename, code.co_firstlineno)}" if code else ""
     return f"{type(mode).__qualname__}{place}, a function mode around the call, sees the model"

@@ -504,6 +504,19 @@ def test_a_port_is_compared_by_its_values(fault: str, text: str) -> None:
     assert json.loads(found.to_json())["culprits"][0]["b"] == culprit.label
 
 
+def test_a_port_that_differs_without_a_cause_is_not_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bendtrace.bisecting.bisect.partings", lambda *_: (None, None))
+    torch.manual_seed(0)
+    model = Original().eval()
+    with torch.no_grad():
+        found = bt.bisect(model, Port(model, "scale"), torch.tensor([[1, 2]]), rtol=1e-4, atol=1e-5)
+    assert found
+    assert found.first is None
+    assert "no op is the cause by itself" in str(found)
+
+
 def first_of_b(found: bt.Bisection) -> bt.LayerEntry:
     assert found.first is not None
     assert found.first.b is not None

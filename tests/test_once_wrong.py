@@ -555,9 +555,10 @@ def test_state_of_an_installed_package(
 
 
 _MOVING = """
-import functools, itertools, random
+import collections, functools, itertools, random
 import numpy
 
+asked, queued = iter(iter(range(9)).__next__, 99), iter(collections.deque(range(9)))
 ids, sides = itertools.count(), itertools.cycle([1, 2, 3])
 rows, pairs = iter([5, 6, 7, 8, 9]), zip([1, 2, 3, 4, 5], "abcde")
 keys, left = iter({1: 2, 3: 4, 5: 6, 7: 8, 9: 0}), map(abs, [-1, -2, -3, -4, -5])
@@ -595,6 +596,9 @@ def by_zip(): return next(pairs)[0]
 def by_keys(): return next(keys)
 def by_map(): return next(left)
 def by_generator(): return next(made)
+def by_two_steps(): return 0 * next(made) + next(made) + 1000
+def by_sentinel(): return next(asked)
+def by_deque(): return next(queued)
 def by_random(): return chance.random()
 def by_numpy(): return float(drawn.random())
 def by_cache(): return kept(2) + kept.cache_info().hits

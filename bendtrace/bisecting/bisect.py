@@ -218,10 +218,17 @@ class Bisection:
         self.unknown: dict[str, str] = {}
         self._changes = {change.a.label: change for change in self.difference.changed}
         self._only = {entry.label for entry in self.difference.added}
-        self.by_content: bool = share_in_common(a.log, b.log, self._pairs) < _ALIKE
+        outputs = [
+            [_value(entry) for entry in side.log.entries if entry.kind == "output"]
+            for side in (a, b)
+        ]
+        is_known = all(values and all(value is not None for value in values) for values in outputs)
+        self.by_content: bool = is_known and share_in_common(a.log, b.log, self._pairs) < _ALIKE
+        self._parts: bool = self.by_content and self._far(*outputs) is not None
         if self.by_content:
             self.path = None
-            self._part(a, b)
+            if self._parts:
+                self._part(a, b)
         else:
             for entry in a.log.entries:
                 self._look_at(entry)
@@ -240,19 +247,13 @@ class Bisection:
 
     def __bool__(self) -> bool:
         if self.by_content:
-            return bool(self.culprits)
+            return self._parts or self.unseen
         values = any(change.value is not None or "shape" in change.aspects
                      for change in self.difference.changed)  # fmt: skip
         return bool(self.culprits or self.unknown or values or self.unseen or self.path)
 
     def _part(self, a: Side, b: Side) -> None:
         """Look for where two runs part that have few ops in common."""
-        outputs = [
-            [_value(entry) for entry in side.log.entries if entry.kind == "output"]
-            for side in (a, b)
-        ]
-        if self._far(*outputs) is None:
-            return
         one, two = partings(a, b, lambda x, y: self._far(x, y) is None)
         if one is not None or two is not None:
             is_state = one is not None and one.kind == "state"

@@ -256,13 +256,16 @@ def is_opaque(value: Any) -> bool:
 
 
 # Iterators that Python's own code makes, of which can be read how far they have come.
-_EMPTY: tuple[Any, ...] = ([], (), "", b"", bytearray(), range(0), range(1 << 70))
+_EMPTY: tuple[Any, ...] = (
+    [], (), "", b"", bytearray(), range(0), range(1 << 70), collections.deque(),
+)  # fmt: skip
 _KEYED: tuple[Any, ...] = ({}, {}.values(), {}.items(), set())
 _OF_KEYED = frozenset(type(iter(one)) for one in _KEYED)  # whose `__reduce__` copies what is left
 _ITERATORS = _OF_KEYED | {
     types.GeneratorType, itertools.count, enumerate, filter, map, reversed, zip,
-    type(reversed([])), type(iter(int, None)), *(type(iter(one)) for one in _EMPTY),
+    type(reversed([])), *(type(iter(one)) for one in _EMPTY),
 }  # fmt: skip
+_ASKING_A_FUNCTION = type(iter(int, None))  # which has a position of its own
 # Later versions of Python deprecate and remove what tells their positions.
 _OF_ITERTOOLS = frozenset(
     kind for name, kind in vars(itertools).items() if name[0] != "_" and isinstance(kind, type)
@@ -274,36 +277,39 @@ def position_reader(value: Any) -> Callable[[Any], Any] | None:
 
     It returns something new each time where that cannot be read.
     """
+    if type(value) is _ASKING_A_FUNCTION:
+        return lambda value: [object()]
     if type(value) in _OF_ITERTOOLS and type(value) is not itertools.count:
         return _position if sys.version_info < (3, 12) else lambda value: [object()]
     return _position if type(value) in _ITERATORS else None
 
 
-def _position(iterator: Any) -> list[Any]:
+def _position(iterator: Any) -> Any:
+    """Return what tells a position; its items are held, so that no other object takes their id."""
     kind: Any = type(iterator)
     if kind is itertools.count:
         return [repr(iterator)]
     if kind is types.GeneratorType:
         frame = iterator.gi_frame
-        return [] if frame is None else [frame.f_lasti, *map(id, frame.f_locals.values())]
+        return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
     if kind in _OF_KEYED:
         return [operator.length_hint(iterator)]
-    return [*_marks(iterator.__reduce__())]
+    return tuple(_marks(iterator.__reduce__()))
 
 
 def _marks(value: Any) -> Iterator[Any]:
-    """Yield numbers, texts and identities that tell two positions apart."""
+    """Yield what tells two positions apart."""
     if type(value) is tuple:
         for part in value:
             yield from _marks(part)
-    elif position_reader(value) is not None:
-        yield from _position(value)
-    elif type(value) in (int, str):
-        yield value
+    elif (reader := position_reader(value)) is not None:
+        yield from reader(value)
+    elif hasattr(type(value), "__next__"):  # whose position is not known
+        yield object()
     elif type(value) is list and not value:  # an iterator that is done holds a new one
         yield 0
     else:
-        yield id(value)
+        yield value
 
 
 def _is_pythons(base: type) -> bool:

@@ -28,7 +28,18 @@ __all__ = ["Signature", "Uninitialized", "record", "uninitialized_in"]
 
 
 class Uninitialized(InputError):
-    """A model has lazy modules that have not been called yet, or its code reaches some."""
+    """A model has lazy modules that have not been called yet, or its code reaches some.
+
+    Args:
+        function: the model.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(
+            "the model has lazy modules, whose parameters are created by the first call: call it "
+            "once first"
+        )
+        self.function = function
 
 
 class Signature:
@@ -170,10 +181,7 @@ def record(
         look_once()
         environment = Environment(function, signature.bind(args, kwargs))
         if not environment.is_repeated and (environment.is_lazy or uninitialized_in(function)):
-            raise Uninitialized(
-                "the model has lazy modules, whose parameters are created by the first call: call "
-                "it once first"
-            )
+            raise Uninitialized(function)
         recorder = Recorder(
             function, environment, script, observer, inserter, reads_states, keeps_errors,
             lifting,
