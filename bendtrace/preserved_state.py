@@ -23,6 +23,7 @@ from bendtrace.errors import InputError
 from bendtrace.history.copies import copied
 from bendtrace.source.internals import keeps_version
 from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
+from bendtrace.torch_rules.draws import restorer_of
 from bendtrace.torch_rules.owners import parts_of
 from bendtrace.torch_rules.writes import storage_of, version_of
 
@@ -191,11 +192,11 @@ class ModelState:
         generators = [
             part.value
             for environment in self._environments
-            for part in environment.generators
+            for part in (*environment.generators, *environment.host_generators)
             if part.value is not None
         ]
-        self.generators: list[torch.Generator] = generators
-        self._drawn = [(made, made.get_state()) for made in generators]
+        self.generators: list[Any] = generators
+        self._drawn = [*map(restorer_of, generators)]
         self._variables = dict(os.environ)
         self._held: dict[int, _Held] = {}
         self._storages: set[int] = set()
@@ -245,8 +246,8 @@ class ModelState:
         Raises:
             InputError: something cannot be restored.
         """
-        for generator, state in self._drawn:
-            generator.set_state(state)
+        for restore in self._drawn:
+            restore()
         if self._variables != os.environ:
             os.environ.clear()
             os.environ.update(self._variables)
@@ -313,18 +314,17 @@ def _contained(environment: Environment) -> Iterator[Any]:
     yield from environment.depends.cells.values()
 
 
-def _restorer(value: Any) -> Callable[[], None] | None:
+def _restorer(value: Any) -> Callable[[], object] | None:
     """Return what restores the content of an object; None if nothing is known that does."""
     kind = type(value)
     if kind is types.CellType:
         return _restorer_of_cell(value)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        state = value.getstate()
-        return lambda: value.setstate(state)
-    drawn = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
-    if drawn is not None and kind.__module__.startswith("numpy.random"):
-        given = drawn.state
-        return lambda: setattr(drawn, "state", given)
+        return restorer_of(value)
+    if kind.__module__.startswith("numpy.random") and (
+        hasattr(value, "_bit_generator") or hasattr(value, "capsule")
+    ):
+        return restorer_of(value)
     if is_array(value):
         content = value.copy()
         return lambda: _restore_array(value, content)

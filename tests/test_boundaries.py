@@ -155,7 +155,7 @@ def test_a_tensor_of_unknown_origin_is_named_and_never_baked_in() -> None:
         bt.trace(model, torch.zeros(1)).replay(torch.zeros(1))
 
 
-def test_python_s_random_numbers_make_the_model_run_live() -> None:
+def test_python_s_random_numbers_are_drawn_again() -> None:
     import random
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def test_python_s_random_numbers_make_the_model_run_live() -> None:
     wanted = [random.random() for _ in range(3)]
     random.seed(1)
     assert [bended(torch.ones(1, dtype=torch.float64)).item() for _ in range(3)] == wanted
-    assert bended.stats.live == 3
+    assert bended.stats.replays == 2
 
 
 def test_other_threads_are_not_recorded() -> None:

@@ -320,12 +320,26 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-GENERATOR = "a `torch.Generator` that is drawn from"
+GENERATOR = "a `torch.Generator`, `random.Random` or generator of numpy that is drawn from"
 
 
 @case(GENERATOR, lambda: (grid(), generator(1)), other=lambda: (grid(), generator(2)))
 def generator_given(x: Tensor, generator: torch.Generator) -> Tensor:
     return x * torch.rand(3, generator=generator)
+
+
+@case(GENERATOR, lambda: (grid(), random.Random(1)), other=lambda: (grid(), random.Random(2)))
+def generator_of_python_given(x: Tensor, generator: random.Random) -> Tensor:
+    return x * generator.random()
+
+
+@case(
+    GENERATOR,
+    lambda: (grid(), np.random.default_rng(1)),
+    other=lambda: (grid(), np.random.default_rng(2)),
+)
+def generator_of_numpy_given(x: Tensor, generator: Any) -> Tensor:
+    return x * generator.random()
 
 
 UNKNOWN = (
@@ -1319,12 +1333,12 @@ def deterministic_inside(x: Tensor) -> Any:
 # Randomness
 
 
-@case("torch's random numbers")
+@case("random numbers of torch, Python and numpy")
 def draws(x: Tensor) -> Tensor:
     return torch.nn.functional.dropout(x) * torch.rand(3) + torch.randn_like(x)
 
 
-@case("seeding torch, taking and setting its state: `manual_seed`, `fork_rng`")
+@case("seeding: `manual_seed`, `fork_rng`, `random.seed`, `numpy.random.seed`")
 def seeds(x: Tensor) -> Tensor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -1359,14 +1373,21 @@ def seed_asked_for(x: Tensor) -> Tensor:
     return x * torch.initial_seed()
 
 
-@case("Python's and numpy's random numbers", live_at="random.random()")
+@case("random numbers of torch, Python and numpy")
 def pythons(x: Tensor) -> Tensor:
+    random.seed(x.shape[0])
     return x * random.random()
 
 
-@case("Python's and numpy's random numbers", live_at="np.random.rand()")
+@case("random numbers of torch, Python and numpy")
 def numpys(x: Tensor) -> Tensor:
+    np.random.seed(x.shape[0])
     return x * np.random.rand()
+
+
+@case("arrays of random numbers; draws that C code makes unseen", live_at="np.random.rand(")
+def numpys_array(x: Tensor) -> Tensor:
+    return x * torch.from_numpy(np.random.rand(*x.shape))
 
 
 # What is one operation

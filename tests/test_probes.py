@@ -79,7 +79,7 @@ def test_a_part_of_torch_that_is_not_met_is_found(
         "torch.manual_seed": "manual_seed", "torch.func": "vmap_impl", "clocks": "time",
         "the environment": "__getitem__", "saved tensors": "__enter__",
         "dispatch modes": "__enter__", "forward-mode differentiation": "enter_dual_level",
-        "threads": "start", "files": "open", "random.seed": "seed",
+        "threads": "start", "files": "open", "random numbers of Python": "random",
     }  # fmt: skip
     if probe.part == "sizes and numbers":
         monkeypatch.setattr("bendtrace.recording.values.TracedInt", lambda value, *_: value)

@@ -230,6 +230,11 @@ UNPACKED: dict[str, tuple[Any, bool]] = {
     "a variable": (lambda x: f(*x), True),
     "more than one": (lambda x: f(x, *x), False),
     "with a condition": (lambda x, y: f(*x, 1 if y else 2, **y), False),
+    "with a condition in front of others": (lambda x, y: f(x, a=1 if y else 2, **y), False),
+    "with `or` in front of others": (lambda x, y: f(x, a=y or x, **y), False),
+    "either, and a condition": (lambda x, y: f(*((x,) if x else [x]), a=1 if y else 2), True),
+    "or, and a condition": (lambda x, y: f(*([x] if x else (x,)), a=1 if y else 2), True),
+    "a variable, and a condition": (lambda x, y: f(*x, a=1 if y else 2, **y), True),
     "with a function among the named": (lambda x, y: f(x, *x, key=lambda: x, **y), False),
 }
 

@@ -11,11 +11,12 @@ from torch import nn
 
 from bendtrace._lazy import imported
 from bendtrace.cli.inputs import Inputs
-from bendtrace.cli.runs import check, seed_all
+from bendtrace.cli.runs import check
 from bendtrace.cli.targets import build, find
 from bendtrace.errors import InputError
 from bendtrace.export.exporting import export
 from bendtrace.recording.run import Signature
+from bendtrace.torch_rules.draws import seed_all
 
 __all__ = ["EPILOG", "add_options", "exported"]
 

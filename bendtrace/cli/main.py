@@ -19,10 +19,11 @@ from bendtrace.cli.example import AdaptiveBlock
 from bendtrace.cli.exports import EPILOG, add_options, exported
 from bendtrace.cli.inputs import Inputs, read
 from bendtrace.cli.report import as_json, as_text
-from bendtrace.cli.runs import run, seed_all
+from bendtrace.cli.runs import run
 from bendtrace.cli.targets import build, find
 from bendtrace.errors import BendtraceError, InputError
 from bendtrace.module import BendedModule
+from bendtrace.torch_rules.draws import seed_all
 
 __all__ = ["main"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import random
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +28,9 @@ from bendtrace.recording.run import Signature
 from bendtrace.replay.explain import Mismatch
 from bendtrace.source.internals import pytree
 from bendtrace.stats import Stats
+from bendtrace.torch_rules.draws import seed_all
 
-__all__ = ["Call", "CommandRun", "check", "describe", "run", "seed_all"]
+__all__ = ["Call", "CommandRun", "check", "describe", "run"]
 
 
 def check(model: Callable[..., Any], args: Any, kwargs: Any, target: str) -> None:
@@ -275,15 +274,6 @@ def _made(inputs: Inputs, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     made = inputs.make()
     seed_all(seed)  # what the model draws should not depend on how inputs were made
     return made
-
-
-def seed_all(seed: int) -> None:
-    """Seed the generators of torch, Python and, if it is in use, numpy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
 
 
 def _after(model: Callable[..., Any], output: Any, args: Any, kwargs: Any) -> Any:

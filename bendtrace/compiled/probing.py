@@ -21,7 +21,6 @@ from bendtrace.compiled.splices import Splice, applied
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.schedule import Schedule
-from bendtrace.replay.stretches import random_states, restore
 from bendtrace.source.internals import TorchDispatchMode
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import ContextSwitch, current_context
@@ -35,6 +34,7 @@ from bendtrace.tape.tape import (
     Test,
     kind_of,
 )
+from bendtrace.torch_rules.draws import RandomStates
 from bendtrace.torch_rules.functions import name_of
 from bendtrace.torch_rules.writes import storage_of, works_in_place
 
@@ -83,12 +83,12 @@ def probe(
     Raises:
         Refusal: an op writes to what was there before, or draws random numbers.
     """
-    states = random_states()
+    states = RandomStates()
     try:
         return _Probe(recording, arguments, splices).run()
     finally:
-        if any(not torch.equal(generator.get_state(), state) for generator, state in states):
-            restore(states)
+        if states.differ():
+            states.restore()
             raise Refusal("it draws random numbers")
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from bendtrace._places import full_place_text
 from bendtrace.source.bytecode import catches_all, computes_names, named_in
 from bendtrace.source.features import names_off
+from bendtrace.torch_rules.draws import CHANGING
 
 __all__ = [
     "ASKING",
@@ -267,6 +268,7 @@ UNDETECTABLE = {
 }  # fmt: skip
 _STATES = frozenset(
     {"get_state", "set_state", "clone_state", "graphsafe_set_state", "seed", "manual_seed"}
+    | CHANGING
 )
 
 

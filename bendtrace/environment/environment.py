@@ -44,6 +44,7 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.structure import entries_of, flat, kept_in
 from bendtrace.tape.watchers import current_watcher
+from bendtrace.torch_rules.draws import is_drawn_from, is_module_of_draws, stand_in_for
 
 __all__ = ["Environment"]
 
@@ -80,6 +81,7 @@ class Environment(Found):
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
         self._placed: list[tuple[Captured, Any]] = []
+        self._stand_ins: dict[int, tuple[Any, Captured]] = {}
         self._items: dict[int, list[Any]] = {}
         # A run around this one must not record what is asked of tensors here: it is not always
         # the same that is asked.
@@ -97,6 +99,10 @@ class Environment(Found):
         if not self.is_repeated:
             plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
             self._scan(arguments, plain_numbers)
+        for part in self.parts:
+            if part.kind is not CaptureKind.ALIAS and is_drawn_from(part.value):
+                stand_in = stand_in_for(part.value)
+                self._stand_ins[id(stand_in)] = stand_in, part
         for part in self.parts:
             if part.kind is CaptureKind.GROWING:
                 self._items[part.index] = list(part.value)
@@ -216,9 +222,23 @@ class Environment(Found):
             (part.label, part.value.label) for part in self.parts if part.kind is CaptureKind.ALIAS
         }
 
+    def find(self, thing: Any) -> Captured | None:
+        """Return the part that `thing` is, or stands for; None if the run did not begin with it."""
+        part = super().find(thing)
+        if part is None and id(thing) in self._stand_ins:
+            part = self._stand_ins[id(thing)][1]
+        return part
+
+    def label_of(self, thing: Any) -> str:
+        """Return the label of the part that `thing` is; "" if the run did not begin with it."""
+        part = self.find(thing)
+        return "" if part is None else part.label
+
     def things(self) -> dict[int, Any]:
         """Return what the run could read, by identity."""
-        return {key: part.value for key, part in self.by_id.items()}
+        found = {key: part.value for key, part in self.by_id.items()}
+        found.update((key, part.value) for key, (_, part) in self._stand_ins.items())
+        return found
 
     def sets(self) -> Iterator[set[Any]]:
         """Yield the sets that the run could read."""
@@ -380,6 +400,23 @@ class Environment(Found):
         self.lifted = frozenset(part.label for part in found)
         return found
 
+    def stand_in(self, thing: Any) -> Any:
+        """Return what a run receives in place of a generator of numpy; anything else itself."""
+        return next((one for one, part in self._stand_ins.values() if part.value is thing), thing)
+
+    def place_generators(self) -> None:
+        """Put something that is watched in the place of each generator of numpy."""
+        holders: list[tuple[Captured, Any]] = []
+        for part in self.parts if self._stand_ins else ():
+            stand_in = self.stand_in(_thing_of(part))
+            holder = part.parent
+            if stand_in is _thing_of(part) or holder is None or part.is_argument:
+                continue
+            # The functions of these modules are exchanged by intercepts, for all threads.
+            if not is_module_of_draws(holder.value):
+                holders.append((part, stand_in))
+        self.place(holders)
+
     def place(self, stand_ins: list[tuple[Captured, Any]]) -> None:
         """Put something in the place of numbers while the run goes on."""
         for part, stand_in in stand_ins:
@@ -398,7 +435,7 @@ class Environment(Found):
             assert part.parent is not None
             with suppress(LookupError, AttributeError):
                 if part.read_from(part.parent.value) is stand_in:
-                    put(part.parent.value, part.key, part.value)
+                    put(part.parent.value, part.key, _thing_of(part))
         self._placed.clear()
 
     def release(self) -> None:
@@ -413,6 +450,11 @@ class Environment(Found):
             if part.kind in _LET_GO and part.access is not Access.FIXED:
                 part.value = None
         self.by_id.clear()
+
+
+def _thing_of(part: Captured) -> Any:
+    """Return the object that a part, or one that another name of it stands for, is."""
+    return part.value.value if part.kind is CaptureKind.ALIAS else part.value
 
 
 def _in_one_order(before: Iterable[Any], now: Iterable[Any]) -> bool:

@@ -148,7 +148,12 @@ class Ran:
         if function in QUESTIONS:
             self._asks(frame, function)
         name = function.__name__
-        if name in _ENTROPY and isinstance(function.__self__, (types.ModuleType, random.Random)):
+        is_seeded = name == "seed" and frame.f_locals.get("a") is not None  # by a number
+        if (
+            name in _ENTROPY
+            and not is_seeded
+            and isinstance(function.__self__, (types.ModuleType, random.Random))
+        ):
             place = _users_place(frame, self._is_finished)
             if place is not None:
                 self.entropy.setdefault(name, place)

@@ -217,7 +217,8 @@ class Found:
         members: the objects, no plain values, that are keys of dicts, or in sets and queues.
         cached: what they held when the run began, as far as it is not known to stay: results of the
             user's functions, and objects.
-        generators: the parts that are random generators.
+        generators: the parts that are random generators of torch.
+        host_generators: those of Python and numpy.
         growing: lists and deques, by identity, that are not looked into: code only adds to them.
         depends: what the code that was looked at depends on.
         watched_objects: what else is watched, by its content.
@@ -255,6 +256,7 @@ class Found:
         self.members: list[Any] = []
         self.cached: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.generators: list[Captured] = []
+        self.host_generators: list[Captured] = []
         self.growing: dict[int, Any] = {}
         self.depends: Depends = Depends()
         self.watched_objects: WatchedContent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import operator
 import pickle
 import types
@@ -57,7 +58,7 @@ def growing_in(found: Found) -> dict[int, Any]:
         id(vars(part.value)): part.type
         for part in found.parts
         if part.kind is CaptureKind.MODULE
-        or (part.kind is CaptureKind.IDENTITY and type(part.value).__dictoffset__)
+        or (part.kind is CaptureKind.IDENTITY and _has_attributes(part.value))
     }
     for part in found.parts:
         if part.index in tied:  # what holds it is known by another name, too
@@ -102,6 +103,11 @@ def added_to(before: list[Any], now: Any) -> list[Any] | None:
     if any(map(operator.is_not, before, items)):
         return None
     return items[len(before) :]
+
+
+def _has_attributes(value: Any) -> bool:
+    """Return whether an object has a dict; asking a partial function for its own would make one."""
+    return bool(type(value).__dictoffset__) and not isinstance(value, functools.partial)
 
 
 def _can_grow(part: Captured) -> bool:

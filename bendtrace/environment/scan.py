@@ -63,6 +63,7 @@ from bendtrace.tape.plain_numbers import asks, is_exact_format
 from bendtrace.tape.structure import entries_of, flat, kept_in, read_partial
 from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.distributed_forward import gathered_names, hidden_of, is_joint_hook
+from bendtrace.torch_rules.draws import is_host_generator
 from bendtrace.torch_rules.functions import ScriptModule
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 from bendtrace.torch_rules.owners import named_modules
@@ -167,12 +168,17 @@ class Scan(CodeScan):
                 if key in found.names:  # others, such as marks of an optimizer, are not read
                     self._scan(item, route.into(part, key))
         found.generators = [part for part in found.parts if part.type is torch.Generator]
-        if found.generators or self._modules or any(found.hook_dicts):
+        found.host_generators = [
+            part for part in found.parts
+            if part.kind is not CaptureKind.ALIAS and is_host_generator(part.value)
+        ]  # fmt: skip
+        drawn_from = (*found.generators, *found.host_generators)
+        if drawn_from or self._modules or any(found.hook_dicts):
             self.notes.is_steady = False
         if self._of_gradients and self._may_differentiate():
             found.blockers += self._of_gradients
         found.blockers += undetectable_in(
-            found.names, found.stores, found.functions, bool(found.generators)
+            found.names, found.stores, found.functions, bool(drawn_from)
         )
         for part in self._unguarded:
             what = f"argument {part.label} is a {part.type.__qualname__}"
@@ -197,7 +203,7 @@ class Scan(CodeScan):
             return True
         if isinstance(value, types.FunctionType) and is_finished(value):
             return True
-        if isinstance(value, _MORE):
+        if isinstance(value, _MORE) or is_host_generator(value):
             if known is None:
                 self._scan(value, Route(None, Access.FIXED, None, label, False))
             return True
@@ -299,9 +305,9 @@ class Scan(CodeScan):
             else:
                 self.met_object(kind)
             self._scan_container(value, route)
-        elif kind is torch.Generator and route.is_argument:
+        elif route.is_argument and (kind is torch.Generator or is_host_generator(value)):
             part = self._add(value, route, CaptureKind.OBJECT)  # any will do
-            found.held[part.index], part.size = {}, ()
+            found.held[part.index], part.size = {}, tuple(attributes_of(value))
         else:
             self._scan_by_identity(value, route)
 
@@ -381,7 +387,9 @@ class Scan(CodeScan):
                 self._unguarded.append(part)
             elif callable(value):
                 found.watched_objects.add(value, route.label)
-        elif not isinstance(value, (torch.Tensor, torch.Generator, type)):
+        elif not (
+            isinstance(value, (torch.Tensor, torch.Generator, type)) or is_host_generator(value)
+        ):
             label, holder = route.label, route.parent
             while holder is not None:
                 if holder.kind is CaptureKind.OBJECT and not is_users_class(holder.type):

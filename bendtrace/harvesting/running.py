@@ -30,7 +30,8 @@ from bendtrace.harvesting.settings import Settings, state_of, sum_of
 from bendtrace.harvesting.shards import Shard, ShardFiles, shards_in
 from bendtrace.harvesting.workers import Workers, Writer
 from bendtrace.module import BendedModule
-from bendtrace.replay.stretches import have_drawn, random_states
+from bendtrace.preserved_state import PreservedState, no_model
+from bendtrace.torch_rules.draws import RandomStates, seed_all
 
 __all__ = ["HarvestRun", "refuse_repeats", "total_of"]
 
@@ -241,16 +242,16 @@ class HarvestRun:
     def _run(self, number: int, content: Any) -> None:
         filling, seed = self._collector.filling, self._settings.seed
         if seed is not None:
-            with torch.random.fork_rng():
+            with PreservedState(no_model):
                 digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
-                torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                seed_all(int.from_bytes(digest[:8], "little") >> 1)
                 self._called(content)
         elif filling.draws:
             self._called(content)
         else:
-            before = random_states()
+            before = RandomStates()
             self._called(content)
-            filling.draws = have_drawn(before)
+            filling.draws = before.differ()
 
     def _called(self, content: Any) -> None:
         if self._call is None:

@@ -32,7 +32,6 @@ from bendtrace.replay.explain import explain_divergence
 from bendtrace.replay.raising import departure_by, values_in
 from bendtrace.replay.schedule import may_be_caught
 from bendtrace.replay.source import Departure, gives_nothing, test_of
-from bendtrace.replay.stretches import RandomStates, have_drawn, random_states
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import AutocastHold
@@ -42,6 +41,7 @@ from bendtrace.tape.tape import (
     TensorMeta,
     refs_in,
 )
+from bendtrace.torch_rules.draws import RandomStates
 from bendtrace.torch_rules.functions import is_gate
 
 __all__ = ["from_activations", "told"]
@@ -112,13 +112,14 @@ class Left:
                 return other
         return None
 
-    def has_effects(self, random: RandomStates) -> bool:
+    def has_effects(self, random: RandomStates | None) -> bool:
         """Whether anything besides the values of the run has been changed, or may have been.
 
         Args:
-            random: the states of the random generators at its start.
+            random: the states of the random generators at its start, if it may draw.
         """
-        return have_drawn(random) or self.prepared.rest.memory.has_effects(self.done)
+        has_drawn = random is None or random.differ()
+        return has_drawn or self.prepared.rest.memory.has_effects(self.done)
 
     @property
     def can_be_resumed(self) -> bool:
@@ -377,7 +378,7 @@ class _Run:
         """Follow known paths as far as possible, and continue from there."""
         slots = self._rests.values_for(prepared)
         values = dict(slots)
-        random = () if prepared.rest.is_straight else random_states()
+        random = None if prepared.rest.is_straight else RandomStates()
         passed: set[Any] = set()
         seen: set[tuple[int, int]] = set()
         while True:
@@ -453,7 +454,7 @@ class _Run:
     def _gone_on(
         self,
         left: Left,
-        random: RandomStates,
+        random: RandomStates | None,
         hold: AutocastHold,
         tree: TraceTree,
         plan: Plan | None,

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import inspect
 import operator
-import random
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -23,6 +20,7 @@ from bendtrace.environment.growing import note_added, reached_as
 from bendtrace.environment.kinds import is_value
 from bendtrace.environment.provenance import is_finished
 from bendtrace.environment.reachability import reachable_from
+from bendtrace.recording.draws import Draws
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.recording.names import node_names
 from bendtrace.recording.one_op import assigned_in
@@ -46,6 +44,7 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.arrays import overlap
 from bendtrace.torch_rules.distributed_forward import JOINT
+from bendtrace.torch_rules.draws import generator_name, state_of, torchs_generators
 from bendtrace.torch_rules.functions import (
     OpOverload,
     OpOverloadPacket,
@@ -187,7 +186,7 @@ class Finish:
         self._writer = writer
         self._encoder = encoder
         self._start = start
-        self._random_states = _python_random_states()
+        self.draws: Draws = Draws([part.value for part in environment.host_generators])
         self._generators = self._torchs_random_states()
         self._seeds_before = self._seeds()
         self._entry = self._modes()
@@ -205,9 +204,9 @@ class Finish:
         if self.tape.calls and self.tape.calls[0].module is self._function:
             root = self.tape.calls[0]
         recording = Recording(self.tape, self.environment, root)
-        # If the run is the first to import numpy, its draws are unknown.
-        if _python_random_states() != self._random_states:
-            self.block("the run draws from Python's or numpy's random generator", *_RANDOM)
+        for generator in self.draws.unseen():
+            label = self.environment.label_of(generator) or generator_name(generator)
+            self.block(f"the run moves {label} past the tracer", *_RANDOM)
         # `torch.seed()` calls `torch.cuda.manual_seed_all`, and then seeds the CPU's by itself.
         seeded = {getattr(op.target, "__name__", "") for op in self.tape.ops}
         cpus, *others = map(operator.ne, self._seeds(), self._seeds_before)
@@ -295,12 +294,7 @@ class Finish:
     def _torchs_random_states(self) -> list[bytes]:
         """The states of the generators that a run can draw from, the default one first."""
         known = [part.value for part in self.environment.generators if part.value is not None]
-        if torch.cuda.is_initialized():
-            known += torch.cuda.default_generators
-        with torch._C.DisableTorchFunction():
-            states = [generator.get_state() for generator in (torch.default_generator, *known)]
-            # Read in memory: no mode of the caller's is to see this.
-            return [ctypes.string_at(state.data_ptr(), state.numel()) for state in states]
+        return [*map(state_of, (*torchs_generators(), *known))]
 
     @staticmethod
     def _modes() -> Any:
@@ -537,16 +531,6 @@ def _implementation(target: Any) -> Any:
 _OPDEFS: Mapping[str, Any] = internal(
     "torch._library.custom_ops.OPDEFS", {}, "operators defined in Python", ""
 )
-
-
-def _python_random_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    # Queried here, because numpy imports this part of it on first use.
-    return random.getstate(), tuple(
-        part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()
-    )
 
 
 _SEEDING = {"manual_seed", "manual_seed_all"}

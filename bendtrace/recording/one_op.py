@@ -21,6 +21,7 @@ from bendtrace.source.bytecode import single_steps
 from bendtrace.source.sites import TORCH
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical, is_array, module_of
 from bendtrace.tape.structure import can_build, held_by
+from bendtrace.torch_rules.draws import is_host_generator
 from bendtrace.torch_rules.functions import is_torchs_function
 
 __all__ = ["Given", "assigned_in"]
@@ -56,6 +57,8 @@ class Given:
             if kind in PLAIN_TYPES or id(thing) in found:
                 continue
             if isinstance(thing, (torch.Tensor, nn.Module, types.ModuleType)):
+                continue
+            if is_host_generator(thing):
                 continue
             if module_of(kind).startswith("bendtrace."):  # a traced number leads to the recorder
                 continue

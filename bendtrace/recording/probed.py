@@ -108,9 +108,9 @@ def opens(x: Tensor) -> Tensor:
         return x + 0
 
 
-def seeds_python(x: Tensor) -> Tensor:
+def draws(x: Tensor) -> Tensor:
     random.seed(0)
-    return x + 0
+    return x * random.random()
 
 
 def applies(x: Tensor) -> Tensor:
@@ -118,10 +118,10 @@ def applies(x: Tensor) -> Tensor:
 
 
 def followed(x: Tensor) -> list[Tensor]:
-    parts = (Outer(), sizes, applies, maps, reads_clock, reads_environment)
+    parts = (Outer(), sizes, applies, maps, reads_clock, reads_environment, draws)
     return [part(x) for part in parts]
 
 
 def live(x: Tensor) -> list[Tensor]:
-    parts = (saves, dispatches, is_dual, starts_thread, opens, seeds_python)
+    parts = (saves, dispatches, is_dual, starts_thread, opens)
     return [part(x) for part in parts]

@@ -400,5 +400,5 @@ TORCH_PROBES = (
     _blocks("forward-mode differentiation", "is_dual", "forward-mode", "forward_ad", "jvp"),
     _blocks("threads", "starts_thread", "a thread", "Thread", "threading", "ThreadPoolExecutor"),
     _blocks("files", "opens", "open", "open"),
-    _blocks("random.seed", "seeds_python", "random.seed", "seed"),
+    _follows("random numbers of Python", "draws", "seed random mul", "seed", "random"),
 )

@@ -161,6 +161,7 @@ class Recorder(RecordingMode):
             Exception: whatever the function raises, unchanged.
         """
         finish = Finish(self._writer, self.environment, self._encoder, self._start, self._function)
+        self._draws = finish.draws
         if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
             finish.block("hooks are registered for all modules")
         own = (self, self._writer, self._values, self._values.scalars)
@@ -173,6 +174,7 @@ class Recorder(RecordingMode):
         try:
             if self._lifting is not None:
                 self._lifting.place()
+            self.environment.place_generators()
             with watching(self), self:
                 self._ran.begin()
                 try:
@@ -518,6 +520,10 @@ class Recorder(RecordingMode):
                 return self._inserter.op(function, args, kwargs, frame, self._opaque)
         return self._opaque(function, args, kwargs, frame)
 
+    def holds(self, thing: Any) -> bool:
+        """Return whether the environment has an object (see `watchers.Watcher`)."""
+        return self.environment.find(thing) is not None
+
     def _opaque(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
@@ -556,10 +562,12 @@ class Recorder(RecordingMode):
         self, op: Op, function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         outer, self._within = self._within, True
+        self._draws.begin()
         try:
             out = self._carry_out(op, function, args, kwargs)
         finally:
             self._within = outer
+            self._draws.end()
         with torch._C.DisableTorchFunction():
             if may_share(function):
                 self._shares(op, function, args, kwargs, out, frame)

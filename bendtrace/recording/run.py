@@ -246,20 +246,27 @@ class _Arguments:
             if part.kind in (CaptureKind.TENSOR, CaptureKind.NUMBER):
                 traced[part.index] = recorder.argument(part, part.value)
         self.given = {
-            part.label: _exchanged(part, children, traced)
+            part.label: _exchanged(part, children, traced, recorder.environment.stand_in)
             for part in parts
             if part.access is Access.ROOT
         }
 
 
-def _exchanged(part: Captured, children: dict[int, list[Captured]], traced: dict[int, Any]) -> Any:
+def _exchanged(
+    part: Captured,
+    children: dict[int, list[Captured]],
+    traced: dict[int, Any],
+    stand_in: Callable[[Any], Any],
+) -> Any:
     if part.kind is CaptureKind.NUMBER:
         return traced[part.index]
     if part.kind is CaptureKind.ALIAS:
-        return part.value.value
+        return stand_in(part.value.value)
     if part.type is not tuple or part.index not in children:  # a large tuple is compared as a whole
-        return part.value
-    items = tuple(_exchanged(child, children, traced) for child in children.get(part.index, ()))
+        return stand_in(part.value)
+    items = tuple(
+        _exchanged(child, children, traced, stand_in) for child in children.get(part.index, ())
+    )
     same = all(new is old for new, old in zip(items, part.value, strict=True))
     return part.value if same else items
 

@@ -18,7 +18,7 @@ from bendtrace.recording.writer import Known, Writer
 from bendtrace.source.internals import internal
 from bendtrace.source.sites import user_place, users_code
 from bendtrace.source.usage import compares_identity, only_tests
-from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, requires_grad
+from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, is_whole, requires_grad
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import (
     TRACED,
@@ -179,7 +179,7 @@ class Values:
         op.meta = out
         if out is torch.default_generator:  # what seeding returns
             return out
-        if kind in PLAIN_TYPES:
+        if kind in PLAIN_TYPES or is_whole(kind):
             self._writer.guard(Test.VALUE, op.index, out, "metadata", frame)
         else:
             self.tape.block(

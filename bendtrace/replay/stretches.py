@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
-
-import torch
+from typing import Any
 
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.recorder import Recording
@@ -22,40 +20,12 @@ __all__ = [
     "Failure",
     "Finished",
     "Path",
-    "RandomStates",
     "Side",
     "Stretch",
-    "have_drawn",
-    "random_states",
-    "restore",
 ]
 
 # The name of an exception's type, and the file and line where the model raised it.
 Failure = tuple[str, str, int]
-
-
-# Torch's generators of random numbers, each with its state at some moment.
-RandomStates: TypeAlias = tuple[tuple[torch.Generator, torch.Tensor], ...]
-
-
-def random_states() -> RandomStates:
-    """Return the states of torch's generators of random numbers now."""
-    generators = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        generators += torch.cuda.default_generators
-    return tuple((generator, generator.get_state()) for generator in generators)
-
-
-def have_drawn(states: RandomStates) -> bool:
-    """Return whether torch's generators have other states than they had."""
-    now = [state for _, state in random_states()]
-    return len(now) != len(states) or not all(map(torch.equal, now, [was for _, was in states]))
-
-
-def restore(states: RandomStates) -> None:
-    """Have random numbers drawn again."""
-    for generator, state in states:
-        generator.set_state(state)
 
 
 @dataclass(eq=False)

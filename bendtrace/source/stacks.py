@@ -317,7 +317,8 @@ def _has_made_tuple(steps: list[dis.Instruction], depths: dict[int, int], depth:
             return False
         is_made = before.opname in ("LIST_TO_TUPLE", "BUILD_TUPLE")
         is_made = is_made or before.argrepr == "INTRINSIC_LIST_TO_TUPLE"
-        if here == depth:  # the last time, so that what is there now is the arguments
+        # A jump puts nothing on the stack: it is one inside of what makes the dict.
+        if here == depth and "JUMP" not in before.opname:
             return is_made and not step.is_jump_target
     return False
 

@@ -12,6 +12,7 @@ from bendtrace._compare import same_bits
 from bendtrace.errors import InputError
 from bendtrace.history.copies import copied, tensors_in
 from bendtrace.preserved_state import ModelState, PreservedState, no_model
+from bendtrace.torch_rules.draws import restorer_of
 from bendtrace.torch_rules.functions import (
     RESHAPES_IN_PLACE,
     SETTERS,
@@ -37,15 +38,15 @@ class Random:
         own: the generators that belong to the model or its arguments.
     """
 
-    def __init__(self, own: list[torch.Generator]) -> None:
+    def __init__(self, own: list[Any]) -> None:
         self._common = PreservedState(no_model)
-        self._own = [(generator, generator.get_state()) for generator in own]
+        self._own = [*map(restorer_of, own)]
 
     def restore(self) -> None:
         """Have the same random numbers drawn again."""
         self._common.rewind()
-        for generator, state in self._own:
-            generator.set_state(state)
+        for restore in self._own:
+            restore()
 
 
 class Start(ModelState):

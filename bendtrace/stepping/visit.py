@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import types
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -25,6 +24,7 @@ from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.scalars import TRACED, plain
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind
 from bendtrace.tape.watchers import StopRun, unwatched
+from bendtrace.torch_rules.draws import state_of, torchs_generators
 from bendtrace.torch_rules.functions import (
     CONTEXT,
     ESCAPES,
@@ -384,12 +384,7 @@ _IN_PYTHON = frozenset({"torch.nn.functional", "torch.functional", "torch._tenso
 
 def _random() -> list[bytes]:
     """Return the states of torch's own generators."""
-    generators = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        generators += torch.cuda.default_generators
-    # Read in memory: what is watched here is not the model's doing.
-    states = [unwatched(generator.get_state, (), {}) for generator in generators]
-    return [ctypes.string_at(state.data_ptr(), state.numel()) for state in states]
+    return [unwatched(state_of, (generator,), {}) for generator in torchs_generators()]
 
 
 def require_tensor(value: Any) -> Tensor:

@@ -130,6 +130,12 @@ def is_scalar(kind: type) -> bool:
     return numpy is not None and issubclass(kind, numpy.generic)
 
 
+def is_whole(kind: type) -> bool:
+    """Whether a type is of numpy's numbers without fractions, of which calls may give few."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, (numpy.integer, numpy.bool_))
+
+
 def requires_grad(tensor: torch.Tensor) -> bool:
     """Return whether a tensor requires grad; False if torch refuses to say.
 

@@ -24,6 +24,7 @@ import functools
 import itertools
 import math
 import operator
+import random
 import re
 import sys
 import threading
@@ -81,7 +82,13 @@ _NOT_ASKING = frozenset(
 )  # fmt: skip
 # Types of objects whose methods ask, though the type itself does not.
 _OBJECTS: frozenset[Any] = frozenset(
-    {collections.deque, itertools.count, weakref.ref, *weakref.ProxyTypes}
+    {
+        collections.deque,
+        itertools.count,
+        weakref.ref,
+        *weakref.ProxyTypes,
+        *random.Random.__mro__,
+    }
 )
 _CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time"})
 ASKING: frozenset[Any] = frozenset(
@@ -97,6 +104,7 @@ ASKING: frozenset[Any] = frozenset(
         ),
     }
 )  # fmt: skip
+_DRAWING = frozenset({random.random, random.getrandbits})  # recorded as ops
 _NUMBERS = frozenset({int, float, bool, complex})
 # Types whose methods ask; those of `int` and `float` insist on such a number.
 _CONTAINERS = frozenset(
@@ -129,7 +137,7 @@ def asks(value: Any) -> bool:
     if kind not in _OF_C:
         return _is_known_type(kind, _OBJECTS)
     try:
-        if value in ASKING:
+        if value in ASKING or value in _DRAWING:
             return True
     except TypeError:  # a method of something that has no hash
         pass
@@ -193,8 +201,8 @@ _PASSING_ON = frozenset(
     {
         "_collections_abc", "_weakrefset", "abc", "codecs", "collections", "contextlib", "copy",
         "copyreg", "dataclasses", "functools", "genericpath", "importlib", "inspect", "keyword",
-        "linecache", "logging", "ntpath", "operator", "os", "posixpath", "re", "threading",
-        "traceback", "types", "warnings", "weakref",
+        "linecache", "logging", "ntpath", "operator", "os", "posixpath", "random", "re",
+        "threading", "traceback", "types", "warnings", "weakref",
     }
 )  # fmt: skip
 # Packages for tensors, where their imports do not show it.

@@ -42,6 +42,9 @@ class Watcher(Protocol):
     ) -> Any:
         """Run `function(*args, **kwargs)` as one op, called in `frame` if given."""
 
+    def holds(self, thing: Any) -> bool:
+        """Return whether the model holds an object, or is given it."""
+
     def printed(
         self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
     ) -> Any:

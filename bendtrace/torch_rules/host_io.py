@@ -12,6 +12,7 @@ import builtins
 import functools
 import io
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ __all__ = ["MEASURES", "OFTEN_PATCHED", "entries_of_outside", "environ"]
 
 # Whoever puts something of their own here wants that to be asked: it is what `__wrapped__` of
 # those that are exchanged is set to.
-OFTEN_PATCHED = (time, builtins, io)
+OFTEN_PATCHED = (time, builtins, io, random, random.Random)
 
 _CLOCKS = tuple(
     name + unit

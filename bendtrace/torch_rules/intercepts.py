@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random
 import sys
 import threading
 import types
@@ -40,6 +39,11 @@ from bendtrace.tape.watchers import (
 from bendtrace.torch_rules.collectives import joint_functions, layout_properties
 from bendtrace.torch_rules.constructors import GONE, entries_of_constructors
 from bendtrace.torch_rules.distributed_forward import entries_of_ddp
+from bendtrace.torch_rules.draws import (
+    entries_of_numpys_draws,
+    entries_of_pythons_draws,
+    numpys_random,
+)
 from bendtrace.torch_rules.functions import ScriptFunction, ScriptMethod
 from bendtrace.torch_rules.host_io import OFTEN_PATCHED, entries_of_outside
 from bendtrace.torch_rules.transforms import as_one_op, entries_of_transforms
@@ -320,7 +324,6 @@ _UNFOLLOWED: tuple[tuple[Any, str, str], ...] = (
     (torch.autograd.forward_ad, "enter_dual_level", "forward-mode differentiation"),
     (threading.Thread, "start", "a thread that is started"),
     (ThreadPoolExecutor, "submit", "work that is given to a thread"),
-    (random, "seed", "random.seed"),
     (torch, "set_default_device", "torch.set_default_device"),
 )
 
@@ -381,6 +384,7 @@ def _entry_points() -> Iterator[_EntryPoint]:
         yield entry(torch.cuda.random, name, ours)
     for owner, name, ours in (
         *entries_of_outside(),
+        *entries_of_pythons_draws(),
         *entries_of_constructors(),
         *entries_of_transforms(),
     ):
@@ -399,11 +403,11 @@ REPLACED = frozenset(
 
 
 def _add_numpys() -> None:
-    """Once numpy is there, the seeding of its generator is an entry point as well."""
-    numpy = sys.modules.get("numpy.random")
+    """Once numpy is there, what seeds its generator and draws from it are entry points as well."""
+    numpy = numpys_random()
     if numpy is not None and all(entry.owner is not numpy for entry in _ENTRY_POINTS):
-        ours = _reports("numpy.random.seed", numpy.seed)
-        _ENTRY_POINTS.append(_EntryPoint(numpy, "seed", ours, numpy.seed))
+        for owner, name, ours in entries_of_numpys_draws(numpy):
+            _ENTRY_POINTS.append(_EntryPoint(owner, name, ours, vars(owner)[name]))
 
 
 def _add_joint() -> None:
@@ -459,7 +463,8 @@ def _enter() -> None:
     _before[:] = [vars(entry.owner).get(entry.name, _ABSENT) for entry in _ENTRY_POINTS]
     for entry, now in zip(_ENTRY_POINTS, _before, strict=True):
         if entry.owner in OFTEN_PATCHED and now is not entry.ours:
-            entry.ours.__wrapped__ = now
+            # What a class inherits is not among its own.
+            entry.ours.__wrapped__ = getattr(entry.owner, entry.name) if now is _ABSENT else now
         if entry.ours is not GONE:
             setattr(entry.owner, entry.name, entry.ours)
         elif now is not _ABSENT:
