@@ -93,6 +93,8 @@ class Program:
         self.is_lifted: bool = False  # whether counters of loops are lifted in its runs
         self.lifts_at: int = _MANY  # from so many segments on, they are to be lifted
         self._pieces = 0  # how many there were before the latest run
+        self._changes = 0  # of the paths
+        self._recordings: tuple[int, list[Recording]] | None = None
         self.excluded: frozenset[Counter] = frozenset()  # those that are not
         self.places: frozenset[Place] = recording.places  # where numbers stay traced in its runs
         if self.live_only:
@@ -395,8 +397,12 @@ class Program:
         return found
 
     def recordings(self) -> list[Recording]:
-        """Return all runs that went into the program, the first one first."""
-        return list(dict.fromkeys(path.recording for path in self.paths()))
+        """Return all runs that went into the program, the first one first: not to be changed."""
+        changes, known = self._changes, self._recordings
+        if known is None or known[0] != changes:  # read before, as another thread may change it
+            found = list(dict.fromkeys(path.recording for path in self.paths()))
+            known = self._recordings = changes, found
+        return known[1]
 
     # What follows changes the tree: under the lock of the `TraceTree`.
 
@@ -414,6 +420,11 @@ class Program:
             Whether it fits in: if not, the program is to be replaced.
         """
         self.recording.environment.filled_caches.update(recording.environment.filled_caches)
+        fits = self._add(recording, divergence, hits)
+        self._changes += 1
+        return fits
+
+    def _add(self, recording: Recording, divergence: Divergence | None, hits: int) -> bool:
         if not recording.tape.blockers:
             return self.join(recording, hits)
         if divergence is None:
@@ -426,6 +437,16 @@ class Program:
         else:
             side.live = Path(recording, hits)
         return True
+
+    def add_live(self, leaves: tuple[int, Any], path: Path) -> None:
+        """Add a path that can only be run live.
+
+        Args:
+            leaves: the guard at which it leaves the first run, and its answer.
+            path: the path.
+        """
+        self.root.make_side(*leaves).live = path
+        self._changes += 1
 
     def join(self, recording: Recording, hits: int = 1) -> bool:
         """Add what a run has seen for the first time to the graph.
@@ -456,10 +477,15 @@ class Program:
             parent: Stretch = node.piece.owner
             piece.owner = Stretch(recording, hits, parent=parent)
             parent.make_side(node.number, exit.answer).target = piece.owner
+        self._changes += 1
         return True
 
     def forget(self, path: Path) -> None:
         """Drop a path that none branches off."""
+        self._forget(path)
+        self._changes += 1
+
+    def _forget(self, path: Path) -> None:
         if self.graph is not None:
             self.graph.forget(path)
         for stretch, _ in self.stretches():

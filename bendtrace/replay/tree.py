@@ -380,7 +380,7 @@ class TraceTree:
         leaves = _parting(recording, live.recording)
         with self._lock:
             if leaves is not None:
-                program.root.make_side(*leaves).live = live.live
+                program.add_live(leaves, live.live)
             if live in self._programs.get(names, ()):  # else another thread was faster
                 self._drop(names, live)
             self._insert(names, program)
