@@ -1508,10 +1508,26 @@ def hooked(model: Any, patch: pytest.MonkeyPatch) -> None:
     model.fc.register_forward_hook(lambda module, args, out: out * 2)
 
 
-HOOKS = "hooks of yours on modules, as long as there are any"
-change(HOOKS, Layer, hooked, live_at="lambda module, args, out: out * 2")
+FORWARD_HOOKS = "forward hooks on modules, yours and those of packages: `spectral_norm`"
+
+
+@case(FORWARD_HOOKS)
+class HookedLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        hooked(self, None)
+
+
+def hooked_backward(model: Any, patch: Any) -> None:
+    model.fc.register_full_backward_hook(lambda module, given, out: None)
+
+
 change(
-    "forward hooks that installed packages put on modules: `spectral_norm`",
+    "backward hooks on modules in calls with gradients, and hooks of a `HookManager()`",
+    Layer, hooked_backward, live_at="lambda module, given, out: None",
+)  # fmt: skip
+change(
+    FORWARD_HOOKS,
     lambda: nn.utils.spectral_norm(nn.Linear(3, 3)),
     lambda m, p: m.weight_orig.data.add_(torch.eye(3)),
 )

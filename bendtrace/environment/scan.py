@@ -40,7 +40,7 @@ from bendtrace.environment.kinds import (
     is_settings,
     is_value,
 )
-from bendtrace.environment.provenance import is_finished, is_installed_file, is_users_class
+from bendtrace.environment.provenance import is_finished, is_users_class
 from bendtrace.environment.reachability import members_of, reachable_from
 from bendtrace.environment.readers import content_reader, is_opaque
 from bendtrace.environment.scan_cache import facts_of
@@ -494,10 +494,10 @@ class Scan(CodeScan):
         )
 
     def _scan_hooks(self, name: str, hooks: Mapping[Any, Any]) -> bool:
-        """Scan forward hooks that are part of the model; return False for those that are not.
+        """Scan forward hooks, which are code of the model; return False for those that are not.
 
-        Libraries put hooks on their own modules, to gather hidden states or to normalise weights:
-        these work on tensors and attributes like a forward. Hooks of users may print or count.
+        A backward hook acts when gradients are computed. Those of a `HookManager` count calls of
+        modules, which a replay does not make.
         """
         if name not in ("_forward_hooks", "_forward_pre_hooks"):
             return False
@@ -505,7 +505,7 @@ class Scan(CodeScan):
         if any(getattr(hook, "runs_user_code", False) for hook in own):  # in a file of ours
             return False
         codes = list(map(code_of, own))
-        if any(code is None or not is_installed_file(code.co_filename) for code in codes):
+        if any(code is None for code in codes):
             return False
         for hook in own:
             self._scan_callable(hook)

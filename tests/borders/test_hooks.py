@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -96,9 +97,11 @@ def test_hooks_put_before_the_first_call(kind: str) -> None:
     if "backward" not in kind:
         calls = [randn_inputs(3, 4)] * 3
         assert_promise(lambda: Hooked(HOOKS[kind]), calls, mode=torch.no_grad)
-    reason = [r for r in bended.why_live if "hook" in r]
-    assert reason
-    assert f"{__file__}:" in reason[0]
+    if "backward" in kind:
+        (reason,) = [r for r in bended.why_live if "hook" in r and "grad_fn" not in r]
+        assert f"{__file__}:" in reason
+    else:  # the list is in the hook's closure and in the model, so that it is guarded
+        assert all("self.fired changes" in reason for reason in bended.why_live)
 
 
 @pytest.mark.parametrize("kind", HOOKS)
@@ -215,6 +218,77 @@ def test_hooks_on_inputs_fire_in_replays_too() -> None:
     assert bended.stats.replays == 2
 
 
+# What a hook does: it has the module, and a dict, a number and a list of the model's.
+DOES: dict[str, tuple[str, dict[str, Any]]] = {
+    "changes the output": ("return out * 2", {}),
+    "is given keywords": ("return args[2] + len(args[1])", {"with_kwargs": True}),
+    "is always called": ("return out - 1", {"always_call": True}),
+    "branches": ("return out if out.mean() > 0 else -out", {}),
+    "keeps the output": ("self.kept['fc'] = out.detach()", {}),
+    "counts": ("self.calls += 1; return out * self.calls", {}),
+    "appends a number": ("self.losses.append(out.mean().item())", {}),
+    "appends a tensor": ("self.losses.append(out.detach())", {}),
+    "draws": ("return out + torch.randn_like(out) * random.random()", {}),
+    "writes in place": ("out.mul_(2)", {}),
+    "looks at the module": ("return out + module.weight.sum() * module.training", {}),
+    "raises": ("\n if out.sum() > 3: raise ValueError('too large')", {}),
+    "replaces the input": ("return (args[0][0] * 3,)", {"before": True}),
+    "replaces keywords": (
+        "return (args[0][0] + 1,), args[1]", {"before": True, "with_kwargs": True},
+    ),
+    "is before the outermost module": ("return (args[0][0] * 3,)", {"before": True, "on": ""}),
+    "is behind the outermost module": ("return out + 1", {"on": ""}),
+}  # fmt: skip
+
+
+class Does(nn.Module):
+    """Two layers, with a hook."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.kept: dict[str, Any] = {}
+        self.calls, self.losses = 0, []
+        statements, options = DOES[name]
+        options = {**options}
+        space: dict[str, Any] = {"self": self, "torch": torch, "random": random}
+        exec(f"def hook(module, *args):\n out = args[-1]; {statements}", space)
+        module = self.get_submodule(options.pop("on", "fc"))
+        before = options.pop("before", False)
+        put = module.register_forward_pre_hook if before else module.register_forward_hook
+        put(space["hook"], **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.fc(x).relu())
+
+    def left(self) -> Any:
+        return bits([self.kept, self.calls, self.losses]), random.getstate(), torch.get_rng_state()
+
+
+def outcome(model: Any, call: Callable[..., Any], number: int) -> Any:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).requires_grad_()
+    torch.manual_seed(number)
+    random.seed(number)
+    try:
+        out = call(x)
+    except ValueError as error:
+        return str(error), bits(model.left()[0])
+    out.pow(2).sum().backward()
+    left, pythons, torchs = model.left()
+    return bits([out.detach(), x.grad, model.fc.weight.grad]), left, pythons, torchs.tolist()
+
+
+@pytest.mark.parametrize("name", DOES)
+def test_forward_hooks_are_part_of_the_run(name: str) -> None:
+    eager, model = Does(name), Does(name)
+    bended = bt.BendedModule(model)
+    for number in range(24):
+        assert outcome(model, bended, number) == outcome(eager, eager, number), number
+    assert bended.stats.live == 0, bended.why_live
+    assert bended.stats.traces <= 3, bended.stats
+
+
 @border.replays
 class PutInForward(nn.Module):
     def __init__(self) -> None:
@@ -228,7 +302,7 @@ class PutInForward(nn.Module):
         return y + self.fc(x)
 
 
-@border.live("hook", at="register_forward_hook")
+@border.either("hook", at="register_forward_hook")  # the first call puts one there
 class PutInForwardForGood(nn.Module):
     def __init__(self) -> None:
         super().__init__()
