@@ -20,6 +20,7 @@ PLACES = {
     "MoE, masked": "routers.1", "20 gated layers": "layers.9", "solver": "step",
     "greedy decoding": "model.blocks.0.first",
     "tiny BERT": "model.encoder.layer.0.intermediate",
+    "tiny Llama": "model.model.layers.0.mlp",
 }  # fmt: skip
 
 

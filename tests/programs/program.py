@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import linecache
+import random
 import sys
 import types
 import warnings
@@ -13,12 +14,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import bendtrace as bt
 from bendtrace.errors import NondeterminismError
+from bendtrace.torch_rules.draws import global_generators, is_host_generator, state_of
 from tests.past_joins import past_joins, resumed_anywhere
 from tests.promise import bits, footprint, state
 
@@ -344,7 +347,9 @@ def _one(
             output = subject(*args, **kwargs)
         except Exception as raised:
             error = raised
-    rng = torch.get_rng_state().tolist()
+    drawn = filter(is_host_generator, vars(model).values())
+    hosts = [*map(state_of, (*global_generators(), *drawn))]
+    rng = [torch.get_rng_state().tolist(), hosts]
     result = _read(bits, output)
     arguments = _read(bits, [args, kwargs])
     own = _read(state, model)
@@ -390,6 +395,8 @@ def _write(output: Any) -> None:
 def _seed(seed: int) -> None:
     # What `torch.manual_seed` does on a CPU, without the formatted stacks that it piles up.
     torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def _read(how: Callable[[Any], Any], value: Any) -> Any:

@@ -101,6 +101,34 @@ def int_arithmetic(w: Writer, _: Any) -> str:
 
 
 @gives(int)
+def drawn_int(w: Writer, _: Any) -> str:
+    form = w.pick(
+        (
+            "random.randint(0, 2)", "random.randrange(3)", "np.random.randint(3)",
+            "random.choice([1, 2])", "random.getrandbits(1)", "int(random.random() * 2)",
+            "random.sample(range(3), 2)[0]",
+        )
+    )  # fmt: skip
+    if w.in_method and w.pick((True, False)):
+        rng = w.attribute("rng", "np.random.default_rng(1)")
+        return f"int({rng}.integers(3))"
+    return form
+
+
+@gives(float)
+def drawn_float(w: Writer, _: Any) -> str:
+    if w.in_method and w.pick((True, False)):
+        rng = w.attribute("rng", "np.random.default_rng(1)")
+        return f"{rng}.{w.pick(('random()', 'uniform(0, 2)', 'normal()'))}"
+    return w.pick(("random.random()", "random.uniform(0, 2)", "np.random.rand()"))
+
+
+@gives(bool)
+def drawn_bool(w: Writer, _: Any) -> str:
+    return f"({w.write(float)} < random.random())"
+
+
+@gives(int)
 def from_float(w: Writer, _: Any) -> str:
     text = w.write(float)
     bounded = f"max(-5.0, min({text}, 5.0))"

@@ -40,7 +40,9 @@ import copy
 import functools
 import math
 import operator
+import random
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
