@@ -1518,14 +1518,30 @@ class HookedLayer(Layer):
         hooked(self, None)
 
 
-def hooked_backward(model: Any, patch: Any) -> None:
-    model.fc.register_full_backward_hook(lambda module, given, out: None)
+@case("full backward hooks on modules")
+class HookedBackward(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc.register_full_backward_hook(lambda module, given, out: None)
 
 
-change(
-    "backward hooks on modules in calls with gradients, and hooks of a `HookManager()`",
-    Layer, hooked_backward, live_at="lambda module, given, out: None",
-)  # fmt: skip
+@case(
+    'backward hooks that torch calls "non-full", in calls with gradients; others, if forward '
+    "computes gradients; hooks of a `HookManager()`",
+    live_at="lambda module, given, out: given",
+)
+class ComputesHookedGradients(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc.register_full_backward_hook(lambda module, given, out: given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (found,) = torch.autograd.grad(self.fc(y).sum(), y)
+        return found
+
+
 change(
     FORWARD_HOOKS,
     lambda: nn.utils.spectral_norm(nn.Linear(3, 3)),

@@ -8,7 +8,6 @@ import enum
 import functools
 import inspect
 import itertools
-import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -1682,22 +1681,3 @@ def test_generators_and_forks_of_the_random_state() -> None:
             results.append(bits([called(torch.ones(3)), called(torch.ones(3))]))
             results[-1] = results[-1], bits([torch.get_rng_state(), generator.get_state()])
         assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("kind", ["random", "numpy"])
-def test_other_random_generators_are_run_live_with_the_place(kind: str) -> None:
-    def model(x: Tensor) -> Tensor:
-        draw = random.random() if kind == "random" else numpy.random.rand()
-        return x * draw
-
-    bended = bt.BendedModule(model)
-    results = []
-    for called in (model, bended):
-        random.seed(0)
-        numpy.random.seed(0)
-        results.append(bits([called(torch.ones(3)) for _ in range(4)]))
-    assert results[0] == results[1]
-    assert bended.stats.live == 4
-    (reason,) = bended.why_live
-    assert "random" in reason
-    assert line_of(model, "draw =") in reason

@@ -32,18 +32,20 @@ __all__ = ["added_to", "growing_in", "note_added", "reached_as"]
 
 
 def growing_in(found: Found) -> dict[int, Any]:
-    """Return the lists and deques, by identity, that code only adds to.
+    """Return the lists and deques, by identity, that code only adds to, or does not name at all.
 
-    Whether it does is judged by the names in all code that the model can reach; where some may read
-    it, by what earlier runs did (`note_added`). It must have one name only, in an object whose code
-    is the user's.
+    Whether it reads them is judged by the names in all code that the model can reach; where some
+    may read one, by what earlier runs did (`note_added`). Each must have one name only, in an
+    object whose code is the user's.
 
     Args:
         found: what a scan has found.
     """
-    if found.names.isdisjoint(ADDS) or found.computes or not found.names.isdisjoint(_READING):
+    if found.computes or not found.names.isdisjoint(_READING):
         return {}
     candidates = [part for part in found.parts if _can_grow(part)]
+    if found.names.isdisjoint(ADDS):
+        candidates = [part for part in candidates if reached_as(part) not in found.names]
     if not candidates:
         return {}
     read = {name for one in found.functions for name in other_names_in(one)}
@@ -67,8 +69,7 @@ def growing_in(found: Found) -> dict[int, Any]:
         id(part.value): part.value
         for part in candidates
         if part.index not in tied
-        and (name := reached_as(part)) in found.names
-        and name not in read
+        and reached_as(part) not in read
         and _is_users(part, owners, found)
     }
 

@@ -73,14 +73,17 @@ __all__ = ["Scan", "reason_of_hooks"]
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
-# Names in code that may compute gradients although the caller switched them off.
-_DIFFERENTIATING = frozenset(
+# Names in code that computes gradients itself.
+_COMPUTING_GRADIENTS = frozenset(
     {
-        "enable_grad", "set_grad_enabled", "inference_mode", "requires_grad", "requires_grad_",
         "backward", "grad", "func", "autograd", "vjp", "jvp", "jacrev", "jacfwd", "hessian",
         "linearize", "functional_call",
     }
 )  # fmt: skip
+# Names in code that may compute gradients although the caller switched them off.
+_DIFFERENTIATING = _COMPUTING_GRADIENTS | {
+    "enable_grad", "set_grad_enabled", "inference_mode", "requires_grad", "requires_grad_",
+}  # fmt: skip
 # Bookkeeping of nn.Module that forward does not read (hooks are watched separately).
 _MODULE_INTERNALS = frozenset(
     {
@@ -110,7 +113,9 @@ class Scan(CodeScan):
     def __init__(self, found: Found) -> None:
         super().__init__(found)
         self._gathered: dict[int, set[str]] = {}
-        self._of_gradients: list[str] = []  # hooks that keep a run with gradients from a replay
+        # Hooks that keep a run from a replay: one with gradients, and one that computes gradients.
+        self._of_gradients: list[str] = []
+        self._of_own_gradients: list[str] = []
         self._unwatched: list[tuple[str, type]] = []
         self._unguarded: list[Captured] = []
         self._tagged: list[tuple[Captured, Route]] = []
@@ -177,6 +182,8 @@ class Scan(CodeScan):
             self.notes.is_steady = False
         if self._of_gradients and self._may_differentiate():
             found.blockers += self._of_gradients
+        if not found.names.isdisjoint(_COMPUTING_GRADIENTS):
+            found.blockers += self._of_own_gradients
         found.blockers += undetectable_in(
             found.names, found.stores, found.functions, bool(drawn_from)
         )
@@ -456,10 +463,13 @@ class Scan(CodeScan):
             if hooks is not None:
                 found.hook_dicts.append(hooks)
                 found.hook_tables.append((label, name, tuple(hooks.items()) if hooks else ()))
-                if hooks and not self._scan_hooks(name, hooks):
-                    what = reason_of_hooks(label, name)
-                    reasons = self._of_gradients if "backward" in name else found.blockers
-                    reasons.append(what + definitions(hooks.values()))
+                if hooks and not ("backward" not in name and self._scan_hooks(hooks)):
+                    what = reason_of_hooks(label, name) + definitions(hooks.values())
+                    is_old = attributes.get("_is_full_backward_hook") is False
+                    if "backward" not in name:
+                        found.blockers.append(what)
+                    else:  # the others act in a backward pass, like hooks that forward puts on
+                        (self._of_gradients if is_old else self._of_own_gradients).append(what)
         others = hidden_of(module)
         of_class: frozenset[str] = getattr(kind, "_untraced", frozenset())
         others |= attributes.get("_untraced", of_class)
@@ -493,14 +503,11 @@ class Scan(CodeScan):
             )
         )
 
-    def _scan_hooks(self, name: str, hooks: Mapping[Any, Any]) -> bool:
+    def _scan_hooks(self, hooks: Mapping[Any, Any]) -> bool:
         """Scan forward hooks, which are code of the model; return False for those that are not.
 
-        A backward hook acts when gradients are computed. Those of a `HookManager` count calls of
-        modules, which a replay does not make.
+        Those of a `HookManager` count calls of modules, which a replay does not make.
         """
-        if name not in ("_forward_hooks", "_forward_pre_hooks"):
-            return False
         own = [hook for hook in hooks.values() if not is_joint_hook(hook)]
         if any(getattr(hook, "runs_user_code", False) for hook in own):  # in a file of ours
             return False

@@ -36,6 +36,7 @@ from bendtrace.tape.watchers import (
     note_call,
     set_watcher,
 )
+from bendtrace.torch_rules.backward_hooks import entries_of_backward_hooks
 from bendtrace.torch_rules.collectives import joint_functions, layout_properties
 from bendtrace.torch_rules.constructors import GONE, entries_of_constructors
 from bendtrace.torch_rules.distributed_forward import entries_of_ddp
@@ -385,6 +386,7 @@ def _entry_points() -> Iterator[_EntryPoint]:
     for owner, name, ours in (
         *entries_of_outside(),
         *entries_of_pythons_draws(),
+        *entries_of_backward_hooks(),
         *entries_of_constructors(),
         *entries_of_transforms(),
     ):
