@@ -6,12 +6,12 @@ import contextlib
 import functools
 import io
 import itertools
-import math
+import keyword
 import operator
 import os
 import traceback
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +20,27 @@ from torch import Tensor, nn
 
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export import targets
+from bendtrace.export.conditions import (
+    Fact,
+    compares_identity,
+    conditions_on,
+    copies_of,
+    fixed_at_one,
+    require_plain,
+    separate_copies_of,
+    share,
+)
 from bendtrace.export.machine import Machine, refuse, told
-from bendtrace.export.writer import Unseen, Written, write
+from bendtrace.export.writer import BODY, Unseen, Written, write
 from bendtrace.history.sizes import counted
+from bendtrace.preserved_state import PreservedState
 from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.replay.explain import explain_check
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
-from bendtrace.source.internals import pytree
+from bendtrace.source.internals import internal, pytree
 
 __all__ = ["Exported", "calls_in", "compare", "difference", "export", "tensors_in"]
 
@@ -71,22 +82,26 @@ class Exported:
     _form: Callable[[tuple[Any, ...], dict[str, Any]], Any] = field(repr=False, init=False)
     _forms: tuple[Any, ...] = field(default=(), repr=False, init=False)
     _module: Any = field(default=None, repr=False, init=False)
+    _held: frozenset[int] = field(default=frozenset(), repr=False, init=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program.
 
         Raises:
             InputError: the containers are others than those that it was exported from, or have
-                other keys, or these in another order.
+                other keys, or these in another order; or a tensor is one of the program itself.
         """
         if self._module is None:
             self._module = self.program.module()
+            self._held = frozenset(map(id, self.program.state_dict.values()))
         form = self._form(args, kwargs)
         if form not in self._forms:
             raise InputError(
                 "the arguments have another structure than those that this was exported from: "
                 f"{form} in place of {self._forms[0]}"
             )
+        if not self._held.isdisjoint(map(id, pytree.tree_leaves((args, kwargs)))):
+            raise InputError("an argument is a tensor of the program itself: pass a clone()")
         with torch.no_grad():
             return self._module(*args, **kwargs)
 
@@ -142,12 +157,21 @@ def export(
             )
     target = None if to is None else targets.target_of(to)
     export_once = functools.partial(_export, model, signature, calls, to, target, unseen, tell)
+    held = frozenset(_names_of(model))
+    for number, (args, kwargs) in enumerate(calls, 1):
+        require_plain(number, signature.bind(args, kwargs), held)
     with torch.no_grad():
         excluded: frozenset[Counter] = frozenset()
+        copy = separate_copies_of
         while True:
             liftings = [Lifting(excluded, as_tensors=True) for _ in calls]
             try:
-                recordings = _recorded(model, signature, calls, tell, liftings)
+                with _preserved(model):
+                    recordings = _recorded(model, signature, calls, tell, liftings, copy)
+                if copy is separate_copies_of and any(map(compares_identity, recordings)):
+                    copy = copies_of
+                    if any(map(share, calls)):
+                        continue
                 needed = frozenset().union(
                     *(one.needed(run.tape) for one, run in zip(liftings, recordings, strict=True))
                 )
@@ -158,7 +182,10 @@ def export(
                     raise
                 break  # it may have a form with each round as a state of its own
             excluded |= needed
-        return export_once(_recorded(model, signature, calls, tell, [None] * len(calls)))
+        with _preserved(model):
+            nothing = [None] * len(calls)
+            recordings = _recorded(model, signature, calls, tell, nothing, copy)
+        return export_once(recordings)
 
 
 def _export(
@@ -174,18 +201,27 @@ def _export(
     """Export recorded runs."""
     machine = Machine(recordings)
     args, kwargs = _largest(calls)
-    names = signature.arrange(args, kwargs)[0]
-    parameters = [_variable(name) for name in names]
-    head = [_variable(name) for name in signature.names(args, kwargs)]
+    names = signature.names(args, kwargs)
+    head = _head(names, len(args))
+    positions = [names.index(name) for name in signature.arrange(args, kwargs)[0]]
     state = _names_of(model)
-    written = write(machine, parameters, head, state, False)
+    written = write(machine, positions, head, state, False)
     never = [one for one in written.unseen if one.seen]
     if never and unseen == "error":
         listed = "\n".join(f"    {one}" for one in never)
         raise ExportError(f"inputs never took some sides:\n{listed}")
     tell("trace")
-    program = _traced(written, signature, args, kwargs)
-    made = Exported(program, written.unseen, len(calls), written.told, written.text)
+    program, above = _traced(written, head, args, kwargs)
+    inputs = dict(zip(head, (*args, *kwargs.values()), strict=True))
+    notes = written.told
+    if fixed := fixed_at_one(program, inputs):
+        notes += (f"fixed at 1, as a size of 1 means another operation: {', '.join(fixed)}",)
+    facts = set(written.facts)
+    if any(map(compares_identity, recordings)):
+        facts.add(Fact.IDENTITY)
+    empty = set() if above else _empty_in(calls, signature, head)
+    program._guards_code += conditions_on(inputs, facts, above, empty)
+    made = Exported(program, written.unseen, len(calls), notes, written.text)
     made._form = form = functools.partial(_form, signature)
     made._forms = tuple({repr(one): one for one in itertools.starmap(form, calls)}.values())
     compare(made, calls, recordings, tell=tell)
@@ -199,9 +235,9 @@ def _export(
     elif target == "aoti":
         targets.save_package(program, to, calls, loosely)
     else:
-        flagged = write(machine, parameters, head, state, True)
+        flagged = write(machine, positions, head, state, True)
         messages = {one.number: one.message for one in flagged.unseen}
-        targets.save_onnx(_traced(flagged, signature, args, kwargs), to, messages, loosely)
+        targets.save_onnx(_traced(flagged, head, args, kwargs)[0], to, messages, loosely)
     within = "bit by bit" if target == "pt2" else f"within {_TOLERANCE:g}"
     made.notes = (*made.notes, f"written to {os.fspath(to)}, whose outputs are equal {within}")
     return made
@@ -212,8 +248,55 @@ def _form(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return pytree.tree_structure(signature.bind(args, kwargs))
 
 
-def _variable(name: str) -> str:
-    return name.replace("[", "_").replace("]", "").lstrip("*")
+def _head(names: Sequence[str], positional: int) -> list[str]:
+    """Return the parameters of a program for the names of arguments.
+
+    Args:
+        names: the names.
+        positional: how many of the arguments are passed by position, and may be renamed.
+
+    Raises:
+        ExportError: Python takes no such parameters.
+    """
+    head = [name.replace("[", "_").replace("]", "").lstrip("*") for name in names]
+    for place, name in enumerate(head):
+        if name in _OF_FX and place < positional:
+            head[place] = f"{name}_"
+        elif name in ("self", "torch") or not name.isidentifier() or keyword.iskeyword(name):
+            raise ExportError(
+                f"no argument of a program can be called {name!r}: pass it by position, or in a "
+                "dict"
+            )
+    for name in head:
+        if head.count(name) > 1:
+            raise ExportError(f"two arguments of the program would be called {name}: rename one")
+    return head
+
+
+# The names that the code of a program uses, as torch.fx writes it (2.13).
+_OF_FX = frozenset({"device", "fx_pytree", "inf", "nan", "NoneType", "pytree", "self", "torch"})
+
+
+@contextlib.contextmanager
+def _preserved(model: Callable[..., Any]) -> Iterator[None]:
+    """Return a context at whose end a model is as it was, with the random generators."""
+    try:
+        state = PreservedState(model)
+    except InputError:  # it can only run live, and will be refused
+        state = PreservedState(model, buffers=True)
+    with state:
+        yield
+
+
+def _empty_in(calls: Sequence[Inputs], signature: Signature, head: Sequence[str]) -> set[str]:
+    """Return the sizes that are 0 in one of the inputs, as expressions."""
+    found: set[str] = set()
+    for args, kwargs in calls:
+        named = dict(zip(signature.names(args, kwargs), (*args, *kwargs.values()), strict=True))
+        for path, leaf in pytree.tree_leaves_with_path(named):
+            shape = leaf.shape if isinstance(leaf, Tensor) else ()
+            found |= {f"L{pytree.keystr(path)}.size()[{d}]" for d, n in enumerate(shape) if not n}
+    return found
 
 
 def calls_in(inputs: Sequence[Any]) -> list[Inputs]:
@@ -250,13 +333,14 @@ def _recorded(
     calls: Sequence[Inputs],
     tell: Callable[[str], None],
     liftings: Sequence[Lifting | None],
+    copy: Callable[[Any], Any],
 ) -> list[Recording]:
     """Record the model's runs with some inputs, with the state at each question."""
     recordings: list[Recording] = []
     first: Program | None = None
     for number, ((args, kwargs), lifting) in enumerate(zip(calls, liftings, strict=True), 1):
         tell("record")
-        own_args, own_kwargs = pytree.tree_map(_copied, (args, kwargs))
+        own_args, own_kwargs = copy((args, kwargs))
         try:
             recording = record(
                 model, own_args, own_kwargs, signature, reads_states=True, lifting=lifting
@@ -268,7 +352,7 @@ def _recorded(
             raise ExportError(f"with input {number}, the model raises {error!r}{hint}") from error
         refuse(recording)
         recordings.append(recording)
-        arguments = tuple(signature.bind(*pytree.tree_map(_copied, (args, kwargs))).values())
+        arguments = tuple(signature.bind(*copy((args, kwargs))).values())
         if first is None:
             first = Program(recording, GlobalState.current())
         else:
@@ -282,16 +366,13 @@ def _recorded(
     return recordings
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
 def _largest(calls: Sequence[Inputs]) -> Inputs:
     """Return the inputs with the largest sizes: sizes of 1 and 0 are no example of others."""
 
-    def size(call: Inputs) -> int:
-        leaves = pytree.tree_flatten(call)[0]
-        return sum(min(t.shape, default=0) for t in leaves if isinstance(t, Tensor))
+    def size(call: Inputs) -> tuple[int, int]:
+        leaves = pytree.tree_leaves(call)
+        sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
+        return sum(size > 1 for size in sizes), sum(sizes)
 
     return max(calls, key=size)
 
@@ -359,7 +440,8 @@ def _module(written: Written, file: str) -> nn.Module:
         "while_loop": _while_loop,
     }
     exec(compile(written.text, file, "exec"), names)
-    kind = type("Exported", (nn.Module,), {"forward": names["forward"]})
+    functions = {"forward": names["forward"], BODY: names[BODY]}
+    kind = type("Exported", (nn.Module,), functions)
     module: nn.Module = kind()
     for path, tensor in written.tensors.items():
         *owners, name = path.split(".")
@@ -376,45 +458,39 @@ def _module(written: Written, file: str) -> nn.Module:
 
 
 def _traced(
-    written: Written, signature: Signature, args: Any, kwargs: Any
-) -> torch.export.ExportedProgram:
+    written: Written, head: Sequence[str], args: Any, kwargs: Any
+) -> tuple[torch.export.ExportedProgram, int]:
+    """Have torch.export trace a program.
+
+    Returns:
+        The program; and the size above which all open sizes have to be.
+
+    Raises:
+        ExportError: torch.export refuses it.
+    """
     file = f"<bendtrace export {next(_serials)}>"
     module = _module(written, file)
-    names = signature.names(args, kwargs)
-    named = [_variable(name) for name in names]
-    given = dict(zip(named[len(args) :], kwargs.values(), strict=True))
-    args, given = pytree.tree_map(_copied, (tuple(args), given))
-    values = dict(zip(named, (*args, *given.values()), strict=True))
-    shapes = {name: _open(value) for name, value in values.items()}
-    try:
-        # torch prints what it had traced of a program that it refuses (seen in 2.13).
-        with targets.quiet(), contextlib.redirect_stderr(io.StringIO()):
-            made = torch.export.export(module, args, given, dynamic_shapes=shapes, strict=False)
-    except Exception as error:
-        raise ExportError(*_explained(error, written, file)) from error
-    made._guards_code += _fixed(values)
-    return made
+    named = dict(zip(head[len(args) :], kwargs.values(), strict=True))
+    args, named = separate_copies_of((tuple(args), named))
+    shapes = dict(zip(head, map(_open, (*args, *named.values())), strict=True))
+    for above in (0, 1):
+        # Otherwise torch takes all open sizes for larger than 1, and does not check it (2.13).
+        # Sizes of 1 that are broadcast are refused if they are open.
+        sizes = _CONFIG.patch(backed_size_oblivious=not above)
+        try:
+            # torch prints what it had traced of a program that it refuses (seen in 2.13).
+            with targets.quiet(), contextlib.redirect_stderr(io.StringIO()), sizes:
+                program = torch.export.export(
+                    module, args, named, dynamic_shapes=shapes, strict=False
+                )
+            return program, above
+        except Exception as error:
+            if above:
+                raise ExportError(*_explained(error, written, file)) from error
+    raise AssertionError
 
 
-def _fixed(values: dict[str, Any]) -> list[str]:
-    """Return conditions on inputs that torch.export does not make.
-
-    It compares numbers by `==`, and accepts anything for None, None for a tensor that is not used,
-    and tensors with other numbers of dimensions (torch 2.13).
-    """
-    found = []
-    for path, leaf in pytree.tree_leaves_with_path(values):
-        name = f"L{pytree.keystr(path)}"
-        if isinstance(leaf, Tensor):
-            found.append(f"isinstance({name}, torch.Tensor)")
-            found.append(f"{name}.dim() == {leaf.dim()}")
-        elif leaf is None:
-            found.append(f"{name} is None")
-        elif type(leaf) in (bool, int, float, str):
-            found.append(f"type({name}) is {type(leaf).__name__}")
-        if type(leaf) is float and leaf == 0:
-            found.append(f"math.copysign(1, {name}) == {math.copysign(1, leaf)}")
-    return found
+_CONFIG: Any = internal("torch.fx.experimental._config")
 
 
 def _open(value: Any) -> Any:
@@ -469,7 +545,8 @@ def compare(
         tell("compare")
         try:
             with torch.no_grad():
-                given = made(*pytree.tree_map(_copied, args), **pytree.tree_map(_copied, kwargs))
+                own_args, own_kwargs = copies_of((args, kwargs))
+                given = made(*own_args, **own_kwargs)
         except Exception as error:
             first = str(error).strip().split("\n")[0]
             raise ExportError(f"with input {number}, the program raises {first}") from error

@@ -14,6 +14,7 @@ from bendtrace.compiled.eligible import why_not_op
 from bendtrace.compiled.expressions import Expressions, wide_dtype
 from bendtrace.errors import ExportError
 from bendtrace.export import picked
+from bendtrace.export.conditions import fact_of
 from bendtrace.export.machine import AnalysedRun, told
 from bendtrace.export.numbers import Kind
 from bendtrace.export.values import (
@@ -187,7 +188,7 @@ class SegmentOps(Expressions):
         if op.kind is OpKind.CALL and isinstance(op.target, _OPERATORS):
             return
         reason = why_not_op(op, op.context)
-        if reason is not None and "random" in reason and name_of(op.target).endswith("_cell"):
+        if reason is not None and "random" in reason and name_of(op.target).endswith(_STEADY):
             reason = None
         if reason is None and (op.context.autocast or op.context.inference):
             reason = f"{name_of(op.target)} runs under autocast or in inference mode"
@@ -211,6 +212,7 @@ class SegmentOps(Expressions):
             raise ExportError(f"an element {key!r} of {said_of(op.target)} is used", told(op))
 
     def _emit_static(self, op: Op, varies: bool) -> None:
+        self.names["__facts__"].add(fact_of(op))
         if op.kind is OpKind.CALL and type(op.meta) is tuple:
             tensor = self.value(op.args[0])
             items = tuple(
@@ -578,6 +580,8 @@ _ADVICE = {
     "statistics": "call eval()",
     "is asked for": "leave the question out, as its answer is the same for all inputs",
 }
+# Without dropout, though torch's schemas do not say so.
+_STEADY = ("_cell", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _OPERATORS = (OpOverload, OpOverloadPacket)
 _ANEW = frozenset({"softmax", "log_softmax", "norm", "embedding", "cosine_similarity", "where"})
 _EXACT, _SMALL = 1 << 53, 1 << 31
