@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,7 +258,8 @@ def test_what_a_library_counts_in_a_module_of_its_package(
     counting = "calls = 0\ndef step():\n    global calls\n    calls += 1\n    return calls\n"
     (folder / "inner.py").write_text(counting)
     monkeypatch.syspath_prepend(str(folder.parent))
-    package = importlib.import_module("bt_package.inner") and importlib.import_module("bt_package")
+    importlib.import_module("bt_package.inner")
+    package = importlib.import_module("bt_package")
 
     def model(x: torch.Tensor) -> torch.Tensor:
         return x + package.inner.step()
