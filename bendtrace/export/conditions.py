@@ -6,7 +6,9 @@ tensor lies in memory, of which class it is. A program cannot ask, so it takes n
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
@@ -28,7 +30,9 @@ from bendtrace.torch_rules.writes import storage_of
 
 __all__ = [
     "Fact",
+    "arguments_of",
     "compares_identity",
+    "conditions_in_files",
     "conditions_on",
     "copies_of",
     "fact_of",
@@ -278,3 +282,122 @@ def _placeholders(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
     specs = program.graph_signature.input_specs
     nodes = program.graph.find_nodes(op="placeholder")
     return [node for node, spec in zip(nodes, specs, strict=True) if spec.kind in own]
+
+
+def arguments_of(args: Any, kwargs: Any, compares: bool) -> list[list[Any]]:
+    """Return what a call of an ONNX file has to have in common with the exported inputs.
+
+    Args:
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        compares: whether it matters which tensors are one object.
+
+    Returns:
+        For each argument its place, its text if it is no tensor, and the number of the first
+        argument that is the same object.
+    """
+    rows: list[list[Any]] = []
+    firsts: dict[int, int] = {}
+    for path, leaf in pytree.tree_leaves_with_path((args, kwargs)):
+        is_tensor = isinstance(leaf, Tensor)
+        first = firsts.setdefault(id(leaf), len(rows)) if is_tensor and compares else len(rows)
+        rows.append([pytree.keystr(path), None if is_tensor else repr(leaf), first])
+    return rows
+
+
+# Files other than `.pt2` have no Python: conditions on sizes become operations on tensors
+
+
+def conditions_in_files(
+    program: torch.export.ExportedProgram,
+    inputs: Mapping[str, Any],
+    facts: Collection[Fact],
+    above: int,
+    empty: Collection[str],
+) -> dict[str, str]:
+    """Return the conditions that a file checks which has no Python.
+
+    They are those on open sizes, and that several inputs are one object, by its values. All
+    runtimes check dtypes, and sizes that are fixed.
+
+    Args:
+        program: the program, with no conditions but those that torch.export makes.
+        inputs: as for `conditions_on`.
+        facts: likewise.
+        above: likewise.
+        empty: likewise.
+
+    Returns:
+        Expressions of tensors in which the first input is called `_i0`, with their texts.
+
+    Raises:
+        ExportError: a condition has no such form.
+    """
+    if Fact.MEMORY in facts:
+        raise ExportError(
+            "the model asks how a tensor lies in memory (stride, storage_offset, is_contiguous, "
+            "is_conj or is_neg), which only a .pt2 file can check"
+        )
+    fixed: set[str] = set()
+    checks = list(program._guards_code)
+    same: dict[int, str] = {}
+    nodes = _placeholders(program)
+    for (path, leaf), node in zip(pytree.tree_leaves_with_path(inputs), nodes, strict=True):
+        if not isinstance(leaf, Tensor):
+            continue
+        name = f"L{pytree.keystr(path)}"
+        sizes = [f"{name}.size()[{dim}]" for dim in range(leaf.dim())]
+        fixed |= {s for s, n in zip(sizes, node.meta["val"].shape, strict=True) if type(n) is int}
+        checks += [f"{size} > {above}" for size in sizes if size not in empty]
+        first = same.setdefault(id(leaf), name)
+        if first != name and Fact.IDENTITY in facts:
+            checks += [f"{s} == {s.replace(name, first, 1)}" for s in sizes]
+            checks.append(f"{name} is {first}")
+    found: dict[str, str] = {}
+    for check in checks:
+        if all(size in fixed for size in _SIZE.findall(check)) and " is " not in check:
+            continue
+        text = _ARGUMENT.sub(r"\1", check)
+        body = _ARGUMENT.sub(lambda match: f"_i{[*inputs].index(match[1])}", check)
+        found[_as_tensors(_parsed(body), text)] = text
+    return found
+
+
+_ARGUMENT = re.compile(r"\bL\['(\w+)'\]")
+_SIZE = re.compile(r"L\['\w+'\][^ ()]*\.size\(\)\[\d+\]")
+
+
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _as_tensors(node: ast.expr, text: str) -> str:
+    """Return a condition on sizes as an operation on tensors; `text` is for messages."""
+    match node:
+        case ast.Constant() | ast.Name():
+            return ast.unparse(node)
+        case ast.Subscript(value=ast.Call()):  # of `size`
+            return f"torch.scalar_tensor({ast.unparse(node)}, dtype=torch.int64)"
+        case ast.Subscript():
+            return ast.unparse(node)
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            return f"({_as_tensors(inner, text)}).logical_not()"
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return f"-({_as_tensors(inner, text)})"
+        case ast.BinOp(left=left, op=op, right=right):
+            terms = [_parsed(_as_tensors(term, text)) for term in (left, right)]
+            return ast.unparse(ast.BinOp(terms[0], op, terms[1]))
+        case ast.BoolOp(op=op, values=values):
+            sign = " & " if isinstance(op, ast.And) else " | "
+            return sign.join(f"({_as_tensors(value, text)})" for value in values)
+        case ast.Compare(left=left, ops=[ast.Is()], comparators=[right]):
+            one, other = ast.unparse(left), ast.unparse(right)
+            return f"(({one} == {other}) | (({one} != {one}) & ({other} != {other}))).all()"
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            terms = [_parsed(_as_tensors(term, text)) for term in (left, *others)]
+            pairs = zip(terms, ops, terms[1:], strict=False)
+            return " & ".join(f"({ast.unparse(ast.Compare(a, [op], [b]))})" for a, op, b in pairs)
+    raise ExportError(
+        f"the program requires {text}, which only a .pt2 file can check: export it with inputs of "
+        "fixed sizes"
+    )

@@ -22,7 +22,9 @@ from bendtrace.errors import ExportError, InputError
 from bendtrace.export import targets
 from bendtrace.export.conditions import (
     Fact,
+    arguments_of,
     compares_identity,
+    conditions_in_files,
     conditions_on,
     copies_of,
     fixed_at_one,
@@ -40,7 +42,7 @@ from bendtrace.recording.run import Signature, record
 from bendtrace.replay.explain import explain_check
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
-from bendtrace.source.internals import internal, pytree
+from bendtrace.source.internals import pytree
 
 __all__ = ["Exported", "calls_in", "compare", "difference", "export", "tensors_in"]
 
@@ -220,7 +222,10 @@ def _export(
     if any(map(compares_identity, recordings)):
         facts.add(Fact.IDENTITY)
     empty = set() if above else _empty_in(calls, signature, head)
-    program._guards_code += conditions_on(inputs, facts, above, empty)
+    required = conditions_on(inputs, facts, above, empty)
+    if target in ("aoti", "onnx"):
+        in_file = conditions_in_files(program, inputs, facts, above, empty)
+    program._guards_code[:0] = required  # torch's, for one, take a rank for granted
     made = Exported(program, written.unseen, len(calls), notes, written.text)
     made._form = form = functools.partial(_form, signature)
     made._forms = tuple({repr(one): one for one in itertools.starmap(form, calls)}.values())
@@ -232,12 +237,17 @@ def _export(
     tell("write")
     if target == "pt2":
         targets.save_program(program, to, check)
-    elif target == "aoti":
-        targets.save_package(program, to, calls, loosely)
     else:
-        flagged = write(machine, positions, head, state, True)
-        messages = {one.number: one.message for one in flagged.unseen}
-        targets.save_onnx(_traced(flagged, head, args, kwargs)[0], to, messages, loosely)
+        checked = write(machine, positions, head, state, target == "onnx", in_file)
+        traced = _traced(checked, head, args, kwargs)[0]
+        compares = Fact.IDENTITY in facts
+        arguments = arguments_of(args, kwargs, compares)
+        if target == "aoti":
+            groups = [group for _, text, group in arguments if compares and text is None]
+            targets.save_package(traced, to, calls, groups, loosely)
+        else:
+            messages = {one.number: one.message for one in checked.unseen}
+            targets.save_onnx(traced, to, messages, (arguments, compares), loosely)
     within = "bit by bit" if target == "pt2" else f"within {_TOLERANCE:g}"
     made.notes = (*made.notes, f"written to {os.fspath(to)}, whose outputs are equal {within}")
     return made
@@ -474,9 +484,7 @@ def _traced(
     args, named = separate_copies_of((tuple(args), named))
     shapes = dict(zip(head, map(_open, (*args, *named.values())), strict=True))
     for above in (0, 1):
-        # Otherwise torch takes all open sizes for larger than 1, and does not check it (2.13).
-        # Sizes of 1 that are broadcast are refused if they are open.
-        sizes = _CONFIG.patch(backed_size_oblivious=not above)
+        sizes = targets.open_sizes(not above)  # refused where a size of 1 is broadcast
         try:
             # torch prints what it had traced of a program that it refuses (seen in 2.13).
             with targets.quiet(), contextlib.redirect_stderr(io.StringIO()), sizes:
@@ -488,9 +496,6 @@ def _traced(
             if above:
                 raise ExportError(*_explained(error, written, file)) from error
     raise AssertionError
-
-
-_CONFIG: Any = internal("torch.fx.experimental._config")
 
 
 def _open(value: Any) -> Any:

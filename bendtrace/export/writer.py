@@ -11,7 +11,9 @@ A side that no run has taken is not written: the program continues along the kno
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -72,6 +74,7 @@ def write(
     head: list[str],
     state: dict[int, str],
     flagged: bool,
+    conditions: Mapping[str, str] = MappingProxyType({}),
 ) -> Written:
     """Write a machine as source.
 
@@ -82,11 +85,12 @@ def write(
         head: the names of the arguments of a call.
         state: the names of the model's tensors, by identity.
         flagged: whether the program returns its flag, in place of assertions.
+        conditions: what it requires of its inputs, as expressions of tensors, with their texts.
 
     Raises:
         ExportError: something cannot be written so.
     """
-    return _Writer(machine, positions, state, flagged).write(head)
+    return _Writer(machine, positions, state, flagged).write(head, conditions)
 
 
 class _Writer(Functions):
@@ -97,12 +101,15 @@ class _Writer(Functions):
         self._machine = machine
         self._rounds: dict[Loop, Any] = {}  # what each loop began its round with
 
-    def write(self, head: list[str]) -> Written:
+    def write(self, head: list[str], conditions: Mapping[str, str]) -> Written:
         machine = self._machine
         view = machine.view
         scope = Scope(0)
         if self._flagged:
             scope.flag = self._start_flag(scope)
+        for holds, text in conditions.items():
+            required = f"the program requires {text}, as in the inputs that it was exported from"
+            self._demand(scope, f"({holds})", required)
         env = self._follow(scope, machine.begin, (), view)
         env = self._go(scope, machine.begin.target, env, END, view)
         output = write_output(env[0], self._names, self._told)
