@@ -211,3 +211,12 @@ def test_an_onnx_program_is_called_as_the_model(tmp_path: Path) -> None:
         program(X, high=high, low=low)
     with pytest.raises(InputError, match="the model takes arguments at"):
         program(X, low, high)
+
+
+def test_what_onnxruntime_cannot_run_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    require("onnx")
+    model = torch.nn.Linear(3, 3).bfloat16()
+    words = r"onnxruntime cannot run it: convert the model with to\(torch.float32\)"
+    with pytest.raises(ExportError, match=words):
+        bt.BendedModule(model).export(torch.ones(2, 3).bfloat16(), to=tmp_path / "model.onnx")
+    assert list(tmp_path.iterdir()) == []

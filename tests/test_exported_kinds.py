@@ -389,3 +389,66 @@ def test_parameters_called_as_torch_calls_its_own(name: str, tmp_path: Path) -> 
     own = name if name == "constant_0" else f"own_{name}"
     assert own in made.program.state_dict
     assert (own == name) or f"{name} is called {own} in the program" in str(made)
+
+
+# What torch can trace, but not save, or not with open sizes
+
+
+def constant_in_branch(x: Tensor) -> Tensor:
+    return x + torch.tensor([3.0, 1, 2]) if x.sum() > 0 else x * torch.tensor(2.0, dtype=x.dtype)
+
+
+def constant_in_loop(x: Tensor) -> Tensor:
+    scales = torch.tensor([0.5, 0.5, 0.4])
+    while x.norm() > 1:
+        scales[0] += 0.01
+        x = x * torch.tensor([0.5, 0.5, 0.4]) * scales.clamp(max=1)
+        scales = torch.tensor([0.5, 0.5, 0.4])
+    return x
+
+
+@pytest.mark.parametrize("model", [constant_in_branch, constant_in_loop])
+def test_tensors_made_of_numbers_in_branches_and_loops_are_saved(
+    model: Any, tmp_path: Path
+) -> None:
+    x = torch.ones(3)
+    made = exported(model, x * 9, -x, x / 9, to=tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for program in (made, loaded):
+        for scale in (-3.0, 0.1, 50.0):
+            assert_equal(program, model, x * scale)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layer", [torch.nn.Conv2d(3, 4, 3), torch.nn.MaxPool2d(2)])
+def test_sizes_that_a_layer_computes_before_a_branch(layer: torch.nn.Module) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = layer(x)
+        return y.relu() if y.mean() > 0 else y * 2
+
+    x = torch.randn(2, 3, 8, 8)
+    made = exported(model, x, -x)
+    for other in (x * 3, -x * 3, x.contiguous(memory_format=torch.channels_last)):
+        assert_equal(made, model, other)
+
+
+def test_a_text_that_a_model_returns_is_in_no_file(tmp_path: Path) -> None:
+    def model(x: Tensor) -> Any:
+        return (x * 2, None, "text") if x.sum() > 0 else (x, None, "text")
+
+    x = torch.ones(3)
+    assert exported(model, x, -x)(x)[1:] == (None, "text")
+    with pytest.raises(ExportError, match="the model returns the text 'text', which no file"):
+        exported(model, x, -x, to=tmp_path / "model.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_that_the_model_handles_is_named_by_what_raises_it() -> None:
+    def model(x: Tensor) -> Tensor:
+        try:
+            return torch.linalg.cholesky(x + torch.eye(x.shape[0]) * 0)
+        except torch.linalg.LinAlgError:
+            return x * 0
+
+    with pytest.raises(ExportError, match=r"cholesky.* raises an error that the model handles"):
+        exported(model, torch.eye(2), torch.ones(2, 2))

@@ -35,6 +35,7 @@ __all__ = [
     "conditions_in_files",
     "conditions_on",
     "copies_of",
+    "empty_sizes",
     "fact_of",
     "fixed_at_one",
     "require_plain",
@@ -226,6 +227,17 @@ def conditions_on(
     if Fact.IDENTITY in facts:
         found += _on_identity(list(tensors.values()))
     return found
+
+
+def empty_sizes(calls: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the sizes that are 0 in one of some inputs, as expressions."""
+    return {
+        f"L{pytree.keystr(path)}.size()[{dim}]"
+        for inputs in calls
+        for path, leaf in pytree.tree_leaves_with_path(inputs)
+        for dim, size in enumerate(leaf.shape if isinstance(leaf, Tensor) else ())
+        if size == 0
+    }
 
 
 def _on_tensor(name: str, tensor: Tensor, facts: Collection[Fact]) -> Iterator[str]:

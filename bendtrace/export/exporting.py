@@ -27,6 +27,7 @@ from bendtrace.export.conditions import (
     conditions_in_files,
     conditions_on,
     copies_of,
+    empty_sizes,
     fixed_at_one,
     require_plain,
     separate_copies_of,
@@ -221,7 +222,9 @@ def _export(
     facts = set(written.facts)
     if any(map(compares_identity, recordings)):
         facts.add(Fact.IDENTITY)
-    empty = set() if above else _empty_in(calls, signature, head)
+    renamed = dict(zip(names, head, strict=True))
+    named = [{renamed[k]: v for k, v in signature.bind(*call).items()} for call in calls]
+    empty = set() if above else empty_sizes(named)
     required = conditions_on(inputs, facts, above, empty)
     if target in ("aoti", "onnx"):
         in_file = conditions_in_files(program, inputs, facts, above, empty)
@@ -232,6 +235,12 @@ def _export(
     compare(made, calls, recordings, tell=tell)
     if to is None:
         return made
+    for spec in program.graph_signature.output_specs:
+        if type(getattr(spec.arg, "value", None)) is str:
+            raise ExportError(
+                f"the model returns the text {spec.arg.value!r}, which no file can hold: return "
+                "tensors and numbers"
+            )
     check = functools.partial(compare, calls=calls, recordings=recordings)
     loosely = functools.partial(check, tolerance=_TOLERANCE)
     tell("write")
@@ -296,17 +305,6 @@ def _preserved(model: Callable[..., Any]) -> Iterator[None]:
         state = PreservedState(model, buffers=True)
     with state:
         yield
-
-
-def _empty_in(calls: Sequence[Inputs], signature: Signature, head: Sequence[str]) -> set[str]:
-    """Return the sizes that are 0 in one of the inputs, as expressions."""
-    found: set[str] = set()
-    for args, kwargs in calls:
-        named = dict(zip(signature.names(args, kwargs), (*args, *kwargs.values()), strict=True))
-        for path, leaf in pytree.tree_leaves_with_path(named):
-            shape = leaf.shape if isinstance(leaf, Tensor) else ()
-            found |= {f"L{pytree.keystr(path)}.size()[{d}]" for d, n in enumerate(shape) if not n}
-    return found
 
 
 def calls_in(inputs: Sequence[Any]) -> list[Inputs]:

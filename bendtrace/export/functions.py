@@ -131,6 +131,8 @@ class Functions:
 
     def _part(self, part: Any, op: Op | None) -> Value:
         """Return the value of an argument, or of state."""
+        if isinstance(part, Tensor):
+            return self._state_of(part)
         if not isinstance(part, Captured):
             raise ExportError("a tensor came from nowhere", "" if op is None else told(op))
         if part.kind is CaptureKind.ALIAS:
@@ -157,7 +159,11 @@ class Functions:
         tensor = part.read(())
         if not isinstance(tensor, Tensor):
             raise ExportError(f"{part.label} is no tensor", "" if op is None else told(op))
-        key = id(tensor)
+        return self._state_of(tensor)
+
+    def _state_of(self, tensor: Tensor) -> Value:
+        """Return the value of a tensor that the program holds."""
+        key: Any = id(tensor)
         if key not in self._parts:
             path = self._path(key)
             self._tensors[path] = tensor

@@ -276,7 +276,17 @@ def save_onnx(
             if size.dim_param.isdigit():
                 size.dim_value = int(size.dim_param)
         onnx.save(model, temporary)
-        check(OnnxProgram(temporary))
+        try:
+            loaded = OnnxProgram(temporary)
+        except Exception as error:
+            hint = ": convert the model with to(torch.float32)" if _has_bfloat16(program) else ""
+            raise ExportError(f"onnxruntime cannot run it{hint} ({_first_line(error)})") from error
+        check(loaded)
+
+
+def _has_bfloat16(program: torch.export.ExportedProgram) -> bool:
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    return any(isinstance(one, Tensor) and one.dtype is torch.bfloat16 for one in values)
 
 
 def _translated(program: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
