@@ -420,16 +420,23 @@ def test_tensors_made_of_numbers_in_branches_and_loops_are_saved(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("layer", [torch.nn.Conv2d(3, 4, 3), torch.nn.MaxPool2d(2)])
+@pytest.mark.parametrize(
+    "layer",
+    [torch.nn.Conv2d(3, 4, 3, bias=False), torch.nn.AvgPool2d(2)],  # both are linear
+)
 def test_sizes_that_a_layer_computes_before_a_branch(layer: torch.nn.Module) -> None:
     def model(x: Tensor) -> Tensor:
         y = layer(x)
         return y.relu() if y.mean() > 0 else y * 2
 
     x = torch.randn(2, 3, 8, 8)
-    made = exported(model, x, -x)
-    for other in (x * 3, -x * 3, x.contiguous(memory_format=torch.channels_last)):
+    made = exported(model, x, -x, torch.cat([x, x]))
+    assert made.unseen == ()
+    for other in (x * 3, -x * 3, torch.randn(5, 3, 8, 8)):
         assert_equal(made, model, other)
+    if "are fixed" in str(made):
+        with pytest.raises(AssertionError, match="Guard failed"):
+            made(torch.randn(2, 3, 9, 9))
 
 
 def test_a_text_that_a_model_returns_is_in_no_file(tmp_path: Path) -> None:

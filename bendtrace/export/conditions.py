@@ -10,7 +10,7 @@ import ast
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -24,13 +24,14 @@ from bendtrace.history.copies import lazily_copied
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.internals import pytree
 from bendtrace.source.usage import compares_identity as asks
-from bendtrace.tape.tape import Op
+from bendtrace.tape.tape import Guard, Op
 from bendtrace.torch_rules.functions import METADATA, name_of
 from bendtrace.torch_rules.writes import storage_of
 
 __all__ = [
     "Fact",
     "arguments_of",
+    "common_sizes",
     "compares_identity",
     "conditions_in_files",
     "conditions_on",
@@ -57,7 +58,7 @@ def copies_of(inputs: Any) -> Any:
     def copy_of(leaf: Tensor) -> Tensor:
         storage = storage_of(leaf)
         if users[storage] == 1 or not storage:
-            return separate_copies_of(leaf)
+            return _copy_of(leaf, lazily_copied)
         if storage not in memories:
             memories[storage] = leaf.untyped_storage().clone()
         return _copy_of(leaf, lambda tensor: _placed(tensor, memories[storage]))
@@ -181,7 +182,8 @@ _OF_DEVICES = frozenset(
 def compares_identity(recording: Recording) -> bool:
     """Return whether code that ran may have asked which arguments are one object."""
     tape, environment = recording.tape, recording.environment
-    sites = {id(record.site): record.site for record in (*tape.ops, *tape.guards)}.values()
+    records: list[Op | Guard] = [*tape.ops, *tape.guards]
+    sites = {id(record.site): record.site for record in records}.values()
     codes = {id(code): code for site in sites if site is not None for code, _ in site.chain}
     functions = {id(one.__code__): one.__code__ for one in environment.functions}
     return environment.tells_identity or any(map(asks, (codes | functions).values()))
@@ -238,6 +240,18 @@ def empty_sizes(calls: Iterable[Mapping[str, Any]]) -> set[str]:
         for dim, size in enumerate(leaf.shape if isinstance(leaf, Tensor) else ())
         if size == 0
     }
+
+
+def common_sizes(calls: Sequence[Mapping[str, Any]]) -> list[list[int | None]]:
+    """Return the sizes of each tensor that all inputs have, and None for those that differ."""
+    shapes = [
+        [leaf.shape for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        for inputs in calls
+    ]
+    return [
+        [sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*each, strict=False)]
+        for each in zip(*shapes, strict=False)
+    ]
 
 
 def _on_tensor(name: str, tensor: Tensor, facts: Collection[Fact]) -> Iterator[str]:

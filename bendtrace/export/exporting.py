@@ -23,6 +23,7 @@ from bendtrace.export import targets
 from bendtrace.export.conditions import (
     Fact,
     arguments_of,
+    common_sizes,
     compares_identity,
     conditions_in_files,
     conditions_on,
@@ -214,17 +215,20 @@ def _export(
         listed = "\n".join(f"    {one}" for one in never)
         raise ExportError(f"inputs never took some sides:\n{listed}")
     tell("trace")
-    program, above = _traced(written, head, args, kwargs)
+    renamed = dict(zip(names, head, strict=True))
+    everywhere = [{renamed[k]: v for k, v in signature.bind(*call).items()} for call in calls]
+    common = common_sizes([{name: one[name] for name in head} for one in everywhere])
+    program, above, is_fixed = _traced(written, head, args, kwargs, common)
     inputs = dict(zip(head, (*args, *kwargs.values()), strict=True))
     notes = written.told
+    if is_fixed:
+        notes += ("sizes that all inputs have are fixed: torch.export refuses to leave them open",)
     if fixed := fixed_at_one(program, inputs):
         notes += (f"fixed at 1, as a size of 1 means another operation: {', '.join(fixed)}",)
     facts = set(written.facts)
     if any(map(compares_identity, recordings)):
         facts.add(Fact.IDENTITY)
-    renamed = dict(zip(names, head, strict=True))
-    named = [{renamed[k]: v for k, v in signature.bind(*call).items()} for call in calls]
-    empty = set() if above else empty_sizes(named)
+    empty = set() if above else empty_sizes(everywhere)
     required = conditions_on(inputs, facts, above, empty)
     if target in ("aoti", "onnx"):
         in_file = conditions_in_files(program, inputs, facts, above, empty)
@@ -248,7 +252,7 @@ def _export(
         targets.save_program(program, to, check)
     else:
         checked = write(machine, positions, head, state, target == "onnx", in_file)
-        traced = _traced(checked, head, args, kwargs)[0]
+        traced = _traced(checked, head, args, kwargs, common, [(above, is_fixed)])[0]
         compares = Fact.IDENTITY in facts
         arguments = arguments_of(args, kwargs, compares)
         if target == "aoti":
@@ -436,13 +440,22 @@ def _operands(
     return tuple(operands[place] for place in places), list(map(given, functions))
 
 
-def _module(written: Written, file: str) -> nn.Module:
+def _fix(common: Sequence[list[int | None]], inputs: Sequence[Any]) -> None:
+    """Require that inputs have some sizes, which are fixed in a program then."""
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    for leaf, sizes in zip(leaves, common, strict=False):
+        for dim, size in enumerate(sizes):
+            _require(size is None or leaf.size(dim) == size)
+
+
+def _module(written: Written, file: str, common: Sequence[list[int | None]]) -> nn.Module:
     """Make a module with the written forward, and the model's own tensors by their names."""
     names = {
         **written.names,
         "torch": torch,
         "read": operator.attrgetter,
         "require": _require,
+        "fix": functools.partial(_fix, common),
         "has_dtype": _has_dtype,
         "cond": _cond,
         "while_loop": _while_loop,
@@ -465,33 +478,45 @@ def _module(written: Written, file: str) -> nn.Module:
     return module.eval()
 
 
+# The size above which open sizes have to be, and whether those that all inputs have are fixed. Open
+# sizes are refused where a size of 1 is broadcast, and before a branch where a layer makes a size
+# smaller, as torch does not know then that it is not 0 (2.13).
+_WAYS = ((0, False), (1, False), (1, True))
+
+
 def _traced(
-    written: Written, head: Sequence[str], args: Any, kwargs: Any
-) -> tuple[torch.export.ExportedProgram, int]:
-    """Have torch.export trace a program.
+    written: Written,
+    head: Sequence[str],
+    args: Any,
+    kwargs: Any,
+    common: Sequence[list[int | None]],
+    ways: Sequence[tuple[int, bool]] = _WAYS,
+) -> tuple[torch.export.ExportedProgram, int, bool]:
+    """Have torch.export trace a program, in the first of some ways that it accepts.
 
     Returns:
-        The program; and the size above which all open sizes have to be.
+        The program; the size above which all open sizes have to be; and whether those that all
+        inputs have are fixed.
 
     Raises:
         ExportError: torch.export refuses it.
     """
     file = f"<bendtrace export {next(_serials)}>"
-    module = _module(written, file)
     named = dict(zip(head[len(args) :], kwargs.values(), strict=True))
     args, named = separate_copies_of((tuple(args), named))
     shapes = dict(zip(head, map(_open, (*args, *named.values())), strict=True))
-    for above in (0, 1):
-        sizes = targets.open_sizes(not above)  # refused where a size of 1 is broadcast
+    for above, is_fixed in ways:
+        sizes = targets.open_sizes(not above)
+        module = _module(written, file, common if is_fixed else ())
         try:
             # torch prints what it had traced of a program that it refuses (seen in 2.13).
             with targets.quiet(), contextlib.redirect_stderr(io.StringIO()), sizes:
                 program = torch.export.export(
                     module, args, named, dynamic_shapes=shapes, strict=False
                 )
-            return program, above
+            return program, above, is_fixed
         except Exception as error:
-            if above:
+            if (above, is_fixed) == ways[-1]:
                 raise ExportError(*_explained(error, written, file)) from error
     raise AssertionError
 

@@ -290,7 +290,8 @@ class SegmentOps(Expressions):
             return None
         for ref in refs_in(op.kwargs):
             self.value_of(ref.index)  # which notes what is asked
-        return torch.tensor(*op.args, **options)
+        constant: Tensor = torch.tensor(*op.args, **options)
+        return constant
 
     def _emit_tensors(self, op: Op) -> None:
         constant = self._constant(op)

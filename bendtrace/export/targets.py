@@ -201,10 +201,10 @@ def _checks(wrapper: Any, groups: Sequence[int]) -> str:
             alike = f"sizes{number}[{dim}] < 2 || strides{number}[{dim}] == {step}"
             require(alike, f"the memory layout of the export: a stride of {step} {place}")
         for other, one in enumerate(inputs[:number] if groups else ()):  # by their addresses
-            alike = [(each.get_dtype(), len(each.get_size())) for each in (one, tensor)]
+            kinds = [(each.get_dtype(), len(each.get_size())) for each in (one, tensor)]
             if groups[other] == groups[number]:
                 require(f"data{number} == data{other}", f"inputs {other} and {number} to be one")
-            elif alike[0] == alike[1]:
+            elif kinds[0] == kinds[1]:
                 require(f"data{number} != data{other}", f"inputs {other} and {number} to be two")
     body = "\n".join(lines)
     handles = "AtenTensorHandle* input_handles, AtenTensorHandle* output_handles"

@@ -123,6 +123,7 @@ class _Writer(Functions):
         inner = [f"_i{position}" for position in range(len(head))]
         lines: list[tuple[str, Any]] = [
             (f"def {BODY}({', '.join(['self', *inner])}):", None),
+            (f"    fix(({''.join(f'{name}, ' for name in inner)}))", None),
             *((f"    {line}", None) for line in self._prelude),
             *((f"    {line}", record) for line, record in scope.lines),
             (f"def forward({', '.join([own, *head])}):", None),
