@@ -517,7 +517,8 @@ class BendedModule(BaseModule[ModelT]):
     ) -> Exported:
         """Turn the model, with its branches and loops, into one program that runs without Python.
 
-        The model is run with the inputs, under `torch.no_grad`. What these runs have shown becomes
+        The model is run with copies of the inputs, under `torch.no_grad`, and what it changes is
+        restored. What these runs have shown becomes
         a `torch.export.ExportedProgram` in which questions are `torch.cond` and loops
         `torch.while_loop`. For each of the inputs it is compared with the model, bit by bit,
         before it is returned; so are files, those of other targets within 1e-5. A call that comes

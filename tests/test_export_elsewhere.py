@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import bendtrace as bt
-from bendtrace.errors import ExportError
+from bendtrace.errors import ExportError, InputError
 from bendtrace.export import targets
 from bendtrace.export.distinct import with_distinct_outputs
 from bendtrace.export.exporting import difference
@@ -97,4 +99,124 @@ def test_a_package_that_ends_its_process_is_not_handed_out(
     path = tmp_path / "model.aoti.pt2"
     with pytest.raises(ExportError, match="ends its process by signal 11: no file"):
         bt.BendedModule(twice).export(torch.ones(3), to=path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Conditions on inputs, which each target checks
+
+
+def for_even(x: Tensor) -> Tensor:
+    return (x * 2 if x.size(0) % 2 == 0 else x) * (1 if x.sum() > 0 else 2)
+
+
+def for_rows(x: Tensor) -> Tensor:
+    for row in range(x.shape[0]):
+        x = x + x[row] * 0.1
+    return x.softmax(0) if x.sum() > 0 else x * 2
+
+
+def for_many(x: Tensor) -> Tensor:
+    return x * 2 if x.flatten().shape[0] > 3 else x
+
+
+def for_pairs(x: Tensor, y: Tensor) -> Tensor:
+    return x + y if x.sum() > 0 else x - y
+
+
+def for_one(x: Tensor, y: Tensor) -> Tensor:
+    return x * 100 if x is y else x + y
+
+
+def for_flag(x: Tensor, flag: bool) -> Tensor:
+    return x * 2 if flag and x.sum() > 0 else x
+
+
+X = torch.linspace(0.1, 2, 24).reshape(6, 4)
+Y = X + 1
+CONDITIONS: dict[str, tuple[Any, Any, Any, list[Any]]] = {
+    # a model, the inputs that it is exported from, some that it takes, and some that it refuses
+    "an even size": (for_even, [(X,), (-X,)], [(X[:4],)], [(X[:5],), (X[:0],)]),
+    "a fixed size": (for_rows, [(X,), (-X,)], [(X * 2,)], [(X[:5],), (X[:0],)]),
+    "a product of sizes": (for_many, [(X,)], [(X[:1],)], [(X[:1, :1].clone(),)]),
+    "equal sizes": (for_pairs, [(X, Y), (-X, Y)], [(X[:3], Y[:3])], [(X, Y[:5])]),
+    "a dtype": (for_even, [(X,), (-X,)], [(X,)], [(X.double(),)]),
+    "a rank": (for_even, [(X,), (-X,)], [(X,)], [(X[0],)]),
+    "one object": (for_one, [(X, X)], [(Y, Y)], [(X, Y), (X, X.clone())]),
+    "two objects": (for_one, [(X, Y)], [(Y, X)], [(X, X)]),
+    "a number": (for_flag, [(X, True)], [(Y, True)], [(X, False), (X, 1)]),
+}
+CHECKED = [pair for pair in itertools.product(CONDITIONS, TARGETS) if pair != ("a number", "aoti")]
+
+
+def loaded(path: Path) -> Any:
+    if path.name.endswith(".onnx"):
+        return bt.export.OnnxProgram(path)
+    if path.name.endswith(".aoti.pt2"):
+        return torch._inductor.aoti_load_package(path)
+    return torch.export.load(path).module()
+
+
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning")
+@pytest.mark.parametrize(("name", "target"), some(CHECKED, chosen=[("an even size", "onnx")]))
+def test_each_target_refuses_inputs_that_break_a_condition(
+    name: str, target: str, tmp_path: Path
+) -> None:
+    require(target)
+    model, calls, good, bad = CONDITIONS[name]
+    path = tmp_path / f"model{TARGETS[target]}"
+    bt.BendedModule(model).export(*calls, to=path)
+    program = loaded(path)
+    for args in good:
+        assert difference(program(*args), [model(*args)], 1e-5) is None
+    # Some of the words are those of torch, and of onnxruntime.
+    words = "requires|Guard failed|mismatch|nvalid|Unexpected|argument|Attempting"
+    for args in bad:
+        with pytest.raises(Exception, match=words):
+            program(*args)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("x", [Y.t().contiguous().t(), torch.ones(6, 8)[:, :4], X[:0]])
+def test_a_package_does_not_read_memory_that_lies_otherwise(x: Tensor, tmp_path: Path) -> None:
+    require("aoti")
+    bt.BendedModule(for_rows).export(X, to=tmp_path / "model.aoti.pt2")
+    with pytest.raises(RuntimeError, match="the package requires"):
+        loaded(tmp_path / "model.aoti.pt2")(x)
+
+
+def test_conditions_that_a_file_cannot_check_are_refused(tmp_path: Path) -> None:
+    for model, args, ending, words in (
+        (for_flag, (X, True), "aoti.pt2", "takes tensors only, and would ignore another value"),
+        (lambda x: x * x.stride(1), (X,), "onnx", "which only a .pt2 file can check"),
+        (lambda x: x * x.stride(1), (X,), "aoti.pt2", "which only a .pt2 file can check"),
+    ):
+        require(ending.removesuffix(".pt2"))
+        with pytest.raises(ExportError, match=words):
+            bt.BendedModule(model).export(args, to=tmp_path / f"model.{ending}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_onnx_program_is_called_as_the_model(tmp_path: Path) -> None:
+    require("onnx")
+
+    def model(x: Tensor, *, low: Tensor, high: Tensor) -> Tensor:
+        return x.clamp(low, high)
+
+    low, high = torch.tensor(0.5), torch.tensor(1.0)
+    path = tmp_path / "model.onnx"
+    bt.BendedModule(model).export(((X,), {"low": low, "high": high}), to=path)
+    program = bt.export.OnnxProgram(path)
+    assert torch.equal(program(X, low=low, high=high)[0], model(X, low=low, high=high))
+    with pytest.raises(InputError, match="the model takes arguments at"):
+        program(X, high=high, low=low)
+    with pytest.raises(InputError, match="the model takes arguments at"):
+        program(X, low, high)
+
+
+def test_what_onnxruntime_cannot_run_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    require("onnx")
+    model = torch.nn.Linear(3, 3).bfloat16()
+    words = r"onnxruntime cannot run it: convert the model with to\(torch.float32\)"
+    with pytest.raises(ExportError, match=words):
+        bt.BendedModule(model).export(torch.ones(2, 3).bfloat16(), to=tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []

@@ -94,3 +94,368 @@ def test_keys_have_to_come_in_the_same_order() -> None:
         made(b, {"b": b, "a": a}, e=a, f=b)
     with pytest.raises(InputError, match="another structure"):
         made(b, {"a": a, "b": b}, f=b, e=a)
+
+
+# Inputs are as they were in the exported ones: one object, in memory, of a class, in training
+
+
+def same_or_not(q: Tensor, k: Tensor) -> Tensor:
+    return q * 100 if q is k else q + k
+
+
+def test_which_inputs_are_one_object_belongs_to_a_program(tmp_path: Path) -> None:
+    x, y = torch.ones(2), torch.ones(2) * 3
+    one = exported(same_or_not, (x, x), to=tmp_path / "one.pt2")
+    two = exported(same_or_not, (x, y))
+    loaded = torch.export.load(tmp_path / "one.pt2").module()
+    assert_equal(one, same_or_not, y, y)
+    assert_equal(loaded, same_or_not, y, y)
+    assert_equal(two, same_or_not, y, x)
+    for program, args in ((one, (x, y)), (loaded, (x, x.clone())), (two, (x, x))):
+        with pytest.raises(AssertionError, match=r"Guard failed: (k is q|q is not k)"):
+            program(*args)
+    with pytest.raises(ExportError, match="input 2 is not of the same kind"):
+        exported(same_or_not, (x, y), (x, x))
+
+
+def test_one_object_given_twice_to_a_model_that_does_not_ask() -> None:
+    def model(q: Tensor, k: Tensor | None) -> Tensor:
+        return q if k is None else q + k
+
+    x = torch.ones(2)
+    made = exported(model, (x, x), (x, x + 1))
+    assert_equal(made, model, x, x * 2)
+    assert_equal(made, model, x, x)
+
+
+@pytest.mark.more
+def test_self_attention_is_exported_as_such() -> None:
+    model = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    made = exported(model, (x, x, x))
+    y = torch.randn(4, 5, 8)
+    assert_equal(made, model, y, y, y)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        made(y, y.clone(), y)
+    apart = exported(model, (x, x + 1, x + 2))
+    assert_equal(apart, model, y, y + 1, y + 2)
+    with pytest.raises(AssertionError, match=r"len\({id\(query\), id\(key\), id\(value\)}\) == 3"):
+        apart(y, y, y)
+
+
+def test_a_tensor_of_the_model_is_no_input() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ExportError, match="input of input 1 is a tensor of the model itself"):
+        exported(model, model.weight)
+    with pytest.raises(InputError, match="a tensor of the program itself"):
+        exported(model, torch.ones(2, 2))(model.weight)
+
+
+class Named(Tensor):
+    pass
+
+
+def test_classes_and_attributes_of_inputs() -> None:
+    def model(x: Any) -> Any:
+        return x * (2 if isinstance(x, torch.nn.Parameter) else 3) * getattr(x, "scale", 1)
+
+    x = torch.ones(2)
+    tagged, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    tagged.scale = 5  # type: ignore[attr-defined]
+    with pytest.raises(ExportError, match="x of input 1 has the attribute scale"):
+        exported(model, tagged)
+    with pytest.raises(ExportError, match="x of input 2 is a Named: pass a plain tensor"):
+        exported(model, x, x.as_subclass(Named))
+    made, of_parameter = exported(model, x), exported(model, parameter)
+    assert_equal(made, model, x * 2)
+    assert_equal(of_parameter, model, parameter)
+    for program, other in (
+        (made, tagged), (made, parameter), (made, x.as_subclass(Named)), (of_parameter, x),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match="Guard failed"):
+            program(other)
+
+
+def frames(wave: Tensor) -> Tensor:
+    step = wave.stride(0)
+    return wave.as_strided((1 + (wave.shape[0] - 4) // 2, 4), (2 * step, step)).sum(-1)
+
+
+def times_stride(x: Tensor) -> Tensor:
+    return x * x.stride(1)
+
+
+def of_offset(x: Tensor) -> Tensor:
+    return x[1:] * x[1:].storage_offset()
+
+
+def of_contiguous(x: Tensor) -> Tensor:
+    return x * 2 if x.is_contiguous() else x
+
+
+def of_conjugate(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) * (2 if x.is_conj() else 1)
+
+
+STEREO = torch.arange(16.0).reshape(8, 2)
+COMPLEX = torch.ones(2, dtype=torch.complex64)
+LAID_OUT = {  # a model, an input, one like it, and one in another place
+    frames: (STEREO[:, 0].clone(), torch.randn(9), STEREO[:, 0]),
+    times_stride: (torch.ones(2, 3), torch.ones(4, 5), torch.ones(3, 2).t()),
+    of_offset: (torch.ones(4), torch.randn(6), torch.ones(9)[2:]),
+    of_contiguous: (torch.ones(2, 3), torch.ones(4, 5), torch.ones(3, 2).t()),
+    of_conjugate: (COMPLEX, COMPLEX * 3, COMPLEX.conj()),
+}
+
+
+@pytest.mark.parametrize("model", LAID_OUT, ids=lambda model: model.__name__)
+def test_where_inputs_lie_in_memory_is_a_condition_if_it_is_asked(model: Any) -> None:
+    x, alike, other = LAID_OUT[model]
+    made = exported(model, x)
+    assert_equal(made, model, alike)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        made(other)
+    # From the other one, the first is refused.
+    made = exported(model, other)
+    assert_equal(made, model, other)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        made(x)
+
+
+def test_where_inputs_lie_in_memory_does_not_matter_otherwise() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x.sum(0) if x.sum() > 0 else x.relu().mean(1)
+
+    made = exported(model, torch.ones(2, 3), -torch.ones(2, 3))
+    for other in (
+        torch.randn(5, 4).t(),
+        torch.randn(6, 8)[1::2, ::2],
+        torch.randn(2, 1).expand(2, 3),
+    ):
+        assert_equal(made, model, other)
+        assert_equal(made, model, -other)
+
+
+def test_devices_are_a_condition_if_they_are_asked() -> None:
+    made = exported(lambda x: x + 1 if x.is_cpu else x, torch.ones(2))
+    assert any("device" in one for one in made.program._guards_code)
+    made = exported(lambda x: x + 1, torch.ones(2))
+    assert not any("device" in one for one in made.program._guards_code)
+
+
+@pytest.mark.parametrize("name", ["is_shared", "is_inference", "requires_grad", "_version"])
+def test_what_no_program_knows_of_a_tensor_is_refused_by_line(name: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        asked = getattr(x, name)
+        return x * (asked() if callable(asked) else asked)
+
+    words = rf"test_exported_kinds.py:\d+: (it asks for {name}|{name} of a tensor is asked for)"
+    with pytest.raises(ExportError, match=words):
+        exported(model, torch.ones(2))
+
+
+def test_a_model_is_as_it_was_after_an_export() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with pytest.raises(ExportError, match="num_batches_tracked"):
+        exported(model, torch.randn(8, 3, generator=torch.Generator()))
+    with pytest.raises(ExportError, match="rand may draw"):
+        exported(lambda x: x + torch.rand(3), torch.ones(3))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+
+    class Counts(torch.nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x
+
+    counts = Counts()
+    with pytest.raises(ExportError, match=r"sets self\.calls"):
+        exported(counts, torch.ones(3))
+    assert counts.calls == 0
+
+
+# Sizes of 0 and 1
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_batch_of_one_leaves_the_size_open(order: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU()).eval()
+    assert_equal(exported(model, torch.randn(1, 3)), model, torch.randn(2, 3))
+    shapes = [(1, 1, 3), (2, 1, 3)][::order]
+    made = exported(model, *map(torch.randn, shapes))
+    assert_equal(made, model, torch.randn(4, 5, 3))
+    assert "fixed" not in str(made)
+
+
+def test_a_size_of_one_that_matters_is_reported_as_fixed() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x + torch.ones(4, 1)
+
+    made = exported(model, torch.randn(1, 3))
+    assert "fixed at 1, as a size of 1 means another operation: x.size(0)" in str(made)
+    assert_equal(made, model, torch.randn(1, 5))
+    for shape in ((4, 3), (1, 1)):  # of which the second is broadcast as well
+        with pytest.raises(AssertionError, match="Guard failed"):
+            made(torch.randn(shape))
+
+
+def by_size(x: Tensor) -> Tensor:
+    return x[0] if x.shape[0] == 1 else x.sum(0)
+
+
+def by_rows(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] > 0 else x - 1
+
+
+def by_elements(x: Tensor) -> Tensor:
+    return x + 1 if x.flatten().shape[0] > 3 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [(by_size, (1, 3)), (by_rows, (0, 3)), (by_elements, (1, 3)), (by_elements, (0, 3))],
+)
+def test_sizes_of_zero_and_one_take_no_side_that_larger_ones_took(
+    model: Any, refused: tuple[int, int]
+) -> None:
+    made = exported(model, torch.randn(4, 3))
+    assert_equal(made, model, torch.randn(2, 3))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        made(torch.randn(refused))
+
+
+def test_no_rows_are_open_if_an_input_had_none() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x.relu().sum(0)
+
+    with pytest.raises(AssertionError, match=r"Guard failed: x.size\(\)\[0\] > 0"):
+        exported(model, torch.ones(2, 3))(torch.ones(0, 3))
+    made = exported(model, torch.ones(2, 3), torch.ones(0, 3))
+    for rows in range(4):
+        assert_equal(made, model, torch.ones(rows, 3))
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["torch", "self", "cond", "read", "require", "has_dtype", "while_loop", "device", "_i0", "_v1"],
+)
+def test_arguments_called_as_the_generated_code_calls_its_own(name: str) -> None:
+    scope: dict[str, Any] = {}
+    source = f"def model({name}, x):\n    return {name} * 2 + x if {name}.sum() > 0 else {name} - x"
+    exec(source, scope)
+    x = torch.ones(3)
+    made = exported(scope["model"], (x, x), (-x, x))
+    assert_equal(made, scope["model"], x * 3, x)
+
+
+def test_arguments_that_a_program_cannot_call_so() -> None:
+    def model(rest_0: Tensor, *rest: Tensor, **more: Tensor) -> Tensor:
+        return rest_0 + sum(rest) + sum(more.values())
+
+    x = torch.ones(3)
+    with pytest.raises(ExportError, match="two arguments of the program would be called rest_0"):
+        exported(model, (x, x))
+    for name in ("a b", "class", "torch"):
+        with pytest.raises(ExportError, match=f"no argument of a program can be called '{name}'"):
+            exported(model, ((x,), {name: x}))
+
+
+@pytest.mark.parametrize("name", ["constant_0", "lifted_tensor_0", "true_graph_0", "_guards_fn"])
+def test_parameters_called_as_torch_calls_its_own(name: str, tmp_path: Path) -> None:
+    constant = torch.full((3,), 0.1)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * getattr(self, name) if x.sum() > 0 else x - getattr(self, name)
+            return y + constant
+
+    model, x = Model(), torch.ones(3)
+    made = exported(model, x, -x, to=tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for program in (made, loaded):
+        assert_equal(program, model, x * 3)
+        assert_equal(program, model, x * -3)
+    own = name if name == "constant_0" else f"own_{name}"
+    assert own in made.program.state_dict
+    assert (own == name) or f"{name} is called {own} in the program" in str(made)
+
+
+# What torch can trace, but not save, or not with open sizes
+
+
+def constant_in_branch(x: Tensor) -> Tensor:
+    return x + torch.tensor([3.0, 1, 2]) if x.sum() > 0 else x * torch.tensor(2.0, dtype=x.dtype)
+
+
+def constant_in_loop(x: Tensor) -> Tensor:
+    scales = torch.tensor([0.5, 0.5, 0.4])
+    while x.norm() > 1:
+        scales[0] += 0.01
+        x = x * torch.tensor([0.5, 0.5, 0.4]) * scales.clamp(max=1)
+        scales = torch.tensor([0.5, 0.5, 0.4])
+    return x
+
+
+@pytest.mark.parametrize("model", [constant_in_branch, constant_in_loop])
+def test_tensors_made_of_numbers_in_branches_and_loops_are_saved(
+    model: Any, tmp_path: Path
+) -> None:
+    x = torch.ones(3)
+    made = exported(model, x * 9, -x, x / 9, to=tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for program in (made, loaded):
+        for scale in (-3.0, 0.1, 50.0):
+            assert_equal(program, model, x * scale)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "layer",
+    [torch.nn.Conv2d(3, 4, 3, bias=False), torch.nn.AvgPool2d(2)],  # both are linear
+)
+def test_sizes_that_a_layer_computes_before_a_branch(layer: torch.nn.Module) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = layer(x)
+        return y.relu() if y.mean() > 0 else y * 2
+
+    x = torch.randn(2, 3, 8, 8)
+    made = exported(model, x, -x, torch.cat([x, x]))
+    assert made.unseen == ()
+    for other in (x * 3, -x * 3, torch.randn(5, 3, 8, 8)):
+        assert_equal(made, model, other)
+    if "are fixed" in str(made):
+        with pytest.raises(AssertionError, match="Guard failed"):
+            made(torch.randn(2, 3, 9, 9))
+
+
+def test_a_text_that_a_model_returns_is_in_no_file(tmp_path: Path) -> None:
+    def model(x: Tensor) -> Any:
+        return (x * 2, None, "text") if x.sum() > 0 else (x, None, "text")
+
+    x = torch.ones(3)
+    assert exported(model, x, -x)(x)[1:] == (None, "text")
+    with pytest.raises(ExportError, match="the model returns the text 'text', which no file"):
+        exported(model, x, -x, to=tmp_path / "model.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_that_the_model_handles_is_named_by_what_raises_it() -> None:
+    def model(x: Tensor) -> Tensor:
+        try:
+            return torch.linalg.cholesky(x + torch.eye(x.shape[0]) * 0)
+        except torch.linalg.LinAlgError:
+            return x * 0
+
+    with pytest.raises(ExportError, match=r"cholesky.* raises an error that the model handles"):
+        exported(model, torch.eye(2), torch.ones(2, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,6 +245,28 @@ def test_what_is_put_into_a_module_of_a_library_is_seen() -> None:
         library.flag = flag
         found.append(float(asking(torch.zeros(()))))
     assert found == [0, 3, 4]
+
+
+def test_what_a_library_counts_in_a_module_of_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages" / "bt_package"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    counting = "calls = 0\ndef step():\n    global calls\n    calls += 1\n    return calls\n"
+    (folder / "inner.py").write_text(counting)
+    monkeypatch.syspath_prepend(str(folder.parent))
+    importlib.import_module("bt_package.inner")
+    package = importlib.import_module("bt_package")
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x + package.inner.step()
+
+    bended = bt.BendedModule(model)
+    assert [float(bended(torch.zeros(()))) for _ in range(4)] == [1, 2, 3, 4]
+    with pytest.raises(ExportError, match="calls"):
+        bt.BendedModule(model).export(torch.zeros(()))
+    assert package.inner.calls == 4
 
 
 def test_a_library_is_one_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,8 @@ class _Search:
                     if is_users_module(module) and not is_installed_space(vars(module)):
                         self.globals[id(sys.modules), full] = (sys.modules, full)
         others = {id(module): vars(module) for module in modules if is_users_module(module)}
-        waiting = [space for space in others.values() if not is_installed_space(space)]
+        is_own = not is_finished(function)
+        waiting = [one for one in others.values() if is_own or not is_installed_space(one)]
         while waiting:  # code names what is in a package through the package
             held = waiting.pop()
             for name in names & held.keys():
@@ -218,7 +219,7 @@ class _Search:
                     isinstance(inner, types.ModuleType)
                     and id(inner) not in others
                     and is_users_module(inner)
-                    and not is_installed_space(vars(inner))
+                    and (is_own or not is_installed_space(vars(inner)))
                 ):
                     others[id(inner)] = vars(inner)
                     waiting.append(vars(inner))

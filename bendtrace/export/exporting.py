@@ -6,12 +6,12 @@ import contextlib
 import functools
 import io
 import itertools
-import math
+import keyword
 import operator
 import os
 import traceback
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,25 @@ from torch import Tensor, nn
 
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export import targets
+from bendtrace.export.comparison import Inputs, compare, difference, tensors_in
+from bendtrace.export.conditions import (
+    Fact,
+    arguments_of,
+    common_sizes,
+    compares_identity,
+    conditions_in_files,
+    conditions_on,
+    copies_of,
+    empty_sizes,
+    fixed_at_one,
+    require_plain,
+    separate_copies_of,
+    share,
+)
 from bendtrace.export.machine import Machine, refuse, told
-from bendtrace.export.writer import Unseen, Written, write
+from bendtrace.export.writer import BODY, Unseen, Written, write
 from bendtrace.history.sizes import counted
+from bendtrace.preserved_state import PreservedState
 from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
@@ -35,7 +51,6 @@ __all__ = ["Exported", "calls_in", "compare", "difference", "export", "tensors_i
 
 _serials = itertools.count()
 _TOLERANCE = 1e-5
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(eq=False)
@@ -71,22 +86,26 @@ class Exported:
     _form: Callable[[tuple[Any, ...], dict[str, Any]], Any] = field(repr=False, init=False)
     _forms: tuple[Any, ...] = field(default=(), repr=False, init=False)
     _module: Any = field(default=None, repr=False, init=False)
+    _held: frozenset[int] = field(default=frozenset(), repr=False, init=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program.
 
         Raises:
             InputError: the containers are others than those that it was exported from, or have
-                other keys, or these in another order.
+                other keys, or these in another order; or a tensor is one of the program itself.
         """
         if self._module is None:
             self._module = self.program.module()
+            self._held = frozenset(map(id, self.program.state_dict.values()))
         form = self._form(args, kwargs)
         if form not in self._forms:
             raise InputError(
                 "the arguments have another structure than those that this was exported from: "
                 f"{form} in place of {self._forms[0]}"
             )
+        if not self._held.isdisjoint(map(id, pytree.tree_leaves((args, kwargs)))):
+            raise InputError("an argument is a tensor of the program itself: pass a clone()")
         with torch.no_grad():
             return self._module(*args, **kwargs)
 
@@ -142,12 +161,21 @@ def export(
             )
     target = None if to is None else targets.target_of(to)
     export_once = functools.partial(_export, model, signature, calls, to, target, unseen, tell)
+    held = frozenset(_names_of(model))
+    for number, (args, kwargs) in enumerate(calls, 1):
+        require_plain(number, signature.bind(args, kwargs), held)
     with torch.no_grad():
         excluded: frozenset[Counter] = frozenset()
+        copy = separate_copies_of
         while True:
             liftings = [Lifting(excluded, as_tensors=True) for _ in calls]
             try:
-                recordings = _recorded(model, signature, calls, tell, liftings)
+                with _preserved(model):
+                    recordings = _recorded(model, signature, calls, tell, liftings, copy)
+                if copy is separate_copies_of and any(map(compares_identity, recordings)):
+                    copy = copies_of
+                    if any(map(share, calls)):
+                        continue
                 needed = frozenset().union(
                     *(one.needed(run.tape) for one, run in zip(liftings, recordings, strict=True))
                 )
@@ -158,7 +186,10 @@ def export(
                     raise
                 break  # it may have a form with each round as a state of its own
             excluded |= needed
-        return export_once(_recorded(model, signature, calls, tell, [None] * len(calls)))
+        with _preserved(model):
+            nothing = [None] * len(calls)
+            recordings = _recorded(model, signature, calls, tell, nothing, copy)
+        return export_once(recordings)
 
 
 def _export(
@@ -174,34 +205,62 @@ def _export(
     """Export recorded runs."""
     machine = Machine(recordings)
     args, kwargs = _largest(calls)
-    names = signature.arrange(args, kwargs)[0]
-    parameters = [_variable(name) for name in names]
-    head = [_variable(name) for name in signature.names(args, kwargs)]
+    names = signature.names(args, kwargs)
+    head = _head(names, len(args))
+    positions = [names.index(name) for name in signature.arrange(args, kwargs)[0]]
     state = _names_of(model)
-    written = write(machine, parameters, head, state, False)
+    written = write(machine, positions, head, state, False)
     never = [one for one in written.unseen if one.seen]
     if never and unseen == "error":
         listed = "\n".join(f"    {one}" for one in never)
         raise ExportError(f"inputs never took some sides:\n{listed}")
     tell("trace")
-    program = _traced(written, signature, args, kwargs)
-    made = Exported(program, written.unseen, len(calls), written.told, written.text)
+    renamed = dict(zip(names, head, strict=True))
+    everywhere = [{renamed[k]: v for k, v in signature.bind(*call).items()} for call in calls]
+    common = common_sizes([{name: one[name] for name in head} for one in everywhere])
+    program, above, is_fixed = _traced(written, head, args, kwargs, common)
+    inputs = dict(zip(head, (*args, *kwargs.values()), strict=True))
+    notes = written.told
+    if is_fixed:
+        notes += ("sizes that all inputs have are fixed: torch.export refuses to leave them open",)
+    if fixed := fixed_at_one(program, inputs):
+        notes += (f"fixed at 1, as a size of 1 means another operation: {', '.join(fixed)}",)
+    facts = set(written.facts)
+    if any(map(compares_identity, recordings)):
+        facts.add(Fact.IDENTITY)
+    empty = set() if above else empty_sizes(everywhere)
+    required = conditions_on(inputs, facts, above, empty)
+    if target in ("aoti", "onnx"):
+        in_file = conditions_in_files(program, inputs, facts, above, empty)
+    program._guards_code[:0] = required  # torch's, for one, take a rank for granted
+    made = Exported(program, written.unseen, len(calls), notes, written.text)
     made._form = form = functools.partial(_form, signature)
     made._forms = tuple({repr(one): one for one in itertools.starmap(form, calls)}.values())
     compare(made, calls, recordings, tell=tell)
     if to is None:
         return made
+    for spec in program.graph_signature.output_specs:
+        if type(getattr(spec.arg, "value", None)) is str:
+            raise ExportError(
+                f"the model returns the text {spec.arg.value!r}, which no file can hold: return "
+                "tensors and numbers"
+            )
     check = functools.partial(compare, calls=calls, recordings=recordings)
     loosely = functools.partial(check, tolerance=_TOLERANCE)
     tell("write")
     if target == "pt2":
         targets.save_program(program, to, check)
-    elif target == "aoti":
-        targets.save_package(program, to, calls, loosely)
     else:
-        flagged = write(machine, parameters, head, state, True)
-        messages = {one.number: one.message for one in flagged.unseen}
-        targets.save_onnx(_traced(flagged, signature, args, kwargs), to, messages, loosely)
+        checked = write(machine, positions, head, state, target == "onnx", in_file)
+        traced = _traced(checked, head, args, kwargs, common, [(above, is_fixed)])[0]
+        compares = Fact.IDENTITY in facts
+        arguments = arguments_of(args, kwargs, compares)
+        if target == "aoti":
+            groups = [group for _, text, group in arguments if compares and text is None]
+            targets.save_package(traced, to, calls, groups, loosely)
+        else:
+            messages = {one.number: one.message for one in checked.unseen}
+            targets.save_onnx(traced, to, messages, (arguments, compares), loosely)
     within = "bit by bit" if target == "pt2" else f"within {_TOLERANCE:g}"
     made.notes = (*made.notes, f"written to {os.fspath(to)}, whose outputs are equal {within}")
     return made
@@ -212,8 +271,44 @@ def _form(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return pytree.tree_structure(signature.bind(args, kwargs))
 
 
-def _variable(name: str) -> str:
-    return name.replace("[", "_").replace("]", "").lstrip("*")
+def _head(names: Sequence[str], positional: int) -> list[str]:
+    """Return the parameters of a program for the names of arguments.
+
+    Args:
+        names: the names.
+        positional: how many of the arguments are passed by position, and may be renamed.
+
+    Raises:
+        ExportError: Python takes no such parameters.
+    """
+    head = [name.replace("[", "_").replace("]", "").lstrip("*") for name in names]
+    for place, name in enumerate(head):
+        if name in _OF_FX and place < positional:
+            head[place] = f"{name}_"
+        elif name in ("self", "torch") or not name.isidentifier() or keyword.iskeyword(name):
+            raise ExportError(
+                f"no argument of a program can be called {name!r}: pass it by position, or in a "
+                "dict"
+            )
+    for name in head:
+        if head.count(name) > 1:
+            raise ExportError(f"two arguments of the program would be called {name}: rename one")
+    return head
+
+
+# The names that the code of a program uses, as torch.fx writes it (2.13).
+_OF_FX = frozenset({"device", "fx_pytree", "inf", "nan", "NoneType", "pytree", "self", "torch"})
+
+
+@contextlib.contextmanager
+def _preserved(model: Callable[..., Any]) -> Iterator[None]:
+    """Return a context at whose end a model is as it was, with the random generators."""
+    try:
+        state = PreservedState(model)
+    except InputError:  # it can only run live, and will be refused
+        state = PreservedState(model, buffers=True)
+    with state:
+        yield
 
 
 def calls_in(inputs: Sequence[Any]) -> list[Inputs]:
@@ -250,13 +345,14 @@ def _recorded(
     calls: Sequence[Inputs],
     tell: Callable[[str], None],
     liftings: Sequence[Lifting | None],
+    copy: Callable[[Any], Any],
 ) -> list[Recording]:
     """Record the model's runs with some inputs, with the state at each question."""
     recordings: list[Recording] = []
     first: Program | None = None
     for number, ((args, kwargs), lifting) in enumerate(zip(calls, liftings, strict=True), 1):
         tell("record")
-        own_args, own_kwargs = pytree.tree_map(_copied, (args, kwargs))
+        own_args, own_kwargs = copy((args, kwargs))
         try:
             recording = record(
                 model, own_args, own_kwargs, signature, reads_states=True, lifting=lifting
@@ -268,7 +364,7 @@ def _recorded(
             raise ExportError(f"with input {number}, the model raises {error!r}{hint}") from error
         refuse(recording)
         recordings.append(recording)
-        arguments = tuple(signature.bind(*pytree.tree_map(_copied, (args, kwargs))).values())
+        arguments = tuple(signature.bind(*copy((args, kwargs))).values())
         if first is None:
             first = Program(recording, GlobalState.current())
         else:
@@ -282,16 +378,13 @@ def _recorded(
     return recordings
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
 def _largest(calls: Sequence[Inputs]) -> Inputs:
     """Return the inputs with the largest sizes: sizes of 1 and 0 are no example of others."""
 
-    def size(call: Inputs) -> int:
-        leaves = pytree.tree_flatten(call)[0]
-        return sum(min(t.shape, default=0) for t in leaves if isinstance(t, Tensor))
+    def size(call: Inputs) -> tuple[int, int]:
+        leaves = pytree.tree_leaves(call)
+        sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
+        return sum(size > 1 for size in sizes), sum(sizes)
 
     return max(calls, key=size)
 
@@ -347,19 +440,29 @@ def _operands(
     return tuple(operands[place] for place in places), list(map(given, functions))
 
 
-def _module(written: Written, file: str) -> nn.Module:
+def _fix(common: Sequence[list[int | None]], inputs: Sequence[Any]) -> None:
+    """Require that inputs have some sizes, which are fixed in a program then."""
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    for leaf, sizes in zip(leaves, common, strict=False):
+        for dim, size in enumerate(sizes):
+            _require(size is None or leaf.size(dim) == size)
+
+
+def _module(written: Written, file: str, common: Sequence[list[int | None]]) -> nn.Module:
     """Make a module with the written forward, and the model's own tensors by their names."""
     names = {
         **written.names,
         "torch": torch,
         "read": operator.attrgetter,
         "require": _require,
+        "fix": functools.partial(_fix, common),
         "has_dtype": _has_dtype,
         "cond": _cond,
         "while_loop": _while_loop,
     }
     exec(compile(written.text, file, "exec"), names)
-    kind = type("Exported", (nn.Module,), {"forward": names["forward"]})
+    functions = {"forward": names["forward"], BODY: names[BODY]}
+    kind = type("Exported", (nn.Module,), functions)
     module: nn.Module = kind()
     for path, tensor in written.tensors.items():
         *owners, name = path.split(".")
@@ -375,46 +478,47 @@ def _module(written: Written, file: str) -> nn.Module:
     return module.eval()
 
 
+# The size above which open sizes have to be, and whether those that all inputs have are fixed. Open
+# sizes are refused where a size of 1 is broadcast, and before a branch where a layer makes a size
+# smaller, as torch does not know then that it is not 0 (2.13).
+_WAYS = ((0, False), (1, False), (1, True))
+
+
 def _traced(
-    written: Written, signature: Signature, args: Any, kwargs: Any
-) -> torch.export.ExportedProgram:
-    file = f"<bendtrace export {next(_serials)}>"
-    module = _module(written, file)
-    names = signature.names(args, kwargs)
-    named = [_variable(name) for name in names]
-    given = dict(zip(named[len(args) :], kwargs.values(), strict=True))
-    args, given = pytree.tree_map(_copied, (tuple(args), given))
-    values = dict(zip(named, (*args, *given.values()), strict=True))
-    shapes = {name: _open(value) for name, value in values.items()}
-    try:
-        # torch prints what it had traced of a program that it refuses (seen in 2.13).
-        with targets.quiet(), contextlib.redirect_stderr(io.StringIO()):
-            made = torch.export.export(module, args, given, dynamic_shapes=shapes, strict=False)
-    except Exception as error:
-        raise ExportError(*_explained(error, written, file)) from error
-    made._guards_code += _fixed(values)
-    return made
+    written: Written,
+    head: Sequence[str],
+    args: Any,
+    kwargs: Any,
+    common: Sequence[list[int | None]],
+    ways: Sequence[tuple[int, bool]] = _WAYS,
+) -> tuple[torch.export.ExportedProgram, int, bool]:
+    """Have torch.export trace a program, in the first of some ways that it accepts.
 
+    Returns:
+        The program; the size above which all open sizes have to be; and whether those that all
+        inputs have are fixed.
 
-def _fixed(values: dict[str, Any]) -> list[str]:
-    """Return conditions on inputs that torch.export does not make.
-
-    It compares numbers by `==`, and accepts anything for None, None for a tensor that is not used,
-    and tensors with other numbers of dimensions (torch 2.13).
+    Raises:
+        ExportError: torch.export refuses it.
     """
-    found = []
-    for path, leaf in pytree.tree_leaves_with_path(values):
-        name = f"L{pytree.keystr(path)}"
-        if isinstance(leaf, Tensor):
-            found.append(f"isinstance({name}, torch.Tensor)")
-            found.append(f"{name}.dim() == {leaf.dim()}")
-        elif leaf is None:
-            found.append(f"{name} is None")
-        elif type(leaf) in (bool, int, float, str):
-            found.append(f"type({name}) is {type(leaf).__name__}")
-        if type(leaf) is float and leaf == 0:
-            found.append(f"math.copysign(1, {name}) == {math.copysign(1, leaf)}")
-    return found
+    file = f"<bendtrace export {next(_serials)}>"
+    named = dict(zip(head[len(args) :], kwargs.values(), strict=True))
+    args, named = separate_copies_of((tuple(args), named))
+    shapes = dict(zip(head, map(_open, (*args, *named.values())), strict=True))
+    for above, is_fixed in ways:
+        sizes = targets.open_sizes(not above)
+        module = _module(written, file, common if is_fixed else ())
+        try:
+            # torch prints what it had traced of a program that it refuses (seen in 2.13).
+            with targets.quiet(), contextlib.redirect_stderr(io.StringIO()), sizes:
+                program = torch.export.export(
+                    module, args, named, dynamic_shapes=shapes, strict=False
+                )
+            return program, above, is_fixed
+        except Exception as error:
+            if (above, is_fixed) == ways[-1]:
+                raise ExportError(*_explained(error, written, file)) from error
+    raise AssertionError
 
 
 def _open(value: Any) -> Any:
@@ -444,75 +548,3 @@ def _explained(error: BaseException, written: Written, file: str) -> tuple[str, 
             return what, told(record)
         seen = seen.__cause__ or seen.__context__
     return f"torch.export refuses it: {type(error).__name__}: {error}", ""
-
-
-def compare(
-    made: Callable[..., Any],
-    calls: Sequence[Inputs],
-    recordings: Sequence[Recording],
-    tolerance: float | None = None,
-    tell: Callable[[str], None] = lambda step: None,
-) -> None:
-    """Run a program with all inputs, and compare its outputs with those of the model.
-
-    Args:
-        made: the program.
-        calls: the inputs.
-        recordings: the runs of the model with them.
-        tolerance: the largest accepted difference of floats; None for none.
-        tell: called with "compare" before each of the inputs.
-
-    Raises:
-        ExportError: an output differs.
-    """
-    for number, ((args, kwargs), recording) in enumerate(zip(calls, recordings, strict=True), 1):
-        tell("compare")
-        try:
-            with torch.no_grad():
-                given = made(*pytree.tree_map(_copied, args), **pytree.tree_map(_copied, kwargs))
-        except Exception as error:
-            first = str(error).strip().split("\n")[0]
-            raise ExportError(f"with input {number}, the program raises {first}") from error
-        different = difference(given, recording.result, tolerance)
-        if different is not None:
-            raise ExportError(f"with input {number}, the program's output differs: {different}")
-
-
-def difference(given: Any, expected: Any, tolerance: float | None = None) -> str | None:
-    """Return how the output of a program differs from that of the model; None if it does not."""
-    ours, theirs = (tensors_in(value) for value in (given, expected))
-    if len(ours) != len(theirs):
-        return f"{len(ours)} values in place of {len(theirs)}"
-    for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if one.dtype is not other.dtype or one.shape != other.shape:
-            what = f"{one.dtype}{list(one.shape)} in place of {other.dtype}{list(other.shape)}"
-            return f"value {place} is a {what}"
-        if not _is_equal(one, other, tolerance):
-            off = (one.double() - other.double()).abs().max() if one.numel() else 0.0
-            return f"value {place} is off by {float(off):.3g}"
-    return None
-
-
-def _is_equal(one: Tensor, other: Tensor, tolerance: float | None) -> bool:
-    if tolerance is not None and one.is_floating_point():
-        return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    same = one.contiguous().view(bits) == other.contiguous().view(bits)
-    return bool((same | (one.isnan() & other.isnan())).all())
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors and numbers in a value, numbers as tensors."""
-    if isinstance(value, Tensor):
-        return [value.detach()]
-    if isinstance(value, Mapping):
-        return [leaf for item in value.values() for leaf in tensors_in(item)]
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in tensors_in(item)]
-    if type(value) is float:
-        return [torch.tensor(value, dtype=torch.float64)]
-    if type(value) in (bool, int):
-        return [torch.tensor(value)]
-    return []

@@ -6,6 +6,7 @@ operators accept neither two arguments that share memory, nor a function that re
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,13 @@ __all__ = ["OWN", "Functions", "Unseen", "order", "said", "shared_in", "unaliase
 
 # What operators are given; what has another letter is closed over.
 _VARIABLE = re.compile(r"\b_[vnspaqfr]\d+\b")
+# Names that torch.export gives to what it adds to a program (2.13).
+_GENERATED = re.compile(
+    r"(__written__|_guards_fn|((_?lifted)?_tensor(_constant)?|"
+    r"(true|false|while_loop_(cond|body))_graph)_?\d+)$"
+)
 # Among the names, what is known of them.
-OWN = ("__memories__", "__bound__", "__memory_of__", "__picked__")
+OWN = ("__memories__", "__bound__", "__memory_of__", "__picked__", "__facts__")
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Functions:
         self._state = state
         self._flagged = flagged
         self._names: dict[str, Any] = {
-            "__memories__": [None], "__memory_of__": {}, "__picked__": set(),
+            "__memories__": [None], "__memory_of__": {}, "__picked__": set(), "__facts__": set(),
         }  # fmt: skip
         self._counter = 0
         self._parts: dict[Any, Value] = {}
@@ -125,6 +131,8 @@ class Functions:
 
     def _part(self, part: Any, op: Op | None) -> Value:
         """Return the value of an argument, or of state."""
+        if isinstance(part, Tensor):
+            return self._state_of(part)
         if not isinstance(part, Captured):
             raise ExportError("a tensor came from nowhere", "" if op is None else told(op))
         if part.kind is CaptureKind.ALIAS:
@@ -151,14 +159,30 @@ class Functions:
         tensor = part.read(())
         if not isinstance(tensor, Tensor):
             raise ExportError(f"{part.label} is no tensor", "" if op is None else told(op))
-        key = id(tensor)
+        return self._state_of(tensor)
+
+    def _state_of(self, tensor: Tensor) -> Value:
+        """Return the value of a tensor that the program holds."""
+        key: Any = id(tensor)
         if key not in self._parts:
-            path = self._state.get(key, f"constant_{len(self._tensors)}")
+            path = self._path(key)
             self._tensors[path] = tensor
             name = self._new("p")
             self._prelude.append(f"{name} = read({path!r})(self)")
             self._parts[key] = self._tensor(name)
         return self._parts[key]
+
+    def _path(self, key: int) -> str:
+        """Return the attribute path of a tensor of the model, or of another one."""
+        path = self._state.get(key)
+        if path is None:
+            names = (f"constant_{number}" for number in itertools.count())
+            taken = {*self._tensors, *self._state.values()}
+            return next(name for name in names if name not in taken)
+        if _GENERATED.match(path):
+            self._told.append(f"{path} is called own_{path} in the program")
+            return f"own_{path}"
+        return path
 
     def _reached(self, part: Captured) -> str:
         if part.access is Access.ROOT:

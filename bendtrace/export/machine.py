@@ -21,6 +21,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.tape.captured import identical
 from bendtrace.tape.tape import Guard, Test
+from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["END", "AnalysedRun", "Loop", "Machine", "Question", "View", "Way", "refuse", "told"]
 
@@ -342,6 +343,12 @@ def refuse(recording: Recording) -> None:
     if tape.is_joint:
         raise ExportError("the model communicates with other ranks", "")
     for op in tape.ops:
+        if op.raised is not None:
+            raise ExportError(
+                f"{name_of(op.target)} raises an error that the model handles: test for the case "
+                "before, instead of catching the error",
+                told(op),
+            )
         if any(tape.ops[written].is_given for written in op.writes):
             raise ExportError(_WRITES, told(op))
     if recording.writes_outside:

@@ -14,6 +14,7 @@ from bendtrace.compiled.eligible import why_not_op
 from bendtrace.compiled.expressions import Expressions, wide_dtype
 from bendtrace.errors import ExportError
 from bendtrace.export import picked
+from bendtrace.export.conditions import fact_of
 from bendtrace.export.machine import AnalysedRun, told
 from bendtrace.export.numbers import Kind
 from bendtrace.export.values import (
@@ -31,7 +32,14 @@ from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import INFIX, gives_nothing
 from bendtrace.tape.structure import Existing, Instance
 from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, refs_in
-from bendtrace.torch_rules.functions import OpOverload, OpOverloadPacket, name_of, said_of
+from bendtrace.torch_rules.functions import (
+    METADATA,
+    SHAPES,
+    OpOverload,
+    OpOverloadPacket,
+    name_of,
+    said_of,
+)
 
 __all__ = ["Scope", "SegmentOps"]
 
@@ -186,8 +194,10 @@ class SegmentOps(Expressions):
     def _refuse(self, op: Op) -> None:
         if op.kind is OpKind.CALL and isinstance(op.target, _OPERATORS):
             return
+        if op.target in SHAPES or op.target in METADATA:
+            return  # it cannot raise an error that the model may have a handler for
         reason = why_not_op(op, op.context)
-        if reason is not None and "random" in reason and name_of(op.target).endswith("_cell"):
+        if reason is not None and "random" in reason and name_of(op.target).endswith(_STEADY):
             reason = None
         if reason is None and (op.context.autocast or op.context.inference):
             reason = f"{name_of(op.target)} runs under autocast or in inference mode"
@@ -211,6 +221,7 @@ class SegmentOps(Expressions):
             raise ExportError(f"an element {key!r} of {said_of(op.target)} is used", told(op))
 
     def _emit_static(self, op: Op, varies: bool) -> None:
+        self.names["__facts__"].add(fact_of(op))
         if op.kind is OpKind.CALL and type(op.meta) is tuple:
             tensor = self.value(op.args[0])
             items = tuple(
@@ -266,7 +277,29 @@ class SegmentOps(Expressions):
 
         return of(tuple(meta.shape), "")
 
+    def _constant(self, op: Op) -> Tensor | None:
+        """Return the tensor that `torch.tensor` makes of plain numbers; None for other ops."""
+        if op.target is not torch.tensor or type(op.args[0]) not in (bool, int, float, list, tuple):
+            return None
+        options = {
+            key: self._ops[item.index].meta if type(item) is Ref else item
+            for key, item in op.kwargs.items()
+        }
+        kinds = {type(item) for item in options.values()}
+        if [*refs_in(op.args)] or not kinds <= {torch.dtype, torch.device, str, type(None)}:
+            return None
+        for ref in refs_in(op.kwargs):
+            self.value_of(ref.index)  # which notes what is asked
+        constant: Tensor = torch.tensor(*op.args, **options)
+        return constant
+
     def _emit_tensors(self, op: Op) -> None:
+        constant = self._constant(op)
+        if constant is not None:  # torch saves no others that are made in a side or a loop (2.13)
+            held = self._text(self._part(constant, op))
+            name = self._define(f"{held}.clone()", op)
+            self.known[op.index] = self._taken_apart(name, op.meta, self._memory(op), op)
+            return
         is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__)
         is_picked = is_index and any(map(self._is_index, refs_in(op.args[1])))
         if is_picked:
@@ -578,6 +611,8 @@ _ADVICE = {
     "statistics": "call eval()",
     "is asked for": "leave the question out, as its answer is the same for all inputs",
 }
+# Without dropout, though torch's schemas do not say so.
+_STEADY = ("_cell", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _OPERATORS = (OpOverload, OpOverloadPacket)
 _ANEW = frozenset({"softmax", "log_softmax", "norm", "embedding", "cosine_similarity", "where"})
 _EXACT, _SMALL = 1 << 53, 1 << 31

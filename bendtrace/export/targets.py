@@ -21,14 +21,24 @@ from torch import Tensor
 from bendtrace._lazy import required
 from bendtrace.compiled.attempts import Quiet
 from bendtrace.errors import ExportError, InputError
+from bendtrace.export.conditions import arguments_of
 from bendtrace.export.distinct import with_distinct_outputs
-from bendtrace.source.internals import pytree
+from bendtrace.source.internals import internal, pytree
 
-__all__ = ["OnnxProgram", "quiet", "save_onnx", "save_package", "save_program", "target_of"]
+__all__ = [
+    "OnnxProgram",
+    "open_sizes",
+    "quiet",
+    "save_onnx",
+    "save_package",
+    "save_program",
+    "target_of",
+]
 
 _LOGGERS = ("torch.onnx", "torch._export", "onnxscript", "onnx_ir")
 _SUBGRAPHS = "pkg.torch.__subgraph__"
 _UNSEEN = "bendtrace_unseen"  # the last output of an ONNX model, and the key of its messages
+_ARGUMENTS = "bendtrace_arguments"  # the key of what `arguments_of` returns
 
 
 def target_of(path: str | os.PathLike[str]) -> str:
@@ -101,6 +111,7 @@ def save_package(
     program: torch.export.ExportedProgram,
     path: str | os.PathLike[str],
     calls: Sequence[Any],
+    groups: Sequence[int],
     check: Check,
 ) -> None:
     """Compile a program into a package that runs without Python, and check it.
@@ -109,12 +120,20 @@ def save_package(
         program: the program.
         path: the file, for `torch._inductor.aoti_load_package`.
         calls: inputs that it is run with: positional and keyword arguments.
+        groups: a number for each input, equal for those that are one object; empty if that does
+            not matter.
         check: raises if the program that it receives differs from the model.
 
     Raises:
         ExportError: it cannot be compiled, or ends its process.
     """
-    with _written_whole(path, ".pt2") as temporary, quiet():
+    for leaf in pytree.tree_leaves(program.example_inputs):
+        if type(leaf) in (bool, int, float, str):
+            raise ExportError(
+                f"an AOTInductor package takes tensors only, and would ignore another value than "
+                f"{leaf!r}: export a function that passes it to the model, and does not take it"
+            )
+    with _written_whole(path, ".pt2") as temporary, quiet(), _checked_inputs(groups), open_sizes():
         try:
             made = with_distinct_outputs(program)
             torch._inductor.aoti_compile_and_package(made, package_path=temporary)
@@ -122,6 +141,77 @@ def save_package(
             raise ExportError(f"AOTInductor cannot compile it: {_first_line(error)}") from error
         _require_alive(temporary, calls)
         check(torch._inductor.aoti_load_package(temporary))
+
+
+@contextlib.contextmanager
+def _checked_inputs(groups: Sequence[int]) -> Iterator[None]:
+    """Return a context in which AOTInductor writes packages that check their inputs.
+
+    By itself it has checks that run only if an environment variable is set, and that know nothing
+    of sizes and strides which are not fixed (torch 2.13; the tests of conditions notice a change).
+    """
+    name = "generate_input_output_runtime_checks"
+    writer = internal("torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu")
+    before = getattr(writer, name)
+    setattr(writer, name, lambda wrapper: wrapper.prefix.splice_aot(_checks(wrapper, groups)))
+    try:
+        yield
+    finally:
+        setattr(writer, name, before)
+
+
+def _checks(wrapper: Any, groups: Sequence[int]) -> str:
+    """Return the C++ function that checks the inputs of a package."""
+    inputs = list(internal("torch._inductor.virtualized.V").graph.graph_inputs.values())
+    symbols: dict[str, str] = {}
+    lines: list[str] = []
+
+    def require(holds: str, text: str) -> None:
+        lines.append(f'AOTI_RUNTIME_CHECK({holds}, "the package requires {text}");')
+
+    for number, tensor in enumerate(inputs):
+        handle, name = f"input_handles[{number}]", f"input {number}"
+        dtype, device = str(tensor.get_dtype()).split(".")[-1], tensor.get_device().type
+        for what in ("int64_t dim", "int32_t dtype", "int32_t device_type", "int64_t* sizes",
+                     "int64_t* strides"):  # fmt: skip
+            kind, asked = what.split()
+            lines.append(f"{kind} {asked}{number};")
+            got = f"aoti_torch_get_{asked}({handle}, &{asked}{number})"
+            lines.append(f"AOTI_TORCH_ERROR_CODE_CHECK({got});")
+        lines.append(f"void* data{number};")
+        lines.append(
+            f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr({handle}, &data{number}));"
+        )
+        require(f"dtype{number} == aoti_torch_dtype_{dtype}()", f"{dtype} as {name}")
+        require(f"device_type{number} == aoti_torch_device_type_{device}()", f"{name} on {device}")
+        rank = len(tensor.get_size())
+        require(f"dim{number} == {rank}", f"{rank} dimensions of {name}")
+        for dim, size in enumerate(tensor.get_size()):
+            if size.is_symbol and str(size) not in symbols:
+                symbols[str(size)] = f"int64_t {size} = sizes{number}[{dim}];"
+                lines.append(symbols[str(size)])
+    for number, tensor in enumerate(inputs):
+        for dim, (size, stride) in enumerate(
+            zip(tensor.get_size(), tensor.get_stride(), strict=True)
+        ):
+            text = wrapper.codegen_sizevar(size)
+            place = f"at {dim} of input {number}"
+            require(f"sizes{number}[{dim}] == {text}", f"a size of {text} {place}")
+            step = wrapper.codegen_sizevar(stride)
+            alike = f"sizes{number}[{dim}] < 2 || strides{number}[{dim}] == {step}"
+            require(alike, f"the memory layout of the export: a stride of {step} {place}")
+        for other, one in enumerate(inputs[:number] if groups else ()):  # by their addresses
+            kinds = [(each.get_dtype(), len(each.get_size())) for each in (one, tensor)]
+            if groups[other] == groups[number]:
+                require(f"data{number} == data{other}", f"inputs {other} and {number} to be one")
+            elif kinds[0] == kinds[1]:
+                require(f"data{number} != data{other}", f"inputs {other} and {number} to be two")
+    body = "\n".join(lines)
+    handles = "AtenTensorHandle* input_handles, AtenTensorHandle* output_handles"
+    return (
+        "static bool _check_aoti_runtime_check_inputs_env() { return false; }\n"
+        f"AOTI_NOINLINE static void __check_inputs_outputs({handles}) {{\n{body}\n}}\n"
+    )
 
 
 # Compiled code that reads a wrong address ends its process, so another process tries it first.
@@ -155,6 +245,7 @@ def save_onnx(
     program: torch.export.ExportedProgram,
     path: str | os.PathLike[str],
     messages: dict[int, str],
+    arguments: tuple[list[list[Any]], bool],
     check: Check,
 ) -> None:
     """Write a program for ONNX, and check it in onnxruntime.
@@ -163,6 +254,7 @@ def save_onnx(
         program: the program, whose last output is the number of the unseen side it came to.
         path: the file.
         messages: the message for each number.
+        arguments: see `arguments_of`; and whether it matters which of them are one object.
         check: raises if the program that it receives differs from the model.
 
     Raises:
@@ -176,10 +268,25 @@ def save_onnx(
         except Exception as error:
             raise ExportError(f"ONNX cannot express it: {_first_line(error)}") from error
         model = onnx.load(temporary)
-        entry = model.metadata_props.add()
-        entry.key, entry.value = _UNSEEN, json.dumps(messages)
+        for key, value in ((_UNSEEN, messages), (_ARGUMENTS, arguments)):
+            entry = model.metadata_props.add()
+            entry.key, entry.value = key, json.dumps(value)
+        sizes = (dim for one in model.graph.input for dim in one.type.tensor_type.shape.dim)
+        for size in sizes:  # the translation takes fixed sizes for names (torch 2.13)
+            if size.dim_param.isdigit():
+                size.dim_value = int(size.dim_param)
         onnx.save(model, temporary)
-        check(OnnxProgram(temporary))
+        try:
+            loaded = OnnxProgram(temporary)
+        except Exception as error:
+            hint = ": convert the model with to(torch.float32)" if _has_bfloat16(program) else ""
+            raise ExportError(f"onnxruntime cannot run it{hint} ({_first_line(error)})") from error
+        check(loaded)
+
+
+def _has_bfloat16(program: torch.export.ExportedProgram) -> bool:
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    return any(isinstance(one, Tensor) and one.dtype is torch.bfloat16 for one in values)
 
 
 def _translated(program: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
@@ -202,8 +309,9 @@ def _translated(program: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram
 class OnnxProgram:
     """An exported model that onnxruntime runs.
 
-    The last output of the file says which unseen side a call came to, or 0: this raises then, as
-    the other targets do by themselves. Inputs and outputs are flat lists of tensors.
+    The last output of the file says which unseen side a call came to, or which condition on its
+    inputs does not hold, or 0: this raises then, as the other targets do by themselves. It is
+    called as the model was, and returns a flat list of tensors.
 
     Args:
         path: the file that `BendedModule.export` has written.
@@ -229,24 +337,49 @@ class OnnxProgram:
         self.messages: dict[int, Any] = {
             int(k): v for k, v in json.loads(found.get(_UNSEEN, "{}")).items()
         }
+        self._arguments: Any = json.loads(found.get(_ARGUMENTS, "null"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Run it.
 
         Raises:
-            RuntimeError: the inputs lead to a side that was never seen.
+            RuntimeError: the inputs lead to a side that was never seen, or have sizes that it was
+                not exported for.
+            InputError: there are others than those that it was exported from, or other numbers
+                among them.
         """
-        given = [
-            leaf for leaf in pytree.tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)
-        ]
+        if self._arguments is not None:
+            required, compares = self._arguments
+            _require_same(arguments_of(args, kwargs, compares), required)
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         names = [one.name for one in self.session.get_inputs()]
-        if len(given) != len(names):
-            raise InputError(f"the model takes {len(names)} tensors, not {len(given)}")
-        feed = {n: t.detach().cpu().numpy() for n, t in zip(names, given, strict=True)}
+        feed = {n: t.detach().cpu().numpy() for n, t in zip(names, leaves, strict=True)}
         *outputs, flag = self.session.run(None, feed)
         if int(flag):
             raise RuntimeError(self.messages[int(flag)])
         return [torch.from_numpy(out) for out in outputs]
+
+
+def _require_same(rows: list[list[Any]], required: list[list[Any]]) -> None:
+    """Require that a call has the arguments that a file was exported from (see `arguments_of`).
+
+    Raises:
+        InputError: it has others.
+    """
+    places, wanted = ([row[0] for row in each] for each in (rows, required))
+    if places != wanted:
+        raise InputError(f"the model takes arguments at {wanted}, not at {places}")
+    for (place, text, first), (_, other, same) in zip(rows, required, strict=True):
+        if text != other:
+            one, instead = (each or "a tensor" for each in (text, other))
+            raise InputError(f"argument {place} is {one}; the file was exported for {instead}")
+        if first != same:
+            is_same = places[first] != place
+            how, alike = ("is", first) if is_same else ("is not", same)
+            raise InputError(
+                f"argument {place} {how} the same tensor as {places[alike]}, unlike in the inputs "
+                "that the file was exported from"
+            )
 
 
 def _onnx() -> Any:
@@ -257,6 +390,16 @@ def _onnx() -> Any:
 
 def _required(name: str) -> Any:
     return required(name, "an ONNX file", "onnx onnxruntime onnxscript", InputError)
+
+
+def open_sizes(is_open: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which torch does not take all open sizes for larger than 1.
+
+    By default it does, and does not check it (torch 2.13).
+    """
+    config: Any = internal("torch.fx.experimental._config")
+    context: contextlib.AbstractContextManager[None] = config.patch(backed_size_oblivious=is_open)
+    return context
 
 
 @contextlib.contextmanager

@@ -11,12 +11,15 @@ A side that no run has taken is not written: the program continues along the kno
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from bendtrace.errors import ExportError
+from bendtrace.export.conditions import Fact
 from bendtrace.export.functions import OWN, Functions, Unseen, order, said, shared_in, unaliased
 from bendtrace.export.machine import END, AnalysedRun, Loop, Machine, Question, View, Way, told
 from bendtrace.export.ops import Scope, SegmentOps
@@ -35,10 +38,11 @@ from bendtrace.recording.effects import makes_anew
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.schedule import Schedule
 from bendtrace.tape.contexts import current_context
-from bendtrace.tape.tape import Guard, Op, OpKind, Test
-from bendtrace.torch_rules.functions import FLEETING, name_of
+from bendtrace.tape.tape import Guard, Op, Test
 
-__all__ = ["Unseen", "Written", "write"]
+__all__ = ["BODY", "Unseen", "Written", "write"]
+
+BODY = "__written__"  # the function that `forward` calls
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Written:
         tensors: state, by the name of the attribute path in the module.
         unseen: the sides that no input took.
         told: notes for the user.
+        facts: the properties of tensors that the model asks for.
     """
 
     text: str
@@ -60,61 +65,77 @@ class Written:
     tensors: dict[str, Tensor]
     unseen: tuple[Unseen, ...]
     told: tuple[str, ...]
+    facts: frozenset[Fact]
 
 
 def write(
     machine: Machine,
-    parameters: list[str],
+    positions: list[int],
     head: list[str],
     state: dict[int, str],
     flagged: bool,
+    conditions: Mapping[str, str] = MappingProxyType({}),
 ) -> Written:
     """Write a machine as source.
 
     Args:
         machine: the machine.
-        parameters: the names of the arguments, in the order in which they are bound.
-        head: the same names, in the order in which they are given.
+        positions: where each argument stands among those of a call, in the order in which they
+            are bound.
+        head: the names of the arguments of a call.
         state: the names of the model's tensors, by identity.
         flagged: whether the program returns its flag, in place of assertions.
+        conditions: what it requires of its inputs, as expressions of tensors, with their texts.
 
     Raises:
         ExportError: something cannot be written so.
     """
-    return _Writer(machine, parameters, state, flagged).write(head)
+    return _Writer(machine, positions, state, flagged).write(head, conditions)
 
 
 class _Writer(Functions):
     def __init__(
-        self, machine: Machine, parameters: list[str], state: dict[int, str], flagged: bool
+        self, machine: Machine, positions: list[int], state: dict[int, str], flagged: bool
     ) -> None:
-        super().__init__(parameters, state, flagged)
+        super().__init__([f"_i{position}" for position in positions], state, flagged)
         self._machine = machine
         self._rounds: dict[Loop, Any] = {}  # what each loop began its round with
 
-    def write(self, head: list[str]) -> Written:
+    def write(self, head: list[str], conditions: Mapping[str, str]) -> Written:
         machine = self._machine
         view = machine.view
         scope = Scope(0)
         if self._flagged:
             scope.flag = self._start_flag(scope)
+        for holds, text in conditions.items():
+            required = f"the program requires {text}, as in the inputs that it was exported from"
+            self._demand(scope, f"({holds})", required)
         env = self._follow(scope, machine.begin, (), view)
         env = self._go(scope, machine.begin.target, env, END, view)
         output = write_output(env[0], self._names, self._told)
         if self._flagged:
             output = f"{output}, {scope.flag}"
         scope.add(f"return {output}")
+        # The names of the arguments are the user's, and must not hide those that the body uses.
+        own = "self"
+        while own in head:
+            own += "_"
+        inner = [f"_i{position}" for position in range(len(head))]
         lines: list[tuple[str, Any]] = [
-            (f"def forward(self, {', '.join(head)}):", None),
+            (f"def {BODY}({', '.join(['self', *inner])}):", None),
+            (f"    fix(({''.join(f'{name}, ' for name in inner)}))", None),
             *((f"    {line}", None) for line in self._prelude),
             *((f"    {line}", record) for line, record in scope.lines),
+            (f"def forward({', '.join([own, *head])}):", None),
+            (f"    return {own}.{BODY}({', '.join(head)})", None),
         ]
         text = "\n".join(line for line, _ in lines) + "\n"
         records = {n: record for n, (_, record) in enumerate(lines, 1) if record is not None}
         names = {k: v for k, v in self._names.items() if k not in OWN}
         return Written(
-            text, names, records, self._tensors, tuple(self._unseen.values()), tuple(self._told)
-        )
+            text, names, records, self._tensors, tuple(self._unseen.values()), tuple(self._told),
+            frozenset(self._names["__facts__"]),
+        )  # fmt: skip
 
     # Walking
 
@@ -274,13 +295,7 @@ class _Writer(Functions):
         """Write a test that runs while the code is traced."""
         if guard.is_on_identity or guard.test is Test.KIND:
             return
-        op, expected = ops.op(guard.index), guard.expected
-        if op.kind is OpKind.CALL and name_of(op.target) in _OF_MEMORY:
-            raise ExportError(
-                f"it asks for {name_of(op.target)} of a tensor, which exported programs do not "
-                "know: leave the question out",
-                told(guard),
-            )
+        expected = guard.expected
         if guard.test is Test.RANK:
             scope.add(f"require({ops.name(guard.index)}.dim() == {expected})", guard)
             return
@@ -485,9 +500,6 @@ class _Writer(Functions):
         found = rebuilt(start, leave)
         assert isinstance(found, Several)
         return found.items
-
-
-_OF_MEMORY = FLEETING | {"is_contiguous", "stride", "storage_offset"}
 
 
 def _flat(value: Any) -> list[Any]:
