@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch import nn
 
+from bendtrace._checks import required_model
 from bendtrace._lazy import LazyModule
 from bendtrace._trace import OPTIONS, Trace, run_trace
 from bendtrace.dispatcher import Dispatcher
@@ -110,13 +111,7 @@ class BaseModule(ModuleProxy[ModelT]):
         cache_dir: str | os.PathLike[str] | None = None,
         audit: float = 0.0,
     ) -> None:
-        if not callable(model):
-            raise InputError(f"a model has to be callable; {model!r} is not")
-        if isinstance(model, type):
-            raise InputError(
-                f"{model.__name__} is a class, which makes models: give an object of it, as in "
-                f"BendedModule({model.__name__}(...))"
-            )
+        required_model(model)
         if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
             raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
         if type(audit) not in (int, float) or not 0 <= audit <= 1:

@@ -48,6 +48,7 @@ __all__ = [
     "LoopFlowStep",
     "ShapeFlowStep",
 ]
+__dir__ = __all__.copy
 
 
 def _plain_json(value: Any) -> Any:

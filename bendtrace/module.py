@@ -166,7 +166,7 @@ class BendedModule(BaseModule[ModelT]):
             >>> bended = bt.BendedModule(lambda x: x.relu().exp())
             >>> handle = bended.interject("relu", torch.zeros_like)
             >>> bended.insertions
-            (<insertion of zeros_like at 'relu'>,)
+            (<insertion of zeros_like at 'relu', active>,)
             >>> handle.remove()
             >>> bended.insertions
             ()
@@ -496,6 +496,7 @@ class BendedModule(BaseModule[ModelT]):
         Raises:
             InputError: something is inserted, or the run cannot be stepped through: it depends on
                 something that no guard can watch, or changes something that cannot be restored.
+            Exception: what the model raises before its first op, such as for missing arguments.
 
         Example:
             >>> import torch, bendtrace as bt

@@ -112,6 +112,41 @@ def test_a_gradient_of_a_finite_run() -> None:
         find_nan(Rooted(), torch.ones(1, 2), loss=lambda out: out)
 
 
+def rooted(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = (x - 1).sqrt()
+    return torch.empty_like(x).copy_(x)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_watch_raises_where_nan_begins_and_says_in_which_call(gradients: bool) -> None:
+    bended = bt.BendedModule(rooted)
+    with bt.workflows.raise_on_nan(bended, gradients=gradients):
+        for _ in range(3):
+            assert bits(bended(torch.full((2,), 9.0))) == bits(rooted(torch.full((2,), 9.0)))
+        said = r"sqrt \(pass 2\) returned 1 NaN in call 4 of the model, from inputs without NaN"
+        with pytest.raises(bt.errors.NonFiniteError, match=said) as info:
+            bended(torch.tensor([9.0, 1.5]))
+        assert (info.value.path, info.value.call) == ("sqrt", 4)
+        with pytest.raises(FloatingPointError, match=r"^sub returned .* from inputs with NaN"):
+            bended(torch.tensor([torch.nan]))
+    assert not bended.insertions
+    assert bended(torch.tensor([0.5])).isnan()
+
+
+def test_a_watch_of_gradients_raises_where_they_become_nan() -> None:
+    bended, x = bt.BendedModule(lambda x: (x.abs() * 0).sqrt()), torch.ones(2, requires_grad=True)
+    with bt.workflows.raise_on_nan(bended):
+        bended(x).sum().backward()
+    with bt.workflows.raise_on_nan(bended, gradients=True):
+        bended(x)
+        loss = bended(x).sum()
+        with pytest.raises(FloatingPointError, match="mul gave a gradient with 2 NaN in call 2"):
+            loss.backward()
+    with pytest.raises(InputError, match="a watch for NaN stays in the model"):
+        bt.workflows.raise_on_nan(torch.relu)  # type: ignore[arg-type]
+
+
 def test_gradients_by_parameter() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

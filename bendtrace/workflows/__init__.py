@@ -23,6 +23,7 @@ from bendtrace.workflows.debugging import (
     find_nan,
     gradient_flow,
     hot_path,
+    raise_on_nan,
     recomputation,
 )
 from bendtrace.workflows.facet_finder import Facet, Facets, facets
@@ -83,6 +84,7 @@ __all__ = [
     "logit_lens",
     "path_patching",
     "probe_data",
+    "raise_on_nan",
     "receptive_field",
     "recomputation",
     "run_with_cache",
@@ -92,3 +94,4 @@ __all__ = [
     "sweep",
     "transformer_lens_aliases",
 ]
+__dir__ = __all__.copy

@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace._checks import required_choice
+from bendtrace._checks import required_choice, required_model
 from bendtrace._places import place_text
 from bendtrace._trace import Trace, trace
-from bendtrace.errors import InputError
+from bendtrace.calls import required_bended
+from bendtrace.errors import InputError, NonFiniteError
 from bendtrace.history.entries import LayerEntry, Source
 from bendtrace.history.sizes import size_text
 from bendtrace.history.tables import Table, in_percent, in_seconds, rounded
+from bendtrace.interject.gates import of_this_run
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.module import BendedModule
 from bendtrace.source.internals import pytree
 from bendtrace.tape.tape import refs_in
 from bendtrace.torch_rules.writes import works_in_place
@@ -29,6 +34,7 @@ __all__ = [
     "find_nan",
     "gradient_flow",
     "hot_path",
+    "raise_on_nan",
     "recomputation",
 ]
 
@@ -236,6 +242,83 @@ def _states(model: Callable[..., Any]) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def raise_on_nan(model: BendedModule, *, gradients: bool = False) -> Insertion:
+    """Have calls of a model raise at the first op that returns NaN, until this is removed.
+
+    Around a training loop, the error says in which step and at which op NaN began. Each value is
+    looked at, which costs about as much time as an op: find the step this way, and what led to it
+    with `find_nan`.
+
+    Args:
+        model: the `BendedModule`.
+        gradients: whether backward passes raise as well, at the first gradient with NaN.
+
+    Returns:
+        A handle, which is also a context manager: `remove()`, `report()`.
+
+    Raises:
+        InputError: the model is no `BendedModule`.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: (x - 1).sqrt())
+        >>> with bt.workflows.raise_on_nan(bended):
+        ...     try:
+        ...         for step in range(3):
+        ...             _ = bended(torch.tensor([2.0 - step]))
+        ...     except bt.errors.NonFiniteError as error:
+        ...         print(error.path, error.call)
+        sqrt 3
+    """
+    kind = _GradientWatch if gradients else _NanWatch
+    return required_bended(model, "a watch for NaN").interject(lambda node: True, kind())
+
+
+class _NanWatch(Interjection):
+    """Raises at a node whose output holds NaN, and counts the calls of the model."""
+
+    observes = True
+    wants_inputs = True
+    late = True
+    self_contained = True
+    label = "raise_on_nan"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
+        values = of_this_run()
+        if self not in values:
+            values[self] = True
+            self.calls += 1
+        if getattr(at.function, "__name__", "") not in _UNFILLED and (nans := _nans_in(output)):
+            source = "with" if _nans_in([*inputs, inputs.kwargs]) else "without"
+            self._refuse(at, f"returned {nans} NaN", f", from inputs {source} NaN")
+
+    def _refuse(self, at: NodePass, what: str, source: str = "") -> NoReturn:
+        again = f" (pass {at.number + 1})" if at.number else ""
+        name = at.path or "the model"
+        text = f"{name}{again} {what} in call {self.calls} of the model{source}"
+        raise NonFiniteError(text, at.path, self.calls)
+
+
+class _GradientWatch(_NanWatch):
+    """Raises in backward passes as well. Gradients from several ops may only have NaN as a sum."""
+
+    def backward(
+        self, at: NodePass, grad_input: tuple[Any, ...], grad_output: tuple[Any, ...]
+    ) -> None:
+        for verb, gradients in (("received", grad_output), ("gave", grad_input)):
+            if nans := _nans_in(gradients):
+                self._refuse(at, f"{verb} a gradient with {nans} NaN")
+
+
+def _nans_in(value: Any) -> int:
+    found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return sum(_range_of(tensor, "").nans for tensor in found if not tensor.is_meta)
+
+
+_UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 # What fills tensors with a given value.
 _MASKS = frozenset(
     {
@@ -300,6 +383,7 @@ def gradient_flow(
         >>> [(row.name, row.verdict) for row in flow]
         [('0.weight', 'ok'), ('1.weight', 'ok'), ('1.bias', 'ok')]
     """
+    required_model(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     scalar = _scalar(loss, model(*args, **kwargs))
     leaves = [parameter for _, parameter in named]

@@ -117,7 +117,8 @@ class PatchContext(ContextDecorator):
         for where, patch in self._placed:
             said = where if isinstance(where, str) else describe_where(where).strip("'")
             placed.setdefault(said, []).append(patch)
-        return f"PatchContext({placed!r})"
+        state = "active" if self._entered else "active within `with`"
+        return f"PatchContext({placed!r}, {state})"
 
 
 def _items(patches: Any) -> Iterator[tuple[Any, Any]]:
