@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError, NeverFiredWarning
+from tests.causal_models import HEADS, Transformer
 from tests.promise import assert_promise, bits, randn_inputs, state
 
 
@@ -129,6 +130,22 @@ def calls_itself() -> None:
         bended(X)
 
 
+def attending() -> tuple[bt.BendedModule[Any], Tensor]:
+    torch.manual_seed(0)
+    bended, tokens = bt.BendedModule(Transformer()), torch.tensor([[1, 2, 3]])
+    bended(tokens)
+    return bended, tokens
+
+
+def patched_heads(site: Any, heads: int = HEADS, **options: Any) -> Any:
+    bended, tokens = attending()
+    metric = {"metric": lambda out: out[0, -1, 0]}
+    return bt.workflows.activation_patching(
+        bended, tokens, tokens + 1, [site], heads=heads, **metric, **options
+    )
+
+
+NO_HEADS = "is neither split into {} heads nor joined from them, so its slices mean nothing"
 A_CLASS = "ReLU is a class, which makes models: pass an object of it"
 SUM = {"loss": torch.sum}
 # What people tried, what it raises, and the beginning of what they are told.
@@ -162,6 +179,24 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "harvest the mean of a tuple": (
         lambda out: harvested(lambda x: x.max(-1), "max", out, reduce="mean"), InputError,
         "'max' gave max, but only tensors can be stored: name a part, such as 'max|sub_0'",
+    ),
+    "patch heads behind the projection": (
+        lambda _: patched_heads("blocks.0.attn.out"), bt.errors.SiteError,
+        f"heads=2: the output of 'blocks_0.attn.out' {NO_HEADS.format(2)}",
+    ),
+    "patch as many heads as there are not": (
+        lambda _: patched_heads("blocks.0.attn.qkv", 4), bt.errors.SiteError, NO_HEADS.format(4),
+    ),
+    "patch the heads of a block": (
+        lambda _: patched_heads("blocks.1", at="input"), bt.errors.SiteError, NO_HEADS.format(2),
+    ),
+    "ablate heads behind the projection": (
+        lambda _: bt.workflows.ablate(attending()[0], "blocks.0.attn", heads=2, head=0),
+        bt.errors.SiteError, NO_HEADS.format(2),
+    ),
+    "ablate heads that nobody has seen": (
+        lambda _: bt.workflows.ablate(bt.BendedModule(Transformer()), "blocks.0.attn", heads=2),
+        InputError, "heads= is compared with a run of the model: call the model once before",
     ),
     "bend everything by nothing": (
         lambda _: relu_of(2).bend(bt.bends.Scale(2.0), ""), InputError, "the empty pattern matches",
@@ -206,6 +241,16 @@ def test_a_wrong_name_from_before_the_first_call_says_how_it_is_removed(where: A
         assert note.endswith("calls raise until it is removed: bended.insertions[1].remove()")
     eval(note.rpartition(": ")[2])
     assert torch.equal(bended(X), X + 1)
+
+
+def test_heads_are_found_where_they_are() -> None:
+    for site, options in (
+        ("blocks.0.attn.out", {"at": "input"}),
+        ("blocks.0.attn.qkv", {"heads": 6}),  # those of queries, keys and values
+        ("blocks.0.attn.reshape", {}),
+        ("blocks.0.attn.softmax", {"head_axis": 1}),
+    ):
+        assert patched_heads(site, **options).heads == tuple(range(options.get("heads", HEADS)))  # type: ignore[arg-type, operator]
 
 
 def test_patches_that_are_never_applied_are_told() -> None:
