@@ -233,3 +233,58 @@ def test_recomputation_counts_what_a_module_keeps_to_itself() -> None:
     assert row.bytes_per_second == pytest.approx(row.nbytes / row.time)
     with pytest.raises(InputError, match="did not measure"):
         recomputation(bt.trace(block, torch.ones(4, 8)))
+
+
+def test_costs_are_those_of_ops_modules_and_lines() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 400), nn.Linear(400, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.b(self.a(x).view(-1, 400).relu())
+            return x.split(4, dim=-1)[0].sum()
+
+    run = bt.trace(Wide(), torch.ones(50, 8), save="none")
+    backward = run.backward(run.output)
+    entries = [entry for entry in run.entries if entry.kind == "op"]
+    whole = sum(entry.time for entry in entries if entry.time is not None)
+    for by in ("op", "module", "line"):
+        for costs in (bt.workflows.cost(run, by=by), bt.workflows.cost(backward, by=by)):
+            assert [row.share for row in costs] == sorted((r.share for r in costs), reverse=True)
+            if by != "module":
+                assert sum(row.share for row in costs) == pytest.approx(1)
+                assert sum(row.time for row in costs) == pytest.approx(whole)
+                assert sum(row.nbytes for row in costs) == sum(entry.nbytes for entry in entries)
+    rows = {row.name: row for row in bt.workflows.cost(backward)}
+    assert (rows["linear_1_1"].ops, rows["linear_1_1"].nbytes) == (3, 3 * 50 * 400 * 4)
+    assert sum(row.backward for row in rows.values()) == pytest.approx(
+        sum(node.time or 0 for node in backward.nodes)
+    )
+    assert "outside" in rows  # where gradients are added up
+    modules = {row.name: row for row in bt.workflows.cost(backward, by="module")}
+    assert modules["a"].ops == 3
+    assert modules["a"].backward > 0
+    table = {row.name: row for row in run.table("modules")}
+    assert table["a"].time == pytest.approx(modules["a"].time)
+    assert "ms" in str(run.table("modules"))
+    plain = bt.trace(Wide(), torch.ones(50, 8))
+    assert {row.time for row in plain.table("modules")} == {None}
+    with pytest.raises(InputError, match="did not measure its ops"):
+        bt.workflows.cost(plain)
+
+
+def test_the_peak_has_what_is_held_at_one_moment_and_each_memory_once() -> None:
+    def model(x: Tensor) -> Tensor:
+        big = x.repeat(100)
+        part = big[:10].view(2, 5)
+        small = big.sum()
+        other = torch.zeros(1000)
+        return part.add_(1).sum() + small + other.sum()
+
+    costs = bt.workflows.cost(bt.trace(model, torch.ones(10), save="none"))
+    assert [entry.layer_type for entry in costs.alive] == ["repeat", "zeros", "input", "sum", "sum"]
+    assert costs.peak == 4000 + 4000 + 40 + 4 + 4
+    assert costs.at is not None
+    assert costs.at.label == "sum_2_7"  # the last to read the memory of `big`, through a view

@@ -8,6 +8,7 @@ tensor([0., 2.])
 """
 
 from bendtrace.calls import Call
+from bendtrace.history.tables import Table
 from bendtrace.workflows.ablation import AblationStudy, ablate, ablation_study
 from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
 from bendtrace.workflows.attribution import Attribution, attribution_patching
@@ -15,17 +16,8 @@ from bendtrace.workflows.autoencoder import LatentEdit, SplicedAutoencoder, spli
 from bendtrace.workflows.bending import BendingSession, Sweep, bending_session, sweep
 from bendtrace.workflows.cache import ActivationCache, run_with_cache
 from bendtrace.workflows.causal import CausalTrace, causal_tracing
-from bendtrace.workflows.debugging import (
-    NonFinite,
-    Range,
-    Table,
-    dead_ends,
-    find_nan,
-    gradient_flow,
-    hot_path,
-    raise_on_nan,
-    recomputation,
-)
+from bendtrace.workflows.costs import Costs, cost, dead_ends, hot_path, recomputation
+from bendtrace.workflows.debugging import NonFinite, Range, find_nan, gradient_flow, raise_on_nan
 from bendtrace.workflows.facet_finder import Facet, Facets, facets
 from bendtrace.workflows.lenses import LensResult, TunedLens, logit_lens
 from bendtrace.workflows.node_attribution import NodeFunction, attribute
@@ -45,6 +37,7 @@ __all__ = [
     "BendingSession",
     "Call",
     "CausalTrace",
+    "Costs",
     "Facet",
     "Facets",
     "LatentEdit",
@@ -73,6 +66,7 @@ __all__ = [
     "attribution_patching",
     "bending_session",
     "causal_tracing",
+    "cost",
     "dead_ends",
     "facets",
     "find_nan",
