@@ -376,8 +376,11 @@ class BaseModule(ModuleProxy[ModelT]):
         name = name_of_function(self._model)
         return outline_program.Outline(self._tree, name, vars(self._dispatcher.stats))
 
-    def coverage(self) -> Coverage:
+    def coverage(self, *, only: Literal["all", "mine"] = "all") -> Coverage:
         """List the branches of the model's source of which only one side was seen, or none.
+
+        Args:
+            only: "mine" leaves out the code of installed packages.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -388,7 +391,7 @@ class BaseModule(ModuleProxy[ModelT]):
             >>> [branch.text for branch in bended.coverage()]
             ['x.abs().max() < 1']
         """
-        return outline_coverage.coverage(self._tree)
+        return outline_coverage.coverage(self._tree, only)
 
     def explore(
         self, inputs: Any, domain: Mapping[str, Any], *, seconds: float | None = 10.0,
