@@ -120,7 +120,7 @@ class BendedModule(BaseModule[ModelT]):
                 module, `fc.input`, or of a parameter, `fc.weight`), a tree node, a regular
                 expression for paths, a module, a class of modules, a selector, a torch function, a
                 predicate of the `Candidate`, the name of a layer or an entry of the log, a
-                `NodeRef` of the networkx mirror, or several of these.
+                `NodeRef` of the networkx mirror, or several of these; or an `Alias`.
             what: an `Interjection`, or a function or module that is called with the node's value.
                 Its return value replaces the value; None keeps it. A function with two arguments
                 also receives the `NodePass`.

@@ -1104,7 +1104,9 @@ def test_a_printed_table_leaves_out_reads_of_sizes_and_says_so(tmp_path: Path) -
     assert "\n".join(lines) == steps.table(shapes=False)
     assert [line.split()[1] for line in lines[2:]] == ["for", "conditional"]
     assert last == "2 reads of sizes are not listed: flow_steps.table() has all"
-    assert str(steps_of(lambda x: x.view(x.shape[0]), torch.ones(2))).startswith("1 read of sizes is not")
+    assert str(steps_of(lambda x: x.view(x.shape[0]), torch.ones(2))).startswith(
+        "1 read of sizes is not"
+    )
     assert "getitem" not in steps._repr_mimebundle_()["text/html"]
 
 

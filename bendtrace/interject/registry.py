@@ -16,6 +16,7 @@ from torch import nn
 
 from bendtrace.errors import InputError, InterjectionError, NodePathError
 from bendtrace.interject import gates
+from bendtrace.interject.aliases import alias_of
 from bendtrace.interject.insertion import Insertion, What, as_interjection, blaming
 from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.knowledge import Knowledge
@@ -106,6 +107,8 @@ class InsertionRegistry:
     ) -> Insertion:
         """Create and check an insertion, without activating it."""
         interjection = as_interjection(what)
+        if (alias := alias_of(where, self._model.model)) is not None:
+            where, interjection = alias.where, alias.around(interjection)
         chosen = passes if isinstance(passes, Passes) else Passes(passes, every)
         targets = targets_of(where, self._model, lenient=allow_none)
         named = [target.passes for target in targets if target.passes is not None]

@@ -9,8 +9,8 @@ tensor([0., 2.])
 
 from bendtrace.calls import Call
 from bendtrace.history.tables import Table
+from bendtrace.interject.aliases import Alias, Aliases, transformer_lens_aliases
 from bendtrace.workflows.ablation import AblationStudy, ablate, ablation_study
-from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
 from bendtrace.workflows.attribution import Attribution, attribution_patching
 from bendtrace.workflows.autoencoder import LatentEdit, SplicedAutoencoder, splice_autoencoder
 from bendtrace.workflows.bending import BendingSession, Sweep, bending_session, sweep
