@@ -292,10 +292,8 @@ class FlowSteps(Sequence[FlowStep]):
         Example:
             >>> import torch, bendtrace as bt
             >>> trace = bt.trace(lambda x: x.view(x.shape[0]) if x.sum() > 0 else x, torch.ones(2))
-            >>> print(trace.flow_steps)  # doctest: +ELLIPSIS
-            node    kind    value    source       at ...
-            bool    if      True     x.sum() > 0  ...
-            1 read of sizes is not listed: flow_steps.table() has all
+            >>> str(trace.flow_steps).splitlines()[-1]
+            '1 read of sizes is not listed: flow_steps.table() has all'
         """
         required_choice("only", only, "all", "mine")
         rows = []

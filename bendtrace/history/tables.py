@@ -217,11 +217,11 @@ def table_of(entries: Sequence[LayerEntry], modules: Iterable[ModuleEntry], what
             labels = {call.label for call in its}
             inside = [entry for entry in ops if not labels.isdisjoint(entry.scopes)]
             nbytes = sum(entry.nbytes for entry in inside)
-            times = [entry.time for entry in inside if entry.time is not None]
+            measured = [entry.time for entry in inside if entry.time is not None]
             first = its[0]
             rows.append(
                 ModuleRow(name, first.class_name, len(its), first.parameters, len(inside), nbytes,
-                          sum(times) if times else None)
+                          sum(measured) if measured else None)
             )  # fmt: skip
     else:
         uses = [use for entry in entries for use in entry.state if entry.kind != "state"]
