@@ -39,6 +39,7 @@ from bendtrace.run import Run
 
 __all__ = ["InsertionRegistry", "Kept"]
 
+_DEEPEST = 40  # calls inside of each other, before an insertion is asked whether it makes them
 _OF_NODE = gates.InsteadGate._node.__code__
 _MOST_NOTES = 16  # on why something was not called; more would not be read
 
@@ -202,7 +203,7 @@ class InsertionRegistry:
         insertions = self._insertions
         if not insertions:
             return None
-        if self._calls.depth:
+        if self._calls.depth > _DEEPEST:
             self._refuse_call_of_insertion()
         known = self._plan
         if known is not None and known[0] is insertions:
@@ -233,7 +234,7 @@ class InsertionRegistry:
             if entry is not None and entry.insertion._owner is self:
                 raise InterjectionError(
                     f"{entry.what.label} at {describe_where(entry.insertion.where)} calls the "
-                    "BendedModule that it is inserted in, which would call it again without end: "
+                    "BendedModule that it is inserted in, which calls it again, without end: "
                     "call `bended.model`, in which nothing is inserted",
                     entry.place.shown,
                 )
