@@ -1047,6 +1047,9 @@ def test_functions_bend_as_they_are(stanley: bt.BendedModule) -> None:
     with stanley.bend(torch.neg, "nnlin") as handle:
         assert bits(stanley(x)) == bits(-before)
     assert repr(handle) == "<bend Lambda(neg) at 'nnlin', removed>"
+    again = stanley.bend(torch.neg, "nnlin")
+    assert repr(again) == "<bend Lambda(neg) at 'nnlin', active>"
+    again.remove()
     assert bits(stanley(x)) == bits(before)
 
 

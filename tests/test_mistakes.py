@@ -378,6 +378,10 @@ def test_an_error_says_which_insertion_changed_a_shape() -> None:
             bended(x)
         (said,) = info.value.__notes__
         assert said.endswith("at `relu` turned torch.float32 (3, 4) into torch.float64 (3, 4)")
+    with bended.interject("second.input", narrow), pytest.raises(RuntimeError) as info:
+        bended(x)
+    (said,) = info.value.__notes__
+    assert said == f"{note.replace('`relu`', '`second.input`')}(3, 4) into (3, 2)"
     with bended.interject("relu", lambda value: value * 2), pytest.raises(RuntimeError) as info:
         bended(torch.ones(3, 5))
     assert not hasattr(info.value, "__notes__")  # nothing changed a shape in that call
