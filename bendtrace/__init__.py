@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         node_selector,
         patches,
         rewriting,
+        testing,
         workflows,
     )
     from bendtrace._history import ModelHistory, load
@@ -85,6 +86,7 @@ __all__ = [
     "patches",
     "rewriting",
     "show_model_graph",
+    "testing",
     "trace",
     "workflows",
 ]

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from bendtrace.errors import InputError
 
-__all__ = ["required_arguments", "required_choice", "required_int", "required_number"]
+__all__ = [
+    "refuse_without_arguments",
+    "required_arguments",
+    "required_choice",
+    "required_int",
+    "required_model",
+    "required_number",
+]
+
+
+def refuse_without_arguments(function: Any) -> None:
+    """Raise if a function that is called with a value takes none, as far as that is known."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise InputError(f"{name} is called with the value of a node, and takes no argument")
 
 
 def required_arguments(
@@ -50,6 +69,21 @@ def required_int(name: str, value: Any, least: int | None = None, *, or_none: bo
         return value
     kind = {None: "an int", 1: "a positive int"}.get(least, f"an int of at least {least}")
     raise InputError(f"{name}= has to be {kind}, not {value!r}")
+
+
+def required_model(model: Any) -> Any:
+    """Return a model, which has to be an object that can be called.
+
+    A class can be called as well, and would be taken for a model whose output is a module.
+    """
+    if isinstance(model, type):
+        raise InputError(
+            f"{model.__name__} is a class, which makes models: pass an object of it, as in "
+            f"{model.__name__}(...)"
+        )
+    if not callable(model):
+        raise InputError(f"a model has to be callable; {model!r} is not")
+    return model
 
 
 def required_number(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "file_text",
     "full_place_text",
     "is_file",
+    "is_installed",
     "path_text",
     "place_text",
     "read_place",
@@ -73,6 +75,16 @@ def is_file(file: str, asked: str) -> bool:
         return True
     file, asked = os.path.normpath(file), os.path.normpath(asked)
     return file == asked or file.endswith(os.sep + asked)
+
+
+# Of any machine: a run that was loaded has the paths of the one that it ran on.
+_INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+
+
+def is_installed(file: str) -> bool:
+    """Return whether a file belongs to an installed package, or to Python, and not to the user."""
+    return file.startswith(_STANDARD) or _INSTALLED.search(file) is not None
 
 
 def cells_among(files: Iterable[str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ MODULES = (
     "node_selector",
     "patches",
     "rewriting",
+    "testing",
     "workflows",
 )
 # The words of other libraries, in `compat`.

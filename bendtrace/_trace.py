@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import fx, nn
 
+from bendtrace._checks import required_model
 from bendtrace._history import ModelHistory
 from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
@@ -160,6 +161,7 @@ def _run_trace(
     kwargs: dict[str, Any],
     options: SaveOptions | None,
 ) -> Trace:
+    required_model(function)
     owner, function = function, getattr(function, "_bendtrace_model", function)
     global_state = GlobalState.current()
     signature = Signature(function)
@@ -213,7 +215,13 @@ def _raise(recording: Recording, made: Trace) -> NoReturn:
     assert error is not None
     with contextlib.suppress(AttributeError):  # a class of errors with slots
         error.bendtrace = made  # type: ignore[attr-defined]
+        has_begun = any(op.is_work for op in recording.tape.ops)
+        if has_begun and _NOTE not in getattr(error, "__notes__", ()):
+            error.add_note(_NOTE)
     raise error
+
+
+_NOTE = "the attribute `bendtrace` of this error is the trace of the run up to here"
 
 
 OPTIONS = frozenset({

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch import nn
 
+from bendtrace._checks import required_model
 from bendtrace._lazy import LazyModule
 from bendtrace._trace import OPTIONS, Trace, run_trace
 from bendtrace.dispatcher import Dispatcher
@@ -110,13 +111,7 @@ class BaseModule(ModuleProxy[ModelT]):
         cache_dir: str | os.PathLike[str] | None = None,
         audit: float = 0.0,
     ) -> None:
-        if not callable(model):
-            raise InputError(f"a model has to be callable; {model!r} is not")
-        if isinstance(model, type):
-            raise InputError(
-                f"{model.__name__} is a class, which makes models: give an object of it, as in "
-                f"BendedModule({model.__name__}(...))"
-            )
+        required_model(model)
         if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
             raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
         if type(audit) not in (int, float) or not 0 <= audit <= 1:
@@ -381,8 +376,11 @@ class BaseModule(ModuleProxy[ModelT]):
         name = name_of_function(self._model)
         return outline_program.Outline(self._tree, name, vars(self._dispatcher.stats))
 
-    def coverage(self) -> Coverage:
+    def coverage(self, *, only: Literal["all", "mine"] = "all") -> Coverage:
         """List the branches of the model's source of which only one side was seen, or none.
+
+        Args:
+            only: "mine" leaves out the code of installed packages.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -393,7 +391,7 @@ class BaseModule(ModuleProxy[ModelT]):
             >>> [branch.text for branch in bended.coverage()]
             ['x.abs().max() < 1']
         """
-        return outline_coverage.coverage(self._tree)
+        return outline_coverage.coverage(self._tree, only)
 
     def explore(
         self, inputs: Any, domain: Mapping[str, Any], *, seconds: float | None = 10.0,

@@ -41,3 +41,4 @@ __all__ = [
     "ThresholdActivation",
     "ThresholdPermute",
 ]
+__dir__ = __all__.copy

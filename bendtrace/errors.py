@@ -37,6 +37,7 @@ __all__ = [
     "NeverFiredWarning",
     "NoLayerError",
     "NodePathError",
+    "NonFiniteError",
     "NondeterminismError",
     "NotReplayableError",
     "PatchError",
@@ -45,6 +46,7 @@ __all__ = [
     "SiteError",
     "TraceLimitWarning",
 ]
+__dir__ = __all__.copy
 
 
 class BendtraceError(Exception):
@@ -451,6 +453,29 @@ class SiteError(InputError):
     def __init__(self, message: str, site: str) -> None:
         super().__init__(message)
         self.site = site
+
+
+class NonFiniteError(BendtraceError, FloatingPointError):
+    """A node has returned NaN, or passed it on in the backward pass, under `raise_on_nan`.
+
+    Attributes:
+        path: the node.
+        call: the number of the call of the model since the watch began, counted from 1.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: (x * 2).log())
+        >>> with bt.workflows.raise_on_nan(bended):
+        ...     bended(torch.tensor([-1.0]))
+        Traceback (most recent call last):
+        bendtrace.errors.NonFiniteError: log returned 1 NaN in call 1 of the model, from inputs
+        without NaN
+    """
+
+    def __init__(self, message: str, path: str, call: int) -> None:
+        super().__init__(message)
+        self.path = path
+        self.call = call
 
 
 class HarvestError(BendtraceError, RuntimeError):

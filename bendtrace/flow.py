@@ -17,10 +17,11 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
-from typing import Any, overload
+from typing import Any, Literal, overload
 
+from bendtrace._checks import required_choice
 from bendtrace._lazy import tabulate
-from bendtrace._places import path_text, place_text
+from bendtrace._places import is_installed, path_text, place_text
 from bendtrace.recording.finish import Recording
 from bendtrace.recording.iterations import Iterations, Mark, is_inside_comparison, marks_of
 from bendtrace.recording.probes import look_at_flow_once
@@ -48,6 +49,7 @@ __all__ = [
     "LoopFlowStep",
     "ShapeFlowStep",
 ]
+__dir__ = __all__.copy
 
 
 def _plain_json(value: Any) -> Any:
@@ -277,14 +279,29 @@ class FlowSteps(Sequence[FlowStep]):
         """Return the steps as plain values, ready for JSON."""
         return [step.to_dict() for step in self._steps]
 
-    def table(self, form: str = "simple") -> str:
+    def table(
+        self, form: str = "simple", *, shapes: bool = True, only: Literal["all", "mine"] = "all"
+    ) -> str:
         """Return the steps as a table, one line each.
 
         Args:
             form: how it is laid out, as in the tabulate package: "simple", "html", "github".
+            shapes: whether to list reads of sizes, too.
+            only: "mine" leaves out code of installed packages and of Python.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> trace = bt.trace(lambda x: x.view(x.shape[0]) if x.sum() > 0 else x, torch.ones(2))
+            >>> str(trace.flow_steps).splitlines()[-1]
+            '1 read of sizes is not listed: flow_steps.table() has all'
         """
+        required_choice("only", only, "all", "mine")
         rows = []
         for step in self._steps:
+            if (not shapes and isinstance(step, ShapeFlowStep)) or (
+                only == "mine" and is_installed(step.file)
+            ):
+                continue
             value = repr(step.value)
             if isinstance(step, LoopFlowStep):
                 value = _iterations(step)
@@ -296,13 +313,20 @@ class FlowSteps(Sequence[FlowStep]):
         return str(tabulate.tabulate(rows, headers, tablefmt=form, disable_numparse=True))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self.table("html")}
+        return {"text/plain": str(self), "text/html": self.table("html", shapes=False)}
 
     def __repr__(self) -> str:
         return repr(self._steps)
 
     def __str__(self) -> str:
-        return self.table() if self._steps else "no flow steps"
+        reads = len(self.of(ShapeFlowStep))
+        lines = (
+            [self.table(shapes=False)] if len(self) > reads else [] if reads else ["no flow steps"]
+        )
+        if reads:
+            are = "read of sizes is" if reads == 1 else "reads of sizes are"
+            lines.append(f"{reads} {are} not listed: flow_steps.table() has all")
+        return "\n".join(lines)
 
 
 def _iterations(step: LoopFlowStep) -> str:

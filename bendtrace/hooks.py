@@ -38,6 +38,7 @@ from bendtrace.interject.native import Attached
 from bendtrace.torch_rules import owners
 
 __all__ = ["HookFunction", "HookHandle", "HookManager"]
+__dir__ = __all__.copy
 
 Function = Callable[..., Any]
 # One or several functions, as they were registered or as `HookFunction`s.

@@ -120,7 +120,7 @@ class BendedModule(BaseModule[ModelT]):
                 module, `fc.input`, or of a parameter, `fc.weight`), a tree node, a regular
                 expression for paths, a module, a class of modules, a selector, a torch function, a
                 predicate of the `Candidate`, the name of a layer or an entry of the log, a
-                `NodeRef` of the networkx mirror, or several of these.
+                `NodeRef` of the networkx mirror, or several of these; or an `Alias`.
             what: an `Interjection`, or a function or module that is called with the node's value.
                 Its return value replaces the value; None keeps it. A function with two arguments
                 also receives the `NodePass`.
@@ -166,7 +166,7 @@ class BendedModule(BaseModule[ModelT]):
             >>> bended = bt.BendedModule(lambda x: x.relu().exp())
             >>> handle = bended.interject("relu", torch.zeros_like)
             >>> bended.insertions
-            (<insertion of zeros_like at 'relu'>,)
+            (<insertion of zeros_like at 'relu', active>,)
             >>> handle.remove()
             >>> bended.insertions
             ()
@@ -496,6 +496,7 @@ class BendedModule(BaseModule[ModelT]):
         Raises:
             InputError: something is inserted, or the run cannot be stepped through: it depends on
                 something that no guard can watch, or changes something that cannot be restored.
+            Exception: what the model raises before its first op, such as for missing arguments.
 
         Example:
             >>> import torch, bendtrace as bt

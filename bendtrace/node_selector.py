@@ -156,6 +156,7 @@ __all__ = [
     "with_dtype",
     "with_shape",
 ]
+__dir__ = __all__.copy
 
 Activations: Family = Family("Activations")
 Convolutions: Family = Family("Convolutions")

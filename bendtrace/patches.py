@@ -28,3 +28,4 @@ __all__ = [
     "ReplacePatch",
     "ZeroPatch",
 ]
+__dir__ = __all__.copy

@@ -39,6 +39,7 @@ __all__ = [
     "replace_module_native",
     "splice",
 ]
+__dir__ = __all__.copy
 
 Model = TypeVar("Model", bound=nn.Module)
 

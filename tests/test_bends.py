@@ -1047,6 +1047,9 @@ def test_functions_bend_as_they_are(stanley: bt.BendedModule) -> None:
     with stanley.bend(torch.neg, "nnlin") as handle:
         assert bits(stanley(x)) == bits(-before)
     assert repr(handle) == "<bend Lambda(neg) at 'nnlin', removed>"
+    again = stanley.bend(torch.neg, "nnlin")
+    assert repr(again) == "<bend Lambda(neg) at 'nnlin', active>"
+    again.remove()
     assert bits(stanley(x)) == bits(before)
 
 
@@ -1397,6 +1400,26 @@ def test_configurations_are_saved_and_loaded(tmp_path: Path) -> None:
     assert bits(chain.callbacks[1](x)) == bits(Mask(0.5, seed=1, dim=(0, -1))(x))
     shared = BendingConfig.load(path, parameters={"gain": gain})
     assert gain in shared.parameters
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_loaded_configuration_draws_the_same_numbers_and_is_equal(
+    tmp_path: Path, seed: int | None
+) -> None:
+    config = BendingConfig(
+        (Mask(0.5, seed=seed) >> Scale(2.0), "x"), (Normal(0.1, seed=seed), re.compile("x|y"))
+    )
+    x = torch.ones(20, 20)
+    wanted = [bits(bend.callback(x, "x")) for bend in config]
+    config.save(tmp_path / "bends.json")
+    found = BendingConfig.load(tmp_path / "bends.json")
+    config.bends[1].callback.reset()
+    found.bends[1].callback.reset()
+    again = BendingConfig.load(tmp_path / "bends.json")
+    assert [bits(bend.callback(x, "x")) for bend in again] == wanted
+    assert again == BendingConfig.load(tmp_path / "bends.json") != BendingConfig(config.bends[0])
+    # Without a seed, a reset makes it another configuration, which draws other numbers.
+    assert (found == config == again) is (seed is not None)
 
 
 def test_functions_and_places_that_only_python_can_say_are_not_saved(tmp_path: Path) -> None:

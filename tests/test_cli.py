@@ -555,6 +555,18 @@ def test_the_examples_of_the_help_text_work(run: Run) -> None:
 # The search for inputs
 
 
+@pytest.mark.parametrize(
+    ("by", "name"), [("module", "outside"), ("op", "repeat_1_1"), ("line", "wide.py:2  wide = ")]
+)
+def test_cost_lists_what_takes_time_and_memory(run: Run, by: str, name: str) -> None:
+    Path("wide.py").write_text("def net(x):\n    wide = x.repeat(1000)\n    return wide.sum()\n")
+    done = run("cost", "wide.py:net", "--input", "x=ones(100)", "--by", by)
+    assert done.status == 0
+    assert done.out.split()[:6] == ["name", "ops", "time", "backward", "nbytes", "share"]
+    assert f"\n{name}" in done.out
+    assert "391.0 KB of values at most, at sum_1_2: repeat_1_1 (390.6 KB), input_1_0 (" in done.out
+
+
 def test_explore_finds_inputs_that_take_other_sides(run: Run) -> None:
     Path("rare.py").write_text("def rare(x):\n    return x * 2 if x.sum() > 5.9 else x\n")
     done = run("explore", "rare.py:rare", "--input", "x=zeros(2, 3)", "--domain", "x=(-1.0, 1.0)")

@@ -268,7 +268,7 @@ def test_what_takes_a_bended_module_takes_this_one(x: Tensor) -> None:
     out = bended.get_activations(bended.pre, args=(x,))
     assert torch.equal(out["pre"], bended.module.pre(x))
     handle = bended.bend(tb.Scale(0.0), "pre", weights=False)
-    assert repr(handle) == "<bend Scale(scale=0.0) at 'pre'>"
+    assert repr(handle) == "<bend Scale(scale=0.0) at 'pre', active>"
     assert bended.bended_keys() == ["pre"]
     bended(x)
     assert handle.report().fired == 1

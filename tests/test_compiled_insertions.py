@@ -156,7 +156,9 @@ SWEPT: dict[str, Callable[[bt.BendedModule, int], Any]] = {
         bended, drawn(n), "b", scale=torch.tensor(2.0), normalise="value"
     ),
     "ablate": lambda bended, n: bt.workflows.ablate(bended, "b", channels=[1, 2], axis=-1),
-    "ablate a head": lambda bended, n: bt.workflows.ablate(bended, "b", "mean", heads=2, head=1),
+    "ablate a head": lambda bended, n: bt.workflows.ablate(
+        bended, "b", "mean", heads=4, head=1, head_axis=-1
+    ),
     "ablate by a number": lambda bended, n: bt.workflows.ablate(bended, "b", 0.1 * n),
     "ablate by a tensor": lambda bended, n: bt.workflows.ablate(bended, "b", drawn(n)),
     "ablate by a function": lambda bended, n: bt.workflows.ablate(bended, "b", lambda v: v.flip(0)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import rlcompleter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
+from bendtrace import _public
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,16 @@ def test_a_loaded_log_completes_its_tree(names: dict[str, Any], tmp_path: Path) 
     loaded = {"log": bt.load(tmp_path / "run")}
     assert sorted(by_python("log.tree.", loaded)) == TREE
     assert sorted(by_ipython("log.tree.", loaded, use_jedi=True)) == TREE
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*sorted({*_public.MODULES} - {"export"}), *(f"compat.{name}" for name in _public.COMPAT)],
+)
+def test_public_modules_complete_public_names_only(name: str) -> None:
+    module = operator.attrgetter(name)(bt)
+    wanted = sorted(_public.COMPAT if name == "compat" else module.__all__)
+    assert sorted(n.rstrip("()") for n in by_python(f"bt.{name}.", {"bt": bt})) == wanted
 
 
 def test_a_tree_is_made_when_it_is_looked_at(names: dict[str, Any]) -> None:

@@ -684,6 +684,32 @@ def test_the_picture_shows_both_runs_and_where_they_part(tmp_path: Path) -> None
     assert 'fill="none"' in outline
 
 
+class Inner(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x.abs() if x.sum() > 0 else x.exp() * 3
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Any) -> Any:
+        y = self.inner(x)
+        return y + 1 if x.sum() > 0 else y.sqrt().cos()
+
+
+@pytest.mark.parametrize(("most", "title"), [(9, "inner"), (6, "sum_1_1 … sum_2_4")])
+def test_a_picture_frames_the_closed_box_that_holds_where_the_runs_part(
+    most: int, title: str
+) -> None:
+    difference = bt.diff(run(Outer(), torch.ones(2)), run(Outer(), -torch.ones(2)))
+    assert "(module inner)" in str(difference.first)  # not the other question of the same text
+    picture = difference.draw(max_nodes=most)
+    (framed,) = (g for g in re.findall(r"<g.*?</g>", picture.svg, re.S) if "#0969da" in g)
+    assert f">{title}<" in framed
+
+
 def test_the_picture_puts_extra_passes_and_changed_blocks_apart() -> None:
     class Steps(nn.Module):
         def __init__(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 
 ONES = torch.ones(3, 2)
 
@@ -1086,7 +1087,7 @@ def model(x, n):
 
 def test_the_exact_table_of_a_small_model(tmp_path: Path) -> None:
     assert (
-        str(steps_of(written(tmp_path, COUNTED), torch.ones(2), 2))
+        steps_of(written(tmp_path, COUNTED), torch.ones(2), 2).table()
         == """\
 node       kind                    value         source       at        module    iteration
 ---------  ----------------------  ------------  -----------  --------  --------  -----------
@@ -1095,6 +1096,39 @@ getitem    shape                   2             x.shape[0]   net.py:3          
 getitem_1  shape                   2             x.shape[0]   net.py:3            1
 bool       conditional expression  True          x.sum() > 0  net.py:4"""
     )
+
+
+def test_a_printed_table_leaves_out_reads_of_sizes_and_says_so(tmp_path: Path) -> None:
+    steps = steps_of(written(tmp_path, COUNTED), torch.ones(2), 2)
+    *lines, last = str(steps).splitlines()
+    assert "\n".join(lines) == steps.table(shapes=False)
+    assert [line.split()[1] for line in lines[2:]] == ["for", "conditional"]
+    assert last == "2 reads of sizes are not listed: flow_steps.table() has all"
+    assert str(steps_of(lambda x: x.view(x.shape[0]), torch.ones(2))).startswith(
+        "1 read of sizes is not"
+    )
+    assert "getitem" not in steps._repr_mimebundle_()["text/html"]
+
+
+def test_a_table_of_the_users_own_code_leaves_out_installed_packages(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    inner = written(package, "def model(x):\n    return -x if x.sum() > 9 else x\n")
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x) if x.sum() > 0 else x
+
+    bended = bt.BendedModule(outer)
+    bended(ONES)
+    steps = bended.traces[0].flow_steps
+    assert [step.text for step in steps] == ["x.sum() > 0", "x.sum() > 9"]
+    assert "> 9" not in steps.table(only="mine")
+    assert "> 0" in steps.table(only="mine")
+    assert [branch.text for branch in bended.coverage()] == ["x.sum() > 9", "x.sum() > 0"]
+    assert [branch.text for branch in bended.coverage(only="mine")] == ["x.sum() > 0"]
+    assert bended.coverage(only="mine").total == 1
+    with pytest.raises(InputError, match="not 'own'"):
+        bended.coverage(only="own")  # type: ignore[arg-type]
 
 
 def test_long_source_is_shortened_in_the_table_only() -> None:

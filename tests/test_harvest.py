@@ -637,11 +637,10 @@ def test_loaders_of_every_kind(tmp_path: Path) -> None:
         assert torch.equal(found["tanh"].tensor(), wanted), name
 
 
-def test_an_empty_loader_gives_an_empty_harvest(tmp_path: Path) -> None:
-    found = go(torch.tanh, [], "tanh", tmp_path)
-    assert (len(found), found.ids, found.nodes, found.paths) == (0, [], (), ())
-    assert found.is_complete
-    assert len(found.to_pandas()) == 0
+def test_a_loader_that_was_empty_leaves_a_harvest_that_can_begin(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the loader yielded no batch"):
+        go(torch.tanh, iter(()), "tanh", tmp_path)
+    assert len(go(torch.tanh, [samples(2, 3)], "tanh", tmp_path)) == 2
 
 
 # Errors
@@ -665,7 +664,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_made(tmp_path: Path) 
         ({"keep": 1.5}, "keep= takes"),
         ({"keep": {"a#": 0}}, "cannot be stored"),
         ({"call": 3}, "call= is called"),
-        ({"feature_axis": None}, "feature_axis="),
+        ({"feature_axis": 1.0}, "feature_axis="),
     ]
     for options, message in bad:
         with pytest.raises(InputError, match=message):

@@ -1169,9 +1169,9 @@ def test_the_hooks_of_a_manager_are_called_by_replays() -> None:
 
     hook(bended.hooks)
     assert [repr(handle) for handle in bended.insertions] == [
-        "<insertion of after[first] at the module Linear>",
-        "<insertion of after[last] at the module Linear>",
-        "<insertion of before[last] at the module Linear>",
+        "<insertion of after[first] at the module Linear, active>",
+        "<insertion of after[last] at the module Linear, active>",
+        "<insertion of before[last] at the module Linear, active>",
     ]
     plain = bt.HookManager()
     hook(plain)

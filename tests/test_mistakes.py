@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError, NeverFiredWarning
+from tests.causal_models import HEADS, Transformer
 from tests.promise import assert_promise, bits, randn_inputs, state
 
 
@@ -107,10 +109,148 @@ def test_an_object_that_holds_a_module_has_its_tensors_and_modes() -> None:
 # What is said at once
 
 
-def test_a_class_is_no_model() -> None:
-    for cls in (nn.Linear, dict):
-        with pytest.raises(InputError, match=rf"{cls.__name__} is a class, which makes models"):
-            bt.BendedModule(cls)
+X = torch.ones(2, 4)
+
+
+def relu_of(*shape: int) -> bt.BendedModule[Any]:
+    bended = bt.BendedModule(nn.Sequential(nn.ReLU()))
+    bended(torch.ones(shape))
+    return bended
+
+
+def harvested(model: Any, where: Any, out: Path, loader: Any = None, **options: Any) -> Any:
+    loader = [X] if loader is None else loader
+    return bt.harvest(model, loader, where=where, out=out, progress=False, **options)
+
+
+def calls_itself() -> None:
+    bended = bt.BendedModule(lambda x: x.relu() * 2)
+    bended(X)
+    with bended.interject("relu", lambda value: bended(value)):
+        bended(X)
+
+
+def attending() -> tuple[bt.BendedModule[Any], Tensor]:
+    torch.manual_seed(0)
+    bended, tokens = bt.BendedModule(Transformer()), torch.tensor([[1, 2, 3]])
+    bended(tokens)
+    return bended, tokens
+
+
+def patched_heads(site: Any, heads: int = HEADS, **options: Any) -> Any:
+    bended, tokens = attending()
+    metric = {"metric": lambda out: out[0, -1, 0]}
+    return bt.workflows.activation_patching(
+        bended, tokens, tokens + 1, [site], heads=heads, **metric, **options
+    )
+
+
+NO_HEADS = "is neither split into {} heads nor joined from them, so its slices mean nothing"
+A_CLASS = "ReLU is a class, which makes models: pass an object of it"
+SUM = {"loss": torch.sum}
+# What people tried, what it raises, and the beginning of what they are told.
+MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "bend a class": (lambda _: bt.BendedModule(nn.ReLU), InputError, A_CLASS),
+    "trace a class": (lambda _: bt.trace(nn.ReLU, X), InputError, A_CLASS),
+    "log a class": (lambda _: bt.log_forward_pass(nn.ReLU, X), InputError, A_CLASS),
+    "draw a class": (lambda _: bt.show_model_graph(nn.ReLU, X), InputError, A_CLASS),
+    "bisect classes": (lambda _: bt.bisect(nn.ReLU, nn.ReLU, X), InputError, A_CLASS),
+    "find a NaN in a class": (
+        lambda _: bt.workflows.find_nan(nn.ReLU, X), InputError, A_CLASS,
+    ),
+    "gradients of a class": (
+        lambda _: bt.workflows.gradient_flow(nn.ReLU, X, **SUM), InputError, A_CLASS,  # type: ignore[arg-type]
+    ),
+    "harvest a class": (lambda out: harvested(nn.ReLU, "relu", out), InputError, A_CLASS),
+    "trace a name": (lambda _: bt.trace("model.pt", X), InputError, "a model has to be callable"),  # type: ignore[arg-type]
+    "harvest nothing": (
+        lambda out: harvested(torch.relu, [], out), InputError, "where= is an empty list: pass",
+    ),
+    "harvest no batch": (
+        lambda out: harvested(torch.relu, "relu", out, []), InputError, "the loader yielded no b",
+    ),
+    "harvest the mean of images": (
+        lambda out: harvested(relu_of(2, 3, 4, 4), "0", out, [torch.ones(2, 3, 4, 4)],
+                              reduce="mean"),
+        InputError,
+        r"reduce='mean' keeps the axis of the features, which a value of shape \(2, 3, 4, 4\) does"
+        " not show: pass feature_axis=1",
+    ),
+    "harvest the mean of a tuple": (
+        lambda out: harvested(lambda x: x.max(-1), "max", out, reduce="mean"), InputError,
+        "'max' gave max, but only tensors can be stored: name a part, such as 'max|sub_0'",
+    ),
+    "patch heads behind the projection": (
+        lambda _: patched_heads("blocks.0.attn.out"), bt.errors.SiteError,
+        f"heads=2: the output of 'blocks_0.attn.out' {NO_HEADS.format(2)}",
+    ),
+    "patch as many heads as there are not": (
+        lambda _: patched_heads("blocks.0.attn.qkv", 4), bt.errors.SiteError, NO_HEADS.format(4),
+    ),
+    "patch the heads of a block": (
+        lambda _: patched_heads("blocks.1", at="input"), bt.errors.SiteError, NO_HEADS.format(2),
+    ),
+    "ablate heads behind the projection": (
+        lambda _: bt.workflows.ablate(attending()[0], "blocks.0.attn", heads=2, head=0),
+        bt.errors.SiteError, NO_HEADS.format(2),
+    ),
+    "ablate heads that nobody has seen": (
+        lambda _: bt.workflows.ablate(bt.BendedModule(Transformer()), "blocks.0.attn", heads=2),
+        InputError, "heads= is compared with a run of the model: call the model once before",
+    ),
+    "bend everything by nothing": (
+        lambda _: relu_of(2).bend(bt.bends.Scale(2.0), ""), InputError, "the empty pattern matches",
+    ),
+    "step without arguments": (
+        lambda _: relu_of(2).step(), TypeError, "missing 1 required positional argument",
+    ),
+    "step with one argument more": (
+        lambda _: relu_of(2).step(X, scale=2), TypeError, "unexpected keyword argument 'scale'",
+    ),
+    "insert a function of nothing": (
+        lambda _: relu_of(2).interject("0", lambda: X), InputError,
+        "<lambda> is called with the value of a node, and takes no argument",
+    ),
+    "bend by a function of nothing": (
+        lambda _: relu_of(2).bend(lambda: X, "0"), InputError, "<lambda> is called with the value",  # type: ignore[arg-type, misc]
+    ),
+    "call the model in an insertion": (
+        lambda _: calls_itself(), bt.errors.InterjectionError,
+        "function at 'relu' calls the BendedModule that it is inserted in, .* `bended.model`",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_said(mistake: str, tmp_path: Path) -> None:
+    call, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        call(tmp_path / "out")
+
+
+@pytest.mark.parametrize("where", ["reluu", re.compile("relu+x")])
+def test_a_wrong_name_from_before_the_first_call_says_how_it_is_removed(where: Any) -> None:
+    bended = bt.BendedModule(nn.Sequential(nn.ReLU()))
+    bended.interject("0", lambda value: value + 1)
+    bended.interject(where, torch.zeros_like)
+    for _ in range(2):  # before and after a run could show the name
+        with pytest.raises(bt.errors.NodePathError) as info:
+            bended(X)
+        (note,) = info.value.__notes__
+        assert note.startswith("<insertion of zeros_like at ")
+        assert note.endswith("calls raise until it is removed: bended.insertions[1].remove()")
+    eval(note.rpartition(": ")[2])
+    assert torch.equal(bended(X), X + 1)
+
+
+def test_heads_are_found_where_they_are() -> None:
+    for site, options in (
+        ("blocks.0.attn.out", {"at": "input"}),
+        ("blocks.0.attn.qkv", {"heads": 6}),  # those of queries, keys and values
+        ("blocks.0.attn.reshape", {}),
+        ("blocks.0.attn.softmax", {"head_axis": 1}),
+    ):
+        assert patched_heads(site, **options).heads == tuple(range(options.get("heads", HEADS)))  # type: ignore[arg-type, operator]
 
 
 def test_patches_that_are_never_applied_are_told() -> None:
@@ -238,6 +378,10 @@ def test_an_error_says_which_insertion_changed_a_shape() -> None:
             bended(x)
         (said,) = info.value.__notes__
         assert said.endswith("at `relu` turned torch.float32 (3, 4) into torch.float64 (3, 4)")
+    with bended.interject("second.input", narrow), pytest.raises(RuntimeError) as info:
+        bended(x)
+    (said,) = info.value.__notes__
+    assert said == f"{note.replace('`relu`', '`second.input`')}(3, 4) into (3, 2)"
     with bended.interject("relu", lambda value: value * 2), pytest.raises(RuntimeError) as info:
         bended(torch.ones(3, 5))
     assert not hasattr(info.value, "__notes__")  # nothing changed a shape in that call

@@ -515,7 +515,8 @@ def test_no_patches_and_no_paths_are_fine(pg: PatchableGraph) -> None:
 def test_a_context_says_what_it_holds(pg: PatchableGraph) -> None:
     context = pg.patch({pg.graph.relu: [ZeroPatch(slice=0), ProbePatch()], "x": AddPatch(value=1)})
     assert repr(context) == (
-        "PatchContext({'relu': [ZeroPatch(slice=0), ProbePatch()], 'x': [AddPatch(value=1)]})"
+        "PatchContext({'relu': [ZeroPatch(slice=0), ProbePatch()], 'x': [AddPatch(value=1)]}, "
+        "active within `with`)"
     )
     with context:
         pg(X)

@@ -70,7 +70,7 @@ LISTED: dict[type[Any], str] = {
     """,
     BackwardNode: """
         element forward given gradients_in gradients_out is_edited label made made_in module name
-        next node_path op order parameter pass_number passes scopes source type where
+        next node_path op order parameter pass_number passes scopes source time type where
     """,
     SteppedRun: """
         answer back finish forward frames goto name nbytes output position set to_html trace value

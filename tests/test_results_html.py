@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 
 import bendtrace as bt
+from bendtrace.view.drawing.overlay import color, color_around_zero
 from bendtrace.view.heat_map import heat_map
 
 
@@ -68,3 +72,22 @@ def test_nan_has_no_colour_and_names_are_escaped() -> None:
     assert "background: #ffffff" in html
     assert "&lt;0&gt;" in html
     assert "a &amp; b" in html
+
+
+def test_numbers_of_both_signs_have_white_at_zero_and_stand_at_the_right() -> None:
+    html = heat_map("", ["a", "b", "c", "d"], ["x"], [[-1.0, 0.0, 2.0, -2.0]])
+    fills = re.findall(r"background: (#\w+)", html)
+    assert fills == [color_around_zero(part) for part in (-0.5, 0.0, 1.0, -1.0)]
+    assert html.count("text-align: right") == 4
+    of_one_sign = heat_map("", ["a", "b"], ["x"], [[1.0, 3.0]])
+    assert re.findall(r"background: (#\w+)", of_one_sign) == [color(0.0), color(1.0)]
+
+
+def test_a_grid_is_plotted_in_the_same_colours() -> None:
+    pytest.importorskip("matplotlib")
+    study = bt.workflows.ablation_study(model, torch.ones(1, 3), ["relu", "mul"], torch.sum)
+    (axes, bar) = study.plot().axes
+    image = axes.images[0]
+    assert image.get_array().flatten().tolist() == study.effect.flatten().tolist()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["relu", "mul"]
+    assert bar is not axes

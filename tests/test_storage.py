@@ -638,3 +638,23 @@ def test_a_loaded_log_says_why_it_cannot_be_replayed(tmp_path: Path) -> None:
             getattr(loaded, name)
     with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
         loaded.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_structure_of_a_run_is_compared_with_that_of_a_saved_one(tmp_path: Path) -> None:
+    def model(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        return x * scale if x.sum() > 0 else -x
+
+    bt.trace(model, torch.ones(3), save="all").save(tmp_path / "run")
+    same = bt.trace(model, torch.full((3,), 7.0), save="all")  # of other values
+    bt.testing.assert_same_structure(tmp_path / "run", same)
+    assert same.hash == bt.load(tmp_path / "run").hash
+    for other, said in (
+        (bt.trace(model, -torch.ones(3)), "`x.sum() > 0`"),
+        (bt.trace(model, torch.ones(4)), "shape (3,) -> (4,)"),
+        (bt.trace(model, torch.ones(3), 3.0), "2.0"),
+    ):
+        with pytest.raises(AssertionError, match="the run has another structure than its") as info:
+            bt.testing.assert_same_structure(tmp_path / "run", other)
+        assert said in str(info.value)
+    with pytest.raises(LoadError):
+        bt.testing.assert_same_structure(tmp_path / "none", same)

@@ -417,6 +417,7 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> N
 
 def test_what_does_not_fit_is_told_of_in_the_call() -> None:
     bended = bt.BendedModule(transformer())
+    bended(CLEAN)
     for options, said in (
         ({"channels": 9}, "axis 1 has size 5, and no position 9"),
         ({"heads": 3}, "not a multiple of 3"),

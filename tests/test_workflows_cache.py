@@ -467,6 +467,70 @@ def test_names_of_transformer_lens_are_what_they_mean(name: str) -> None:
 
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_values_are_changed_by_the_names_of_transformer_lens(name: str) -> None:
+    model, batch = language_model(name)
+    bended = bt.BendedModule(model)
+    with torch.no_grad():
+        plain = bended(**batch).logits
+        for hook in transformer_lens_aliases(model):
+            _, cache = run_with_cache(bended, batch, hook)
+            with bended.interject(hook, torch.clone):
+                assert torch.equal(bended(**batch).logits, plain), hook
+            with bended.interject(hook, lambda value: value * 0.5) as handle:
+                assert not torch.equal(bended(**batch).logits, plain), hook
+                _, halved = run_with_cache(bended, batch, hook)
+            assert torch.equal(halved[hook], cache[hook] * 0.5)
+            assert handle.report().changed
+    assert bended.insertions == ()
+
+
+@pytest.mark.more
+def test_one_head_is_changed_as_by_a_native_hook() -> None:
+    model, batch = language_model("gpt2")
+    bended, hook = bt.BendedModule(model), "blocks.1.attn.hook_k"
+    attention = model.transformer.h[1].attn
+
+    def native(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        q, k, v = output.chunk(3, -1)
+        k = k.unflatten(-1, (4, 8)).clone()
+        k[:, :, 2] = 0
+        return torch.cat([q, k.flatten(-2), v], -1)
+
+    with torch.no_grad():
+        handle = attention.c_attn.register_forward_hook(native)
+        wanted = model(**batch).logits
+        handle.remove()
+        patch = bt.patches.ZeroPatch(slice=(slice(None), slice(None), 2))
+        with bended.patch({hook: patch}):
+            assert torch.equal(bended(**batch).logits, wanted)
+        with bt.workflows.ablate(bended, hook, channels=2, axis=2):
+            assert torch.equal(bended(**batch).logits, wanted)
+        vector = torch.zeros(4, 8)
+        with bt.workflows.steer(bended, vector, hook):
+            assert torch.equal(bended(**batch).logits, model(**batch).logits)
+        other = {**batch, "input_ids": batch["input_ids"].flip(1)}
+        found = bt.workflows.activation_patching(
+            bended, batch, other, [hook], lambda out: out.logits[0, -1, 0], positions=[2], axis=2
+        )
+        assert found.sites == (hook,)
+        assert found.values.isfinite().all()
+    for wrong, message in (
+        (bt.workflows.Alias("transformer.h.0.output", lambda value: value), "can only be read"),
+        ("blocks.0.attn.hook_rot_q", "has no equal in this model: GPT-2 rotates nothing"),
+    ):
+        with pytest.raises((InputError, NodePathError), match=message):
+            bended.interject(wrong, torch.zeros_like)
+
+    class Before(bt.Interjection):
+        def before(self, at: Any, inputs: Any) -> None:
+            pass
+
+    with pytest.raises(InputError, match="works around a node, but an alias"):
+        bended.interject(hook, Before())
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_names_without_an_equal_say_why(name: str) -> None:
     model, batch = language_model(name)
     bended = bt.BendedModule(model)

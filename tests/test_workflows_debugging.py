@@ -112,6 +112,41 @@ def test_a_gradient_of_a_finite_run() -> None:
         find_nan(Rooted(), torch.ones(1, 2), loss=lambda out: out)
 
 
+def rooted(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = (x - 1).sqrt()
+    return torch.empty_like(x).copy_(x)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_watch_raises_where_nan_begins_and_says_in_which_call(gradients: bool) -> None:
+    bended = bt.BendedModule(rooted)
+    with bt.workflows.raise_on_nan(bended, gradients=gradients):
+        for _ in range(3):
+            assert bits(bended(torch.full((2,), 9.0))) == bits(rooted(torch.full((2,), 9.0)))
+        said = r"sqrt \(pass 2\) returned 1 NaN in call 4 of the model, from inputs without NaN"
+        with pytest.raises(bt.errors.NonFiniteError, match=said) as info:
+            bended(torch.tensor([9.0, 1.5]))
+        assert (info.value.path, info.value.call) == ("sqrt", 4)
+        with pytest.raises(FloatingPointError, match=r"^sub returned .* from inputs with NaN"):
+            bended(torch.tensor([torch.nan]))
+    assert not bended.insertions
+    assert bended(torch.tensor([0.5])).isnan()
+
+
+def test_a_watch_of_gradients_raises_where_they_become_nan() -> None:
+    bended, x = bt.BendedModule(lambda x: (x.abs() * 0).sqrt()), torch.ones(2, requires_grad=True)
+    with bt.workflows.raise_on_nan(bended):
+        bended(x).sum().backward()
+    with bt.workflows.raise_on_nan(bended, gradients=True):
+        bended(x)
+        loss = bended(x).sum()
+        with pytest.raises(FloatingPointError, match="mul gave a gradient with 2 NaN in call 2"):
+            loss.backward()
+    with pytest.raises(InputError, match="a watch for NaN stays in the model"):
+        bt.workflows.raise_on_nan(torch.relu)  # type: ignore[arg-type]
+
+
 def test_gradients_by_parameter() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -198,3 +233,58 @@ def test_recomputation_counts_what_a_module_keeps_to_itself() -> None:
     assert row.bytes_per_second == pytest.approx(row.nbytes / row.time)
     with pytest.raises(InputError, match="did not measure"):
         recomputation(bt.trace(block, torch.ones(4, 8)))
+
+
+def test_costs_are_those_of_ops_modules_and_lines() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 400), nn.Linear(400, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.b(self.a(x).view(-1, 400).relu())
+            return x.split(4, dim=-1)[0].sum()
+
+    run = bt.trace(Wide(), torch.ones(50, 8), save="none")
+    backward = run.backward(run.output)
+    entries = [entry for entry in run.entries if entry.kind == "op"]
+    whole = sum(entry.time for entry in entries if entry.time is not None)
+    for by in ("op", "module", "line"):
+        for costs in (bt.workflows.cost(run, by=by), bt.workflows.cost(backward, by=by)):
+            assert [row.share for row in costs] == sorted((r.share for r in costs), reverse=True)
+            if by != "module":
+                assert sum(row.share for row in costs) == pytest.approx(1)
+                assert sum(row.time for row in costs) == pytest.approx(whole)
+                assert sum(row.nbytes for row in costs) == sum(entry.nbytes for entry in entries)
+    rows = {row.name: row for row in bt.workflows.cost(backward)}
+    assert (rows["linear_1_1"].ops, rows["linear_1_1"].nbytes) == (3, 3 * 50 * 400 * 4)
+    assert sum(row.backward for row in rows.values()) == pytest.approx(
+        sum(node.time or 0 for node in backward.nodes)
+    )
+    assert "outside" in rows  # where gradients are added up
+    modules = {row.name: row for row in bt.workflows.cost(backward, by="module")}
+    assert modules["a"].ops == 3
+    assert modules["a"].backward > 0
+    table = {row.name: row for row in run.table("modules")}
+    assert table["a"].time == pytest.approx(modules["a"].time)
+    assert "ms" in str(run.table("modules"))
+    plain = bt.trace(Wide(), torch.ones(50, 8))
+    assert {row.time for row in plain.table("modules")} == {None}
+    with pytest.raises(InputError, match="did not measure its ops"):
+        bt.workflows.cost(plain)
+
+
+def test_the_peak_has_what_is_held_at_one_moment_and_each_memory_once() -> None:
+    def model(x: Tensor) -> Tensor:
+        big = x.repeat(100)
+        part = big[:10].view(2, 5)
+        small = big.sum()
+        other = torch.zeros(1000)
+        return part.add_(1).sum() + small + other.sum()
+
+    costs = bt.workflows.cost(bt.trace(model, torch.ones(10), save="none"))
+    assert [entry.layer_type for entry in costs.alive] == ["repeat", "zeros", "input", "sum", "sum"]
+    assert costs.peak == 4000 + 4000 + 40 + 4 + 4
+    assert costs.at is not None
+    assert costs.at.label == "sum_2_7"  # the last to read the memory of `big`, through a view

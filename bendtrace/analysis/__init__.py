@@ -75,3 +75,4 @@ __all__ = [
     "spectrum",
     "weight_ranks",
 ]
+__dir__ = __all__.copy

@@ -47,6 +47,7 @@ class BackwardNode:
         next: where each gradient that it returns goes: the label of a node, and for which of that
             node's results it is. None where no gradient is needed.
         is_edited: whether an edit changed the gradients that arrived.
+        time: duration in seconds, with hooks of others; None if it did not run.
         gradients_in: the gradients that arrived, after edits and hooks; None if they were not kept.
         gradients_out: the gradients that it returned; None if they were not kept.
 
@@ -80,6 +81,7 @@ class BackwardNode:
     made: Metas = ()
     next: tuple[tuple[str, int] | None, ...] = field(default=())
     is_edited: bool = False
+    time: float | None = None
     gradients_in: Gradients | None = None
     gradients_out: Gradients | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -289,6 +290,7 @@ class _Watch:
         self._kept = kept
         self._count = itertools.count()
         self._task: int | None = None
+        self._began: dict[int, float] = {}
         # The nodes that the pass has not made.
         self._others = set(graph.nodes)
         if record.created_graph:
@@ -309,6 +311,7 @@ class _Watch:
             if number in self._kept:
                 entry.gradients_in = tuple(map(_copy, gradients))
             self._mark(number, gradients)
+            self._began[number] = time.perf_counter()
 
         return hook
 
@@ -319,6 +322,7 @@ class _Watch:
         def hook(made: tuple[Tensor | None, ...], _: Any) -> None:
             if torch._C._current_graph_task_id() != self._task:
                 return
+            entry.time = time.perf_counter() - self._began[number]
             entry.made = tuple(map(_meta, made))
             if number in self._kept:
                 entry.gradients_out = tuple(map(_copy, made))

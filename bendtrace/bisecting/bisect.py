@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_model
 from bendtrace._compare import same_bits
 from bendtrace._lazy import tabulate
 from bendtrace._places import place_text
@@ -96,10 +97,7 @@ def bisect(
             raise InputError(f"{name} must be 0 or more, not {tolerance!r}")
     models = [side for side in (a, b) if not isinstance(side, RunLog)]
     for model in models:
-        if not callable(model):
-            raise InputError(
-                f"bisect compares models, functions and logs, not {type(model).__name__}"
-            )
+        required_model(model)
     if models and inputs is None:
         raise InputError("a model needs inputs: bisect(a, b, inputs)")
     if not models and inputs is not None:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 import bendtrace
 from bendtrace._places import place_text
+from bendtrace._trace import trace
 from bendtrace._tracebacks import UsersError, one_line
 from bendtrace.cli.example import AdaptiveBlock
 from bendtrace.cli.exports import EPILOG, add_options, exported
@@ -22,8 +24,10 @@ from bendtrace.cli.report import as_json, as_text
 from bendtrace.cli.runs import run
 from bendtrace.cli.targets import build, find
 from bendtrace.errors import BendtraceError, InputError
+from bendtrace.history.sizes import size_text
 from bendtrace.module import BendedModule
 from bendtrace.torch_rules.draws import seed_all
+from bendtrace.workflows.costs import cost
 
 __all__ = ["main"]
 
@@ -158,10 +162,25 @@ def _explored(options: argparse.Namespace) -> str:
     return str(found)
 
 
+def _cost(options: argparse.Namespace) -> str:
+    args, kwargs = Inputs(tuple(options.input)).make()
+    seed_all(options.seed)
+    model: Callable[..., Any] = build(find(options.target), options.target)
+    with torch.no_grad():
+        run = trace(model, *args, save="none", **kwargs)
+    costs = cost(run, by=options.by)
+    text = f"{costs}\n\n{size_text(costs.peak)} of values at most"
+    if costs.at is not None:
+        held = ", ".join(f"{entry.label} ({size_text(entry.nbytes)})" for entry in costs.alive[:5])
+        text += f", at {costs.at.label}: {held}"
+    return text
+
+
 _COMMANDS: dict[str | None, Callable[[argparse.Namespace], tuple[str, bool]]] = {
     None: _example,
     "trace": _traced,
     "explore": lambda options: (_explored(options), True),
+    "cost": lambda options: (_cost(options), True),
     "export": lambda options: (exported(options), True),
 }
 
@@ -180,14 +199,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"bendtrace {bendtrace.__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    trace = commands.add_parser(
+    tracing = commands.add_parser(
         "trace",
         help="trace a model of your own; see trace --help",
         description="Trace a model, call it again along the trace, and compare with eager.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = trace.add_argument
+    add = tracing.add_argument
     add("target", metavar="TARGET", help="what to trace, as module:name or file.py:name")
     add("--input", action="append", default=[], metavar="[NAME=]INPUT", help="one input; repeat")
     add("--call", action="append", default=[], metavar="INPUTS",
@@ -195,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N",
         help="seed for making the model and the first inputs; each call takes the next one"
         " (default: 0)")  # fmt: skip
-    mode = trace.add_mutually_exclusive_group()
+    mode = tracing.add_mutually_exclusive_group()
     mode.add_argument("--train", dest="training", action="store_const", const=True,
                       help="put the model in training mode (default: as it was made)")  # fmt: skip
     mode.add_argument("--eval", dest="training", action="store_const", const=False,
@@ -219,6 +238,16 @@ def _parser() -> argparse.ArgumentParser:
         help="an input that may differ, and its range; repeat")  # fmt: skip
     add("--seconds", type=float, default=10.0, metavar="N", help="how long to search (default: 10)")
     add("--seed", type=int, default=0, metavar="N", help="for making the model, and for the search")
+    costs = commands.add_parser(
+        "cost",
+        help="list what takes the time and the memory of a call",
+        description="Run a model once without gradients, and list its costs, the most time first.",
+    )
+    add = costs.add_argument
+    add("target", metavar="TARGET", help="the model, as module:name or file.py:name")
+    add("--input", action="append", default=[], metavar="[NAME=]INPUT", help="one input; repeat")
+    add("--by", choices=("op", "module", "line"), default="module", help="(default: module)")
+    add("--seed", type=int, default=0, metavar="N", help="for making the model and the inputs")
     export = commands.add_parser(
         "export",
         help="write a model of your own to a file that runs without Python (torch.export, ONNX)",

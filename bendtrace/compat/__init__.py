@@ -21,5 +21,6 @@ insertions, traces and replays as everything else.
 from bendtrace import _public
 
 __all__: list[str] = []  # its modules are `_public.COMPAT`
+__dir__ = [*_public.COMPAT].copy
 
 __getattr__ = _public.importer(globals(), {})

@@ -29,6 +29,7 @@ from bendtrace.paths.view import Node, Tree
 from bendtrace.torch_rules.owners import module_of
 
 __all__ = ["ExtractionOptions", "PatchableGraph"]
+__dir__ = __all__.copy
 __all__ += patches.__all__
 __all__.sort()
 

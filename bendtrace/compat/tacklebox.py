@@ -26,6 +26,7 @@ from bendtrace.hooks import HookFunction, HookHandle
 from bendtrace.interject.hooks import free_name
 
 __all__ = ["HookFunction", "HookHandle", "HookManager", "ModuleTracker", "TrackingProtocol"]
+__dir__ = __all__.copy
 
 
 class HookManager(hooks.HookManager):

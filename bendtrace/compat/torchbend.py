@@ -36,6 +36,7 @@ from bendtrace.paths.nodes import NodePath
 from bendtrace.source.internals import pytree
 
 __all__ = ["BendShapeError", "BendedModule", "BendedWrapper"]
+__dir__ = __all__.copy
 __all__ += {*bends.__all__, *_torchbend_callbacks.__all__}
 __all__.sort()
 

@@ -38,6 +38,7 @@ __all__ = [
     "trace",
     "validate_forward_pass",
 ]
+__dir__ = __all__.copy
 
 
 class Op(LayerEntry):

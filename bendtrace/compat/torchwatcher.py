@@ -51,6 +51,7 @@ __all__ = [
     "replace_module",
     "replace_module_native",
 ]
+__dir__ = __all__.copy
 
 interjection: types.ModuleType = sys.modules[__name__]
 _lock = threading.Lock()

@@ -19,3 +19,4 @@ __all__ = [
     "traffic",
     "whole",
 ]
+__dir__ = __all__.copy

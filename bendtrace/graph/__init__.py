@@ -27,6 +27,7 @@ __all__ = [
     "to_graphml",
     "to_node_link",
 ]
+__dir__ = __all__.copy
 
 if not TYPE_CHECKING:  # what only tracing needs of this package comes without networkx
     __getattr__ = _public.importer(

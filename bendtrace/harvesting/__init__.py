@@ -27,3 +27,4 @@ __all__ = [
     "harvest",
     "save_for_sae_lens",
 ]
+__dir__ = __all__.copy

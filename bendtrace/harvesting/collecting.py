@@ -81,6 +81,7 @@ class _Rule:
         axis: the axis that counts the samples, None if there is none.
         made_axis: that axis of the result of `change`.
         change: reduces the value; None to store it as it is.
+        is_named: whether `change` is one of ours, which reduce tensors only.
         wants_batch: whether `change` takes the batch as well.
     """
 
@@ -90,9 +91,10 @@ class _Rule:
         rule = _for_node(settings.reduce, said, None)
         self.takes_all = rule is None and self.axis == 0
         self.change: Callable[..., Any] | None = None
+        self.is_named = isinstance(rule, str)
         self.made_axis = self.axis
         self.wants_batch = False
-        if isinstance(rule, str):
+        if self.is_named:
             self.change = _named(rule, self.axis, settings.feature_axis)
             self.made_axis = None if self.axis is None else 0
         elif rule is not None:
@@ -120,14 +122,20 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     return len([p for p in parameters if p.kind in positional and p.default is p.empty]) == 2
 
 
-def _named(name: str, axis: int | None, feature_axis: int) -> Callable[[Tensor], Tensor]:
+def _named(name: str, axis: int | None, feature_axis: int | None) -> Callable[[Tensor], Tensor]:
     def reduced(value: Tensor) -> Tensor:
         dims, shape = value.dim(), tuple(value.shape)
         if not dims:
             return value
-        if not -dims <= feature_axis < dims:
-            raise InputError(f"a value of shape {shape} has no axis feature_axis={feature_axis}")
-        kept = {feature_axis % dims}
+        features = -1 if feature_axis is None else feature_axis
+        if feature_axis is None and dims > 3:  # of images, the last axis is the width
+            raise InputError(
+                f"reduce={name!r} keeps the axis of the features, which a value of shape {shape} "
+                "does not show: pass feature_axis=1 if channels come first, or feature_axis=-1"
+            )
+        if not -dims <= features < dims:
+            raise InputError(f"a value of shape {shape} has no axis feature_axis={features}")
+        kept = {features % dims}
         if axis is not None:
             if not -dims <= axis < dims:
                 raise InputError(f"a value of shape {shape} has no axis batch_axis={axis}")
@@ -295,14 +303,15 @@ class Collector:
 
     def _made_of(self, at: NodePass, rule: _Rule, value: Any) -> Tensor:
         """Return the rows, along the first dimension; without samples the value."""
-        if rule.change is not None:
+        change = rule.change if isinstance(value, Tensor) or not rule.is_named else None
+        if change is not None:
             with torch.no_grad():
                 given = (value, self._batch) if rule.wants_batch else (value,)
-                value = rule.change(*given)
+                value = change(*given)
         if not isinstance(value, Tensor):
             if type(value) in (bool, int, float) and rule.axis is None:
                 return torch.tensor(value)
-            raise InputError(_no_tensor(at, rule, value))
+            raise InputError(_no_tensor(at, value, change is not None))
         axis, size = rule.made_axis, self._size
         if axis is None:
             return value
@@ -327,12 +336,12 @@ class Collector:
         self.filling.add(key, rule.asked, rows, rule.axis is not None, dtype)
 
 
-def _no_tensor(at: NodePass, rule: _Rule, value: Any) -> str:
+def _no_tensor(at: NodePass, value: Any, is_reduced: bool) -> str:
     path = at.path or _OUTPUT
     inside = f"{path}.output" if at.path and at.module is not None else path
-    made = "" if rule.change is None else ", reduced,"
+    made = ", reduced," if is_reduced else ""
     what = f"{path!r}{made} gave {type(value).__name__}"
-    if isinstance(value, (tuple, list, Mapping)) and rule.change is None:
+    if isinstance(value, (tuple, list, Mapping)) and not is_reduced:
         part = next(iter(value), "key") if isinstance(value, Mapping) else "sub_0"
         return (
             f"{what}, but only tensors can be stored: name a part, such as '{inside}|{part}', "

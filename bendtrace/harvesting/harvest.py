@@ -48,7 +48,7 @@ def harvest(
     where: Where,
     out: str | os.PathLike[str],
     reduce: Any = None,
-    feature_axis: int = -1,
+    feature_axis: int | None = None,
     passes: PassNumbers = None,
     batch_axis: Any = 0,
     dtype: torch.dtype | None = None,
@@ -82,7 +82,7 @@ def harvest(
             of samples and features; a function of the value, or of the value and the batch; or a
             dict of these, by the items of `where`.
         feature_axis: the axis that `"mean"`, `"max"` and `"last"` keep: -1, or 1 if channels come
-            first.
+            first. None for the last one, of values with at most three dimensions.
         passes: the passes of a node that runs several times per batch: numbers from 0, or from the
             end if negative, or a function of the number; a single number keeps the name of the
             node. None for all, which are named `relu`, `relu:2`, `relu:3`. `"stack"` puts them
@@ -135,6 +135,8 @@ def harvest(
                 [0.5000, 0.0000]])
         [0]
     """
+    if isinstance(where, list) and not where:
+        raise InputError("where= is an empty list: pass the nodes to store, or () for paths alone")
     settings = Settings(
         tuple(flat(where)), reduce, feature_axis, passes, batch_axis, dtype, ids, _named(keep),
         allow_none, seed, shard_samples, shard_bytes, format, bool(sharded),

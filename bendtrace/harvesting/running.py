@@ -108,6 +108,8 @@ class HarvestRun:
                     self._close_shard()
             if self._collector.filling.batches:
                 self._close_shard()
+            elif not (self._has_new or self._before) and self._world == 1:
+                raise InputError("the loader yielded no batch: there is nothing to harvest")
             self._writer.wait()
         except (Exception, KeyboardInterrupt) as error:
             self._rescue(error)

@@ -45,7 +45,7 @@ class Settings:
 
     where: tuple[Any, ...]
     reduce: Any
-    feature_axis: int
+    feature_axis: int | None
     passes: Any
     batch_axis: Any
     dtype: torch.dtype | None
@@ -78,10 +78,7 @@ class Settings:
                     "batch_axis= takes the number of an axis, None for values without "
                     f"samples, or a dict of these for each node, not {axis!r}"
                 )
-        if type(self.feature_axis) is not int:
-            raise InputError(
-                f"feature_axis= has to be the number of an axis, not {self.feature_axis}"
-            )
+        required_int("feature_axis", self.feature_axis, or_none=True)
         if not (isinstance(self.passes, str) and self.passes == STACK):
             if isinstance(self.passes, str):
                 raise InputError(

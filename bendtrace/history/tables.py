@@ -189,6 +189,7 @@ class ModuleRow(NamedTuple):
     parameters: int
     ops: int
     nbytes: int
+    time: float | None
 
 
 class StateRow(NamedTuple):
@@ -216,10 +217,12 @@ def table_of(entries: Sequence[LayerEntry], modules: Iterable[ModuleEntry], what
             labels = {call.label for call in its}
             inside = [entry for entry in ops if not labels.isdisjoint(entry.scopes)]
             nbytes = sum(entry.nbytes for entry in inside)
+            measured = [entry.time for entry in inside if entry.time is not None]
             first = its[0]
             rows.append(
-                ModuleRow(name, first.class_name, len(its), first.parameters, len(inside), nbytes)
-            )
+                ModuleRow(name, first.class_name, len(its), first.parameters, len(inside), nbytes,
+                          sum(measured) if measured else None)
+            )  # fmt: skip
     else:
         uses = [use for entry in entries for use in entry.state if entry.kind != "state"]
         wanted = [use for use in uses if use.is_parameter is (what == "parameters")]
@@ -232,7 +235,7 @@ def table_of(entries: Sequence[LayerEntry], modules: Iterable[ModuleEntry], what
                      first_uses[name].trainable, count)
             for name, count in times.items()
         ]  # fmt: skip
-    return Table(rows, {"nbytes": size_text})
+    return Table(rows, {"nbytes": size_text, "time": in_seconds})
 
 
 def hash_of(entries: Iterable[LayerEntry], steps: FlowSteps) -> str:
@@ -270,6 +273,6 @@ def in_percent(value: float) -> str:
     return f"{value:.0%}"
 
 
-def in_seconds(value: float) -> str:
-    """Return seconds as milliseconds."""
-    return f"{value * 1e3:.3g} ms"
+def in_seconds(value: float | None) -> str:
+    """Return seconds as milliseconds; "" for None."""
+    return "" if value is None else f"{value * 1e3:.3g} ms"

@@ -12,7 +12,7 @@ from torch import Tensor
 from bendtrace._lazy import networkx as nx
 from bendtrace._lazy import tabulate
 from bendtrace._places import full_place_text
-from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep
+from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep, ShapeFlowStep
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.lookup import Lookup
@@ -109,11 +109,15 @@ def flow_text(log: Log, most: int | None = None) -> str:
         dataclasses.replace(step, name=label or step.name)
         for step, label in zip(log.flow_steps, log.step_labels, strict=True)
     ]
-    shown = steps if most is None else steps[:most]
-    text = FlowSteps(shown).table()
+    decisions = [step for step in steps if not isinstance(step, ShapeFlowStep)]
+    shown = steps if most is None else decisions[:most]
+    text = FlowSteps(shown).table() if shown else ""
     if len(shown) < len(steps):
-        text += f"\n... {counted(len(steps) - len(shown), 'more step')} {_ALL}"
-    return text
+        hidden = [(len(decisions) - len(shown), "more step")]
+        hidden.append((len(steps) - len(decisions), "size read"))
+        counts = " and ".join(counted(number, noun) for number, noun in hidden if number)
+        text += f"\n... {counts} {_ALL}"
+    return text.removeprefix("\n")
 
 
 def entry_text(entry: LayerEntry, log: Log, lookup: Lookup) -> str:

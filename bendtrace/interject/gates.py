@@ -577,6 +577,8 @@ class BeforeGate(Gate):
         if result is not None:
             collect_returned(shape, result, found, at, entry)
         entry.insertion.fired(at, changed(entry, at, before, found, versions))
+        for old, new in zip(before, found, strict=True):
+            _note_reshaped(entry, at, old, new)
 
 
 class CountGate(Gate):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
 from torch import nn
 
-from bendtrace.errors import InputError, NeverFiredWarning
+from bendtrace._checks import refuse_without_arguments
+from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
@@ -22,7 +24,7 @@ from bendtrace.interject.where import Target, Where
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["Function", "Insertion", "What", "as_interjection"]
+__all__ = ["Function", "Insertion", "What", "as_interjection", "blaming"]
 
 # All that `BendedModule.interject` inserts: a function takes the value, or also the pass.
 What: TypeAlias = Interjection | Callable[[Any], Any] | Callable[[Any, NodePass], Any]
@@ -62,6 +64,8 @@ class Function(Interjection):
                 f"or with the value and a NodePass, but {self.label} needs {listed}. Hooks with "
                 "torch's arguments (module, inputs, output) go into bended.hooks"
             )
+        if not needed and not isinstance(function, nn.Module):
+            refuse_without_arguments(function)
         self._takes_pass = len(needed) == 2
 
     @property
@@ -109,6 +113,24 @@ def as_interjection(what: What) -> Interjection:
             f"{what!r}"
         )
     return Function(what)
+
+
+@contextmanager
+def blaming(insertion: Insertion, number: int) -> Iterator[None]:
+    """Say on an error about a name how to take away the insertion that has it.
+
+    Args:
+        insertion: the insertion.
+        number: its number among those of the model.
+    """
+    try:
+        yield
+    except NodePathError as error:
+        error.add_note(
+            f"{insertion!r} was accepted before a run could show its name, and calls raise until "
+            f"it is removed: bended.insertions[{number}].remove()"
+        )
+        raise
 
 
 _MOST_RUNS = 16  # kept to explain why it was not called
@@ -205,8 +227,8 @@ class Insertion:
         )
 
     def __repr__(self) -> str:
-        state = "" if self.active else ", removed"
-        return f"<insertion of {self.what.label} at {describe_where(self.where)}{state}>"
+        state = "active" if self.active else "removed"
+        return f"<insertion of {self.what.label} at {describe_where(self.where)}, {state}>"
 
     # What the gates note
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.entries import layer_type_of
 from bendtrace.history.names import Names, is_layer_name
-from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.insertion import Insertion, blaming
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.plan import Entry, Location
@@ -290,14 +290,15 @@ class Lookup:
         settled: dict[int, tuple[Insertion, list[Target]]] = {}
         for name in self._names:
             insertion, target = name.insertion, name.target
-            try:
-                targets = targets_of(target.said, known)
-            except NodePathError:
-                if insertion.allow_none and not name.found:
-                    continue
-                if not name.found or targets_named(name.text, known):
-                    raise
-                targets = name.found  # another function ran instead of this one
+            with blaming(insertion, self._order[id(insertion)]):
+                try:
+                    targets = targets_of(target.said, known)
+                except NodePathError:
+                    if insertion.allow_none and not name.found:
+                        continue
+                    if not name.found or targets_named(name.text, known):
+                        raise
+                    targets = name.found  # another function ran instead of this one
             if _places(targets, name.chosen) != _places(name.found):
                 listed = " and ".join(repr(t.place.shown) for t in targets if t.place is not None)
                 raise NodePathError(
@@ -309,7 +310,8 @@ class Lookup:
             for number in [i for i, other in enumerate(chosen) if other is target]:
                 chosen[number : number + 1] = targets  # unless another thread has been faster
         for insertion in self._unchecked:
-            self._is_met(insertion, [*run.nodes.candidates.values(), *self._ops])
+            with blaming(insertion, self._order[id(insertion)]):
+                self._is_met(insertion, [*run.nodes.candidates.values(), *self._ops])
         for insertion, chosen in settled.values():
             insertion.targets = tuple(chosen)
         for insertion in self._unchecked:

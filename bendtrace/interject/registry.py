@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 from torch import nn
 
-from bendtrace.errors import InputError, NodePathError
-from bendtrace.interject.insertion import Insertion, What, as_interjection
+from bendtrace.errors import InputError, InterjectionError, NodePathError
+from bendtrace.interject import gates
+from bendtrace.interject.aliases import alias_of
+from bendtrace.interject.insertion import Insertion, What, as_interjection, blaming
 from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.lookup import Lookup
@@ -35,6 +39,8 @@ from bendtrace.run import Run
 
 __all__ = ["InsertionRegistry", "Kept"]
 
+_DEEPEST = 40  # calls inside of each other, before an insertion is asked whether it makes them
+_OF_NODE = gates.InsteadGate._node.__code__
 _MOST_NOTES = 16  # on why something was not called; more would not be read
 
 # Where, what, and in which passes.
@@ -102,6 +108,8 @@ class InsertionRegistry:
     ) -> Insertion:
         """Create and check an insertion, without activating it."""
         interjection = as_interjection(what)
+        if (alias := alias_of(where, self._model.model)) is not None:
+            where, interjection = alias.where, alias.around(interjection)
         chosen = passes if isinstance(passes, Passes) else Passes(passes, every)
         targets = targets_of(where, self._model, lenient=allow_none)
         named = [target.passes for target in targets if target.passes is not None]
@@ -190,10 +198,13 @@ class InsertionRegistry:
 
         Raises:
             NodePathError: a name matches no node in the first run that could show it.
+            InterjectionError: one of them calls the model, which would call it without end.
         """
         insertions = self._insertions
         if not insertions:
             return None
+        if self._calls.depth > _DEEPEST:
+            self._refuse_call_of_insertion()
         known = self._plan
         if known is not None and known[0] is insertions:
             return known[1]
@@ -215,23 +226,38 @@ class InsertionRegistry:
             self._plan = insertions, plan
         return plan
 
+    def _refuse_call_of_insertion(self) -> None:
+        """Raise if the innermost gate around this call has called one of the insertions."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not _OF_NODE:  # which calls the model's code
+            entry = frame.f_locals.get("entry") if frame.f_globals is vars(gates) else None
+            if entry is not None and entry.insertion._owner is self:
+                raise InterjectionError(
+                    f"{entry.what.label} at {describe_where(entry.insertion.where)} calls the "
+                    "BendedModule that it is inserted in, which calls it again, without end: "
+                    "call `bended.model`, in which nothing is inserted",
+                    entry.place.shown,
+                )
+            frame = frame.f_back
+
     def _look_up(self, insertions: tuple[Insertion, ...]) -> None:
         """Look names and patterns up that no run had shown so far, if there are runs by now.
 
         Raises:
             NodePathError: the runs have no such node.
         """
-        for insertion in insertions:
-            if any(target.is_open for target in insertion.targets):
-                targets = [
-                    found
-                    for target in insertion.targets
-                    for found in self._found(insertion, target)
-                ]
-                insertion.targets = tuple(targets)
-            insertion.is_checked = insertion.is_checked or self._is_met(
-                insertion, self._model.candidates()
-            )
+        for number, insertion in enumerate(insertions):
+            with blaming(insertion, number):
+                if any(target.is_open for target in insertion.targets):
+                    targets = [
+                        found
+                        for target in insertion.targets
+                        for found in self._found(insertion, target)
+                    ]
+                    insertion.targets = tuple(targets)
+                insertion.is_checked = insertion.is_checked or self._is_met(
+                    insertion, self._model.candidates()
+                )
 
     def plan_of_parts(self) -> tuple[Plan, bool]:
         """Return the insertions with known locations, and whether there are others."""

@@ -20,6 +20,7 @@ from bendtrace._places import place_text
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import near_names
+from bendtrace.interject.aliases import Alias
 from bendtrace.interject.plan import Location, State
 from bendtrace.interject.resolver import Meant, Runs, meant_by, name_of
 from bendtrace.paths.candidates import (
@@ -53,7 +54,7 @@ __all__ = [
     "targets_of",
 ]
 
-_Nodes: TypeAlias = OneSelectable | NodeRef | LayerEntry | ModuleEntry
+_Nodes: TypeAlias = OneSelectable | NodeRef | LayerEntry | ModuleEntry | Alias
 # All that `BendedModule.interject` takes as a location.
 Where: TypeAlias = _Nodes | Sequence[_Nodes] | AbstractSet[_Nodes]
 

@@ -105,7 +105,9 @@ class SteppedRun:
         self._looked: tuple[int, tuple[Frame, ...]] | None = None
         self._shown: dict[str, Any] | None = None  # what the latest page had
         self.position: int = 0
-        self._complete()
+        error = self._complete().error
+        if error is not None and not self._events:  # as for arguments that the model does not take
+            raise error
 
     # Moving
 

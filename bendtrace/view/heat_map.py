@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bendtrace.view.drawing.overlay import color, ink
+from bendtrace._lazy import required
+from bendtrace.errors import InputError
+from bendtrace.view.drawing.overlay import color, color_around_zero, ink
 
-__all__ = ["heat_map", "shortened", "text_table"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["heat_map", "plotted", "shortened", "text_table"]
 
 _MOST_ROWS, _MOST_COLUMNS = 40, 12
 
@@ -58,7 +63,9 @@ def heat_map(
     values: Sequence[Sequence[float]],
     texts: Sequence[Sequence[Any]] | None = None,
 ) -> str:
-    """Return an HTML table whose cells are coloured by their numbers, from dark to light.
+    """Return an HTML table whose cells are coloured by their numbers.
+
+    The scale goes from dark to light; with numbers below and above zero, from blue to red.
 
     Args:
         title: the caption.
@@ -71,9 +78,8 @@ def heat_map(
         >>> heat_map("effect", ["0"], ["relu"], [[1.0]]).count("<td")
         1
     """
-    finite = [value for row in values for value in row if math.isfinite(value)]
-    low = min(finite, default=0.0)
-    span = max(finite, default=0.0) - low or 1.0
+    low, high = _limits(values)
+    span = high - low or 1.0
     lines = [f"<table><caption>{escape(title)}</caption>"]
     if any(columns):
         lines.append("<tr><th></th>" + "".join(f"<th>{escape(c)}</th>" for c in columns) + "</tr>")
@@ -81,8 +87,45 @@ def heat_map(
         cells = [f'<th style="text-align: left">{escape(name)}</th>']
         for place, value in enumerate(row):
             text = shortened(value) if texts is None else str(texts[number][place])
-            fill = color((value - low) / span) if math.isfinite(value) else "#ffffff"
+            fill = "#ffffff"
+            if math.isfinite(value):
+                fill = (
+                    color_around_zero(value / high)
+                    if low < 0 < high
+                    else color((value - low) / span)
+                )
             style = f"background: {fill}; color: {ink(fill)}"
+            style += "; text-align: right" if texts is None else ""
             cells.append(f'<td style="{style}" title="{value:.6g}">{escape(text)}</td>')
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return "\n".join([*lines, "</table>"])
+
+
+def plotted(
+    title: str, columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence[float]]
+) -> Figure:
+    """Return numbers as a figure of matplotlib, in the colours of `heat_map`.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    figures = required("matplotlib.figure", "a plot", error=InputError)
+    figure: Figure = figures.Figure(
+        (2 + 0.5 * max(len(columns), 4), 1 + 0.3 * len(names)), layout="constrained"
+    )
+    axes = figure.subplots()
+    low, high = _limits(values)
+    shades = "RdBu_r" if low < 0 < high else "cividis"
+    image = axes.imshow(values, cmap=shades, vmin=low, vmax=high, aspect="auto")
+    axes.set_xticks(range(len(columns)), columns, rotation=90 if len(columns) > 6 else 0)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_title(title, fontsize="small")
+    figure.colorbar(image)
+    return figure
+
+
+def _limits(values: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the ends of the scale, which is even around zero for numbers of both signs."""
+    finite = [value for row in values for value in row if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    return (-max(-low, high), max(-low, high)) if low < 0 < high else (low, high)

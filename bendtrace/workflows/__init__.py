@@ -8,23 +8,16 @@ tensor([0., 2.])
 """
 
 from bendtrace.calls import Call
+from bendtrace.history.tables import Table
+from bendtrace.interject.aliases import Alias, Aliases, transformer_lens_aliases
 from bendtrace.workflows.ablation import AblationStudy, ablate, ablation_study
-from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
 from bendtrace.workflows.attribution import Attribution, attribution_patching
 from bendtrace.workflows.autoencoder import LatentEdit, SplicedAutoencoder, splice_autoencoder
 from bendtrace.workflows.bending import BendingSession, Sweep, bending_session, sweep
 from bendtrace.workflows.cache import ActivationCache, run_with_cache
 from bendtrace.workflows.causal import CausalTrace, causal_tracing
-from bendtrace.workflows.debugging import (
-    NonFinite,
-    Range,
-    Table,
-    dead_ends,
-    find_nan,
-    gradient_flow,
-    hot_path,
-    recomputation,
-)
+from bendtrace.workflows.costs import Costs, cost, dead_ends, hot_path, recomputation
+from bendtrace.workflows.debugging import NonFinite, Range, find_nan, gradient_flow, raise_on_nan
 from bendtrace.workflows.facet_finder import Facet, Facets, facets
 from bendtrace.workflows.lenses import LensResult, TunedLens, logit_lens
 from bendtrace.workflows.node_attribution import NodeFunction, attribute
@@ -44,6 +37,7 @@ __all__ = [
     "BendingSession",
     "Call",
     "CausalTrace",
+    "Costs",
     "Facet",
     "Facets",
     "LatentEdit",
@@ -72,6 +66,7 @@ __all__ = [
     "attribution_patching",
     "bending_session",
     "causal_tracing",
+    "cost",
     "dead_ends",
     "facets",
     "find_nan",
@@ -83,6 +78,7 @@ __all__ = [
     "logit_lens",
     "path_patching",
     "probe_data",
+    "raise_on_nan",
     "receptive_field",
     "recomputation",
     "run_with_cache",
@@ -92,3 +88,4 @@ __all__ = [
     "sweep",
     "transformer_lens_aliases",
 ]
+__dir__ = __all__.copy

@@ -16,10 +16,11 @@ from bendtrace._checks import required_choice, required_int
 from bendtrace._lazy import required_pandas
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.structure import describe
-from bendtrace.view.heat_map import heat_map, text_table
+from bendtrace.view.heat_map import heat_map, plotted, text_table
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
 Position = int | slice | tuple[int, ...]
 Metric = Callable[[Any], Any]
@@ -314,6 +315,14 @@ class Table:
             ImportError: pandas is not installed.
         """
         return required_pandas().DataFrame(list(self.rows()))  # type: ignore[no-any-return]
+
+    def plot(self) -> Figure:
+        """Return the effect as a figure of matplotlib, with a row for each site.
+
+        Raises:
+            InputError: matplotlib is not installed.
+        """
+        return plotted(*self._shown())
 
     def _shown(self) -> tuple[str, list[str], list[str], list[list[float]]]:
         (_, names), *axes = self._axes().items()

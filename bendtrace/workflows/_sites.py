@@ -24,12 +24,14 @@ from bendtrace.paths.nodes import NodePath
 from bendtrace.preserved_state import PreservedState
 from bendtrace.workflows._grids import (
     Beyond,
+    Columns,
     Metric,
     Missing,
     NoPart,
     Part,
     number_of,
 )
+from bendtrace.workflows._heads import require_heads
 
 At = Literal["output", "input"]
 Key = tuple[int, str]  # the number of a site as it was given, and the path of the node
@@ -211,6 +213,7 @@ class Sites:
         calls: inputs that the model will be called with. If no known run has reached a site, the
             model is called once with each of them, so that its nodes have names.
         at: whether the value is the output of a node, or its first input.
+        columns: the parts of the values; heads have to be there.
         also: further sites, with their outputs as the values. They come last in the numbering, run
             before the others, and are not rows.
         noted: further nodes, whose passes are only recorded, in `places`.
@@ -231,6 +234,7 @@ class Sites:
         calls: Sequence[Call],
         *,
         at: Any = "output",
+        columns: Columns | None = None,
         also: Sequence[Any] = (),
         noted: Sequence[Any] = (),
         label: str = "workflow",
@@ -247,6 +251,7 @@ class Sites:
             self._kinds = [kind] * len(items)
         self._kinds += [kind] * len(also) + [_Noter] * len(noted)
         self._items = [*items, *also, *noted]
+        self._at, self._columns = at, columns
         self._count = len(items)
         self._bended = bended
         self._calls = [own_copy(call) for call in calls]
@@ -325,6 +330,9 @@ class Sites:
                 found.append(Row(item, (keys[0],)))
             else:
                 found += [Row(key[1], (key,)) for key in keys]
+        if self._columns is not None:
+            paths = {path for row in found for _, path in row.keys}
+            require_heads(self._bended, self._columns, self._at, lambda node: node.path in paths)
         return found
 
     def settle(self, *runs: Iterable[Key]) -> None:

@@ -36,6 +36,7 @@ from bendtrace.workflows._grids import (
     position_of,
     required_metric,
 )
+from bendtrace.workflows._heads import require_heads
 from bendtrace.workflows._sites import (
     At,
     Key,
@@ -138,7 +139,15 @@ def ablate(
     kind = _InputAblation if required_choice("at", at, "output", "input") == "input" else _Ablation
     substitute = _substitute_of(how, model, [where], at, reference, over, seed)
     what = kind(substitute, columns.parts(columns.settled()), describe_where(where))
-    return model.interject(where, what, passes=passes, every=every, allow_none=allow_none)
+    handle = model.interject(where, what, passes=passes, every=every, allow_none=allow_none)
+    try:
+        places = [target.place for target in handle.targets if target.place is not None]
+        nodes = [place.matcher for place in places if place.role == "node" and not place.dig]
+        require_heads(model, columns, at, lambda node: any(m.matches(node) for m in nodes))
+    except InputError:
+        handle.remove()
+        raise
+    return handle
 
 
 class _Ablation(Interjection):
@@ -292,7 +301,7 @@ def ablation_study(
     bended, call = bended_of(model), Call.of(inputs)
     items = listed_sites(sites)
     substitute = _substitute_of(how, bended, items, at, reference, over, seed)
-    with Sites(bended, items, [call], at=at, label="ablation_study") as there:
+    with Sites(bended, items, [call], at=at, columns=columns, label="ablation_study") as there:
         base, seen = there.measured(call, measured)
         there.settle(seen)
         rows = there.rows(seen)

@@ -189,6 +189,7 @@ def attribution_patching(
         Sites(
             bended, items, calls, at=at, label="attribution_patching", allow_none=sites is None,
             observes=steps is None, every_part=sites is None,
+            columns=None if sites is None else columns,
         ) as there,
     ):  # fmt: skip
         scores = _Scores(there, measured, missed, calls, direction)

@@ -19,6 +19,12 @@ from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
 from bendtrace.history.entries import LayerEntry
 from bendtrace.interject.activations import as_html, as_text
+from bendtrace.interject.aliases import (
+    Alias,
+    Aliases,
+    require_equal,
+    transformer_lens_aliases,
+)
 from bendtrace.interject.group import InsertionGroup, is_root
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
@@ -29,7 +35,6 @@ from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.recording.recorder import Recording
 from bendtrace.torch_rules.mode_queries import unseen
 from bendtrace.torch_rules.writes import storage_of
-from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
 
 __all__ = ["ActivationCache", "run_with_cache"]
 
@@ -72,6 +77,22 @@ class ActivationCache(dict[str, Any]):
         """Return the values of a node in all of its passes, in order."""
         return [self[key] for key in ([name] if name in self else self._names.get(name, []))]
 
+    def to(self, device: torch.device | str) -> ActivationCache:
+        """Return a cache with all tensors on a device.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> _, cache = bt.workflows.run_with_cache(torch.nn.ReLU(), torch.ones(2))
+            >>> cache.to("meta")["relu"].device
+            device(type='meta')
+        """
+        moved = {}
+        for name, value in self.items():
+            shape, found = take_apart(value)
+            parts = [part.to(device) if isinstance(part, Tensor) else part for part in found]
+            moved[name] = assemble(shape, parts)
+        return ActivationCache(moved, self._names, self.aliases)
+
     def __missing__(self, name: Any) -> Any:
         full = self.aliases.full_name(name)
         if full is not None:
@@ -92,7 +113,7 @@ class ActivationCache(dict[str, Any]):
                 raise NodePathError(f"{name!r} stands for {alias.where!r}{why}", name, tuple(self))
             return _picked(self[alias.where], alias)
         if isinstance(name, str):
-            _require_equal(self.aliases, name)
+            require_equal(self.aliases, name)
         hint = near_misses(str(name), [*self, *self._names, *self.aliases])
         raise NodePathError(f"{name!r} is not in this cache; {hint}", str(name), tuple(self))
 
@@ -285,11 +306,6 @@ def _picked(value: Any, alias: Alias) -> Any:
     return value if alias.pick is None else alias.pick(value)
 
 
-def _require_equal(aliases: Aliases, name: str) -> None:
-    if why := aliases.why_not(name):
-        raise NodePathError(f"{name!r} has no equal in this model: {why}", name)
-
-
 @dataclass
 class _Source:
     """A value to keep: `where` as `interject` takes it, and whether it is a module's input."""
@@ -361,7 +377,7 @@ class _Wanted:
             self._asked[name] = True
             self._add(self._aliases[name].where, is_alias=True)
         else:
-            _require_equal(self._aliases, name)
+            require_equal(self._aliases, name)
             self._add(name)
 
     def _add(self, name: str, **options: bool) -> None:

@@ -186,7 +186,9 @@ def causal_tracing(
     required_int("window", window, 1)
     bended, call = bended_of(model), Call.of(inputs)
     items = listed_sites(sites)
-    with Sites(bended, items, [call], at=at, also=[where], label="causal_tracing") as there:
+    with Sites(
+        bended, items, [call], at=at, columns=columns, also=[where], label="causal_tracing"
+    ) as there:
         clean, clean_seen = there.measured(call, measured)
         key, embedding = _embedding_of(clean_seen, len(items), where)
         scale = noise * (_std(embedding) if std is None else std)

@@ -1,35 +1,34 @@
-"""Finding what is wrong with a model: the first NaN, gradients that vanish, work for nothing."""
+"""Finding what is wrong with a model: the first NaN, and gradients that vanish."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace._checks import required_choice
+from bendtrace._checks import required_model
 from bendtrace._places import place_text
 from bendtrace._trace import Trace, trace
-from bendtrace.errors import InputError
-from bendtrace.history.entries import LayerEntry, Source
-from bendtrace.history.sizes import size_text
-from bendtrace.history.tables import Table, in_percent, in_seconds, rounded
+from bendtrace.calls import required_bended
+from bendtrace.errors import InputError, NonFiniteError
+from bendtrace.history.entries import LayerEntry
+from bendtrace.history.tables import Table, in_percent, rounded
+from bendtrace.interject.gates import of_this_run
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.module import BendedModule
 from bendtrace.source.internals import pytree
-from bendtrace.tape.tape import refs_in
-from bendtrace.torch_rules.writes import works_in_place
 
 __all__ = [
     "NonFinite",
     "Range",
-    "Table",
-    "dead_ends",
     "find_nan",
     "gradient_flow",
-    "hot_path",
-    "recomputation",
+    "raise_on_nan",
 ]
 
 
@@ -106,7 +105,7 @@ class NonFinite:
         lines = [f"{self.values} ({causes[self.cause]})"]
         if self.entry.source is not None:
             source = self.entry.source
-            lines.append(f"  {source.text}  at {_place(source)}")
+            lines.append(f"  {source.text}  at {place_text(source.file, source.line)}")
         if self.entry.module:
             lines.append(f"  in module {self.entry.module}")
         lines += [f"  from {operand}" for operand in self.operands]
@@ -236,6 +235,83 @@ def _states(model: Callable[..., Any]) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def raise_on_nan(model: BendedModule, *, gradients: bool = False) -> Insertion:
+    """Have calls of a model raise at the first op that returns NaN, until this is removed.
+
+    Around a training loop, the error says in which step and at which op NaN began. Each value is
+    looked at, which costs about as much time as an op: find the step this way, and what led to it
+    with `find_nan`.
+
+    Args:
+        model: the `BendedModule`.
+        gradients: whether backward passes raise as well, at the first gradient with NaN.
+
+    Returns:
+        A handle, which is also a context manager: `remove()`, `report()`.
+
+    Raises:
+        InputError: the model is no `BendedModule`.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: (x - 1).sqrt())
+        >>> with bt.workflows.raise_on_nan(bended):
+        ...     try:
+        ...         for step in range(3):
+        ...             _ = bended(torch.tensor([2.0 - step]))
+        ...     except bt.errors.NonFiniteError as error:
+        ...         print(error.path, error.call)
+        sqrt 3
+    """
+    kind = _GradientWatch if gradients else _NanWatch
+    return required_bended(model, "a watch for NaN").interject(lambda node: True, kind())
+
+
+class _NanWatch(Interjection):
+    """Raises at a node whose output holds NaN, and counts the calls of the model."""
+
+    observes = True
+    wants_inputs = True
+    late = True
+    self_contained = True
+    label = "raise_on_nan"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
+        values = of_this_run()
+        if self not in values:
+            values[self] = True
+            self.calls += 1
+        if getattr(at.function, "__name__", "") not in _UNFILLED and (nans := _nans_in(output)):
+            source = "with" if _nans_in([*inputs, inputs.kwargs]) else "without"
+            self._refuse(at, f"returned {nans} NaN", f", from inputs {source} NaN")
+
+    def _refuse(self, at: NodePass, what: str, source: str = "") -> NoReturn:
+        again = f" (pass {at.number + 1})" if at.number else ""
+        name = at.path or "the model"
+        text = f"{name}{again} {what} in call {self.calls} of the model{source}"
+        raise NonFiniteError(text, at.path, self.calls)
+
+
+class _GradientWatch(_NanWatch):
+    """Raises in backward passes as well. Gradients from several ops may only have NaN as a sum."""
+
+    def backward(
+        self, at: NodePass, grad_input: tuple[Any, ...], grad_output: tuple[Any, ...]
+    ) -> None:
+        for verb, gradients in (("received", grad_output), ("gave", grad_input)):
+            if nans := _nans_in(gradients):
+                self._refuse(at, f"{verb} a gradient with {nans} NaN")
+
+
+def _nans_in(value: Any) -> int:
+    found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return sum(_range_of(tensor, "").nans for tensor in found if not tensor.is_meta)
+
+
+_UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 # What fills tensors with a given value.
 _MASKS = frozenset(
     {
@@ -300,6 +376,7 @@ def gradient_flow(
         >>> [(row.name, row.verdict) for row in flow]
         [('0.weight', 'ok'), ('1.weight', 'ok'), ('1.bias', 'ok')]
     """
+    required_model(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     scalar = _scalar(loss, model(*args, **kwargs))
     leaves = [parameter for _, parameter in named]
@@ -328,159 +405,3 @@ def gradient_flow(
 
 def _norm(tensor: Tensor) -> float:
     return float(tensor.detach().to(torch.promote_types(tensor.dtype, torch.float64)).norm())
-
-
-class CostRow(NamedTuple):
-    """What one value of a run cost.
-
-    Attributes:
-        label: the entry of the log.
-        module: the module it was computed in.
-        time: seconds.
-        nbytes: its size in bytes.
-        source: the expression, with its line.
-    """
-
-    label: str
-    module: str
-    time: float
-    nbytes: int
-    source: str
-
-
-def dead_ends(run: Trace) -> Table:
-    """Return the values of a run that its output does not depend on, and no question asked about.
-
-    Ops that write into memory that is read later count as used, as does what a run leaves in its
-    model, and what its conditions tested.
-
-    Args:
-        run: a trace; with `save=`, `time` is measured.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> def model(x):
-        ...     unused = x.exp()
-        ...     unused = unused + 1
-        ...     return x * 2
-        >>> [row.label for row in bt.workflows.dead_ends(bt.trace(model, torch.ones(2)))]
-        ['exp_1_1', 'add_1_2']
-    """
-    tape, root = run._recording.tape, run._recording.root
-    left = [(change.key, change.value) for change in run._recording.changes]
-    waiting = [ref.index for ref in refs_in((root.output, left))]
-    waiting += [guard.index for guard in tape.guards]
-    waiting += [op.index for op in tape.ops if op.writes or works_in_place(op)]
-    needed: set[int] = set()
-    while waiting:
-        index = waiting.pop()
-        if index not in needed:
-            needed.add(index)
-            waiting += [*tape.ops[index].operands, *tape.ops[index].reads.values()]
-    dead = [e for e in run.entries if e.kind == "op" and e.index not in needed]
-    return Table([_cost(entry) for entry in dead], _COSTS)
-
-
-def hot_path(run: Trace, by: Literal["time", "memory"] = "time") -> Table:
-    """Return the chain of values that takes longest from an input to an output.
-
-    What is not on it may become faster without the run becoming so, if ops can run side by side.
-
-    Args:
-        run: a trace that measured its ops: `bt.trace(..., save="none")` does.
-        by: "time", or "memory" for the chain whose values take most bytes.
-
-    Raises:
-        InputError: the trace did not measure, or `by` makes no sense.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> def model(x):
-        ...     return x.exp().sum() + x[0]
-        >>> run = bt.trace(model, torch.ones(1000), save="none")
-        >>> [row.label for row in bt.workflows.hot_path(run, by="memory")]
-        ['input_1_0', 'exp_1_1', 'sum_1_2', 'add_1_4', 'output_1_5']
-    """
-    required_choice("by", by, "time", "memory")
-    entries = run._entries_without_state()
-    if by == "time" and not any(entry.time is not None for entry in entries):
-        raise InputError("this trace did not measure its ops: record it with save='none'")
-    longest: dict[str, tuple[float, str | None]] = {}
-    for entry in entries:
-        before = [label for label in entry.parents if label in longest]
-        best = max(before, key=lambda label: longest[label][0], default=None)
-        own = (entry.time or 0.0) if by == "time" else float(entry.nbytes)
-        longest[entry.label] = own + (longest[best][0] if best is not None else 0.0), best
-    outputs = [entry.label for entry in entries if entry.kind == "output"]
-    step = max(outputs or longest, key=lambda label: longest[label][0], default=None)
-    labels = []
-    while step is not None:
-        labels.append(step)
-        step = longest[step][1]
-    found = {entry.label: entry for entry in entries}
-    return Table([_cost(found[label]) for label in reversed(labels)], _COSTS)
-
-
-class RecomputationRow(NamedTuple):
-    """What it would save to compute a module again in the backward pass.
-
-    Attributes:
-        module: the call of the module.
-        nbytes: bytes that its values take until then, apart from its outputs.
-        time: seconds that computing them again takes.
-        bytes_per_second: how much memory each second of computing saves.
-    """
-
-    module: str
-    nbytes: int
-    time: float
-    bytes_per_second: float
-
-
-def recomputation(run: Trace) -> Table:
-    """Return which modules `torch.utils.checkpoint` would save most memory for, the best first.
-
-    The bytes are an upper bound: autograd keeps those values that a derivative needs.
-
-    Args:
-        run: a trace that measured its ops: `bt.trace(..., save="none")` does.
-
-    Raises:
-        InputError: the trace did not measure.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 800), torch.nn.Linear(800, 8))
-        >>> model = torch.nn.Sequential(block, torch.nn.ReLU())
-        >>> run = bt.trace(model, torch.ones(4, 8), save="none")
-        >>> [(row.module, row.nbytes) for row in bt.workflows.recomputation(run)]
-        [('0:1', 12800)]
-    """
-    entries = [entry for entry in run._entries_without_state() if entry.kind == "op"]
-    if not any(entry.time is not None for entry in entries):
-        raise InputError("this trace did not measure its ops: record it with save='none'")
-    inside: dict[str, list[LayerEntry]] = {}
-    for entry in entries:
-        for scope in entry.scopes:
-            inside.setdefault(scope, []).append(entry)
-    rows = []
-    for scope, its in inside.items():
-        nbytes = sum(e.nbytes for e in its if scope not in e.output_of)
-        time = sum(e.time or 0.0 for e in its)
-        if nbytes:
-            rows.append(RecomputationRow(scope, nbytes, time, nbytes / max(time, 1e-9)))
-    rows.sort(key=lambda row: -row.bytes_per_second)
-    return Table(rows, {"nbytes": size_text, "time": in_seconds, "bytes_per_second": rounded})
-
-
-def _cost(entry: LayerEntry) -> CostRow:
-    source = entry.source
-    where = "" if source is None else f"{source.text}  {_place(source)}"
-    return CostRow(entry.label, entry.module, entry.time or 0.0, entry.nbytes, where)
-
-
-def _place(source: Source) -> str:
-    return place_text(source.file, source.line)
-
-
-_COSTS: dict[str, Callable[[Any], str]] = {"time": in_seconds, "nbytes": size_text}

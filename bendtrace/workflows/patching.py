@@ -132,7 +132,7 @@ def activation_patching(
     measured, missed = required_metric(metric), Missing(missing, "replace", HINT)
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
     items = listed_sites(sites)
-    with Sites(bended, items, calls, at=at, label="activation_patching") as there:
+    with Sites(bended, items, calls, at=at, columns=columns, label="activation_patching") as there:
         runs = [there.measured(call, measured) for call in calls]
         seen = [values for _, values in runs]
         there.settle(*seen)

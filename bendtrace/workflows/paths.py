@@ -181,7 +181,7 @@ def path_patching(
     plan = _Plan(senders, receivers, paths, frozen)
     with Sites(
         bended, plan.senders, (calls[first], calls[patched]), at=at, noted=plan.noted,
-        label="path_patching",
+        label="path_patching", columns=columns,
     ) as there:  # fmt: skip
         base, source = there.measured(calls[first], measured)
         start, target = there.measured(calls[patched], measured)

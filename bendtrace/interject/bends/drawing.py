@@ -50,6 +50,7 @@ class DrawingBend(Bend):
     Attributes:
         seed: the seed; None for none.
         dim: the dimensions; None for all.
+        entropy: what the numbers depend on if there is no seed, besides the node and the sizes.
     """
 
     self_contained = True
@@ -57,12 +58,12 @@ class DrawingBend(Bend):
     def __init__(self, seed: int | None, dim: int | Sequence[int] | None) -> None:
         self.seed: int | None = _checked_seed(seed)
         self.dim: int | tuple[int, ...] | None = _checked_dim(dim)
-        self._entropy = os.urandom(16)
+        self.entropy: bytes = os.urandom(16)
         self._drawn: dict[str, _Drawn] = {}
 
     def reset(self) -> None:
         """Forget the numbers drawn so far. With a seed, the same numbers are drawn again."""
-        self._entropy = os.urandom(16)
+        self.entropy = os.urandom(16)
         self._drawn = {}
 
     def kept(self, tensor: Tensor, at: NodePass, draw: Draw) -> Tensor:
@@ -117,7 +118,7 @@ class DrawingBend(Bend):
         return self._drawn.setdefault(at.path, _Drawn(tuple(tensor.shape), sizes, numbers))
 
     def _generator(self, path: str, number: int) -> torch.Generator:
-        source = self._entropy + path.encode() if self.seed is None else b"%d" % self.seed
+        source = self.entropy + path.encode() if self.seed is None else b"%d" % self.seed
         digest = hashlib.blake2b(b"%d " % number + source, digest_size=8).digest()
         return torch.Generator("cpu").manual_seed(int.from_bytes(digest))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bendtrace._checks import refuse_without_arguments
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.effects import Effect
@@ -36,6 +37,7 @@ class Lambda(Bend):
     def __init__(self, fn: Callable[[Tensor], Any]) -> None:
         if not callable(fn):
             raise InputError(f"Lambda takes a function of a tensor, not {fn!r}")
+        refuse_without_arguments(fn)
         self.fn = fn
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:

@@ -115,7 +115,7 @@ class BendHandle:
             f"{source.spec.callback!r} at {', '.join(map(repr, source.spec.where))}"
             for source in self._sources
         )
-        return f"<bend {shown}{'' if self.active else ', removed'}>"
+        return f"<bend {shown}, {'active' if self.active else 'removed'}>"
 
 
 class Restoring:

@@ -43,9 +43,12 @@ def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     """Return a pattern that can be matched.
 
     Raises:
-        InputError: it is not a regular expression.
+        InputError: it is not a regular expression, or is empty.
     """
     try:
-        return re.compile(pattern)
+        made = re.compile(pattern)
     except re.error as error:
         raise InputError(f"{pattern!r} is not a regular expression: {error}") from None
+    if not made.pattern:
+        raise InputError("the empty pattern matches every name: write '.*' for all of them")
+    return made

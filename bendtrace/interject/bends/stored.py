@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Bend, CallbackChain
+from bendtrace.interject.bends.drawing import DrawingBend
 from bendtrace.interject.bends.parameter import OPERATORS, BendingParameter, Operation
 from bendtrace.interject.bends.spec import BendSpec
 
@@ -86,6 +87,8 @@ class _Writer:
                     for key, value in callback.arguments.items()
                 }
                 data = {"class": name, "arguments": arguments}
+                if isinstance(callback, DrawingBend) and callback.seed is None:
+                    data["entropy"] = callback.entropy.hex()  # which has the part of a seed
             self.callbacks.append(data)
             number = self._numbers[id(callback)] = len(self.callbacks) - 1
         return number
@@ -162,6 +165,8 @@ class _Reader:
             else:
                 arguments = {key: self._value(v) for key, v in data["arguments"].items()}
                 made = _class_named(data["class"])(**arguments)
+                if isinstance(made, DrawingBend) and "entropy" in data:
+                    made.entropy = bytes.fromhex(data["entropy"])
             self._callbacks[number] = made
         return made
 

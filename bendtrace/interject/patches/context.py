@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
+from bendtrace.interject.aliases import alias_of
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.patches.base import Patch
 from bendtrace.interject.registry import InsertionRegistry
@@ -117,7 +118,8 @@ class PatchContext(ContextDecorator):
         for where, patch in self._placed:
             said = where if isinstance(where, str) else describe_where(where).strip("'")
             placed.setdefault(said, []).append(patch)
-        return f"PatchContext({placed!r})"
+        state = "active" if self._entered else "active within `with`"
+        return f"PatchContext({placed!r}, {state})"
 
 
 def _items(patches: Any) -> Iterator[tuple[Any, Any]]:
@@ -175,6 +177,9 @@ def _check(board: InsertionRegistry, known: Knowledge, places: list[Where]) -> N
 
 def _check_value(board: InsertionRegistry, known: Knowledge, where: Where) -> None:
     """Raise if a path leads to nothing, or not to a single value."""
+    if alias_of(where, known.model) is not None:
+        board.make(where, Patch())
+        return
     text = name_of(where, known)
     places = _places(known, where, text)
     for root, node, chosen in places:

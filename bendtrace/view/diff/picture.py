@@ -393,19 +393,13 @@ def _first_node(made: Scene, union: Union, difference: Difference) -> Node | Non
     first = difference.first
     if first is None:
         return None
-    step = next((side for side in (first.a, first.b) if isinstance(side, FlowStep)), None)
-    if step is not None:
-        told = [
-            (number, node)
-            for node in made.nodes()
-            if (number := _step_of(node)) is not None and number in union.step_changes
-        ]
-        exact = [n for number, n in told if union.step_changes[number].a is first.a]
-        # A whole `while` is not drawn: the test with the other outcome is.
-        tests = [n for number, n in told if union.step_changes[number].kind == "side"]
-        # Of merged decisions, only the first is known by its number.
-        alike = [n for n in made.nodes() if _step_of(n) is not None and n.title == step.text]
-        return next(iter([*exact, *tests, *alike]), None)
+    if first.kind == "flow":
+        changes = sorted(union.step_changes.items())
+        exact = next((n for n, c in changes if c.a is first.a and c.b is first.b), 0)
+        # A whole `while` is not drawn: the test with the other outcome, which follows it, is.
+        tests = [n for n, change in changes if change.kind == "side" and n > exact]
+        numbers = (n for n in (exact, *tests) if n in made.step_nodes)
+        return next((made.step_nodes[n] for n in numbers), None)
     labels = [side.label for side in (first.a, first.b) if isinstance(side, LayerEntry)]
     names = [*(f"{_name(label, run)}" for label in labels for run in "ab"), *labels]
     return next((made.node_of[name] for name in names if name in made.node_of), None)

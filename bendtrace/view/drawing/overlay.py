@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -15,7 +15,7 @@ from bendtrace.view.drawing.scene import Node, Scene
 if TYPE_CHECKING:
     from bendtrace.history.run_log import RunLog
 
-__all__ = ["Overlay", "Scale", "color", "contrast", "ink", "lay_over"]
+__all__ = ["Overlay", "Scale", "color", "color_around_zero", "contrast", "ink", "lay_over"]
 
 Overlay: TypeAlias = (
     Literal["time", "memory", "flops"] | Mapping[str, float] | Callable[[LayerEntry], float | None]
@@ -24,6 +24,7 @@ Overlay: TypeAlias = (
 # The cividis scale, at equal steps: dark blue to yellow, and even for eyes that tell few colours.
 _CIVIDIS = ("#00224e", "#1a386f", "#434e6c", "#61656f", "#7d7c78", "#9b9476", "#bcaf6f",
             "#dfcb5d", "#fee838")  # fmt: skip
+_AROUND_ZERO = ("#2166ac", "#f7f7f7", "#b2182b")
 
 
 @dataclass(frozen=True)
@@ -186,11 +187,25 @@ def color(part: float) -> str:
         >>> color(0.0), color(1.0)
         ('#00224e', '#fee838')
     """
-    at = min(max(part, 0.0), 1.0) * (len(_CIVIDIS) - 1)
-    place = min(int(at), len(_CIVIDIS) - 2)
+    return _mixed(_CIVIDIS, part)
+
+
+def color_around_zero(part: float) -> str:
+    """Return the colour of a number with a sign, from -1 (blue) over 0 (white) to 1 (red).
+
+    Example:
+        >>> color_around_zero(-1.0), color_around_zero(0.0), color_around_zero(1.0)
+        ('#2166ac', '#f7f7f7', '#b2182b')
+    """
+    return _mixed(_AROUND_ZERO, (part + 1) / 2)
+
+
+def _mixed(stops: Sequence[str], part: float) -> str:
+    at = min(max(part, 0.0), 1.0) * (len(stops) - 1)
+    place = min(int(at), len(stops) - 2)
     mixed = (
         round(a + (b - a) * (at - place))
-        for a, b in zip(_channels(_CIVIDIS[place]), _channels(_CIVIDIS[place + 1]), strict=True)
+        for a, b in zip(_channels(stops[place]), _channels(stops[place + 1]), strict=True)
     )
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 

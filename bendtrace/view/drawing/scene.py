@@ -126,6 +126,7 @@ class Scene:
         title: the first line of the picture.
         note: lines that say how to see more, if not everything is shown; "" otherwise.
         node_of: the node that represents each entry, by label.
+        step_nodes: the node that represents each flow step, by number.
     """
 
     root: Node
@@ -133,6 +134,7 @@ class Scene:
     title: str
     note: str
     node_of: dict[str, Node]
+    step_nodes: dict[int, Node] = field(default_factory=dict)
 
     def nodes(self) -> list[Node]:
         """Return all nodes that are not open boxes."""
@@ -194,7 +196,7 @@ class Emitter:
                 f"{drawn} of {all_nodes} nodes are drawn: boxes were closed.\n"
                 f"draw(max_nodes={all_nodes}) opens all, draw(within=...) one of them"
             )
-        return Scene(node, edges, title or "", note, self.node_of)
+        return Scene(node, edges, title or "", note, self.node_of, self.step_nodes)
 
     def _key(self) -> str:
         self.count += 1

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, overload
 
+from bendtrace._checks import required_choice
 from bendtrace._lazy import tabulate
-from bendtrace._places import place_text
+from bendtrace._places import is_installed, place_text
 from bendtrace.recording.iterations import running_code
 from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree
@@ -164,9 +165,10 @@ def _table(branches: Sequence[BranchCoverage]) -> str:
     return tabulate.tabulate(rows, ("branch", "source", "at", "seen"), disable_numparse=True)
 
 
-def coverage(tree: TraceTree) -> Coverage:
-    """Compare the branches on a tree's paths with the source that they ran."""
-    return _Survey(tree).result()
+def coverage(tree: TraceTree, only: str = "all") -> Coverage:
+    """Compare the branches on a tree's paths with the source that they ran, or with the user's."""
+    is_mine = required_choice("only", only, "all", "mine") == "mine"
+    return _Survey(tree).result(is_mine)
 
 
 def sides_seen(
@@ -215,11 +217,13 @@ class _Survey:
                 elif walk.end is not None and walk.end.file:  # the run was not recorded as a whole
                     self.raised[walk.end.text, walk.end.file, walk.end.line] += walk.hits
 
-    def result(self) -> Coverage:
+    def result(self, is_mine: bool) -> Coverage:
         found: list[BranchCoverage] = []
         uneven: list[BranchCoverage] = []
         total = 0
         for file, function in self.functions:
+            if is_mine and is_installed(file):
+                continue
             for choice in choices_in(file, function):
                 branch = self._of(choice)
                 if choice.kind in ("and", "or") and not branch.watched:

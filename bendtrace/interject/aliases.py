@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NodePathError
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 
-__all__ = ["Alias", "Aliases", "transformer_lens_aliases"]
+__all__ = ["Alias", "Aliases", "alias_of", "require_equal", "transformer_lens_aliases"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,11 @@ class Alias:
         where: a module's path with `.output` or `.input`, or a node path.
         pick: a function from the value there to the named value; None for the value itself.
         why: why the two are equal.
+        put: a function from the value there, and another named value, to the value with that in
+            it; None if the named value can only be read.
+
+    Wherever `interject` takes a location, it takes an alias, too: what is inserted there receives
+    the named value, and what it returns is put in its place.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -31,11 +38,62 @@ class Alias:
         >>> _, cache = bt.workflows.run_with_cache(model, x, aliases={"first": first})
         >>> cache["0.output"].shape, cache["first"].shape
         (torch.Size([1, 2]), torch.Size([2]))
+        >>> bended = bt.BendedModule(model)
+        >>> last = bt.workflows.Alias(
+        ...     "0.output", pick=lambda value: value[:, 1:],
+        ...     put=lambda value, new: torch.cat([value[:, :1], new], 1),
+        ... )
+        >>> with bended.interject(last, torch.zeros_like):
+        ...     bended(x)
+        tensor([[0.7616, 0.0000]])
     """
 
     where: str
     pick: Callable[[Any], Any] | None = field(default=None, repr=False)
     why: str = ""
+    put: Callable[[Any, Any], Any] | None = field(default=None, repr=False)
+
+    def around(self, what: Interjection) -> Interjection:
+        """Return an interjection for the value there, which calls one for the named value.
+
+        Raises:
+            InputError: the named value can only be read, or the interjection works around a node.
+        """
+        if self.pick is None:
+            return what
+        if what._forms() - {"after"}:
+            raise InputError(
+                f"{what.label} works around a node, but an alias of a part of a value, such as at "
+                f"{self.where!r}, has only a value"
+            )
+        if self.put is None and not what.observes:
+            raise InputError(
+                f"the alias at {self.where!r} can only be read: pass Alias(put=...), which puts a "
+                "new value into the one that it was picked from"
+            )
+        return _OfPart(what, self)
+
+
+class _OfPart(Interjection):
+    def __init__(self, what: Interjection, alias: Alias) -> None:
+        self._what = what
+        self._alias = alias
+        for name in ("observes", "wants_inputs", "late", "self_contained", "needs_paths"):
+            setattr(self, name, getattr(what, name))
+
+    @property
+    def label(self) -> str:
+        return self._what.label
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        pick, put = self._alias.pick, self._alias.put
+        assert pick is not None
+        part = pick(output)
+        made = self._what.after(at, inputs, part)
+        if made is None or made is part or self.observes:
+            return None if self.observes or made is None else output
+        assert put is not None
+        return put(output, made)
 
 
 _OF_LAYER = re.compile(r"blocks\.(\d+)\.(?:(\w+)\.)?hook_(\w+)")
@@ -169,6 +227,31 @@ def transformer_lens_aliases(model: Any) -> Aliases:
     return Aliases()
 
 
+def alias_of(where: Any, model: Any) -> Alias | None:
+    """Return the alias that a location is, or names in TransformerLens's words; None for others.
+
+    Raises:
+        NodePathError: it is such a name, and has no equal in the model.
+    """
+    if isinstance(where, Alias):
+        return where
+    if not isinstance(where, str) or "hook_" not in where:
+        return None
+    names = transformer_lens_aliases(model)
+    require_equal(names, where)
+    return names.get(where)
+
+
+def require_equal(aliases: Aliases, name: str) -> None:
+    """Raise if a name is known to have no equal in a model.
+
+    Raises:
+        NodePathError: it has none; the message says why.
+    """
+    if why := aliases.why_not(name):
+        raise NodePathError(f"{name!r} has no equal in this model: {why}", name)
+
+
 class _Family(NamedTuple):
     """The names of a family of models.
 
@@ -202,13 +285,22 @@ def _aliases(
     def split(value: Any) -> Any:
         return value.unflatten(-1, shape)
 
-    picks: dict[str, Callable[[Any], Any] | None] = {
-        "": None,
-        "first": lambda value: value[0] if isinstance(value, (tuple, list)) else value,
-        "heads": split,
-        "q": lambda value: split(value.chunk(3, -1)[0]),
-        "k": lambda value: split(value.chunk(3, -1)[1]),
-        "v": lambda value: split(value.chunk(3, -1)[2]),
+    def third(number: int) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+        def put(value: Any, new: Any) -> Any:
+            parts = list(value.chunk(3, -1))
+            parts[number] = new.flatten(-2)
+            return torch.cat(parts, -1)
+
+        return lambda value: split(value.chunk(3, -1)[number]), put
+
+    def first_put(value: Any, new: Any) -> Any:
+        return type(value)((new, *value[1:])) if isinstance(value, (tuple, list)) else new
+
+    picks: dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, Any], Any] | None]] = {
+        "": (None, None),
+        "first": (lambda v: v[0] if isinstance(v, (tuple, list)) else v, first_put),
+        "heads": (split, lambda value, new: new.flatten(-2)),
+        **{name: third(number) for number, name in enumerate("qkv")},
     }
     names: dict[str, str | Alias] = {"hook_embed": f"{prefix}{family.embed}.output"}
     for i in range(len(modules[f"{prefix}{family.block}"])):  # type: ignore[arg-type]
@@ -216,7 +308,7 @@ def _aliases(
         node = re.sub(r"\.(\d+)", r"_\1", at)  # node paths join numbers to the name before
         for name, (where, pick, why) in family.names.items():
             place = f"{node}.{where}" if where.endswith(".softmax") else f"{at}.{where}"
-            names[f"blocks.{i}.{name}"] = Alias(place, picks[pick], why)
+            names[f"blocks.{i}.{name}"] = Alias(place, picks[pick][0], why, picks[pick][1])
     names |= {name: f"{prefix}{where}" for name, where in family.final.items()}
     unequal = {name: why.replace("{prefix}", prefix) for name, why in family.unequal.items()}
     return Aliases(names, {**unequal, **_UNEQUAL})
