@@ -1595,3 +1595,60 @@ def test_a_wrong_value_for_a_tuple_says_how_to_name_a_part_of_it() -> None:
         split(x)
     with split.interject("sub_0.output|sub_0", torch.zeros_like):
         assert not split(x)[0].any()
+
+
+class InPlaceParts(nn.Module):
+    """A module, a block, a function and a method that write to what they are given."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(x) + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.block = nn.ReLU(inplace=True), self.Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.act(x * 2) - 1)
+        return F.relu(x - 2, inplace=True).sub(1).clamp_(0)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("where", ["act", "block", "relu", "clamp_"])
+def test_inputs_of_a_node_that_writes_to_them_are_those_from_before(
+    where: str, replaces: bool
+) -> None:
+    x = torch.tensor([-1.0, 0.5, 2.0])
+    act = (x * 2).relu()
+    block = (act - 1).relu() + 1
+    relu = (block - 2).relu()
+    given = {"act": x * 2, "block": act - 1, "relu": block - 2, "clamp_": relu - 1}[where]
+    plain = InPlaceParts()(x.clone())
+    seen: list[Tensor] = []
+
+    def keep(inputs: Tensor, output: Tensor) -> Tensor | None:
+        seen.append(inputs)
+        return output + 0 * inputs if replaces else None
+
+    bended = bt.BendedModule(InPlaceParts())
+    bended.interject(where, Around(keep))
+    for _ in range(3):
+        assert torch.equal(bended(x), plain)
+    assert bended.stats.replays == 2
+    assert all(torch.equal(inputs, given) for inputs in seen)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, InPlaceParts.Block])
+def test_inputs_shown_by_hooks_are_those_from_before(kind: type[nn.Module]) -> None:
+    seen: list[tuple[Tensor, Tensor]] = []
+    watched = interject_by_module_class_native(
+        InPlaceParts(), kind, Around(lambda inputs, output: seen.append((inputs, output)))
+    )
+    x = torch.tensor([-1.0, 0.5, 2.0])
+    assert torch.equal(watched(x), InPlaceParts()(x))
+    assert seen[-1][0].tolist() == [-1.0, 0.0, 3.0]

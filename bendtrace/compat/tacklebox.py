@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from bendtrace import hooks
 from bendtrace.errors import InputError
 from bendtrace.hooks import HookFunction, HookHandle
-from bendtrace.interject.hooks import free_name
+from bendtrace.interject.hooks import HookContext, free_name
 
 __all__ = ["HookFunction", "HookHandle", "HookManager", "ModuleTracker", "TrackingProtocol"]
 
@@ -32,8 +32,9 @@ class HookManager(hooks.HookManager):
     """A `bendtrace.HookManager` that accepts every name.
 
     A second name for a module or function is ignored, and a name that is taken gets a number.
-    Everything else is as in `bendtrace.HookManager`: contexts restore the active hooks,
-    `module.name` exists while a hook runs, and gradients are those of one call.
+    At the end of a context, its hooks are inactive, also those that were active before. Everything
+    else is as in `bendtrace.HookManager`: `module.name` exists while a hook runs, and gradients are
+    those of one call.
 
     Args:
         model: modules registered without a name get their name in this model; hooks on the modules
@@ -118,7 +119,7 @@ class HookManager(hooks.HookManager):
         return super()._hooks_of(given) if given else []
 
     def hook_all_context(self, **options: Any) -> Any:
-        """Return a context in which hooks are active, as `bendtrace.HookManager` does.
+        """Return a context in which hooks are active, and at whose end they are inactive.
 
         Args:
             **options: `hook_types` and `category`, as for `activate_all_hooks`.
@@ -136,11 +137,11 @@ class HookManager(hooks.HookManager):
             ...     _ = relu(torch.ones(2))
             False
         """
-        return _Contexts(super().hook_all_context(**options))
+        return _Contexts(_Deactivating(super().hook_all_context(**options)))
 
     def hook_module_context(self, *modules: nn.Module, **options: Any) -> Any:
         """Return a context in which hooks of modules are active; see `hook_all_context`."""
-        return _Contexts(super().hook_module_context(*modules, **options))
+        return _Contexts(_Deactivating(super().hook_module_context(*modules, **options)))
 
     def activate_hook_by_name(self, hook_name: str) -> None:
         """Activate one hook.
@@ -205,6 +206,18 @@ class HookManager(hooks.HookManager):
         return self.hook_module_context(
             *map(self.name_to_module.__getitem__, module_names), **options
         )
+
+
+class _Deactivating(HookContext[Any]):
+    """A context that leaves no hook active that it selects."""
+
+    def __init__(self, context: HookContext[Any]) -> None:
+        super().__init__(context._manager, context._select)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for handle in self._select():
+            handle.deactivate()
 
 
 class _Contexts:

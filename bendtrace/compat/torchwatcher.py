@@ -149,8 +149,7 @@ class WrappedForwardInterjection(_Module):
             name: path of the node.
             module: the module called; None for functions and methods.
             inputs: the arguments that contain a tensor, positional ones first. A single one is
-                passed as it is, several as a tuple. If the node changes its input in place, it has
-                done so already.
+                passed as it is, several as a tuple. They are the values from before the node.
             outputs: the output of the node, unchanged.
 
         Returns:

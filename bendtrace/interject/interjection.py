@@ -136,6 +136,7 @@ class Interjection:
     """
 
     _only_outputs: bool = False  # whether it may not replace the input of a module
+    _sees_writes: bool = False  # whether its inputs are what the node left, as for torch's hooks
     observes: bool = False
     wants_inputs: bool = False
     blind: bool = False
@@ -173,7 +174,8 @@ class Interjection:
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Called with the output of the node; may return another value with the same structure.
 
-        `inputs` is empty unless `wants_inputs` is set.
+        `inputs` is empty unless `wants_inputs` is set. They have the values from before the node,
+        also where the node works in place.
         """
 
     def backward(
