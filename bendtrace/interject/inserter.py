@@ -470,7 +470,10 @@ class LiveInserter:
         node = spot.candidate
         if not isinstance(spot.place, str):
             spot.place = place_of_node(node.site, spot.place)
-        return NodePass(node.path, number, node.module, node.function, node.scope_path, spot.place)
+        return NodePass(
+            node.path, number, node.module, node.function, node.scope_path, spot.place,
+            node.qualified_name,
+        )  # fmt: skip
 
     def _before(
         self,

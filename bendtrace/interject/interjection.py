@@ -60,6 +60,8 @@ class NodePass:
         scope: qualified name of the module whose code runs the node.
         place: the source location, including those of the calls around it: the same text for the
             same node in other processes. "" for parameters and the like.
+        qualified_name: that of the module called; for functions and methods that of the module
+            around them and their name; "" if `path` is one already.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -82,6 +84,7 @@ class NodePass:
     function: Callable[..., Any] | None = field(default=None, compare=False)
     scope: str = ""
     place: str = field(default="", compare=False, repr=False)
+    qualified_name: str = field(default="", compare=False, repr=False)
 
     def __repr__(self) -> str:
         said = [f"path={self.path!r}", f"number={self.number}"]
