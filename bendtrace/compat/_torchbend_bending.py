@@ -17,14 +17,15 @@ from bendtrace.compat._torchbend_callbacks import BendingConfig, Lambda, flat_ca
 from bendtrace.compat._torchbend_methods import DEFAULT, ModuleWithMethods
 from bendtrace.compat._torchbend_names import At, Names, split
 from bendtrace.errors import InputError, NeverFiredWarning
-from bendtrace.interject.bends.bending import Bending
-from bendtrace.interject.bends.catalogue import Activation, near
+from bendtrace.interject.bends.bending import Bending, written
+from bendtrace.interject.bends.catalogue import Activation, activation_table, near
 from bendtrace.interject.bends.handle import BendHandle, Restoring
 from bendtrace.interject.bends.spec import BendSpec, compiled
 from bendtrace.interject.bends.versions import ORIGINAL
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
 from bendtrace.paths.text import Text
+from bendtrace.paths.view import Node
 from bendtrace.torch_rules.owners import module_of
 
 __all__ = ["BendingModule", "Bent"]
@@ -40,7 +41,7 @@ class BendingModule(ModuleWithMethods):
 
     def name_of_activation(self, path: str, fn: str = "forward") -> str:
         """Return the name of an activation by its node path."""
-        return self._names(fn).by_path.get(path, path)
+        return self._names(fn).at(path)[0]
 
     def weight_shape(self, name: str) -> torch.Size:
         """Return the shape of a weight."""
@@ -54,7 +55,7 @@ class BendingModule(ModuleWithMethods):
         return {
             name: found
             for name, found in self._names(fn).by_name.items()
-            if found.name in kept and (op is None or found.op in set(flat([op])))
+            if found.name.partition(":")[0] in kept and (op is None or found.op in set(flat([op])))
         }
 
     def activation_names(  # type: ignore[override]
@@ -77,7 +78,8 @@ class BendingModule(ModuleWithMethods):
         self, fn: str = "forward", flt: Any = None, exclude: Any = None, out: Any = None
     ) -> Text:
         """Print a table of the activations of a method, and return it."""
-        return self._traced(fn).bending.print_activations(flt, exclude, out)
+        found = self.activations(fn, flt=flt, exclude=exclude)
+        return written(activation_table(a._replace(name=k) for k, a in found.items()), out)
 
     def resolve_parameters(self, *patterns: Any) -> list[str]:
         """Return the names of the parameters that patterns match from the start."""
@@ -172,8 +174,11 @@ class BendingModule(ModuleWithMethods):
                     handles.append(made)
                 for name, items in places.items():
                     bending = self._part(name).bending
-                    made = bending.bend(one, *items, weights=False, allow_none=allow_none)
-                    handles.append(made)
+                    several = [item for item in items if not isinstance(item, Node)]
+                    for part in (several, *([i] for i in items if isinstance(i, Node))):
+                        if part:  # a node that is one pass is inserted by itself
+                            made = bending.bend(one, *part, weights=False, allow_none=allow_none)
+                            handles.append(made)
         except Exception:
             for handle in handles:
                 handle.remove()
@@ -237,9 +242,10 @@ class BendingModule(ModuleWithMethods):
         for named, item in map(split, what):
             errors = []
             every = self._all() if named is None else {named: self._part(named).bending}
-            for bending in every.values():
+            for fn, bending in every.items():
                 try:
-                    bending.reset(item)
+                    for one in self._names(fn).keys(item, bending.bended_keys()):
+                        bending.reset(one)
                 except InputError as error:
                     errors.append(error)
             if len(errors) == len(every):
@@ -289,9 +295,9 @@ class BendingModule(ModuleWithMethods):
         """Return the callbacks of each bent activation of a method."""
         if fn not in self._all():
             return {}
-        names = self._names(fn).by_path
+        names = self._names(fn)
         bent = self._bent(self._part(fn, align=False).bending, True)
-        return _listed((names.get(key, key), callback) for key, callback in bent)
+        return _listed((name, callback) for key, callback in bent for name in names.at(key))
 
     def bended_keys(self, fn: str = "forward") -> list[str]:
         """Return the names of the bent weights, and of the bent activations of a method."""

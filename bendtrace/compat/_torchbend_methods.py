@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.fx import Graph
 
 from bendtrace import module as core
 from bendtrace._trace import Trace
 from bendtrace.compat._torchbend_callbacks import running
 from bendtrace.errors import InputError
 from bendtrace.flow import LogicalFlowStep
-from bendtrace.graph.mirror import Graph
+from bendtrace.graph.fx import check_guard
 from bendtrace.interject.bends.bending import Bending
 from bendtrace.interject.bends.handle import Source
 from bendtrace.torch_rules.owners import module_of
@@ -223,7 +224,7 @@ class ModuleWithMethods(core.BendedModule):
         return _graph(trace), trace.output if type(trace.output) is tuple else (trace.output,)
 
     def graph(self, fn: str = "forward") -> Graph:  # type: ignore[override]
-        """Return the graph of a method's latest trace, which prints as a graph of torch.fx does.
+        """Return the graph of a method's latest trace, one of torch.fx, with its `flow_steps`.
 
         Args:
             fn: the name of the method.
@@ -294,6 +295,9 @@ class _NoForward:
 
 
 def _graph(trace: Trace) -> Graph:
-    made: Graph = trace.graph.copy()
-    made.graph["flow_steps"] = list(trace.flow_steps.of(LogicalFlowStep))
+    made: Graph = trace.to_fx(fold=True).graph
+    for node in reversed(list(made.nodes)):
+        if node.target is check_guard:  # a graph of torchbend is that of one path
+            made.erase_node(node)
+    made.flow_steps = list(trace.flow_steps.of(LogicalFlowStep))  # type: ignore[attr-defined]
     return made

@@ -135,16 +135,6 @@ class PatchableGraph(BendedModule):
         """The tree of the example: it prints, completes, and leads to every value by its path.
 
         As in graphpatch, loops are unrolled: `mul` is the first product, and `mul_1` the second.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> model = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.ReLU())
-            >>> pg = bt.PatchableGraph(model, torch.ones(1, 2))
-            >>> pg.graph.sub_1.relu
-            relu: Tensor(1, 2)
-            >>> with pg.patch({pg.graph.sub_1.relu: bt.patches.ZeroPatch()}):
-            ...     pg(torch.ones(1, 2))
-            tensor([[0., 0.]])
         """
         return _Root(self._unrolled, self)
 
@@ -267,14 +257,6 @@ class PatchableGraph(BendedModule):
 
         Args:
             target: a path or a binary file.
-
-        Example:
-            >>> import io, torch, bendtrace as bt
-            >>> pg, file = bt.PatchableGraph(torch.nn.ReLU(), torch.ones(2)), io.BytesIO()
-            >>> pg.save(file)
-            >>> _ = file.seek(0)
-            >>> bt.PatchableGraph.load(file).graph.relu
-            relu: Tensor(2)
         """
         torch.save(self, target)
 

@@ -85,15 +85,6 @@ class HookManager(hooks.HookManager):
         Raises:
             InputError: an argument is invalid. With `retain_forward_cache`, the backward pass
                 raises it if the module was called several times.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> relu, manager = torch.nn.ReLU(), bt.compat.tacklebox.HookManager()
-            >>> def show(module, grad_in, grad_out, inputs, outputs):
-            ...     print(*(value.tolist() for value in (inputs[0], outputs[0], grad_in[0])))
-            >>> _ = manager.register_backward_hook(show, retain_forward_cache=True, relu=relu)
-            >>> relu(torch.tensor([-1.0, 2.0], requires_grad=True)).sum().backward()
-            [-1.0, 2.0] [0.0, 2.0] [0.0, 1.0]
         """
         if not retain_forward_cache:
             return super().register_backward_hook(
@@ -126,16 +117,6 @@ class HookManager(hooks.HookManager):
 
         Returns:
             The context. Others can be added to it: `manager.hook_all_context() + torch.no_grad()`.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> relu, manager = torch.nn.ReLU(), bt.compat.tacklebox.HookManager()
-            >>> def show(module, inputs, outputs):
-            ...     print(torch.is_grad_enabled())
-            >>> _ = manager.register_forward_hook(show, activate=False, relu=relu)
-            >>> with manager.hook_all_context(category="forward_hook") + torch.no_grad():
-            ...     _ = relu(torch.ones(2))
-            False
         """
         return _Contexts(_Deactivating(super().hook_all_context(**options)))
 
@@ -177,13 +158,6 @@ class HookManager(hooks.HookManager):
 
         Raises:
             InputError: the module or a function is not registered.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> relu, manager = torch.nn.ReLU(), bt.compat.tacklebox.HookManager()
-            >>> _ = manager.register_forward_hook(print, hook_fn_name="show", relu=relu)
-            >>> list(manager.get_module_hooks(relu))
-            [<HookHandle show[relu]: active>]
         """
         for handle in self._select((module,), hook_types or None, category):
             if include_active if handle.active else include_inactive:

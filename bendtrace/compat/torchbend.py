@@ -4,8 +4,8 @@
 >>> tb = bt.compat.torchbend
 >>> bended = tb.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
 >>> graph, out = bended.trace(torch.tensor([-1.0, 0.0]), _return_out=True)
->>> print(out[0], list(bended.graph()))
-tensor([0., 0.]) ['input', 'relu', 'tanh', 'output']
+>>> print(out[0], [node.name for node in bended.graph().nodes])
+tensor([0., 0.]) ['input_1', 'relu', 'tanh', 'output']
 >>> _ = bended.bend(tb.Bias(1.0), "1$")
 >>> bended(torch.zeros(2))
 tensor([1., 1.])
@@ -122,8 +122,8 @@ class BendedModule(BendingModule):
                 raise InputError(f"{fn} has no activation {name!r}; {near(name, known.by_name)}")
         seen, paths = _Seen(), list(map(NodePath, dict.fromkeys(wanted.values())))
         with running(fn), ExitStack() as stack:
-            if after:
-                stack.enter_context(part.interject(list(map(NodePath, after.values())), seen))
+            for path in after.values():
+                stack.enter_context(part.interject(NodePath(path), seen))
             every = paths or list(map(NodePath, after.values()))
             values = core.BendedModule.get_activations(part, *every, kwargs=inputs, bended=False)
         outs: dict[str, Any] = {}
@@ -226,7 +226,8 @@ class _Seen(Interjection):
         """Keep a value."""
         with torch.inference_mode(False), torch.no_grad():
             kept = pytree.tree_map_only(Tensor, lambda value: value.detach().clone(), output)
-        self.kept.setdefault(at.path, []).append(kept)
+        for path in (at.path, f"{at.path}:{at.number + 1}"):
+            self.kept.setdefault(path, []).append(kept)
 
 
 BendedWrapper = BendedModule

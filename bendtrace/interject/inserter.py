@@ -600,8 +600,8 @@ class LiveInserter:
         """Return the inputs that insertions are shown after a node: copies, if it may write."""
         slots = _with(spot.after, "copies")
         if self._has_output_slots:  # it is not known yet whether they are here
-            slots += tuple(s for s in self.plan.slots if s.place.matcher.needs_output)
-            slots = _with(slots, "copies")
+            waiting = (s for s in self.plan.slots if s.place.role == "node")
+            slots += _with(tuple(s for s in waiting if s.place.matcher.needs_output), "copies")
         node = spot.candidate
         if not slots or not may_write(node.module, node.function, args, kwargs):
             return args, kwargs
