@@ -6,6 +6,7 @@ Its prompts have no import. Two things read differently: `_code` is what this li
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import rlcompleter
@@ -448,8 +449,6 @@ def test_extraction_options_are_accepted_but_not_functions() -> None:
 
 
 def test_what_save_wrote_is_loaded_with_its_example() -> None:
-    import io
-
     pg, file = PatchableGraph(Scaled(), torch.ones(1, 2)), io.BytesIO()
     pg.save(file)
     file.seek(0)
@@ -460,3 +459,25 @@ def test_what_save_wrote_is_loaded_with_its_example() -> None:
     other.seek(0)
     with pytest.raises(bt.errors.InputError, match="holds a list, and no PatchableGraph"):
         PatchableGraph.load(other)
+
+
+@pytest.mark.more
+def test_a_model_with_hooks_of_accelerate_is_saved_without_them() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)
+    wanted = model(x)
+    for module in model.modules():
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu"))
+    pg, file = PatchableGraph(model, x), io.BytesIO()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    pg.save(file)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert torch.equal(pg(x), wanted)
+    file.seek(0)
+    loaded = PatchableGraph.load(file)
+    assert torch.equal(loaded(x), wanted)
+    assert not hasattr(loaded.model[0], "_hf_hook")
+    model[0].to("meta")
+    with pytest.raises(bt.errors.InputError, match="accelerate has put weights of the model"):
+        pg.save(io.BytesIO())
+    assert hasattr(model[0], "_hf_hook")

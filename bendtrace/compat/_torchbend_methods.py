@@ -231,13 +231,6 @@ class ModuleWithMethods(core.BendedModule):
 
         Raises:
             InputError: the method was not traced.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.compat.torchbend.BendedModule(lambda x: x if x.sum() > 0 else -x)
-            >>> _ = bended.trace(torch.ones(2))
-            >>> [(step.name, step.value) for step in bended.graph().flow_steps]
-            [('bool', True)]
         """
         return _graph(self._trace_of(fn))
 

@@ -10,7 +10,6 @@ tensor([0., 0.])
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,13 +21,14 @@ from torch import nn
 from bendtrace import patches
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.patches.context import raise_all
+from bendtrace.interject.patches.numbers import with_numbers
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
 from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.paths.text import describe
 from bendtrace.paths.unrolled import unrolled
 from bendtrace.paths.view import Node, Tree
-from bendtrace.torch_rules.owners import module_of
+from bendtrace.torch_rules.owners import module_of, unhooked
 
 __all__ = ["ExtractionOptions", "PatchableGraph"]
 __all__ += patches.__all__
@@ -192,7 +192,7 @@ class PatchableGraph(BendedModule):
         raise_all(errors)
         if not numbers:
             return super().patch(others)
-        return _with_numbers(numbers, super().patch(others))
+        return with_numbers(numbers, super().patch(others))
 
     def _place(self, where: Any) -> Node | NodePath | tuple[nn.Module, str]:
         """Return the node that a key names, or the module and the attribute."""
@@ -251,14 +251,18 @@ class PatchableGraph(BendedModule):
         return (owner, name) if is_number else None
 
     def save(self, target: str | os.PathLike[str] | IO[bytes]) -> None:
-        """Save the model and its example; the same as `torch.save(self, target)`.
+        """Save the model and its example, without hooks of accelerate that are on the model.
 
         `PatchableGraph.load(target)` loads it.
 
         Args:
             target: a path or a binary file.
+
+        Raises:
+            InputError: accelerate has put weights somewhere else.
         """
-        torch.save(self, target)
+        with unhooked(self.model):
+            torch.save(self, target)
 
     @staticmethod
     def load(source: str | os.PathLike[str] | IO[bytes], **options: Any) -> PatchableGraph:
@@ -322,31 +326,3 @@ def _paths(node: TreeNode, start: str = "") -> Iterator[tuple[str, TreeNode]]:
 
 def _sign(node: TreeNode) -> str:
     return "|" if node.kind == "container" else "."
-
-
-@contextlib.contextmanager
-def _with_numbers(numbers: Mapping[tuple[nn.Module, str], Any], others: Any) -> Iterator[None]:
-    new = {}
-    for (owner, name), given in numbers.items():
-        value = getattr(owner, name)
-        for patch in [given] if isinstance(given, patches.Patch) else given:
-            if not isinstance(patch, patches.Patch):
-                raise InputError(f"the value at {name!r} is not a patch: {patch!r}")
-            made = patch.op(value)
-            value = value if made is None else made
-        if type(value) not in (bool, int, float):
-            raise InputError(f"the number at {name!r} can only become a number, not {value!r}")
-        new[owner, name] = value
-    missing = object()
-    before = {(owner, name): vars(owner).get(name, missing) for owner, name in new}
-    try:
-        for (owner, name), value in new.items():
-            setattr(owner, name, value)
-        with others:
-            yield
-    finally:
-        for (owner, name), old in before.items():
-            if old is missing:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)

@@ -79,9 +79,6 @@ class HookManager(hooks.HookManager):
                 gradients.
             **named_modules: modules by the names to register them under.
 
-        Returns:
-            The function, as a `HookFunction`.
-
         Raises:
             InputError: an argument is invalid. With `retain_forward_cache`, the backward pass
                 raises it if the module was called several times.

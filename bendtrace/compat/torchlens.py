@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from bendtrace._history import ModelHistory
 from bendtrace._trace import Trace, run_trace
 from bendtrace.errors import InputError
 from bendtrace.history.capture import SaveOptions
+from bendtrace.history.depths import depths
 from bendtrace.history.entries import LayerEntry
 
 if TYPE_CHECKING:
@@ -345,7 +346,10 @@ def trace(
     options["layers_to_save"] = _selected(options.get("layers_to_save", "all"))
     log = log_forward_pass(model, input_args, input_kwargs, **options)
     if mark_layer_depths:
-        _mark_depths(log)
+        entries = [each for each in log._entries_without_state() if isinstance(each, Op)]
+        for each, (above, below) in zip(entries, depths(entries), strict=True):
+            each.min_distance_from_input, each.max_distance_from_input = above
+            each.min_distance_to_output, each.max_distance_to_output = below
     for entry in log.entries:
         if isinstance(entry, Op):
             entry._transform = activation_transform
@@ -404,34 +408,6 @@ def validate_forward_pass(
     """
     log = log_forward_pass(model, input_args, input_kwargs, random_seed=random_seed)
     return bool(log.validate())
-
-
-def _mark_depths(log: Trace) -> None:
-    """Count the entries on the ways between each one and the inputs and outputs."""
-    entries = [each for each in log._entries_without_state() if isinstance(each, Op)]
-    above = _distances(entries, "input", lambda entry: entry.parents)
-    below = _distances(entries[::-1], "output", lambda entry: entry.children)
-    for entry in entries:
-        low, high = above.get(entry.label, (None, None))
-        entry.min_distance_from_input, entry.max_distance_from_input = low, high
-        low, high = below.get(entry.label, (None, None))
-        entry.min_distance_to_output, entry.max_distance_to_output = low, high
-
-
-def _distances(
-    entries: Iterable[Op], ends: str, before: Callable[[Op], list[str]]
-) -> dict[str, tuple[int, int]]:
-    """Return how far entries are from the ends, at least and at most, in the order of the ways."""
-    found: dict[str, tuple[int, int]] = {}
-    for entry in entries:
-        near = [found[label] for label in before(entry) if label in found]
-        if entry.kind == ends:
-            found[entry.label] = 0, 0
-        elif near:
-            found[entry.label] = (
-                1 + min(low for low, _ in near), 1 + max(high for _, high in near)
-            )  # fmt: skip
-    return found
 
 
 def _arguments(model: Callable[..., Any], given: Any) -> tuple[Any, ...]:
