@@ -644,3 +644,39 @@ def test_copies_have_the_bends_of_all_methods(x: Tensor, way: str, kind: Any) ->
     assert made.module is not bended.module
     with made.set_config("one"):
         assert made.bended_keys("encode") == bended.bended_keys("encode")
+
+
+def test_the_graph_is_one_of_torch_fx_also_with_its_bends(x: Tensor) -> None:
+    pytest.importorskip("tabulate")
+    bended = tb.BendedModule(Rounds())
+    bended.trace(x=x)
+    graph = bended.graph()
+    assert isinstance(graph, torch.fx.Graph)
+    graph.print_tabular()
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    assert [node.name for node in calls] == ["conv", "conv_1", "conv_2"]
+    assert all(node.target == "conv" for node in calls)
+    assert calls[1].args[0].name == "add"
+    assert graph.flow_steps == []
+    bended.bend(tb.Bias(1.0), "conv_1$", "relu_3", bend_param=False)
+    bent = bended.bend_graph()
+    nodes = {node.name: node for node in bent.nodes}
+    assert nodes["conv_1_bended"].args == (nodes["conv_1"],)
+    assert nodes["relu_1"].args == (nodes["conv_1_bended"],)
+    assert nodes["tanh"].args == (nodes["relu_3_bended"],)
+    assert len(nodes) == len(graph.nodes) + 2
+
+
+def test_added_configurations_are_bound(x: Tensor) -> None:
+    bended, other = tb.BendedModule(Coder()), tb.BendedModule(Coder())
+    bended.trace(x)
+    mask = tb.Mask(0.5)
+    one, two = tb.BendingConfig((mask, "pre.weight")), tb.BendingConfig((mask, "layers_1"))
+    assert (one + two) == tb.BendingConfig((mask, "pre.weight"), (mask, "layers_1"))
+    (added := one + two).bind(bended)
+    assert added.op_from_key("pre.weight") == added.op_from_key("forward:layers_1") == [mask]
+    one.bind(bended)
+    assert (one + two).module is bended
+    two.bind(other)
+    with pytest.raises(tb.BendingError, match="bound to different models"):
+        one + two

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 
 from bendtrace import bends
 from bendtrace.compat._torchbend_callbacks import BendingConfig, Lambda, flat_callbacks, name_by
@@ -127,21 +128,11 @@ class BendingModule(ModuleWithMethods):
     ) -> Bent:
         """Bend activations and weights from now on.
 
-        Args:
-            callback: a bending callback, a function of a tensor, or a `BendingConfig` alone.
-            *where: patterns, which match the names of weights and activations from the start;
-                `encode:conv` for activations of one method; all else that `interject` accepts.
-            fn: the methods in which to bend activations. None for all that were traced or bent, and
-                for `forward`. Weights are bent in every method.
-            verbose: whether to print what is bent.
-            bend_param: whether patterns apply to weights.
-            bend_graph: whether patterns apply to activations.
-            allow_none: whether to accept that nothing has such a name so far.
-            weights: as `bend_param`, in `bendtrace.BendedModule`.
-            activations: as `bend_graph`.
-
-        Returns:
-            A handle, which is also a context manager: `remove()`, `report()`.
+        It takes what `bendtrace.BendedModule.bend` takes. Patterns match the names of weights
+        (unless `bend_param` is False) and activations (unless `bend_graph` is) from the start, and
+        `encode:conv` those of activations of one method. `fn` names the methods in which
+        activations are bent: without it, all that were traced or bent, and `forward`. Weights are
+        bent in every method. `verbose` prints what is bent.
 
         Raises:
             InputError: nothing has such a name, or an argument is invalid.
@@ -299,6 +290,25 @@ class BendingModule(ModuleWithMethods):
         bent = self._bent(self._part(fn, align=False).bending, True)
         return _listed((name, callback) for key, callback in bent for name in names.at(key))
 
+    def bend_graph(self, fn: str = "forward") -> Graph:
+        """Return the graph of a method, with a node `conv_bended` after each bent activation."""
+        graph, names = self.graph(fn), self._names(fn)
+        graph.owning_module = None  # which does not have the callbacks
+        by_name = {node.name: node for node in graph.nodes}
+        for name in self.bended_activations(fn):
+            known = names.by_name.get(name)
+            other = next((k for k, found in names.aliases.items() if found is known), name)
+            node = by_name.get(name) or by_name.get(other)
+            if node is None:
+                raise InputError(f"the graph of {fn} has no node for {name!r}")
+            with graph.inserting_after(node):
+                given = {"name": f"{fn}:{name}"}
+                bent = graph.create_node("call_module", f"{name}_callback", (), given)
+            bent.name = f"{name}_bended"
+            node.replace_all_uses_with(bent)
+            bent.args = (node,)
+        return graph
+
     def bended_keys(self, fn: str = "forward") -> list[str]:
         """Return the names of the bent weights, and of the bent activations of a method."""
         return [*self.bended_params, *self.bended_activations(fn)]
@@ -411,13 +421,7 @@ class BendingModule(ModuleWithMethods):
         return Restoring(lambda: self._choose(before))
 
     def write(self, version: str | None = None, force: bool = False, clear: bool = True) -> None:
-        """Save the weights as they are bent now as a version, and use it.
-
-        Args:
-            version: its name; None for the version in use, unless that is the model's own.
-            force: whether a version of the same name is replaced.
-            clear: whether to stop bending.
-        """
+        """Save the weights as they are bent now as a version, and use it."""
         if version is None:
             version, force = self.version, True
         if version == DEFAULT:
@@ -428,16 +432,7 @@ class BendingModule(ModuleWithMethods):
         self.version = version
 
     def create_version(self, name: str, weights: Any, strict: bool = True) -> list[str]:
-        """Save weights as a version.
-
-        Args:
-            name: its name; a version of the same name is replaced.
-            weights: a state dict, or a model that has one.
-            strict: whether its names have to be those of this model.
-
-        Returns:
-            The names that this model does not have.
-        """
+        """Save a state dict, or that of a model, as a version; return the names of foreign keys."""
         if not isinstance(weights, Mapping):
             owner = module_of(weights)
             if owner is None:

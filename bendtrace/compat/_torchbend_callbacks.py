@@ -435,6 +435,14 @@ class BendingConfig(bends.BendingConfig):
         """
         self.module, self._fn = module, fn
 
+    def __add__(self, other: Any) -> BendingConfig:
+        made: BendingConfig = super().__add__(other)
+        if made is not NotImplemented and self.module is not None:
+            if getattr(other, "module", None) not in (None, self.module):
+                raise InputError("these configurations are bound to different models")
+            made.bind(self.module, self._fn)
+        return made
+
     @property
     def is_binded(self) -> bool:
         """Whether it is bound to a `BendedModule`."""

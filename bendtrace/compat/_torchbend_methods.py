@@ -190,12 +190,8 @@ class ModuleWithMethods(core.BendedModule):
     ) -> Any:
         """Run the model, or another method of it, under the tracer.
 
-        Args:
-            *args: positional arguments of the method; before them its name, if it is not
-                `forward`, and if the model does not take text.
-            _return_out: whether to return the outputs as well.
-            fn: the name of the method; `func` works, too.
-            **kwargs: keyword arguments of the method.
+        Before the positional arguments of the method stands its name, if it is not `forward`, and
+        if the model does not take text; `fn=` and `func=` name it, too.
 
         Returns:
             The graph of the run, whose `flow_steps` are a list of the taken branches. With

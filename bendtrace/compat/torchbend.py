@@ -35,7 +35,7 @@ from bendtrace.interject.where import Where
 from bendtrace.paths.nodes import NodePath
 from bendtrace.source.internals import pytree
 
-__all__ = ["BendShapeError", "BendedModule", "BendedWrapper"]
+__all__ = ["BendShapeError", "BendedModule", "BendedWrapper", "BendingError"]
 __all__ += {*bends.__all__, *_torchbend_callbacks.__all__}
 __all__.sort()
 
@@ -96,10 +96,7 @@ class BendedModule(BendingModule):
         Args:
             *names: patterns. `conv` matches the activation before its bends, and `conv_bended`
                 after them.
-            fn: the method, which was traced.
-            _return_graph: whether to return the graph as well.
-            _save_as_method: a name under which to call this with other inputs.
-            _filter_bended: whether to leave out what is `_bended`.
+            fn: the method, which was traced; `_save_as_method` is a name to call this by again.
             **inputs: keyword arguments of the method. With an option of
                 `bendtrace.BendedModule.get_activations` among them, it does what that does.
 
@@ -156,8 +153,6 @@ class BendedModule(BendingModule):
                 values. Or what `bendtrace.BendedModule.from_activations` takes, first a dict.
             callbacks: the callbacks that bend the activations, instead of names.
             fn: the method, which was traced.
-            _return_graph: whether to return the graph as well.
-            _save_as_method: a name under which to call this with other inputs.
             **inputs: the values by name; keyword arguments of the method, as far as the rest needs
                 them; and further arguments of the callbacks, by name. Of several activations,
                 `conv_weights` is the argument `weights` at `conv`. Of several callbacks with the
@@ -231,3 +226,4 @@ class _Seen(Interjection):
 
 
 BendedWrapper = BendedModule
+BendingError = InputError

@@ -1,4 +1,4 @@
-"""TorchLens: `log_forward_pass` and `show_model_graph`, and the names of its second version.
+"""TorchLens: `log_forward_pass` and `show_model_graph`, and some names of its second version.
 
 >>> import torch, bendtrace as bt
 >>> tl = bt.compat.torchlens
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class Op(LayerEntry):
-    """An entry of the log that can also be read with the names of TorchLens 2.
+    """An entry of the log that can also be read with some names of TorchLens 2.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -119,7 +119,7 @@ class Op(LayerEntry):
 
 
 class _Log(Trace):
-    """A trace that can also be read with the names of TorchLens 2."""
+    """A trace that can also be read with some names of TorchLens 2."""
 
     @property
     def layer_list(self) -> list[Any]:
@@ -332,7 +332,7 @@ def trace(
             every layer and module whose name contains it: `"relu"`. Outputs are always saved.
 
     Returns:
-        The log, which can be read with the names of TorchLens 2 as well.
+        The log, which can be read with some names of TorchLens 2 as well.
 
     Raises:
         InputError: an option is invalid; nothing was run.
@@ -435,7 +435,7 @@ def _selected(wanted: Any) -> Any:
 
 
 def _with_names(trace: Trace) -> None:
-    """Let a trace and its entries be read with the names of TorchLens 2."""
+    """Let a trace and its entries be read with some names of TorchLens 2."""
     trace.__class__ = _Log
     for entry in trace.entries:
         entry.__class__ = Op

@@ -75,7 +75,7 @@ class BendingConfig:
     def __add__(self, other: Any) -> BendingConfig:
         if not isinstance(other, BendingConfig):
             return NotImplemented
-        return BendingConfig(*self.bends, *other.bends)
+        return type(self)(*self.bends, *other.bends)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BendingConfig):
