@@ -302,7 +302,7 @@ class BendingModule(ModuleWithMethods):
             if node is None:
                 raise InputError(f"the graph of {fn} has no node for {name!r}")
             with graph.inserting_after(node):
-                given = {"name": f"{fn}:{name}"}
+                given: dict[str, Any] = {"name": f"{fn}:{name}"}
                 bent = graph.create_node("call_module", f"{name}_callback", (), given)
             bent.name = f"{name}_bended"
             node.replace_all_uses_with(bent)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor
 
@@ -435,8 +435,8 @@ class BendingConfig(bends.BendingConfig):
         """
         self.module, self._fn = module, fn
 
-    def __add__(self, other: Any) -> BendingConfig:
-        made: BendingConfig = super().__add__(other)
+    def __add__(self, other: Any) -> Self:
+        made = super().__add__(other)
         if made is not NotImplemented and self.module is not None:
             if getattr(other, "module", None) not in (None, self.module):
                 raise InputError("these configurations are bound to different models")

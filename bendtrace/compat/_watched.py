@@ -148,9 +148,9 @@ class WatchedModule(BendedModule):
     """A model to which the interjections in it belong."""
 
     def _interjections(self) -> dict[str, nn.Module]:
-        found = [getattr(one.what, "what", one.what) for one in self.insertions]
-        modules = [one for one in dict.fromkeys(found) if is_made(one)]
-        return {f"{type(one).__name__}{number}": one for number, one in enumerate(modules)}
+        found = (getattr(one.what, "what", one.what) for one in self.insertions)
+        modules: dict[int, Any] = {id(one): one for one in found if is_made(one)}
+        return {f"{type(one).__name__}{n}": one for n, one in enumerate(modules.values())}
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of the model and of the interjections."""
