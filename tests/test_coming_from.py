@@ -226,7 +226,6 @@ EXPECTED: dict[str, dict[str, str]] = {
     "graphpatch": {
         "lm = PatchableGraph(": "'lm_head' in list(lm.graph)",
         "pg.graph.linear.input._shape": "_ == (3, 2)",
-        'with pg.patch({"output[0]"': "pg(x)[0].any()",
         "probe.activation": "_.equal(model.linear(x))",
         "record.activations": "len(_) == 2",
         "from dataclasses import dataclass": "clamped.max() <= 0",
@@ -337,7 +336,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         'log.write_as("chrome"': "'traceEvents' in Path('run.json').read_text()",
     },
     "torchwatcher": {
-        "watched = interject_by_match(": "show.names == ['features.sub_1', 'relu']",
+        "watched = interject_by_match(": "show.names == ['features.1', 'relu']",
         "interject_by_match(model, node_selector.matches": "_(x).shape == (4, 3)",
         "bended = ": "handle.report().fired == 1",
         "dead.to_dict()": "set(_) == {'features.sub_1', 'relu'}",

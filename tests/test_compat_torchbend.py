@@ -75,7 +75,7 @@ def test_an_object_that_cannot_be_called_is_traced_and_replayed_by_its_methods(x
     assert bended.module is model
     graph, (out,) = bended.trace("encode", x=x, _return_out=True)
     assert torch.equal(out, model.encode(x))
-    assert next(iter(graph)) == "x"
+    assert next(iter(graph.nodes)).name == "x"
     for size in (1, 2, 3):
         assert torch.equal(bended.encode(x[:size]), model.encode(x[:size]))
     assert bended._parts["encode"].stats.replays
@@ -315,9 +315,64 @@ def test_parts_of_outputs_and_passes_have_names_of_their_own(x: Tensor) -> None:
     bended.trace(x)
     bended.bend(tb.Bias(1.0), "lstm", "act", bend_param=False)
     out = bended.get_activations("act", "lstm", x=x)
-    assert torch.equal(out["act_bended:2"], bended(x))
-    assert torch.equal(out["act_bended:1"], out["act:1"] + 1)
-    assert torch.equal(out["lstm_bended:1"][0], out["lstm:1"][0] + 1)
+    assert torch.equal(out["act_1_bended"], bended(x))
+    assert torch.equal(out["act_bended"], out["act"] + 1)
+    assert torch.equal(out["lstm_bended"][0], out["lstm"][0] + 1)
+
+
+class Rounds(nn.Module):
+    """A loop, and a function that is called after it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, edit: Any = lambda name, value: value) -> Tensor:
+        for number in range(3):
+            x = edit(f"conv_{number}", self.conv(x))
+            x = edit(f"relu_{number}", torch.relu(x)) + 1
+        return edit("relu_3", torch.relu(x)).tanh()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "bent"),
+    [
+        ("relu$", ["relu_0"]), ("relu_1", ["relu_1"]), ("relu_3$", ["relu_3"]),
+        ("conv_2$", ["conv_2"]), ("conv$", ["conv_0"]), ("relu_(1|3)", ["relu_1", "relu_3"]),
+        ("relu", [f"relu_{number}" for number in range(4)]), ("conv_[12]", ["conv_1", "conv_2"]),
+    ],
+)  # fmt: skip
+def test_a_round_of_a_loop_has_the_name_that_torchbend_gives_it(
+    x: Tensor, pattern: str, bent: list[str]
+) -> None:
+    model, values = Rounds(), dict[str, Tensor]()
+    wanted = model(x, lambda name, value: value + (name in bent))
+    bended = tb.BendedModule(model)
+    bended.trace(x=x)
+    names = [f"{kind}{number}" for kind in ("conv", "relu") for number in ("", "_1", "_2")]
+    assert bended.activation_names()[1:7] == names
+    assert str(bended.print_activations()).count("relu_") == 3
+    model(x, lambda name, value: values.setdefault(name, value))
+    for name in [*names, "relu_3"]:
+        value = bended.get_activations(f"{name}$", x=x)[name]
+        assert torch.equal(value, values[name if name[-1].isdigit() else f"{name}_0"])
+        assert torch.equal(bended.from_activations(name, **{name: value}, x=x), model(x))
+    bended.bend(tb.Bias(1.0), pattern, bend_param=False)
+    assert sorted(bended.bended_keys()) == [name.removesuffix("_0") for name in bent]
+    bended.save_config_as("one")
+    bended.reset_bending()
+    assert torch.equal(bended(x), model(x))
+    bended.config = "one"
+    for _ in range(2):
+        assert torch.equal(bended(x), wanted)
+    if pattern == "relu":
+        with pytest.raises(InputError, match="relu, relu_1, relu_2 are bent together"):
+            bended.reset("relu_1")
+        bended.reset("relu(_[12])?")
+        assert bended.bended_keys() == ["relu_3"]
+    else:
+        bended.reset(bended.bended_keys()[0])
+        assert len(bended.bended_keys()) == len(bent) - 1
 
 
 def test_activations_can_be_asked_for_under_a_name_of_their_own(x: Tensor) -> None:
@@ -327,7 +382,7 @@ def test_activations_can_be_asked_for_under_a_name_of_their_own(x: Tensor) -> No
     out, graph = bended.get_activations(
         "pre", x=x, fn="encode", _return_graph=True, _save_as_method="getter"
     )
-    assert list(graph) == list(bended.graph("encode"))
+    assert str(graph) == str(bended.graph("encode"))
     assert torch.equal(out["pre"], model.pre(x))
     assert torch.equal(bended.getter(x=-x)["pre"], model.pre(-x))
     bended.from_activations("pre", pre=x, fn="encode", _save_as_method="rest")
@@ -589,3 +644,39 @@ def test_copies_have_the_bends_of_all_methods(x: Tensor, way: str, kind: Any) ->
     assert made.module is not bended.module
     with made.set_config("one"):
         assert made.bended_keys("encode") == bended.bended_keys("encode")
+
+
+def test_the_graph_is_one_of_torch_fx_also_with_its_bends(x: Tensor) -> None:
+    pytest.importorskip("tabulate")
+    bended = tb.BendedModule(Rounds())
+    bended.trace(x=x)
+    graph = bended.graph()
+    assert isinstance(graph, torch.fx.Graph)
+    graph.print_tabular()
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    assert [node.name for node in calls] == ["conv", "conv_1", "conv_2"]
+    assert all(node.target == "conv" for node in calls)
+    assert calls[1].args[0].name == "add"
+    assert graph.flow_steps == []
+    bended.bend(tb.Bias(1.0), "conv_1$", "relu_3", bend_param=False)
+    bent = bended.bend_graph()
+    nodes = {node.name: node for node in bent.nodes}
+    assert nodes["conv_1_bended"].args == (nodes["conv_1"],)
+    assert nodes["relu_1"].args == (nodes["conv_1_bended"],)
+    assert nodes["tanh"].args == (nodes["relu_3_bended"],)
+    assert len(nodes) == len(graph.nodes) + 2
+
+
+def test_added_configurations_are_bound(x: Tensor) -> None:
+    bended, other = tb.BendedModule(Coder()), tb.BendedModule(Coder())
+    bended.trace(x)
+    mask = tb.Mask(0.5)
+    one, two = tb.BendingConfig((mask, "pre.weight")), tb.BendingConfig((mask, "layers_1"))
+    assert (one + two) == tb.BendingConfig((mask, "pre.weight"), (mask, "layers_1"))
+    (added := one + two).bind(bended)
+    assert added.op_from_key("pre.weight") == added.op_from_key("forward:layers_1") == [mask]
+    one.bind(bended)
+    assert (one + two).module is bended
+    two.bind(other)
+    with pytest.raises(tb.BendingError, match="bound to different models"):
+        one + two

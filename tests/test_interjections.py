@@ -29,7 +29,6 @@ from bendtrace.compat.torchwatcher import (
     WrappedForwardBackwardInterjection,
     WrappedForwardInterjection,
     interject_by_match,
-    interject_by_module,
     interject_by_module_class,
     interject_by_module_class_native,
     interject_by_name,
@@ -343,7 +342,7 @@ def test_the_module_is_asked_for_once_per_node_before_anything_else() -> None:
     bended = interject_by_module_class(model, nn.Linear, probe)
     for _ in range(3):
         bended(torch.ones(2, 3))
-    assert probe.log == [("sub_0", model[0]), ("sub_2", model[2])]
+    assert probe.log == [("0", model[0]), ("2", model[2])]
     assert len(list(probe.parameters())) == 4
 
 
@@ -356,9 +355,9 @@ def test_a_subclass_need_not_call_the_constructor_of_its_base() -> None:
             self.names.append(name)
 
     noting = Noting()
-    bended = interject_by_name(linear_relu(), "sub_1", noting)
+    bended = interject_by_name(linear_relu(), "1", noting)
     bended(torch.ones(2, 3))
-    assert noting.names == ["sub_1"]
+    assert noting.names == ["1"]
 
 
 @pytest.mark.parametrize(
@@ -424,26 +423,25 @@ def test_gradients_are_those_of_native_hooks_where_there_are_such() -> None:
         told.clear(), seen.backward_seen.clear()
         for call in (native, bended):
             call(torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()).sum().backward()
-        paths = {"": "", "0": "sub_0", "1": "sub_1", "2": "sub_2"}
-        wanted = [(paths[name], *into, *out) for name, into, out in told]
+        wanted = [(name, *into, *out) for name, into, out in told]
         given = [(name, into, out) for name, _, into, out in seen.backward_seen]
         assert bits(sorted(given, key=str)) == bits(sorted(wanted, key=str))
 
 
 def test_a_module_without_inputs_that_need_gradients_is_told_of_those_of_its_output() -> None:
     gradients = Gradients()
-    bended = interject_by_name(linear_relu(), "sub_0", gradients)
+    bended = interject_by_name(linear_relu(), "0", gradients)
     for _ in range(2):
         gradients.seen.clear()
         bended(torch.ones(2, 3)).sum().backward()
         ((name, into, out),) = gradients.seen
-        assert (name, into) == ("sub_0", None)
+        assert (name, into) == ("0", None)
         assert out.shape == (2, 3)
 
 
 def test_without_a_backward_pass_nothing_is_told() -> None:
     gradients = Gradients()
-    bended = interject_by_name(linear_relu(), "sub_1", gradients)
+    bended = interject_by_name(linear_relu(), "1", gradients)
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             bended(torch.ones(2, 3))
@@ -731,7 +729,7 @@ def test_passes_can_be_chosen(passes: Any, every: Any, wanted: list[int]) -> Non
     x = torch.ones(3)
     bended = bt.BendedModule(model)
     bended(x)
-    interject_by_name(bended, "sin", After(lambda value: value + 1), passes=passes, every=every)
+    bended.interject("sin", After(lambda value: value + 1), passes=passes, every=every)
     for _ in range(3):
         assert torch.equal(bended(x), by_hand(x))
     (row,) = bended.insertions[0].report().rows
@@ -916,7 +914,7 @@ def test_a_handler_of_the_model_does_not_hide_what_an_interjection_raised() -> N
     ],
 )
 def test_what_is_not_of_the_same_kind_is_refused(value: Any, message: str) -> None:
-    bended = interject_by_name(linear_relu(), "sub_1", After(lambda _: value))
+    bended = interject_by_name(linear_relu(), "1", After(lambda _: value))
     for _ in range(2):
         with pytest.raises(InterjectionError, match=message):
             bended(torch.ones(2, 3))
@@ -1060,7 +1058,7 @@ def test_what_an_interjection_assigns_can_be_read_by_the_run() -> None:
         assert bended(torch.ones(1)).item() == 111 * call
 
 
-def test_parameters_of_an_interjection_are_trained_and_are_its_own() -> None:
+def test_parameters_of_an_interjection_belong_to_the_watched_model() -> None:
     class Adapter(ForwardInterjection):
         def __init__(self) -> None:
             super().__init__()
@@ -1072,9 +1070,9 @@ def test_parameters_of_an_interjection_are_trained_and_are_its_own() -> None:
     torch.manual_seed(0)
     adapter, model = Adapter(), linear_relu()
     hand, plain = copy.deepcopy(adapter), copy.deepcopy(model)
-    bended = interject_by_name(model, "sub_1", adapter)
+    bended = interject_by_name(model, "1", adapter)
     keys = list(model.state_dict())
-    ours = torch.optim.SGD([*bended.parameters(), *adapter.parameters()], 0.1)
+    ours = torch.optim.SGD(bended.parameters(), 0.1)
     theirs = torch.optim.SGD([*plain.parameters(), *hand.parameters()], 0.1)
     for x in batches(4, 3, seeds=range(6)):
         h = plain[1](plain[0](x))
@@ -1085,12 +1083,19 @@ def test_parameters_of_an_interjection_are_trained_and_are_its_own() -> None:
             out.pow(2).sum().backward()
             optimizer.step()
     assert bits(dict(adapter.state_dict())) == bits(dict(hand.state_dict()))
-    assert list(bended.state_dict()) == keys
+    saved = bended.state_dict()
+    assert list(saved) == [*keys, "Adapter0.down.weight", "Adapter0.down.bias"]
+    assert list(model.state_dict()) == keys
     assert bended.stats.replays == 5
-    adapter.to(torch.float64).eval()
-    assert adapter.down.weight.dtype == torch.float64
-    assert bended.training
-    assert model[0].weight.dtype == torch.float32
+    saved = {key: torch.ones_like(value) for key, value in saved.items()}
+    bended.load_state_dict(saved)
+    assert all(bool((value == 1).all()) for value in adapter.state_dict().values())
+    bended.to(torch.float64).eval()
+    assert adapter.down.weight.dtype == model[0].weight.dtype == torch.float64
+    assert not adapter.training
+    assert not adapter.down.training
+    assert adapter in set(bended.modules())
+    assert interject_by_name(model.eval(), "1", Adapter()).insertions[0].what.what.training is False
 
 
 def test_an_interjection_is_copied_and_saved_like_a_module() -> None:
@@ -1161,7 +1166,7 @@ def test_an_interjection_may_call_models_with_interjections() -> None:
 
 
 def test_a_model_with_interjections_can_be_a_part_of_another() -> None:
-    inner = interject_by_name(linear_relu(), "sub_1", After(double))
+    inner = interject_by_name(linear_relu(), "1", After(double))
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -1291,33 +1296,103 @@ def test_a_module_means_all_its_calls() -> None:
             return self.fc(self.fc(x))
 
     model, x = Twice(), torch.ones(2, 3)
-    bended = interject_by_module(model, model.fc, After(double))
+    bended = bt.BendedModule(model)
+    bended.interject(model.fc, After(double))
     for _ in range(2):
         assert bits(bended(x)) == bits(model.fc(model.fc(x) * 2) * 2)
     assert paths_of(bended) == ["fc", "fc_1"]
     with pytest.raises(InputError, match="not a submodule of the model: pass"):
-        interject_by_module(model, nn.Linear(3, 3), After(double))
+        bended.interject(nn.Linear(3, 3), After(double))
 
 
-def test_names_are_paths_or_qualified_names() -> None:
-    for names in (["block.sub_1", ".relu_1"], ["block.1", ".relu_1"], ("act",)):
-        bended = interject_by_name(Mixed(), names, After(lambda _: None))
-        assert len(paths_of(bended)) == len(names)
-    bended = interject_by_name(Mixed(), "block.2.linear", After(double))
-    assert paths_of(bended) == ["block.sub_2.linear"]
+def test_only_the_names_of_torchwatcher_are_names() -> None:
+    x = torch.ones(2, 3)
+    for name in ("block.1", "act", "relu_1"):
+        paths_of(interject_by_name(Mixed(), name, After(lambda _: None)))
+    known = bt.BendedModule(Mixed())
+    linear = known.trace(x)[2]
+    assert linear.short_name == "linear_1"
+    for name in (
+        "block.sub_1", ".relu_1", "block.2.linear", "block", "linear_1", linear.label, "relu:2",
+        "relu_0", "block_1",
+    ):  # fmt: skip
+        with pytest.raises(NodePathError):
+            interject_by_name(Mixed(), name, After(double))(x)
+        with pytest.raises(NodePathError):
+            interject_by_name(known, name, After(double))
+
+
+class Rounds(nn.Module):
+    """Two loops, of which one has two calls of a kind, and modules that repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.act, self.fc_1 = nn.Sigmoid(), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + 0.25
+            x = F.relu(x - 0.125)
+        for _ in range(2):
+            x = self.act(x).relu()
+        return self.fc_1(x)
+
+
+def test_what_repeats_is_numbered_in_the_order_of_a_call() -> None:
+    seen: dict[str, Tensor] = {}
+
+    class Keep(WrappedForwardBackwardInterjection):
+        def process(self, name: str, module: Any, inputs: Any, outputs: Any) -> None:
+            seen[name] = outputs.detach()
+
+        def process_backward(self, name: str, module: Any, into: Any, outof: Any) -> None:
+            backward.append(name)
+
+    model, x = Rounds(), torch.ones(1, 2, requires_grad=True)
+    backward: list[str] = []
+    every = interject_by_match(model, node_selector.Activations, Keep())
+    names = ["relu", "relu_1", "relu_2", "relu_3", "act", "relu_4", "act_1", "relu_5", "fc_1"]
+    for _ in range(2):
+        seen.clear(), backward.clear()
+        every(x).sum().backward()
+        assert list(seen) == names
+        assert backward == names[::-1]
+    whole = dict(seen)
+    for name in names[:-1]:
+        for _ in range(2):
+            one = interject_by_name(model, name, Keep())
+            seen.clear(), backward.clear()
+            one(x).sum().backward()
+            assert list(seen) == backward == [name]
+            assert torch.equal(seen[name], whole[name])
+    changed = interject_by_name(model, ["act_1"], torch.zeros_like)
+    assert torch.equal(changed(x), torch.zeros(1, 2).relu().tanh())
+    with pytest.raises(InputError, match="'fc_1' is ambiguous: torchvision takes the number off"):
+        interject_by_name(model, "fc_1", Keep())
+    seen.clear()
+    interject_by_name(model, "fc", Keep())(x)
+    assert torch.equal(seen["fc"], whole["fc_1"])
+    with pytest.raises(NodePathError, match="'relu' is not called so often"):
+        interject_by_name(every, "relu_6", Keep())
+
+    class Instead(Interjection):
+        def instead(self, at: NodePass, call: Any, inputs: Inputs) -> Any:
+            return inputs[0]
+
+    with pytest.raises(InputError, match="works before a node"):
+        interject_by_name(model, "act", Instead())
 
 
 def test_a_name_that_is_none_is_refused_with_near_misses() -> None:
-    bended = interject_by_name(Mixed(), "block.sub_11", After(double))
+    bended = interject_by_name(Mixed(), "block.11", After(double))
     with pytest.raises(NodePathError, match="sub_1"):
         bended(torch.ones(2, 3))
     known = bt.BendedModule(Mixed())
     known(torch.ones(2, 3))
-    with pytest.raises(NodePathError, match="relu_1"):
+    with pytest.raises(NodePathError, match="no node 'relu_11': 'relu' is not called so often"):
         interject_by_name(known, "relu_11", After(double))
     assert known.insertions == ()
-    interject_by_name(known, "relu_11", After(double), allow_none=True)
-    known(torch.ones(2, 3))
 
 
 def test_in_a_bended_module_it_is_inserted_besides_what_is_there() -> None:
@@ -1595,3 +1670,60 @@ def test_a_wrong_value_for_a_tuple_says_how_to_name_a_part_of_it() -> None:
         split(x)
     with split.interject("sub_0.output|sub_0", torch.zeros_like):
         assert not split(x)[0].any()
+
+
+class InPlaceParts(nn.Module):
+    """A module, a block, a function and a method that write to what they are given."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(x) + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.block = nn.ReLU(inplace=True), self.Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.act(x * 2) - 1)
+        return F.relu(x - 2, inplace=True).sub(1).clamp_(0)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("where", ["act", "block", "relu", "clamp_"])
+def test_inputs_of_a_node_that_writes_to_them_are_those_from_before(
+    where: str, replaces: bool
+) -> None:
+    x = torch.tensor([-1.0, 0.5, 2.0])
+    act = (x * 2).relu()
+    block = (act - 1).relu() + 1
+    relu = (block - 2).relu()
+    given = {"act": x * 2, "block": act - 1, "relu": block - 2, "clamp_": relu - 1}[where]
+    plain = InPlaceParts()(x.clone())
+    seen: list[Tensor] = []
+
+    def keep(inputs: Tensor, output: Tensor) -> Tensor | None:
+        seen.append(inputs)
+        return output + 0 * inputs if replaces else None
+
+    bended = bt.BendedModule(InPlaceParts())
+    bended.interject(where, Around(keep))
+    for _ in range(3):
+        assert torch.equal(bended(x), plain)
+    assert bended.stats.replays == 2
+    assert all(torch.equal(inputs, given) for inputs in seen)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, InPlaceParts.Block])
+def test_inputs_shown_by_hooks_are_those_from_before(kind: type[nn.Module]) -> None:
+    seen: list[tuple[Tensor, Tensor]] = []
+    watched = interject_by_module_class_native(
+        InPlaceParts(), kind, Around(lambda inputs, output: seen.append((inputs, output)))
+    )
+    x = torch.tensor([-1.0, 0.5, 2.0])
+    assert torch.equal(watched(x), InPlaceParts()(x))
+    assert seen[-1][0].tolist() == [-1.0, 0.0, 3.0]

@@ -323,7 +323,7 @@ def test_one_patch_can_be_at_two_digs() -> None:
     x = torch.ones(3)
     pg = bt.PatchableGraph(Parts(), x)
     patch = bt.patches.AddPatch(value=10, slice=0)
-    with pg.patch({"output|a|sub_0": patch, "output|b": patch}):
+    with pg.patch({"output|a.sub_0": patch, "output|b": patch}):
         for _ in range(2):
             out = pg(x)
             assert out["a"][0].tolist() == [12, 2, 2]
@@ -343,7 +343,7 @@ def test_a_patch_that_cannot_be_hashed_can_be_at_two_digs() -> None:
     x = torch.ones(3)
     pg = bt.PatchableGraph(Parts(), x)
     plus = Plus(torch.arange(3.0))
-    with pg.patch({"output|a|sub_0": [plus, plus], "output|a|sub_1": plus}):
+    with pg.patch({"output|a.sub_0": [plus, plus], "output|a.sub_1": plus}):
         for _ in range(2):
             out = pg(x)
             assert out["a"][0].tolist() == [2, 4, 6]

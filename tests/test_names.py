@@ -115,7 +115,6 @@ def asked(bended: bt.BendedModule, name: str, x: Tensor) -> list[Callable[[], An
         lambda: bended.patch({name: bt.patches.ZeroPatch()}),
         lambda: bended.get_activations(name, args=(x,)),
         lambda: bended.from_activations({name: x}, x),
-        lambda: bt.compat.torchwatcher.interject_by_name(bended, name, torch.neg),
     ]
 
 

@@ -6,6 +6,7 @@ Its prompts have no import. Two things read differently: `_code` is what this li
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import rlcompleter
@@ -286,16 +287,70 @@ def test_what_is_no_leaf_cannot_be_patched(tuple_pg: PatchableGraph) -> None:
             raise AssertionError("it was entered")
 
 
-def test_a_module_is_patched_at_its_output(tuple_pg: PatchableGraph) -> None:
-    """graphpatch refuses modules, which are no leaves; everything here takes their names."""
-    x = torch.randn(3, 2)
-    with tuple_pg.patch({"linear.output": [AddPatch(value=1)]}):
-        wanted = tuple_pg(x)
+def test_a_module_is_no_leaf(tuple_pg: PatchableGraph) -> None:
     for path in ("linear", tuple_pg.graph.linear):
-        with tuple_pg.patch({path: [AddPatch(value=1)]}):
-            given = tuple_pg(x)
-        assert torch.equal(given[0], wanted[0])
-        assert not torch.equal(given[0], tuple_pg(x)[0])
+        with pytest.raises(NodePathError, match=r"^'linear' is a Graph\(5\), not a single value"):
+            tuple_pg.patch({path: ZeroPatch()})
+
+
+class Names(nn.Module):
+    """A loop, ops of one name, and a module that two names are given to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = self.third = nn.Tanh()
+
+    def forward(self, x: torch.Tensor, times: int = 3) -> torch.Tensor:
+        for _ in range(times):
+            x = self.first(x * 2) + 1
+            x = x + 2
+        return self.third(x) * self.second(x)
+
+
+def test_only_the_names_of_graphpatch_are_names() -> None:
+    pg = PatchableGraph(Names(), torch.ones(1, 2))
+    assert list(pg.graph)[-5:] == ["add_5", "second_call", "second_call_1", "mul_3", "output"]
+    assert "add_1_3" in {entry.name for entry in bt.trace(pg.model, torch.ones(1, 2)).entries}
+    for path in (
+        "add_1_3", "first.weight.0", "add:2", "third.output", "second.output", "second_1.output",
+        "first", "output.sub_0", ".add", "first_3.output", re.compile("add"), bt.trace, nn.Linear,
+    ):  # fmt: skip
+        with pytest.raises((NodePathError, bt.errors.InputError)):
+            pg.patch({path: ZeroPatch()})
+
+
+def test_a_loop_is_unrolled_as_graphpatch_does() -> None:
+    model, x = Names(), torch.ones(1, 2)
+    pg = PatchableGraph(model, x)
+    names = ["mul", "first", "add", "add_1", "mul_1", "first_1", "add_2", "add_3"]
+    assert list(pg.graph)[1:9] == names
+    probes = {name: ProbePatch() for name in ("mul", "add", "add_1", "add_2", "first_2.output")}
+    with pg.patch({**probes, pg.graph.add_5: ProbePatch()}):
+        pg(x)
+    first = model.first(x * 2) + 1
+    second = model.first((first + 2) * 2) + 1
+    third = model.first((second + 2) * 2)
+    for probe, value in zip(probes.values(), (x * 2, first, first + 2, second, third), strict=True):
+        assert torch.equal(probe.activation, value)
+    with pg.patch({"mul": ZeroPatch()}):
+        once = pg(x)
+    with pg.patch({pg.graph.mul: ZeroPatch()}):
+        assert torch.equal(pg(x), once)
+    value = model.first(torch.zeros(1, 2)) + 1 + 2
+    for _ in range(2):
+        value = model.first(value * 2) + 1 + 2
+    assert torch.equal(once, value.tanh() * value.tanh())
+
+
+def test_what_only_another_call_reached_has_the_name_of_its_graph() -> None:
+    pg = PatchableGraph(Names(), torch.ones(1, 2), times=1)
+    with pytest.raises(NodePathError, match="the model has no 'add_2'"):
+        pg.patch({"add_2": ZeroPatch()})
+    pg(torch.ones(1, 2), times=2)
+    with pg.patch({"add_2": (second := ProbePatch())}):
+        pg(torch.ones(1, 2), times=2)
+    assert second.activation is not None
 
 
 def test_each_use_of_a_weight_can_be_patched(tuple_pg: PatchableGraph) -> None:
@@ -394,8 +449,6 @@ def test_extraction_options_are_accepted_but_not_functions() -> None:
 
 
 def test_what_save_wrote_is_loaded_with_its_example() -> None:
-    import io
-
     pg, file = PatchableGraph(Scaled(), torch.ones(1, 2)), io.BytesIO()
     pg.save(file)
     file.seek(0)
@@ -406,3 +459,25 @@ def test_what_save_wrote_is_loaded_with_its_example() -> None:
     other.seek(0)
     with pytest.raises(bt.errors.InputError, match="holds a list, and no PatchableGraph"):
         PatchableGraph.load(other)
+
+
+@pytest.mark.more
+def test_a_model_with_hooks_of_accelerate_is_saved_without_them() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)
+    wanted = model(x)
+    for module in model.modules():
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu"))
+    pg, file = PatchableGraph(model, x), io.BytesIO()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    pg.save(file)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert torch.equal(pg(x), wanted)
+    file.seek(0)
+    loaded = PatchableGraph.load(file)
+    assert torch.equal(loaded(x), wanted)
+    assert not hasattr(loaded.model[0], "_hf_hook")
+    model[0].to("meta")
+    with pytest.raises(bt.errors.InputError, match="accelerate has put weights of the model"):
+        pg.save(io.BytesIO())
+    assert hasattr(model[0], "_hf_hook")

@@ -1,8 +1,7 @@
 """TackleBox's README runs as it stands there, but for the import; then its examples one by one.
 
-`activate_all_hook` is written so there once; it is the same as `activate_all_hooks`. Two things
-are otherwise than they were: a hook that was active before a context stays active after it, and a
-module's `name` is there only while a hook runs.
+`activate_all_hook` is written so there once; it is the same as `activate_all_hooks`. A module's
+`name` exists only while a hook runs.
 """
 
 from __future__ import annotations
@@ -270,6 +269,15 @@ def test_hook_activation_with_python_contexts(
 
     with hookmngr.hook_all_context(hook_types=[my_backward_hook], category="backward_hook"):
         assert said(model, capsys) == [BACK + name for name in reversed(modules)]
+
+    hookmngr.activate_all_hooks()
+    with hookmngr.hook_module_context(my_module, hook_types=[my_forward_hook]):
+        assert len(said(model, capsys)) == 6
+    assert len(said(model, capsys)) == 5
+    with hookmngr.hook_all_context():
+        assert len(said(model, capsys)) == 6
+    # all hooks inactive, as the README says
+    assert said(model, capsys) == []
 
 
 def test_hook_function_and_hook_handle_objects(

@@ -156,9 +156,13 @@ class ResNet(nn.Module):
 
 
 RELUS = [
-    "relu", "layer1.sub_0.relu", "layer1.sub_0.relu_1", "layer1.sub_1.relu", "layer1.sub_1.relu_1",
+    "relu",
+    "layer1.0.relu",
+    "layer1.0.relu_1",
+    "layer1.1.relu",
+    "layer1.1.relu_1",
     "relu_1",
-]  # fmt: skip
+]
 
 
 def resnet() -> ResNet:
@@ -189,8 +193,7 @@ def test_inserting_by_matching_a_module_class() -> None:
     model, names = resnet(), Names()
     watched_model = interject_by_module_class(model, nn.Conv2d, names)
     convs = [
-        "conv1", "layer1.sub_0.conv1", "layer1.sub_0.conv2", "layer1.sub_1.conv1",
-        "layer1.sub_1.conv2",
+        "conv1", "layer1.0.conv1", "layer1.0.conv2", "layer1.1.conv1", "layer1.1.conv2",
     ]  # fmt: skip
     for _ in range(2):
         names.reset()
@@ -206,7 +209,7 @@ def test_inserting_by_name() -> None:
     watched_model = interject_by_name(resnet(), "layer1.0.conv1", names)
     for _ in range(2):
         watched_model(torch.zeros(1, 3, 8, 8))
-    assert names.names == ["layer1.sub_0.conv1"] * 2
+    assert names.names == ["layer1.0.conv1"] * 2
 
 
 def test_inserting_using_the_node_selector_api() -> None:
@@ -228,7 +231,7 @@ def test_tracing_and_setting_custom_leaf_modules() -> None:
         tracer_kwargs={"leaf_modules": [ResNet.Block]},
     )
     watched_model(torch.randn(2, 3, 8, 8))
-    assert names.names == ["relu", "layer1.sub_0", "layer1.sub_1", "relu_1"]
+    assert names.names == ["relu", "layer1.0", "layer1.1", "relu_1"]
 
 
 def test_an_interjected_model_is_the_model() -> None:
@@ -303,7 +306,7 @@ def test_recording_input_gradients() -> None:
         x.requires_grad = True
         wanted = torch.autograd.grad(model(x).max(dim=1)[0].sum(), x)[0]
         assert torch.equal(gt.grad, wanted)
-        assert gt.name == "sub_0"
+        assert gt.name == "0"
 
 
 def test_probes_have_the_names_and_losses_of_torchwatcher() -> None:

@@ -11,20 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 
 from bendtrace import bends
 from bendtrace.compat._torchbend_callbacks import BendingConfig, Lambda, flat_callbacks, name_by
 from bendtrace.compat._torchbend_methods import DEFAULT, ModuleWithMethods
 from bendtrace.compat._torchbend_names import At, Names, split
 from bendtrace.errors import InputError, NeverFiredWarning
-from bendtrace.interject.bends.bending import Bending
-from bendtrace.interject.bends.catalogue import Activation, near
+from bendtrace.interject.bends.bending import Bending, written
+from bendtrace.interject.bends.catalogue import Activation, activation_table, near
 from bendtrace.interject.bends.handle import BendHandle, Restoring
 from bendtrace.interject.bends.spec import BendSpec, compiled
 from bendtrace.interject.bends.versions import ORIGINAL
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
 from bendtrace.paths.text import Text
+from bendtrace.paths.view import Node
 from bendtrace.torch_rules.owners import module_of
 
 __all__ = ["BendingModule", "Bent"]
@@ -40,7 +42,7 @@ class BendingModule(ModuleWithMethods):
 
     def name_of_activation(self, path: str, fn: str = "forward") -> str:
         """Return the name of an activation by its node path."""
-        return self._names(fn).by_path.get(path, path)
+        return self._names(fn).at(path)[0]
 
     def weight_shape(self, name: str) -> torch.Size:
         """Return the shape of a weight."""
@@ -54,7 +56,7 @@ class BendingModule(ModuleWithMethods):
         return {
             name: found
             for name, found in self._names(fn).by_name.items()
-            if found.name in kept and (op is None or found.op in set(flat([op])))
+            if found.name.partition(":")[0] in kept and (op is None or found.op in set(flat([op])))
         }
 
     def activation_names(  # type: ignore[override]
@@ -77,7 +79,8 @@ class BendingModule(ModuleWithMethods):
         self, fn: str = "forward", flt: Any = None, exclude: Any = None, out: Any = None
     ) -> Text:
         """Print a table of the activations of a method, and return it."""
-        return self._traced(fn).bending.print_activations(flt, exclude, out)
+        found = self.activations(fn, flt=flt, exclude=exclude)
+        return written(activation_table(a._replace(name=k) for k, a in found.items()), out)
 
     def resolve_parameters(self, *patterns: Any) -> list[str]:
         """Return the names of the parameters that patterns match from the start."""
@@ -125,21 +128,11 @@ class BendingModule(ModuleWithMethods):
     ) -> Bent:
         """Bend activations and weights from now on.
 
-        Args:
-            callback: a bending callback, a function of a tensor, or a `BendingConfig` alone.
-            *where: patterns, which match the names of weights and activations from the start;
-                `encode:conv` for activations of one method; all else that `interject` accepts.
-            fn: the methods in which to bend activations. None for all that were traced or bent, and
-                for `forward`. Weights are bent in every method.
-            verbose: whether to print what is bent.
-            bend_param: whether patterns apply to weights.
-            bend_graph: whether patterns apply to activations.
-            allow_none: whether to accept that nothing has such a name so far.
-            weights: as `bend_param`, in `bendtrace.BendedModule`.
-            activations: as `bend_graph`.
-
-        Returns:
-            A handle, which is also a context manager: `remove()`, `report()`.
+        It takes what `bendtrace.BendedModule.bend` takes. Patterns match the names of weights
+        (unless `bend_param` is False) and activations (unless `bend_graph` is) from the start, and
+        `encode:conv` those of activations of one method. `fn` names the methods in which
+        activations are bent: without it, all that were traced or bent, and `forward`. Weights are
+        bent in every method. `verbose` prints what is bent.
 
         Raises:
             InputError: nothing has such a name, or an argument is invalid.
@@ -172,8 +165,11 @@ class BendingModule(ModuleWithMethods):
                     handles.append(made)
                 for name, items in places.items():
                     bending = self._part(name).bending
-                    made = bending.bend(one, *items, weights=False, allow_none=allow_none)
-                    handles.append(made)
+                    several = [item for item in items if not isinstance(item, Node)]
+                    for part in (several, *([i] for i in items if isinstance(i, Node))):
+                        if part:  # a node that is one pass is inserted by itself
+                            made = bending.bend(one, *part, weights=False, allow_none=allow_none)
+                            handles.append(made)
         except Exception:
             for handle in handles:
                 handle.remove()
@@ -237,9 +233,10 @@ class BendingModule(ModuleWithMethods):
         for named, item in map(split, what):
             errors = []
             every = self._all() if named is None else {named: self._part(named).bending}
-            for bending in every.values():
+            for fn, bending in every.items():
                 try:
-                    bending.reset(item)
+                    for one in self._names(fn).keys(item, bending.bended_keys()):
+                        bending.reset(one)
                 except InputError as error:
                     errors.append(error)
             if len(errors) == len(every):
@@ -289,9 +286,28 @@ class BendingModule(ModuleWithMethods):
         """Return the callbacks of each bent activation of a method."""
         if fn not in self._all():
             return {}
-        names = self._names(fn).by_path
+        names = self._names(fn)
         bent = self._bent(self._part(fn, align=False).bending, True)
-        return _listed((names.get(key, key), callback) for key, callback in bent)
+        return _listed((name, callback) for key, callback in bent for name in names.at(key))
+
+    def bend_graph(self, fn: str = "forward") -> Graph:
+        """Return the graph of a method, with a node `conv_bended` after each bent activation."""
+        graph, names = self.graph(fn), self._names(fn)
+        graph.owning_module = None  # which does not have the callbacks
+        by_name = {node.name: node for node in graph.nodes}
+        for name in self.bended_activations(fn):
+            known = names.by_name.get(name)
+            other = next((k for k, found in names.aliases.items() if found is known), name)
+            node = by_name.get(name) or by_name.get(other)
+            if node is None:
+                raise InputError(f"the graph of {fn} has no node for {name!r}")
+            with graph.inserting_after(node):
+                given: dict[str, Any] = {"name": f"{fn}:{name}"}
+                bent = graph.create_node("call_module", f"{name}_callback", (), given)
+            bent.name = f"{name}_bended"
+            node.replace_all_uses_with(bent)
+            bent.args = (node,)
+        return graph
 
     def bended_keys(self, fn: str = "forward") -> list[str]:
         """Return the names of the bent weights, and of the bent activations of a method."""
@@ -405,13 +421,7 @@ class BendingModule(ModuleWithMethods):
         return Restoring(lambda: self._choose(before))
 
     def write(self, version: str | None = None, force: bool = False, clear: bool = True) -> None:
-        """Save the weights as they are bent now as a version, and use it.
-
-        Args:
-            version: its name; None for the version in use, unless that is the model's own.
-            force: whether a version of the same name is replaced.
-            clear: whether to stop bending.
-        """
+        """Save the weights as they are bent now as a version, and use it."""
         if version is None:
             version, force = self.version, True
         if version == DEFAULT:
@@ -422,16 +432,7 @@ class BendingModule(ModuleWithMethods):
         self.version = version
 
     def create_version(self, name: str, weights: Any, strict: bool = True) -> list[str]:
-        """Save weights as a version.
-
-        Args:
-            name: its name; a version of the same name is replaced.
-            weights: a state dict, or a model that has one.
-            strict: whether its names have to be those of this model.
-
-        Returns:
-            The names that this model does not have.
-        """
+        """Save a state dict, or that of a model, as a version; return the names of foreign keys."""
         if not isinstance(weights, Mapping):
             owner = module_of(weights)
             if owner is None:

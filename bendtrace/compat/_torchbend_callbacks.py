@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor
 
@@ -434,6 +434,14 @@ class BendingConfig(bends.BendingConfig):
             fn: the method.
         """
         self.module, self._fn = module, fn
+
+    def __add__(self, other: Any) -> Self:
+        made = super().__add__(other)
+        if made is not NotImplemented and self.module is not None:
+            if getattr(other, "module", None) not in (None, self.module):
+                raise InputError("these configurations are bound to different models")
+            made.bind(self.module, self._fn)
+        return made
 
     @property
     def is_binded(self) -> bool:

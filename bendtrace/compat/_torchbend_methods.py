@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.fx import Graph
 
 from bendtrace import module as core
 from bendtrace._trace import Trace
 from bendtrace.compat._torchbend_callbacks import running
 from bendtrace.errors import InputError
 from bendtrace.flow import LogicalFlowStep
-from bendtrace.graph.mirror import Graph
+from bendtrace.graph.fx import check_guard
 from bendtrace.interject.bends.bending import Bending
 from bendtrace.interject.bends.handle import Source
 from bendtrace.torch_rules.owners import module_of
@@ -189,12 +190,8 @@ class ModuleWithMethods(core.BendedModule):
     ) -> Any:
         """Run the model, or another method of it, under the tracer.
 
-        Args:
-            *args: positional arguments of the method; before them its name, if it is not
-                `forward`, and if the model does not take text.
-            _return_out: whether to return the outputs as well.
-            fn: the name of the method; `func` works, too.
-            **kwargs: keyword arguments of the method.
+        Before the positional arguments of the method stands its name, if it is not `forward`, and
+        if the model does not take text; `fn=` and `func=` name it, too.
 
         Returns:
             The graph of the run, whose `flow_steps` are a list of the taken branches. With
@@ -223,20 +220,13 @@ class ModuleWithMethods(core.BendedModule):
         return _graph(trace), trace.output if type(trace.output) is tuple else (trace.output,)
 
     def graph(self, fn: str = "forward") -> Graph:  # type: ignore[override]
-        """Return the graph of a method's latest trace, which prints as a graph of torch.fx does.
+        """Return the graph of a method's latest trace, one of torch.fx, with its `flow_steps`.
 
         Args:
             fn: the name of the method.
 
         Raises:
             InputError: the method was not traced.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.compat.torchbend.BendedModule(lambda x: x if x.sum() > 0 else -x)
-            >>> _ = bended.trace(torch.ones(2))
-            >>> [(step.name, step.value) for step in bended.graph().flow_steps]
-            [('bool', True)]
         """
         return _graph(self._trace_of(fn))
 
@@ -294,6 +284,9 @@ class _NoForward:
 
 
 def _graph(trace: Trace) -> Graph:
-    made: Graph = trace.graph.copy()
-    made.graph["flow_steps"] = list(trace.flow_steps.of(LogicalFlowStep))
+    made: Graph = trace.to_fx(fold=True).graph
+    for node in reversed(list(made.nodes)):
+        if node.target is check_guard:  # a graph of torchbend is that of one path
+            made.erase_node(node)
+    made.flow_steps = list(trace.flow_steps.of(LogicalFlowStep))  # type: ignore[attr-defined]
     return made

@@ -1,11 +1,11 @@
-"""TorchWatcher's probes and its running cross covariance."""
+"""TorchWatcher's probes, and the models that interjections are in."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.module import BendedModule
 
-__all__ = ["CrossCovariance", "LinearProbe"]
+__all__ = ["LinearProbe", "WatchedModule", "is_made"]
 
 
 class LinearProbe(Interjection, nn.Module):
@@ -143,83 +144,52 @@ class LinearProbe(Interjection, nn.Module):
         self._scores.clear()
 
 
-class CrossCovariance:
-    """The covariance between two series of vectors, accumulated in float64.
+class WatchedModule(BendedModule):
+    """A model to which the interjections in it belong."""
 
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> cross = bt.compat.torchwatcher.CrossCovariance()
-        >>> cross.add(torch.tensor([[1.0], [2.0]]), torch.tensor([[2.0, 0.0], [4.0, 0.0]]))
-        >>> cross.covariance()
-        tensor([[1., 0.]], dtype=torch.float64)
-    """
+    def _interjections(self) -> dict[str, nn.Module]:
+        found = (getattr(one.what, "what", one.what) for one in self.insertions)
+        modules: dict[int, Any] = {id(one): one for one in found if is_made(one)}
+        return {f"{type(one).__name__}{n}": one for n, one in enumerate(modules.values())}
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._means: list[Tensor] = []
-        self._squares: list[Tensor] = []
-        self._products = torch.zeros(0)
+    def train(self, mode: bool = True) -> Self:
+        """Set the training mode of the model and of the interjections."""
+        for module in self._interjections().values():
+            module.train(mode)
+        return super().train(mode)
 
-    def add(self, a: Tensor, b: Tensor) -> None:
-        """Add pairs of vectors.
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        for module in self._interjections().values():
+            module._apply(fn, recurse)
+        return super()._apply(fn, recurse)
 
-        Args:
-            a: (n, units), or (n, units, ...), where each position is a sample.
-            b: the same with other units.
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of the model, and the interjections."""
+        memo = set() if memo is None else memo
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        for name, module in self._interjections().items():
+            yield from module.named_modules(memo, f"{prefix}.{name}".strip("."), remove_duplicate)
 
-        Raises:
-            InputError: they do not have the same number of samples.
-        """
-        one, other = _rows(a), _rows(b)
-        if len(one) != len(other):
-            raise InputError(f"{len(one)} samples of one and {len(other)} of the other")
-        if not len(one):
-            return
-        means = [one.mean(0), other.mean(0)]
-        centred = [one - means[0], other - means[1]]
-        squares = [rows.square().sum(0) for rows in centred]
-        products = centred[0].T @ centred[1]
-        if not self.count:
-            self.count, self._means = len(one), means
-            self._squares, self._products = squares, products
-            return
-        total = self.count + len(one)
-        apart = [new - old for new, old in zip(means, self._means, strict=True)]
-        weight = self.count * len(one) / total
-        self._products = self._products + products + weight * torch.outer(*apart)
-        self._squares = [
-            old + new + weight * far.square()
-            for old, new, far in zip(self._squares, squares, apart, strict=True)
-        ]
-        self._means = [
-            old + far * (len(one) / total) for old, far in zip(self._means, apart, strict=True)
-        ]
-        self.count = total
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict of the model, with those of the interjections."""
+        found = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        for name, module in self._interjections().items():
+            found.update(module.state_dict(prefix=f"{prefix}{name}."))
+        return found
 
-    def mean(self) -> list[Tensor]:
-        """Return the means of both."""
-        return list(self._means)
-
-    def variance(self, unbiased: bool = True) -> list[Tensor]:
-        """Return the variances of both."""
-        return [squares / (self.count - unbiased) for squares in self._squares]
-
-    def stdev(self, unbiased: bool = True) -> list[Tensor]:
-        """Return the standard deviations of both."""
-        return [variance.sqrt() for variance in self.variance(unbiased)]
-
-    def covariance(self, unbiased: bool = True) -> Tensor:
-        """Return the covariances: (units of a, units of b)."""
-        return self._products / (self.count - unbiased)
-
-    def correlation(self) -> Tensor:
-        """Return the correlations: (units of a, units of b)."""
-        one, other = self.stdev()
-        return self.covariance() / one[:, None] / other
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict that this model has returned."""
+        own = dict(state_dict)
+        for name, module in self._interjections().items():
+            keys = [key for key in own if key.startswith(f"{name}.")]
+            mine = {key.removeprefix(f"{name}."): own.pop(key) for key in keys}
+            module.load_state_dict(mine, *args, **kwargs)
+        return super().load_state_dict(own, *args, **kwargs)
 
 
-def _rows(values: Tensor) -> Tensor:
-    rows = values.detach().double()
-    if rows.dim() == 1:
-        rows = rows[None]
-    return rows.movedim(1, -1).reshape(-1, rows.shape[1])
+def is_made(interjection: Any) -> bool:
+    """Whether it is a module whose constructor was called."""
+    return isinstance(interjection, nn.Module) and "_modules" in vars(interjection)

@@ -10,9 +10,7 @@ tensor([0., 0.])
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -22,11 +20,15 @@ from torch import nn
 
 from bendtrace import patches
 from bendtrace.errors import InputError, NodePathError
+from bendtrace.interject.patches.context import raise_all
+from bendtrace.interject.patches.numbers import with_numbers
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
-from bendtrace.paths.nodes import NodePath
+from bendtrace.paths.nodes import NodePath, TreeNode
+from bendtrace.paths.text import describe
+from bendtrace.paths.unrolled import unrolled
 from bendtrace.paths.view import Node, Tree
-from bendtrace.torch_rules.owners import module_of
+from bendtrace.torch_rules.owners import module_of, unhooked
 
 __all__ = ["ExtractionOptions", "PatchableGraph"]
 __dir__ = __all__.copy
@@ -116,8 +118,9 @@ class PatchableGraph(BendedModule):
         torch.Size([3])
     """
 
-    _untraced = BendedModule._untraced | {"_example"}
+    _untraced = BendedModule._untraced | {"_example", "_graph"}
     _example: Tree
+    _graph: Tree | None = None  # the example as graphpatch numbers it, when it is first looked at
 
     def __init__(
         self, model: Callable[..., Any], /, *example_args: Any, **example_kwargs: Any
@@ -132,34 +135,32 @@ class PatchableGraph(BendedModule):
     def graph(self) -> Node:  # type: ignore[override]
         """The tree of the example: it prints, completes, and leads to every value by its path.
 
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> model = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.ReLU())
-            >>> pg = bt.PatchableGraph(model, torch.ones(1, 2))
-            >>> pg.graph.sub_1.relu
-            relu: Tensor(1, 2)
-            >>> with pg.patch({pg.graph.sub_1.relu: bt.patches.ZeroPatch()}):
-            ...     pg(torch.ones(1, 2))
-            tensor([[0., 0.]])
+        As in graphpatch, loops are unrolled: `mul` is the first product, and `mul_1` the second.
         """
-        return _Root(self._example, self)
+        return _Root(self._unrolled, self)
+
+    @property
+    def _unrolled(self) -> Tree:
+        if self._graph is None:
+            object.__setattr__(self, "_graph", unrolled(self._example, self.model))
+        assert self._graph is not None
+        return self._graph
 
     def patch(self, patches: Any) -> Any:
         """Return a context in which patches apply at nodes; after it the model is as before.
 
-        In addition to what `BendedModule.patch` takes:
-
-        - The first of several calls of a module can be named as in graphpatch: `"linear_0.output"`
-          for `"linear.output"`.
-        - An attribute of a module that is a number can be named by its path, `"scale"` or
-          `"layers.0.scale"`. While the context lasts, the module has the new number, in all calls.
-
         Args:
-            patches: for each node one patch, or several in the order in which they apply.
+            patches: for each node one patch, or several in the order in which they apply. A node is
+                given as a node of `graph`, or by the path that graphpatch has for it:
+                `"layers_0.mlp.relu"`, `"output|sub_0.sub_1"`; the first of several calls of a
+                module also as `"linear_0.output"`. What only a later call reached has the path
+                that it would have in the graph of that call. An attribute of a module that is a
+                number has a path as well, `"scale"`: while the context lasts, the module has the
+                new number, in all calls.
 
         Raises:
-            NodePathError: a node does not exist, or does not hold a single value.
-            InputError: a value in `patches` is not a patch.
+            NodePathError: a path does not lead to a single value.
+            InputError: a key is neither a path nor a node, or a value is not a patch.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -178,59 +179,91 @@ class PatchableGraph(BendedModule):
             return super().patch(patches)
         numbers: dict[tuple[nn.Module, str], Any] = {}
         others: dict[Any, Any] = {}
+        errors: list[NodePathError] = []
         for where, given in patches.items():
-            found = self._number(where)
-            if found is None:
-                others[self._spelt(where)] = given
+            try:
+                place = self._place(where)
+            except NodePathError as error:
+                errors.append(error)
             else:
-                numbers[found] = given
+                if isinstance(place, tuple):
+                    numbers[place] = given
+                else:
+                    others[place] = given
+        raise_all(errors)
         if not numbers:
             return super().patch(others)
-        return _with_numbers(numbers, super().patch(others))
+        return with_numbers(numbers, super().patch(others))
 
-    def _number(self, where: Any) -> tuple[nn.Module, str] | None:
+    def _place(self, where: Any) -> Node | NodePath | tuple[nn.Module, str]:
+        """Return the node that a key names, or the module and the attribute."""
+        if not isinstance(where, (str, Node)):
+            raise InputError(f"patches are given by paths and nodes of the graph, not {where!r}")
+        place: Any = where
+        if isinstance(where, Node):
+            node = where._data
+        elif isinstance(where, NodePath):  # of a node of a tree, or of an attribute
+            return self._number(where) or where
+        elif found := dict(_paths(self._unrolled.data)).get(where) or self._elsewhere(where):
+            node, place = found, NodePath(found.path)
+        elif number := self._number(where):
+            return number
+        else:
+            node = self._unrolled.resolve(where, leaf=False)._data  # which raises, or is an alias
+            raise NodePathError(
+                f"no node {where!r}: {node.path!r} has this name, but not in graphpatch", where
+            )
+        if node.kind in ("graph", "container"):
+            said = where if type(where) is str else node.path
+            inside = tuple(name for name, _ in _paths(node, said + _sign(node)))
+            raise NodePathError(
+                f"{said!r} is a {describe(node)}, not a single value; name a value in it: "
+                f"{', '.join(map(repr, inside[:12]))}",
+                said,
+                inside,
+            )
+        return place  # type: ignore[no-any-return]
+
+    def _elsewhere(self, path: str) -> TreeNode | None:
+        """Return the node that a path names in calls other than the example; None for none.
+
+        Raises:
+            NodePathError: it names several nodes.
+        """
+        graphs = [dict(_paths(unrolled(tree, self.model).data)) for tree in self._known.trees()]
+        found = {graph[path].path: graph[path] for graph in graphs if path in graph}
+        if len(found) > 1:
+            raise NodePathError(
+                f"{path!r} is ambiguous: the example has no such node, and other calls have "
+                f"{' and '.join(map(repr, found))}",
+                path,
+                tuple(found),
+            )
+        return next(iter(found.values()), None)
+
+    def _number(self, path: str) -> tuple[nn.Module, str] | None:
         """Return the module and the name of an attribute that is a number, if a path names one."""
-        model = module_of(self.model)
-        if model is None or not isinstance(where, str) or self._leads(str(where)):
-            return None
-        *parts, name = str(where).split(".")
+        *parts, name = path.split(".")
         try:
-            owner = model.get_submodule(".".join(parts))
+            owner = (module_of(self.model) or nn.Module()).get_submodule(".".join(parts))
         except AttributeError:
             return None
         is_number = type(getattr(owner, name, None)) in (bool, int, float)
         return (owner, name) if is_number else None
 
-    def _leads(self, path: str) -> bool:
-        try:
-            self._example.resolve(path, leaf=False)
-        except NodePathError:
-            return False
-        return True
-
-    def _spelt(self, where: Any) -> Any:
-        if type(where) is not str or self._leads(where):
-            return where
-        other = re.sub(r"_0(?=[.|:]|$)", "", where, count=1)
-        return other if self._leads(other) else where
-
     def save(self, target: str | os.PathLike[str] | IO[bytes]) -> None:
-        """Save the model and its example; the same as `torch.save(self, target)`.
+        """Save the model and its example, without hooks of accelerate that are on the model.
 
         `PatchableGraph.load(target)` loads it.
 
         Args:
             target: a path or a binary file.
 
-        Example:
-            >>> import io, torch, bendtrace as bt
-            >>> pg, file = bt.PatchableGraph(torch.nn.ReLU(), torch.ones(2)), io.BytesIO()
-            >>> pg.save(file)
-            >>> _ = file.seek(0)
-            >>> bt.PatchableGraph.load(file).graph.relu
-            relu: Tensor(2)
+        Raises:
+            InputError: accelerate has put weights somewhere else.
         """
-        torch.save(self, target)
+        with unhooked(self.model):
+            torch.save(self, target)
 
     @staticmethod
     def load(source: str | os.PathLike[str] | IO[bytes], **options: Any) -> PatchableGraph:
@@ -264,7 +297,7 @@ class PatchableGraph(BendedModule):
 
 
 class _Root(Node):
-    """The root of an example, whose attributes can also be named as graphpatch names them."""
+    """The root of an example, whose attributes are also the numbers of the model."""
 
     __slots__ = ("_owner",)
     _owner: PatchableGraph
@@ -277,37 +310,20 @@ class _Root(Node):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            spelt = self._owner._spelt(name)
-            if spelt != name:
-                return super().__getattr__(spelt)
             if self._owner._number(name) is not None:
                 return NodePath(name)
             raise
 
 
-@contextlib.contextmanager
-def _with_numbers(numbers: Mapping[tuple[nn.Module, str], Any], others: Any) -> Iterator[None]:
-    new = {}
-    for (owner, name), given in numbers.items():
-        value = getattr(owner, name)
-        for patch in [given] if isinstance(given, patches.Patch) else given:
-            if not isinstance(patch, patches.Patch):
-                raise InputError(f"the value at {name!r} is not a patch: {patch!r}")
-            made = patch.op(value)
-            value = value if made is None else made
-        if type(value) not in (bool, int, float):
-            raise InputError(f"the number at {name!r} can only become a number, not {value!r}")
-        new[owner, name] = value
-    missing = object()
-    before = {(owner, name): vars(owner).get(name, missing) for owner, name in new}
-    try:
-        for (owner, name), value in new.items():
-            setattr(owner, name, value)
-        with others:
-            yield
-    finally:
-        for (owner, name), old in before.items():
-            if old is missing:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)
+def _paths(node: TreeNode, start: str = "") -> Iterator[tuple[str, TreeNode]]:
+    """Yield the nodes below one of an unrolled tree by the strings that graphpatch has for them."""
+    for child in node.children.values():
+        inside = node.kind == "container" and isinstance(child.key, str)
+        for name in filter(None, (str(child.key) if inside else child.name, child.label)):
+            yield start + name, child
+            sign = "." if node.kind == "container" else _sign(child)
+            yield from _paths(child, f"{start}{name}{sign}")
+
+
+def _sign(node: TreeNode) -> str:
+    return "|" if node.kind == "container" else "."

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from bendtrace import hooks
 from bendtrace.errors import InputError
 from bendtrace.hooks import HookFunction, HookHandle
-from bendtrace.interject.hooks import free_name
+from bendtrace.interject.hooks import HookContext, free_name
 
 __all__ = ["HookFunction", "HookHandle", "HookManager", "ModuleTracker", "TrackingProtocol"]
 __dir__ = __all__.copy
@@ -33,8 +33,9 @@ class HookManager(hooks.HookManager):
     """A `bendtrace.HookManager` that accepts every name.
 
     A second name for a module or function is ignored, and a name that is taken gets a number.
-    Everything else is as in `bendtrace.HookManager`: contexts restore the active hooks,
-    `module.name` exists while a hook runs, and gradients are those of one call.
+    At the end of a context, its hooks are inactive, also those that were active before. Everything
+    else is as in `bendtrace.HookManager`: `module.name` exists while a hook runs, and gradients are
+    those of one call.
 
     Args:
         model: modules registered without a name get their name in this model; hooks on the modules
@@ -79,21 +80,9 @@ class HookManager(hooks.HookManager):
                 gradients.
             **named_modules: modules by the names to register them under.
 
-        Returns:
-            The function, as a `HookFunction`.
-
         Raises:
             InputError: an argument is invalid. With `retain_forward_cache`, the backward pass
                 raises it if the module was called several times.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> relu, manager = torch.nn.ReLU(), bt.compat.tacklebox.HookManager()
-            >>> def show(module, grad_in, grad_out, inputs, outputs):
-            ...     print(*(value.tolist() for value in (inputs[0], outputs[0], grad_in[0])))
-            >>> _ = manager.register_backward_hook(show, retain_forward_cache=True, relu=relu)
-            >>> relu(torch.tensor([-1.0, 2.0], requires_grad=True)).sum().backward()
-            [-1.0, 2.0] [0.0, 2.0] [0.0, 1.0]
         """
         if not retain_forward_cache:
             return super().register_backward_hook(
@@ -119,29 +108,19 @@ class HookManager(hooks.HookManager):
         return super()._hooks_of(given) if given else []
 
     def hook_all_context(self, **options: Any) -> Any:
-        """Return a context in which hooks are active, as `bendtrace.HookManager` does.
+        """Return a context in which hooks are active, and at whose end they are inactive.
 
         Args:
             **options: `hook_types` and `category`, as for `activate_all_hooks`.
 
         Returns:
             The context. Others can be added to it: `manager.hook_all_context() + torch.no_grad()`.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> relu, manager = torch.nn.ReLU(), bt.compat.tacklebox.HookManager()
-            >>> def show(module, inputs, outputs):
-            ...     print(torch.is_grad_enabled())
-            >>> _ = manager.register_forward_hook(show, activate=False, relu=relu)
-            >>> with manager.hook_all_context(category="forward_hook") + torch.no_grad():
-            ...     _ = relu(torch.ones(2))
-            False
         """
-        return _Contexts(super().hook_all_context(**options))
+        return _Contexts(_Deactivating(super().hook_all_context(**options)))
 
     def hook_module_context(self, *modules: nn.Module, **options: Any) -> Any:
         """Return a context in which hooks of modules are active; see `hook_all_context`."""
-        return _Contexts(super().hook_module_context(*modules, **options))
+        return _Contexts(_Deactivating(super().hook_module_context(*modules, **options)))
 
     def activate_hook_by_name(self, hook_name: str) -> None:
         """Activate one hook.
@@ -177,13 +156,6 @@ class HookManager(hooks.HookManager):
 
         Raises:
             InputError: the module or a function is not registered.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> relu, manager = torch.nn.ReLU(), bt.compat.tacklebox.HookManager()
-            >>> _ = manager.register_forward_hook(print, hook_fn_name="show", relu=relu)
-            >>> list(manager.get_module_hooks(relu))
-            [<HookHandle show[relu]: active>]
         """
         for handle in self._select((module,), hook_types or None, category):
             if include_active if handle.active else include_inactive:
@@ -206,6 +178,18 @@ class HookManager(hooks.HookManager):
         return self.hook_module_context(
             *map(self.name_to_module.__getitem__, module_names), **options
         )
+
+
+class _Deactivating(HookContext[Any]):
+    """A context that leaves no hook active that it selects."""
+
+    def __init__(self, context: HookContext[Any]) -> None:
+        super().__init__(context._manager, context._select)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for handle in self._select():
+            handle.deactivate()
 
 
 class _Contexts:

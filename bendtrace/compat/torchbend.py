@@ -4,8 +4,8 @@
 >>> tb = bt.compat.torchbend
 >>> bended = tb.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
 >>> graph, out = bended.trace(torch.tensor([-1.0, 0.0]), _return_out=True)
->>> print(out[0], list(bended.graph()))
-tensor([0., 0.]) ['input', 'relu', 'tanh', 'output']
+>>> print(out[0], [node.name for node in bended.graph().nodes])
+tensor([0., 0.]) ['input_1', 'relu', 'tanh', 'output']
 >>> _ = bended.bend(tb.Bias(1.0), "1$")
 >>> bended(torch.zeros(2))
 tensor([1., 1.])
@@ -35,7 +35,7 @@ from bendtrace.interject.where import Where
 from bendtrace.paths.nodes import NodePath
 from bendtrace.source.internals import pytree
 
-__all__ = ["BendShapeError", "BendedModule", "BendedWrapper"]
+__all__ = ["BendShapeError", "BendedModule", "BendedWrapper", "BendingError"]
 __dir__ = __all__.copy
 __all__ += {*bends.__all__, *_torchbend_callbacks.__all__}
 __all__.sort()
@@ -97,10 +97,7 @@ class BendedModule(BendingModule):
         Args:
             *names: patterns. `conv` matches the activation before its bends, and `conv_bended`
                 after them.
-            fn: the method, which was traced.
-            _return_graph: whether to return the graph as well.
-            _save_as_method: a name under which to call this with other inputs.
-            _filter_bended: whether to leave out what is `_bended`.
+            fn: the method, which was traced; `_save_as_method` is a name to call this by again.
             **inputs: keyword arguments of the method. With an option of
                 `bendtrace.BendedModule.get_activations` among them, it does what that does.
 
@@ -123,8 +120,8 @@ class BendedModule(BendingModule):
                 raise InputError(f"{fn} has no activation {name!r}; {near(name, known.by_name)}")
         seen, paths = _Seen(), list(map(NodePath, dict.fromkeys(wanted.values())))
         with running(fn), ExitStack() as stack:
-            if after:
-                stack.enter_context(part.interject(list(map(NodePath, after.values())), seen))
+            for path in after.values():
+                stack.enter_context(part.interject(NodePath(path), seen))
             every = paths or list(map(NodePath, after.values()))
             values = core.BendedModule.get_activations(part, *every, kwargs=inputs, bended=False)
         outs: dict[str, Any] = {}
@@ -157,8 +154,6 @@ class BendedModule(BendingModule):
                 values. Or what `bendtrace.BendedModule.from_activations` takes, first a dict.
             callbacks: the callbacks that bend the activations, instead of names.
             fn: the method, which was traced.
-            _return_graph: whether to return the graph as well.
-            _save_as_method: a name under which to call this with other inputs.
             **inputs: the values by name; keyword arguments of the method, as far as the rest needs
                 them; and further arguments of the callbacks, by name. Of several activations,
                 `conv_weights` is the argument `weights` at `conv`. Of several callbacks with the
@@ -227,7 +222,9 @@ class _Seen(Interjection):
         """Keep a value."""
         with torch.inference_mode(False), torch.no_grad():
             kept = pytree.tree_map_only(Tensor, lambda value: value.detach().clone(), output)
-        self.kept.setdefault(at.path, []).append(kept)
+        for path in (at.path, f"{at.path}:{at.number + 1}"):
+            self.kept.setdefault(path, []).append(kept)
 
 
 BendedWrapper = BendedModule
+BendingError = InputError

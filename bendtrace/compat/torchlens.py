@@ -1,4 +1,4 @@
-"""TorchLens: `log_forward_pass` and `show_model_graph`, and the names of its second version.
+"""TorchLens: `log_forward_pass` and `show_model_graph`, and some names of its second version.
 
 >>> import torch, bendtrace as bt
 >>> tl = bt.compat.torchlens
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from bendtrace._history import ModelHistory
 from bendtrace._trace import Trace, run_trace
 from bendtrace.errors import InputError
 from bendtrace.history.capture import SaveOptions
+from bendtrace.history.depths import depths
 from bendtrace.history.entries import LayerEntry
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ __dir__ = __all__.copy
 
 
 class Op(LayerEntry):
-    """An entry of the log that can also be read with the names of TorchLens 2.
+    """An entry of the log that can also be read with some names of TorchLens 2.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -119,7 +120,7 @@ class Op(LayerEntry):
 
 
 class _Log(Trace):
-    """A trace that can also be read with the names of TorchLens 2."""
+    """A trace that can also be read with some names of TorchLens 2."""
 
     @property
     def layer_list(self) -> list[Any]:
@@ -332,7 +333,7 @@ def trace(
             every layer and module whose name contains it: `"relu"`. Outputs are always saved.
 
     Returns:
-        The log, which can be read with the names of TorchLens 2 as well.
+        The log, which can be read with some names of TorchLens 2 as well.
 
     Raises:
         InputError: an option is invalid; nothing was run.
@@ -346,7 +347,10 @@ def trace(
     options["layers_to_save"] = _selected(options.get("layers_to_save", "all"))
     log = log_forward_pass(model, input_args, input_kwargs, **options)
     if mark_layer_depths:
-        _mark_depths(log)
+        entries = [each for each in log._entries_without_state() if isinstance(each, Op)]
+        for each, (above, below) in zip(entries, depths(entries), strict=True):
+            each.min_distance_from_input, each.max_distance_from_input = above
+            each.min_distance_to_output, each.max_distance_to_output = below
     for entry in log.entries:
         if isinstance(entry, Op):
             entry._transform = activation_transform
@@ -407,34 +411,6 @@ def validate_forward_pass(
     return bool(log.validate())
 
 
-def _mark_depths(log: Trace) -> None:
-    """Count the entries on the ways between each one and the inputs and outputs."""
-    entries = [each for each in log._entries_without_state() if isinstance(each, Op)]
-    above = _distances(entries, "input", lambda entry: entry.parents)
-    below = _distances(entries[::-1], "output", lambda entry: entry.children)
-    for entry in entries:
-        low, high = above.get(entry.label, (None, None))
-        entry.min_distance_from_input, entry.max_distance_from_input = low, high
-        low, high = below.get(entry.label, (None, None))
-        entry.min_distance_to_output, entry.max_distance_to_output = low, high
-
-
-def _distances(
-    entries: Iterable[Op], ends: str, before: Callable[[Op], list[str]]
-) -> dict[str, tuple[int, int]]:
-    """Return how far entries are from the ends, at least and at most, in the order of the ways."""
-    found: dict[str, tuple[int, int]] = {}
-    for entry in entries:
-        near = [found[label] for label in before(entry) if label in found]
-        if entry.kind == ends:
-            found[entry.label] = 0, 0
-        elif near:
-            found[entry.label] = (
-                1 + min(low for low, _ in near), 1 + max(high for _, high in near)
-            )  # fmt: skip
-    return found
-
-
 def _arguments(model: Callable[..., Any], given: Any) -> tuple[Any, ...]:
     """Return the positional arguments; a tuple is one argument for a model that takes just one."""
     if isinstance(given, tuple) and len(given) > 1:
@@ -460,7 +436,7 @@ def _selected(wanted: Any) -> Any:
 
 
 def _with_names(trace: Trace) -> None:
-    """Let a trace and its entries be read with the names of TorchLens 2."""
+    """Let a trace and its entries be read with some names of TorchLens 2."""
     trace.__class__ = _Log
     for entry in trace.entries:
         entry.__class__ = Op

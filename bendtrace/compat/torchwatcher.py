@@ -19,22 +19,27 @@ import threading
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from bendtrace import node_selector
-from bendtrace.compat._watched import CrossCovariance, LinearProbe
-from bendtrace.errors import InputError
+from bendtrace.analysis.streaming.moments import CrossCovariance
+from bendtrace.compat._watched import LinearProbe, WatchedModule, is_made
+from bendtrace.errors import InputError, NodePathError
+from bendtrace.interject.executions import Execution, Repeated, numbered_name, split_number
+from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.insertion import as_interjection
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.leaves import leaves_in, outside
+from bendtrace.interject.leaves import leaf_names, leaves_in, outside
 from bendtrace.interject.native import Attached, Counts
 from bendtrace.interject.plan import forms_of
-from bendtrace.interject.selectors.naming import matches_module, matches_module_class
+from bendtrace.interject.selectors.naming import matches_module_class
 from bendtrace.interject.sharing import shared_copy
 from bendtrace.module import BendedModule
 from bendtrace.rewriting import replace_module, replace_module_native
+from bendtrace.torch_rules.owners import is_leaf_module, modules_in
 
 __all__ = [
     "CrossCovariance",
@@ -43,7 +48,6 @@ __all__ = [
     "WrappedForwardBackwardInterjection",
     "WrappedForwardInterjection",
     "interject_by_match",
-    "interject_by_module",
     "interject_by_module_class",
     "interject_by_module_class_native",
     "interject_by_name",
@@ -58,10 +62,10 @@ _lock = threading.Lock()
 
 
 class _Module(Interjection, nn.Module, ABC):
-    """An interjection that can have parameters, buffers and submodules of its own.
+    """An interjection that can have parameters, buffers and submodules.
 
-    They are its own: the model's state dict, parameters, training mode and device do not include
-    them. Hand `interjection.parameters()` to an optimizer, call `interjection.to(...)`.
+    They belong to the watched model, which the `interject_by_...` functions return: its parameters,
+    its state dict, its training mode and its device include them.
     """
 
     # Of the class, since subclasses need not call a constructor if they hold no tensors.
@@ -73,26 +77,44 @@ class _Module(Interjection, nn.Module, ABC):
         Override it to get something ready for each node: a probe, a list, a counter.
 
         Args:
-            name: path of the node.
+            name: name of the node.
             module: the module called; None for functions and methods.
         """
 
-    def _meet(self, at: NodePass) -> None:
-        if at.path in self._nodes:
-            return
-        with _lock:
-            is_new = at.path not in self._nodes
-            self._nodes = self._nodes | {at.path}
-        if is_new:
-            self.register(at.path, at.module)
+    def _name_of(self, at: NodePass) -> str:
+        """Return the name of an execution, with its number among those of one kind in the call."""
+        if not at.qualified_name:
+            return at.path
+        names, counts = self._of_call()
+        key = at.path, at.number
+        if key not in names:
+            stem, number = numbered_name(at)
+            number = max(counts.get(stem, 0), 0 if at.number else number)
+            counts[stem] = number + 1
+            names[key] = f"{stem}_{number}" if number else stem
+        return names[key]
+
+    def _of_call(self) -> tuple[dict[tuple[str, int], str], dict[str, int]]:
+        return of_this_run().setdefault(id(self), ({}, {}))  # type: ignore[no-any-return]
+
+    def _meet(self, at: NodePass) -> str:
+        """Return the name of an execution, after it was registered."""
+        name = self._name_of(at)
+        if name not in self._nodes:
+            with _lock:
+                is_new = name not in self._nodes
+                self._nodes = self._nodes | {name}
+            if is_new:
+                self.register(name, at.module)
+        return name
 
 
 class ForwardInterjection(_Module):
     """Sees the output of a node, and may replace it. Subclasses override `process`.
 
-    One object can be inserted at many nodes, which it distinguishes by path. It is an `nn.Module`,
-    and can have parameters, which are trained like any others and are not part of the model's
-    state.
+    One object can be inserted at many nodes, which it distinguishes by name: `features.1` for a
+    module, `layer1.0.add` for a function called in one, and with a number for what is repeated
+    there, `layer1.0.relu_1`. It is an `nn.Module`, and can have parameters.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -110,7 +132,7 @@ class ForwardInterjection(_Module):
         """Called with the output of a node.
 
         Args:
-            name: path of the node.
+            name: name of the node.
             module: the module called; None for functions and methods.
             inputs: the output of the node, unchanged: a tensor, a tuple, a dict.
 
@@ -120,8 +142,7 @@ class ForwardInterjection(_Module):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Call `process`."""
-        self._meet(at)
-        return self.process(at.path, at.module, output)
+        return self.process(self._meet(at), at.module, output)
 
 
 class WrappedForwardInterjection(_Module):
@@ -147,11 +168,10 @@ class WrappedForwardInterjection(_Module):
         """Called with the inputs and the output of a node.
 
         Args:
-            name: path of the node.
+            name: name of the node.
             module: the module called; None for functions and methods.
             inputs: the arguments that contain a tensor, positional ones first. A single one is
-                passed as it is, several as a tuple. If the node changes its input in place, it has
-                done so already.
+                passed as it is, several as a tuple. They are the values from before the node.
             outputs: the output of the node, unchanged.
 
         Returns:
@@ -160,8 +180,8 @@ class WrappedForwardInterjection(_Module):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Call `process`."""
-        self._meet(at)
-        return self.process(at.path, at.module, _unpacked(_with_tensors(inputs)), output)
+        name = self._meet(at)
+        return self.process(name, at.module, _unpacked(_with_tensors(inputs)), output)
 
 
 class WrappedForwardBackwardInterjection(_Module):
@@ -188,13 +208,7 @@ class WrappedForwardBackwardInterjection(_Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "wants_inputs" not in vars(cls):  # what nobody looks at is not asked for
-            cls.wants_inputs = cls._overrides("after")
-
-    @classmethod
-    def _overrides(cls, name: str) -> bool:
-        if name == "after" and cls.after is WrappedForwardBackwardInterjection.after:
-            return cls.process is not WrappedForwardBackwardInterjection.process
-        return super()._overrides(name)
+            cls.wants_inputs = cls.process is not WrappedForwardBackwardInterjection.process
 
     def process(self, name: str, module: nn.Module | None, inputs: Any, outputs: Any) -> Any:
         """Called in the forward pass, like `WrappedForwardInterjection.process`."""
@@ -213,7 +227,7 @@ class WrappedForwardBackwardInterjection(_Module):
         `grad_input`.
 
         Args:
-            name: path of the node.
+            name: name of the node.
             module: the module called; None for functions and methods.
             grad_input: gradients of the node's input tensors, in the order of the arguments, None
                 for a tensor without a gradient. A single one is passed as it is, several as a
@@ -226,8 +240,8 @@ class WrappedForwardBackwardInterjection(_Module):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Call `process`."""
-        self._meet(at)
-        return self.process(at.path, at.module, _unpacked(_with_tensors(inputs)), output)
+        name = self._meet(at)
+        return self.process(name, at.module, _unpacked(_with_tensors(inputs)), output)
 
     def backward(
         self,
@@ -236,10 +250,18 @@ class WrappedForwardBackwardInterjection(_Module):
         grad_output: tuple[Any, ...],
     ) -> Any:
         """Call `process_backward`."""
-        self._meet(at)
         return self.process_backward(
-            at.path, at.module, _unpacked(grad_input), _unpacked(grad_output)
+            self._meet(at), at.module, _unpacked(grad_input), _unpacked(grad_output)
         )
+
+    def _backward_of_call(self) -> Callable[..., Any]:
+        names, _ = self._of_call()
+
+        def backward(at: NodePass, *gradients: Any) -> Any:
+            name = names.get((at.path, at.number), at.path)
+            return self.backward(replace(at, path=name, qualified_name=""), *gradients)
+
+        return backward
 
 
 Options = Mapping[str, Any] | None
@@ -250,10 +272,6 @@ def interject_by_match(
     selector: Any,
     interjection: Interjection,
     tracer_kwargs: Options = None,
-    *,
-    passes: Any = None,
-    every: int | None = None,
-    allow_none: bool = False,
 ) -> BendedModule:
     """Insert something at all nodes that a selector selects.
 
@@ -263,9 +281,6 @@ def interject_by_match(
         interjection: what to insert; also a function of the value.
         tracer_kwargs: `{"leaf_modules": [...]}`: classes of modules, modules or qualified names.
             Their calls are nodes, but the nodes inside them are not selected.
-        passes: the passes of each node to apply to, as for `BendedModule.interject`.
-        every: apply only in every n-th pass.
-        allow_none: whether to accept that no node is selected.
 
     Returns:
         The `BendedModule`; `.insertions[-1]` is the handle.
@@ -283,9 +298,9 @@ def interject_by_match(
         >>> watched(torch.ones(2)), model(torch.ones(2))
         (tensor([0.5000, 0.5000]), tensor([0.7311, 0.7311]))
     """
-    bended = _bended(model)
+    bended = _bended(model, interjection)
     where = outside(selector, bended.model, leaves_in(tracer_kwargs))
-    bended.interject(where, interjection, passes=passes, every=every, allow_none=allow_none)
+    bended.interject(where, interjection)
     return bended
 
 
@@ -294,10 +309,6 @@ def interject_by_module_class(
     target_module_class: type[nn.Module] | tuple[type[nn.Module], ...],
     interjection: Interjection,
     tracer_kwargs: Options = None,
-    *,
-    passes: Any = None,
-    every: int | None = None,
-    allow_none: bool = False,
 ) -> BendedModule:
     """Insert something at all calls of modules of a class, including subclasses.
 
@@ -309,9 +320,6 @@ def interject_by_module_class(
         target_module_class: the class, or several.
         interjection: what to insert; also a function of the value.
         tracer_kwargs: as for `interject_by_match`.
-        passes: the passes of each node to apply to, as for `BendedModule.interject`.
-        every: apply only in every n-th pass.
-        allow_none: whether to accept that no node is selected.
 
     Returns:
         The `BendedModule`; `.insertions[-1]` is the handle.
@@ -332,53 +340,7 @@ def interject_by_module_class(
     """
     given = target_module_class
     classes = given if isinstance(given, tuple) else (given,)
-    return interject_by_match(
-        model, matches_module_class(*classes), interjection, tracer_kwargs,
-        passes=passes, every=every, allow_none=allow_none,
-    )  # fmt: skip
-
-
-def interject_by_module(
-    model: Callable[..., Any],
-    module: nn.Module,
-    interjection: Interjection,
-    *,
-    passes: Any = None,
-    every: int | None = None,
-    allow_none: bool = False,
-) -> BendedModule:
-    """Insert something at all calls of one module, wherever they occur.
-
-    Args:
-        model: a model, or a `BendedModule`, as for `interject_by_match`.
-        module: the module, a submodule of the model.
-        interjection: what to insert; also a function of the value.
-        passes: the passes of each node to apply to, as for `BendedModule.interject`.
-        every: apply only in every n-th pass.
-        allow_none: whether to accept that the module is not called.
-
-    Returns:
-        The `BendedModule`; `.insertions[-1]` is the handle.
-
-    Raises:
-        InputError: an argument is invalid.
-        NodePathError: no run so far has called the module.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> tw = bt.compat.torchwatcher
-        >>> shared = torch.nn.ReLU()
-        >>> model = torch.nn.Sequential(shared, torch.nn.Tanh(), shared)
-        >>> watched = tw.interject_by_module(model, shared, lambda value: value + 1)
-        >>> _ = watched(torch.ones(2))
-        >>> watched.insertions[-1].report()
-        function at the module ReLU: called 2 times at 1 node
-          sub_0: 2 times in passes 0 to 1, changed the value 2 times
-    """
-    bended = _bended(model)
-    where = module if isinstance(module, nn.Module) else matches_module(module)
-    bended.interject(where, interjection, passes=passes, every=every, allow_none=allow_none)
-    return bended
+    return interject_by_match(model, matches_module_class(*classes), interjection, tracer_kwargs)
 
 
 def interject_by_name(
@@ -386,46 +348,68 @@ def interject_by_name(
     name: Any,
     interjection: Interjection,
     tracer_kwargs: Options = None,
-    *,
-    passes: Any = None,
-    every: int | None = None,
-    allow_none: bool = False,
 ) -> BendedModule:
-    """Insert something at nodes that are given by name.
+    """Insert something at a node that is given by name, as torchvision names nodes.
+
+    The name of a module that is not looked into is its qualified name (`layer1.0.conv1`). That of a
+    function has the qualified name of the module around it (`layer1.0.add`). What is called again
+    there has a number: `relu_1` is the second relu, whether it is in another place of the code or
+    in the second round of a loop.
 
     Args:
         model: a model, or a `BendedModule`, as for `interject_by_match`.
-        name: a node path (`layers_0.mlp.relu`), a qualified name (`layers.0.mlp`), the name of a
-            layer of the log, or several of these.
+        name: the name, or several.
         interjection: what to insert; also a function of the value.
-        tracer_kwargs: accepted for compatibility with TorchWatcher. Names select nodes inside leaf
-            modules, too.
-        passes: the passes of each node to apply to, as for `BendedModule.interject`.
-        every: apply only in every n-th pass.
-        allow_none: whether to accept that the node does not exist.
+        tracer_kwargs: as for `interject_by_match`.
 
     Returns:
         The `BendedModule`; `.insertions[-1]` is the handle.
 
     Raises:
-        InputError: an argument is invalid.
+        InputError: an argument is invalid, or a name means something else to torchvision.
         NodePathError: the node does not exist; if there was no run yet, the first call raises it.
 
     Example:
         >>> import torch, bendtrace as bt
         >>> tw = bt.compat.torchwatcher
-        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
-        >>> names = ["0", "sub_1.sigmoid"]
-        >>> watched = tw.interject_by_name(model, names, torch.zeros_like)
+        >>> class Twice(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         for _ in range(2):
+        ...             x = torch.relu(x) + 1
+        ...         return x
+        >>> watched = tw.interject_by_name(Twice(), "relu_1", torch.zeros_like)
         >>> watched(torch.ones(2))
-        tensor([0., 0.])
-        >>> watched.insertions[-1].report().paths
-        ('sub_0', 'sub_1.sigmoid')
+        tensor([1., 1.])
     """
-    leaves_in(tracer_kwargs)  # refuses what no tracer takes
-    bended = _bended(model)
-    bended.interject(name, interjection, passes=passes, every=every, allow_none=allow_none)
+    bended = _bended(model, interjection)
+    what = as_interjection(interjection)
+    if "before" in forms_of(what) or "instead" in forms_of(what):
+        raise InputError(f"{what.label} works before a node: insert it with BendedModule.interject")
+    modules = modules_in(bended.model)
+    leaves = leaf_names(
+        bended.model, [*leaves_in(tracer_kwargs), *filter(_is_leaf, modules.values())]
+    )
+    for one in (name,) if isinstance(name, str) else name:
+        stem, number = split_number(one)
+        if stem != one and one in modules:
+            raise InputError(
+                f"{one!r} is ambiguous: torchvision takes the number off the names of modules and "
+                f"numbers them in the order of the calls, as {stem!r}, '{stem}_1', ...: pass "
+                "the module to BendedModule.interject"
+            )
+        where = outside(Repeated(stem, leaves), bended.model, leaves)
+        known = {node.path for node in bended._known.candidates() or () if where.matches(node)}
+        runs = bended._known.recordings()
+        most = [sum(bended._known.count_passes(path, run) for path in known) for run in runs]
+        if one.endswith("_0") or (runs and max(most) <= number):
+            raise NodePathError(f"no node {one!r}: {stem!r} is not called so often", one)
+        bended.interject(where, Execution(what, one, number))
     return bended
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether torch.fx does not look into a module; lists of modules are never called."""
+    return is_leaf_module(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def interject_by_module_class_native(
@@ -433,8 +417,6 @@ def interject_by_module_class_native(
     target_module_class: type[nn.Module],
     interjection: Interjection,
     clone: bool = True,
-    *,
-    allow_none: bool = False,
 ) -> nn.Module:
     """Insert something at the calls of modules of a class with hooks, without tracing.
 
@@ -447,7 +429,6 @@ def interject_by_module_class_native(
         interjection: what to insert; also a function of the value. It cannot be one that replaces
             the node.
         clone: whether to leave the model as it is. The result shares its parameters and buffers.
-        allow_none: whether to accept that there are no such modules.
 
     Returns:
         The model with the hooks: a module of the same class.
@@ -483,7 +464,7 @@ def interject_by_module_class_native(
         for name, module in model.named_modules()
         if isinstance(module, target_module_class)
     }
-    if not targets and not allow_none:
+    if not targets:
         raise InputError(f"the model has no {target_module_class.__name__}")
     counts = Counts()
     model.register_forward_pre_hook(counts.begin)
@@ -492,8 +473,11 @@ def interject_by_module_class_native(
     return model
 
 
-def _bended(model: Callable[..., Any]) -> BendedModule:
-    return model if isinstance(model, BendedModule) else BendedModule(model)
+def _bended(model: Callable[..., Any], interjection: Any) -> BendedModule:
+    bended = model if isinstance(model, BendedModule) else WatchedModule(model)
+    if is_made(interjection) and isinstance(bended, WatchedModule):
+        interjection.train(bended.training)
+    return bended
 
 
 def _with_tensors(inputs: Inputs) -> tuple[Any, ...]:

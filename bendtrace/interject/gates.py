@@ -47,6 +47,7 @@ __all__ = [
     "BeforeGate",
     "CountGate",
     "Gate",
+    "InputsGate",
     "InsteadGate",
     "StateGate",
     "again",
@@ -579,6 +580,24 @@ class BeforeGate(Gate):
         entry.insertion.fired(at, changed(entry, at, before, found, versions))
         for old, new in zip(before, found, strict=True):
             _note_reshaped(entry, at, old, new)
+
+
+class InputsGate(Gate):
+    """Copies the inputs of a node that may write to them, for those who see them after it."""
+
+    role = "inputs"
+
+    def __init__(self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: Plan) -> None:
+        super().__init__(at, slots, shape, plan)
+        self.exchanged: tuple[int, ...] = exchangeable(shape)
+
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+        """Return the copies; numbers stay."""
+        # No lazy copies: the write would move memory whose address the caller may know.
+        with unseen():
+            copies = {id(v): v.clone() for v in values if isinstance(v, Tensor)}
+        given = [copies.get(id(values[number]), values[number]) for number in self.exchanged]
+        return given[0] if len(given) == 1 else tuple(given)
 
 
 class CountGate(Gate):

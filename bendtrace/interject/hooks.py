@@ -318,6 +318,7 @@ class _PreHook(_Hook):
 
 class _ForwardHook(_Hook):
     wants_inputs = True
+    _sees_writes = True
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         seen, tensors = tuple(tensors_of((inputs, inputs.kwargs))), tuple(tensors_of(output))

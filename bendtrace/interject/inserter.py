@@ -16,6 +16,7 @@ from bendtrace.interject.gates import (
     BeforeGate,
     CountGate,
     Gate,
+    InputsGate,
     InsteadGate,
     attempt,
     noted,
@@ -29,7 +30,7 @@ from bendtrace.interject.steps import NOT_WRITABLE
 from bendtrace.interject.structure import filled, refilled, take_apart
 from bendtrace.interject.tensors import version_of
 from bendtrace.interject.through import fits, is_shared, kind_of
-from bendtrace.interject.writing import overlaps, written_by
+from bendtrace.interject.writing import may_write, overlaps, written_by
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.events import bound, parameters_of
 from bendtrace.paths.live import LiveNames
@@ -228,7 +229,8 @@ class LiveInserter:
         written = spot.written(args, kwargs)
         if spot.before or spot.inputs or written is not None:
             args, kwargs = self._before(spot, scope, args, kwargs, frame, written)
-        self.pending.append(self._needed_after(spot, args, kwargs, written))
+        shown = self._shown(spot, args, kwargs, frame)
+        self.pending.append(self._needed_after(spot, *shown, written))
         try:
             if spot.instead:
                 output = self._instead(spot, number, args, kwargs, frame)
@@ -238,7 +240,7 @@ class LiveInserter:
             self.pending.pop()
         if self._states:
             output = self._states.exchanged(output, frame, scope)
-        return self._after(spot, number, args, kwargs, output, frame, written, scope)
+        return self._after(spot, number, *shown, output, frame, written, scope)
 
     # Where the calls of modules are met without a recorder (see `beside.py`)
 
@@ -307,7 +309,8 @@ class LiveInserter:
             copied = None
         if spot.before or copied is not None:
             args, kwargs = self._before(spot, scope, args, kwargs, frame, copied)
-        self.pending.append(self._needed_after(spot, args, kwargs, written))
+        shown = self._shown(spot, args, kwargs, frame)
+        self.pending.append(self._needed_after(spot, *shown, written))
         try:
             if spot.instead:
                 output = self._instead(spot, number, args, kwargs, frame)
@@ -319,7 +322,7 @@ class LiveInserter:
             raise
         finally:
             self.pending.pop()
-        return self._after(spot, number, args, kwargs, output, frame, written)
+        return self._after(spot, number, *shown, output, frame, written)
 
     def _run(
         self, run: Run, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -467,7 +470,10 @@ class LiveInserter:
         node = spot.candidate
         if not isinstance(spot.place, str):
             spot.place = place_of_node(node.site, spot.place)
-        return NodePass(node.path, number, node.module, node.function, node.scope_path, spot.place)
+        return NodePass(
+            node.path, number, node.module, node.function, node.scope_path, spot.place,
+            node.qualified_name,
+        )  # fmt: skip
 
     def _before(
         self,
@@ -587,6 +593,26 @@ class LiveInserter:
         self._splicer.is_apart = True
         self.stage.block("what is inserted has returned another kind of tensor than the node")
         return given
+
+    def _shown(
+        self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs that insertions are shown after a node: copies, if it may write."""
+        slots = _with(spot.after, "copies")
+        if self._has_output_slots:  # it is not known yet whether they are here
+            waiting = (s for s in self.plan.slots if s.place.role == "node")
+            slots += _with(tuple(s for s in waiting if s.place.matcher.needs_output), "copies")
+        node = spot.candidate
+        if not slots or not may_write(node.module, node.function, args, kwargs):
+            return args, kwargs
+        shape, values = take_apart((args, kwargs))
+        gate = InputsGate(self.at(spot, spot.number - 1), slots, shape, self.plan)
+        given = self._through(gate, shape, (args, kwargs), values, values, frame)
+        if given is None:
+            return args, kwargs
+        put, changed = given
+        copies: tuple[tuple[Any, ...], dict[str, Any]] = put((args, kwargs), shape, changed)
+        return copies
 
     def _needed_after(
         self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None

@@ -60,6 +60,8 @@ class NodePass:
         scope: qualified name of the module whose code runs the node.
         place: the source location, including those of the calls around it: the same text for the
             same node in other processes. "" for parameters and the like.
+        qualified_name: that of the module called; for functions and methods that of the module
+            around them and their name; "" if `path` is one already.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -82,6 +84,7 @@ class NodePass:
     function: Callable[..., Any] | None = field(default=None, compare=False)
     scope: str = ""
     place: str = field(default="", compare=False, repr=False)
+    qualified_name: str = field(default="", compare=False, repr=False)
 
     def __repr__(self) -> str:
         said = [f"path={self.path!r}", f"number={self.number}"]
@@ -136,6 +139,7 @@ class Interjection:
     """
 
     _only_outputs: bool = False  # whether it may not replace the input of a module
+    _sees_writes: bool = False  # whether its inputs are what the node left, as for torch's hooks
     observes: bool = False
     wants_inputs: bool = False
     blind: bool = False
@@ -173,7 +177,8 @@ class Interjection:
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Called with the output of the node; may return another value with the same structure.
 
-        `inputs` is empty unless `wants_inputs` is set.
+        `inputs` is empty unless `wants_inputs` is set. They have the values from before the node,
+        also where the node works in place.
         """
 
     def backward(

@@ -14,7 +14,7 @@ from bendtrace.interject.selectors.naming import matches_path, matches_qualified
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.torch_rules.owners import modules_in
 
-__all__ = ["leaves_in", "outside"]
+__all__ = ["leaf_names", "leaves_in", "outside"]
 
 # Other options of fx's tracers, which make no sense for a run on real inputs.
 _NOT_NEEDED = frozenset(
@@ -73,11 +73,19 @@ def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> Node
         InputError: one of the leaves is invalid.
     """
     selector = _named(what) if isinstance(what, str) else as_selector(what)
-    names: set[str] = set()
+    names = leaf_names(model, leaves)
+    return Outside(selector, names) if names else selector
+
+
+def leaf_names(model: Callable[..., Any], leaves: Iterable[Any]) -> frozenset[str]:
+    """Return the qualified names of some modules (see `outside`).
+
+    Raises:
+        InputError: one of the leaves is invalid.
+    """
     modules = list(modules_in(model).items())
-    for leaf in leaves:
-        names |= {name for name, module in modules if _is_leaf(leaf, name, module)}
-    return Outside(selector, frozenset(names)) if names else selector
+    found = (name for leaf in leaves for name, module in modules if _is_leaf(leaf, name, module))
+    return frozenset(found)
 
 
 def leaves_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:

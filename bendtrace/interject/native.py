@@ -26,6 +26,7 @@ from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import forms_of
 from bendtrace.interject.structure import Mismatch, collect, take_apart
 from bendtrace.interject.tensors import Exchange, tensors_of, with_tensors
+from bendtrace.interject.writing import may_write
 from bendtrace.tape.watchers import current_watcher
 
 __all__ = ["Attached", "Counts"]
@@ -78,11 +79,12 @@ class Attached:
         self.before: bool = "before" in forms
         self.after: bool = "after" in forms
         self.backward: bool = "backward" in forms
+        self.copies: bool = "copies" in forms and self.after and may_write(module, None, (), {})
 
     @property
     def is_paired(self) -> bool:
         """Whether the end of a call has to be matched with its beginning."""
-        return self.backward or (self.before and self.counts is not None)
+        return self.backward or self.copies or (self.before and self.counts is not None)
 
     def at(self, module: nn.Module) -> NodePass:
         """Return the next call of a module, as the interjection sees it."""
@@ -225,6 +227,7 @@ class _Call:
         gradients: manages its gradients; None if they are not needed.
         exchange: replaced the module's inputs by aliases.
         same: the result of `CallGradients.close`.
+        copies: the inputs as they were; None if nobody needs them.
     """
 
     def __init__(self, station: Station, module: nn.Module) -> None:
@@ -234,6 +237,7 @@ class _Call:
         self.gradients: CallGradients | None = None
         self.exchange = Exchange({})
         self.same: dict[int, Tensor] = {}
+        self.copies: Any = None
         # To distinguish a normal end from an error, which torch reports in the same way.
         self._handled = sys.exception()
         self._thread = threading.get_ident()
@@ -300,6 +304,8 @@ def _enter(
             if inputs is not None:
                 given = tuple(inputs), getattr(inputs, "kwargs", given[1])
     new = call.watch(given)
+    if any(one.copies for one in station.entries):
+        call.copies = with_tensors(new, [tensor.clone() for tensor in tensors_of(new)])
     return None if new[0] is args and new[1] is kwargs else new
 
 
@@ -338,7 +344,8 @@ def _leave(
     for one in entries:
         if one.after:
             at = one.at(module) if call is None else call.at(one)
-            inputs = Inputs(*given) if one.what.wants_inputs else Inputs(())
+            copies = call.copies if call is not None and one.copies else given
+            inputs = Inputs(*copies) if one.what.wants_inputs else Inputs(())
             result = one.what.after(at, inputs, value)
             if result is not None and result is not value:
                 value = _checked(one.what, at, value, result)

@@ -152,6 +152,8 @@ def forms_of(what: Interjection) -> frozenset[str]:
     forms = set(what._forms())
     if what.wants_inputs:
         forms.add("inputs")
+        if not what._sees_writes:
+            forms.add("copies")
     if what.observes:
         forms.add("observes")
     if what.blind:

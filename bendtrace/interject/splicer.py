@@ -159,8 +159,9 @@ class Splicer:
         if gate is None:
             assert plan is not None
             at = NodePass(
-                path, 0, node.module, node.function, node.scope_path, place_of_node(site, scope)
-            )
+                path, 0, node.module, node.function, node.scope_path, place_of_node(site, scope),
+                node.qualified_name,
+            )  # fmt: skip
             gate = self._gates[path, slots] = AfterGate(at, slots, Leaf(Tensor, 0), plan)
             gate.counts = True
         return gate

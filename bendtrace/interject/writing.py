@@ -7,13 +7,14 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bendtrace.paths.candidates import Candidate
 from bendtrace.torch_rules.functions import is_named_in_place
+from bendtrace.torch_rules.owners import is_leaf_module
 from bendtrace.torch_rules.writes import storage_of
 
-__all__ = ["overlaps", "written_by"]
+__all__ = ["may_write", "overlaps", "written_by"]
 
 
 def overlaps(tensor: Tensor, args: tuple[Any, ...]) -> bool:
@@ -24,6 +25,15 @@ def overlaps(tensor: Tensor, args: tuple[Any, ...]) -> bool:
             isinstance(arg, Tensor) and arg is not tensor and storage_of(arg) == place
             for arg in args
         )
+
+
+def may_write(
+    module: nn.Module | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return whether a call may write to its arguments: torch's own modules say so by a flag."""
+    if module is None:
+        return _works_in_place(function, args, kwargs) or "out" in kwargs
+    return not is_leaf_module(module) or bool(getattr(module, "inplace", False))
 
 
 def written_by(node: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -231,6 +231,7 @@ class RunNodes:
         candidates: the nodes by path, in the order in which they began.
         of_op: the path of each op that is one.
         of_call: the path of each call, by identity.
+        executions: the path of each op and call in the order in which they began.
     """
 
     def __init__(self, builder: Builder) -> None:
@@ -238,6 +239,7 @@ class RunNodes:
         self.candidates: dict[str, Candidate] = {}
         self.of_op: dict[int, str] = {}
         self.of_call: dict[int, str] = {}
+        self.executions: list[str] = []
         self._builder = builder
         self._add_call(self.events.root)
 
@@ -245,6 +247,7 @@ class RunNodes:
         builder = self._builder
         node, _ = builder.where[id(call)]
         self.of_call[id(call)] = node.path
+        self.executions.append(node.path)
         if node.path not in self.candidates:
             self.candidates[node.path] = self._candidate_of_call(call, node)
         names: dict[int, TreeNode] = {}
@@ -261,6 +264,7 @@ class RunNodes:
 
     def _add_op(self, op: Op, node: TreeNode) -> None:
         self.of_op[op.index] = node.path
+        self.executions.append(node.path)
         if node.path in self.candidates:
             return
         meta = _first_tensor(op.meta)

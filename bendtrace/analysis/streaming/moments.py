@@ -283,3 +283,85 @@ class Covariance(_Shifted):
         if self.count <= self.correction:
             return torch.full_like(self.comoment, torch.nan)
         return self.comoment / (self.count - self.correction)
+
+
+class CrossCovariance:
+    """The covariance between two series of vectors, accumulated in float64.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> cross = bt.compat.torchwatcher.CrossCovariance()
+        >>> cross.add(torch.tensor([[1.0], [2.0]]), torch.tensor([[2.0, 0.0], [4.0, 0.0]]))
+        >>> cross.covariance()
+        tensor([[1., 0.]], dtype=torch.float64)
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._means: list[Tensor] = []
+        self._squares: list[Tensor] = []
+        self._products = torch.zeros(0)
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Add pairs of vectors.
+
+        Args:
+            a: (n, units), or (n, units, ...), where each position is a sample.
+            b: the same with other units.
+
+        Raises:
+            InputError: they do not have the same number of samples.
+        """
+        one, other = _rows(a), _rows(b)
+        if len(one) != len(other):
+            raise InputError(f"{len(one)} samples of one and {len(other)} of the other")
+        if not len(one):
+            return
+        means = [one.mean(0), other.mean(0)]
+        centred = [one - means[0], other - means[1]]
+        squares = [rows.square().sum(0) for rows in centred]
+        products = centred[0].T @ centred[1]
+        if not self.count:
+            self.count, self._means = len(one), means
+            self._squares, self._products = squares, products
+            return
+        total = self.count + len(one)
+        apart = [new - old for new, old in zip(means, self._means, strict=True)]
+        weight = self.count * len(one) / total
+        self._products = self._products + products + weight * torch.outer(*apart)
+        self._squares = [
+            old + new + weight * far.square()
+            for old, new, far in zip(self._squares, squares, apart, strict=True)
+        ]
+        self._means = [
+            old + far * (len(one) / total) for old, far in zip(self._means, apart, strict=True)
+        ]
+        self.count = total
+
+    def mean(self) -> list[Tensor]:
+        """Return the means of both."""
+        return list(self._means)
+
+    def variance(self, unbiased: bool = True) -> list[Tensor]:
+        """Return the variances of both."""
+        return [squares / (self.count - unbiased) for squares in self._squares]
+
+    def stdev(self, unbiased: bool = True) -> list[Tensor]:
+        """Return the standard deviations of both."""
+        return [variance.sqrt() for variance in self.variance(unbiased)]
+
+    def covariance(self, unbiased: bool = True) -> Tensor:
+        """Return the covariances: (units of a, units of b)."""
+        return self._products / (self.count - unbiased)
+
+    def correlation(self) -> Tensor:
+        """Return the correlations: (units of a, units of b)."""
+        one, other = self.stdev()
+        return self.covariance() / one[:, None] / other
+
+
+def _rows(values: Tensor) -> Tensor:
+    rows = values.detach().double()
+    if rows.dim() == 1:
+        rows = rows[None]
+    return rows.movedim(1, -1).reshape(-1, rows.shape[1])

@@ -38,7 +38,7 @@ from bendtrace.interject.where import Where
 from bendtrace.paths.text import Text
 from bendtrace.paths.view import Node
 
-__all__ = ["Bending", "Out"]
+__all__ = ["Bending", "Out", "written"]
 
 Out: TypeAlias = str | os.PathLike[str] | TextIO | None
 
@@ -254,7 +254,7 @@ class Bending:
             exclude: patterns that a name must not match.
             out: a file to write the table to instead, or its path.
         """
-        return _written(activation_table(self.activations(flt, exclude)), out)
+        return written(activation_table(self.activations(flt, exclude)), out)
 
     def print_weights(self, flt: Filter = None, exclude: Filter = None, out: Out = None) -> Text:
         """Print a table of the parameters, and return it.
@@ -265,9 +265,7 @@ class Bending:
             out: a file to write the table to instead, or its path.
         """
         listed = self._catalogue.parameters().items()
-        return _written(
-            weight_table(item for item in listed if kept((item[0],), flt, exclude)), out
-        )
+        return written(weight_table(item for item in listed if kept((item[0],), flt, exclude)), out)
 
     # Configurations
 
@@ -438,7 +436,8 @@ def _captures(callback: Bend) -> Iterator[Capture]:
             yield inner
 
 
-def _written(text: Text, out: Any) -> Text:
+def written(text: Text, out: Out) -> Text:
+    """Print a text, or write it to a file, and return it."""
     if out is None:
         print(text)
     elif hasattr(out, "write"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Bend
@@ -72,10 +72,10 @@ class BendingConfig:
     def __len__(self) -> int:
         return len(self.bends)
 
-    def __add__(self, other: Any) -> BendingConfig:
+    def __add__(self, other: Any) -> Self:
         if not isinstance(other, BendingConfig):
             return NotImplemented
-        return BendingConfig(*self.bends, *other.bends)
+        return type(self)(*self.bends, *other.bends)
 
     def __eq__(self, other: object) -> bool:
         """Return whether it bends the same by the same numbers, as after saving and loading."""

@@ -21,7 +21,7 @@ from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, Tree, find, require_leaf
 from bendtrace.torch_rules.owners import modules_in
 
-__all__ = ["PatchContext", "Patches"]
+__all__ = ["PatchContext", "Patches", "raise_all"]
 
 # The key type of a mapping is invariant, so a union would refuse `dict[str, ...]`.
 Patches: TypeAlias = Mapping[Any, Patch[Any] | Sequence[Patch[Any]]]
@@ -165,6 +165,15 @@ def _check(board: InsertionRegistry, known: Knowledge, places: list[Where]) -> N
             _check_value(board, known, where)
         except NodePathError as error:
             errors.append(error)
+    raise_all(errors)
+
+
+def raise_all(errors: Sequence[NodePathError]) -> None:
+    """Raise the errors of several paths as one, if there are any.
+
+    Raises:
+        NodePathError: there are.
+    """
     if not errors:
         return
     first = errors[0]
