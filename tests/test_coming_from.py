@@ -329,7 +329,6 @@ EXPECTED: dict[str, dict[str, str]] = {
         "bt.diff(": "bool(_)",
         "log.validate()": "'bitwise equal' in str(_)",
         "log.save(": "str(loaded) == str(log)",
-        "bt.workflows.receptive_field(": "_[2:] == (slice(2, 7), slice(2, 7))",
         "with torch.no_grad(): run = bended.step(x)": "not changed.equal(model(x))",
         "second = ": "sum(node.is_edited for node in halved) == 1",
         'log.table("parameters")': "len(_.to_list()) == 8",

@@ -24,7 +24,7 @@ from bendtrace.workflows.node_attribution import NodeFunction, attribute
 from bendtrace.workflows.patching import Patching, activation_patching
 from bendtrace.workflows.paths import PathPatching, path_patching
 from bendtrace.workflows.probing import ProbeData, RidgeProbe, fit_ridge, probe_data
-from bendtrace.workflows.reach import Reach, ReceptiveField, ancestry, influence, receptive_field
+from bendtrace.workflows.reach import Reach, ancestry, influence
 from bendtrace.workflows.saved_autoencoders import SparseAutoencoder, load_autoencoder
 from bendtrace.workflows.steering import Steering, SteeringVectors, steer, steering_vector
 
@@ -49,7 +49,6 @@ __all__ = [
     "ProbeData",
     "Range",
     "Reach",
-    "ReceptiveField",
     "RidgeProbe",
     "SparseAutoencoder",
     "SplicedAutoencoder",
@@ -79,7 +78,6 @@ __all__ = [
     "path_patching",
     "probe_data",
     "raise_on_nan",
-    "receptive_field",
     "recomputation",
     "run_with_cache",
     "splice_autoencoder",

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from bendtrace._lazy import networkx as nx
 from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.flow import FlowStep, LogicalFlowStep
-from bendtrace.history.capture import SaveOptions
 from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.names import NodeRef
 from bendtrace.source.sites import Place, Span
 from bendtrace.source.syntax import conclude_truth, source_file, spans_of
-from bendtrace.tape.tape import OpKind, TensorMeta, refs_in
+from bendtrace.tape.tape import OpKind, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES
-from bendtrace.workflows._elements import Elements, bisected
 
-__all__ = ["Reach", "ReceptiveField", "ancestry", "influence", "receptive_field"]
+__all__ = ["Reach", "ancestry", "influence"]
 
 _NO_VALUES = frozenset({*SHAPES, *METADATA})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -176,148 +171,6 @@ def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
         decisions=tuple(trace.flow_steps[number] for number in sorted(steps)),
         under=_names(trace, nested - below),
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ReceptiveField:
-    """The elements of the inputs that some elements of a value depend on.
-
-    Attributes:
-        node: the value, by its name in the mirror.
-        masks: by input; True for elements in the field.
-        coarse: by mirror node: ops whose whole output is assumed to depend on all of their inputs,
-            and why. Without such ops the field is exact along the recorded path.
-        decisions: the branches and loops that decide whether the value is computed, and that
-            depend on values of the inputs; they are not in the masks.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> model = torch.nn.Conv1d(1, 1, 3, dilation=2)
-        >>> field = bt.workflows.receptive_field(model, torch.zeros(1, 1, 8), (0, 0, 1))
-        >>> field
-        <ReceptiveField of conv1d: input: 3 of 8 elements, block (1, 1, 5)>
-        >>> field.mask.int().flatten(), field.bounds()[2]
-        (tensor([0, 1, 0, 1, 0, 1, 0, 0], dtype=torch.int32), slice(1, 6, None))
-    """
-
-    node: str
-    masks: Mapping[str, Tensor] = field(repr=False)
-    coarse: Mapping[str, str] = field(default_factory=dict)
-    decisions: tuple[FlowStep, ...] = ()
-
-    @property
-    def mask(self) -> Tensor:
-        """The mask, if there is only one input.
-
-        Raises:
-            InputError: there are several.
-        """
-        if len(self.masks) != 1:
-            raise InputError(f"there are several inputs: {', '.join(map(repr, self.masks))}")
-        return next(iter(self.masks.values()))
-
-    def bounds(self, name: str | None = None) -> tuple[slice, ...] | None:
-        """Return the smallest block of an input that contains the field; None if it is empty."""
-        mask = self.mask if name is None else self.masks[name]
-        places = mask.nonzero()
-        if not len(places):
-            return None
-        low, high = places.min(0).values.tolist(), places.max(0).values.tolist()
-        return tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))
-
-    def size(self, name: str | None = None) -> tuple[int, ...]:
-        """Return the lengths of that block along each axis; zeros if it is empty."""
-        bounds = self.bounds(name)
-        if bounds is None:
-            return (0,) * (self.mask if name is None else self.masks[name]).dim()
-        return tuple(part.stop - part.start for part in bounds)
-
-    def __repr__(self) -> str:
-        shown = ", ".join(
-            f"{name}: {int(mask.sum())} of {mask.numel()} elements, block {self.size(name)}"
-            for name, mask in self.masks.items()
-        )
-        more = f", {len(self.coarse)} coarse ops" if self.coarse else ""
-        return f"<ReceptiveField of {self.node}: {shown}{more}>"
-
-
-def receptive_field(
-    model: Callable[..., Any],
-    inputs: Any,
-    index: Any,
-    node: Any = "output",
-    *,
-    of: str | Iterable[str] | None = None,
-    seed: int = 0,
-) -> ReceptiveField:
-    """Return which elements of the inputs an element of a value depends on.
-
-    Elements are followed op by op along the path that the model takes for these inputs, through
-    every op whose output they can change. All values that depend on the inputs are varied for that,
-    so that a relu that is 0 here, or the position of a maximum, hides nothing. Weights and masks
-    stay fixed: a weight of zero, or a causal mask, lets nothing through. So the field belongs to
-    the architecture with these weights, along this path, not to the values; an op that undoes
-    another one (a transform and its inverse) hides nothing either. The conditions of the path are
-    listed in `decisions`.
-
-    Args:
-        model: a module or function. It is called once.
-        inputs: its inputs; see `Call.of`. Small inputs are enough: the time grows with the number
-            of elements in the field.
-        index: the element or elements of the value, as an index of a tensor.
-        node: the value; see `ancestry`. It has to be one tensor.
-        of: which inputs; None for all tensors of numbers.
-        seed: of the random values.
-
-    Returns:
-        A `ReceptiveField`. An element in a mask can change the selected element, unless there are
-        `coarse` ops on the way.
-
-    Raises:
-        NodePathError: there is no such node.
-        InputError: an argument is invalid.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> model = torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.ReLU(),
-        ...                             torch.nn.Conv1d(2, 1, 3, stride=2))
-        >>> field = bt.workflows.receptive_field(model, torch.zeros(1, 1, 16), (0, 0, 2))
-        >>> field.bounds()
-        (slice(0, 1, None), slice(0, 1, None), slice(4, 9, None))
-    """
-    call = Call.of(inputs)
-    trace = run_trace(model, call.args, dict(call.kwargs), SaveOptions(save="all"))
-    target, element = _value_of(trace, node)
-    sources = _sources(trace, of)
-    asked = _asked(trace, target, element, index)
-    elements = Elements(trace, list(sources.values()), seed)
-    writer = trace._recording.output_reads.get(target) if _is_output(node) else None
-    if writer is not None and elements.is_all_of(writer, target):
-        target, element, writer = writer, (), None
-    masks = {}
-    with torch.no_grad():
-        for name, source in sources.items():
-            meta = trace.ops[source].meta
-
-            def matters(mask: Tensor, source: int = source) -> bool:
-                if writer is not None:  # it was written to later, through another view
-                    return elements.reaches({source: mask}, (target, writer))
-                marks = elements.follow({source: mask}, target)
-                for key in element:
-                    marks = marks[key] if isinstance(marks, tuple) else marks
-                if not isinstance(marks, Tensor):
-                    return bool(marks)
-                return bool((marks & asked).any())
-
-            whole = torch.ones(meta.shape, dtype=torch.bool, device=meta.device)
-            masks[name] = bisected(whole, matters)
-    last = target if writer is None else max(target, writer)
-    coarse = {trace.names[i]: why for i, why in elements.coarse.items() if i <= last}
-    if writer is not None:
-        coarse[trace.names[writer]] = "it writes into the value through another view"
-    return ReceptiveField(
-        trace.names[target], masks, coarse, _deciding(trace, last, elements.reached)
-    )
 
 
 def _written_into(trace: Trace, node: Any) -> set[int]:
@@ -500,51 +353,3 @@ def _ops_of(trace: Trace, node: Any) -> list[int]:
             f"the run has no node {name!r}" + (f"; did you mean {near}?" if near else ""), name
         )
     return sorted(set(found))
-
-
-def _value_of(trace: Trace, node: Any) -> tuple[int, tuple[Any, ...]]:
-    """Return the op of one tensor, and the place of the tensor in the op's output."""
-    outputs = {path: (i, element) for path, i, element in trace._tree.outputs if i is not None}
-    said = node.replace("|", ".") if isinstance(node, str) else node
-    if isinstance(said, str) and said in outputs:
-        return outputs[said]
-    found = _ops_of(trace, node)
-    tensors = [i for i in found if isinstance(trace.ops[i].meta, TensorMeta)]
-    if len(tensors) != 1:
-        listed = ", ".join(_names(trace, tensors or found))
-        hint = f", such as {next(iter(outputs))!r}" if node == "output" and outputs else ""
-        raise InputError(f"{node!r} is not one tensor but {listed}: name one of them{hint}")
-    return tensors[0], ()
-
-
-def _sources(trace: Trace, of: str | Iterable[str] | None) -> dict[str, int]:
-    inputs = {
-        trace.names[op.index]: op.index
-        for op in trace.ops
-        if op.kind is OpKind.INPUT and isinstance(op.meta, TensorMeta)
-    }
-    if of is None:
-        found = inputs
-    else:
-        wanted = [of] if isinstance(of, str) else list(of)
-        wrong = [name for name in wanted if name not in inputs]
-        if wrong:
-            raise InputError(f"no input is called {wrong[0]!r}; the inputs are {', '.join(inputs)}")
-        found = {name: inputs[name] for name in wanted}
-    if not found:
-        raise InputError("the model has no tensor inputs")
-    return found
-
-
-def _asked(trace: Trace, target: int, element: tuple[Any, ...], index: Any) -> Tensor:
-    meta = trace.ops[target].meta
-    for key in element:
-        meta = meta[key]
-    mask = torch.zeros(meta.shape, dtype=torch.bool, device=meta.device)
-    try:
-        mask[index] = True
-    except (IndexError, TypeError) as error:
-        raise InputError(f"{index!r} is not an index into {tuple(meta.shape)}: {error}") from None
-    if not mask.any():
-        raise InputError(f"{index!r} selects no element of {tuple(meta.shape)}")
-    return mask
