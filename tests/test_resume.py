@@ -752,7 +752,7 @@ def _table(length: int) -> Tensor:
 
 def test_a_resumed_run_that_can_only_be_run_live_and_takes_from_a_cache() -> None:
     def model(x: Tensor) -> Tensor:
-        return x * _table(3) + random.random() if x.sum() > 0 else x - 1
+        return x * _table(3) + random.random() if x.sum() > 0 else x - 1  # the cache needs numbers
 
     bended = bt.BendedModule(model)
     _table(3)

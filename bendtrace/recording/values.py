@@ -148,6 +148,11 @@ class Values:
         traced = TRACED_AS.get(kind)
         if traced is not None:
             op.meta = out
+            if kind is float and hasattr(op.target, "is_draw") and self._needs_plain(frame):
+                self.tape.block(
+                    f"{said_of(op.target)} at {user_place(frame)} draws a number that code needs "
+                    "by value"
+                )
             return self.traced(traced, out, Ref(op.index), frame)
         if kind is torch.Size or (kind is tuple and op.target in SHAPES):
             op.meta = tuple(out)

@@ -89,15 +89,14 @@ def state_of(generator: Any) -> Any:
     """Return the state of a generator, as something that can be compared."""
     if isinstance(generator, random.Random):
         return random.Random.getstate(generator)
-    if isinstance(generator, torch.Generator):
-        with torch._C.DisableTorchFunction():
-            state = generator.get_state()
-            # Read in memory: no mode of the caller's is to see this.
-            return ctypes.string_at(state.data_ptr(), state.numel())
-    numpy = numpys_random()
-    if isinstance(generator, numpy.RandomState):
+    if not hasattr(generator, "get_state"):
+        return _flat(generator.bit_generator.state)
+    if hasattr(generator, "_bit_generator"):
         return _flat(generator.get_state(legacy=False))
-    return _flat(generator.bit_generator.state)
+    with torch._C.DisableTorchFunction():
+        state = generator.get_state()
+        # Read in memory: no mode of the caller's is to see this.
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def torchs_generators() -> list[torch.Generator]:
@@ -137,12 +136,11 @@ def restorer_of(generator: Any) -> Callable[[], object]:
     """Return a function that puts a generator back into the state that it has now."""
     if isinstance(generator, random.Random):
         return functools.partial(random.Random.setstate, generator, generator.getstate())
-    if isinstance(generator, torch.Generator):
-        return functools.partial(generator.set_state, generator.get_state())
-    numpy = numpys_random()
-    if isinstance(generator, numpy.RandomState):
-        return functools.partial(generator.set_state, generator.get_state(legacy=False))
-    bits = generator.bit_generator if isinstance(generator, numpy.Generator) else generator
+    if hasattr(generator, "get_state"):
+        legacy = {"legacy": False} if hasattr(generator, "_bit_generator") else {}
+        state = generator.get_state(**legacy)
+        return lambda: generator.set_state(state)
+    bits = getattr(generator, "bit_generator", generator)
     return functools.partial(setattr, bits, "state", bits.state)
 
 
@@ -160,6 +158,7 @@ def _draw(name: str) -> Callable[..., Any]:
         return getattr(generator, name)(*args, **kwargs)
 
     draw.__name__ = draw.__qualname__ = name
+    draw.is_draw = True  # type: ignore[attr-defined]
     return draw
 
 
@@ -178,6 +177,7 @@ def _draw_globally(of_numpy: bool, name: str) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     draw.__name__ = draw.__qualname__ = name
+    draw.is_draw = True  # type: ignore[attr-defined]
     return draw
 
 
@@ -296,7 +296,7 @@ def _reported(kind: type, name: str) -> property:
     def get(self: Any) -> Any:
         watcher = current_watcher()
         if watcher is not None:
-            watcher.unseen(f"{name} of a generator of numpy")
+            watcher.unseen(name)
         return getattr(self.original, name)
 
     return property(get)
