@@ -5,7 +5,7 @@
 >>> bended = tb.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
 >>> graph, out = bended.trace(torch.tensor([-1.0, 0.0]), _return_out=True)
 >>> print(out[0], [node.name for node in bended.graph().nodes])
-tensor([0., 0.]) ['input_1', 'relu', 'tanh', 'output']
+tensor([0., 0.]) ['input_1', '_0', '_1', 'output']
 >>> _ = bended.bend(tb.Bias(1.0), "1$")
 >>> bended(torch.zeros(2))
 tensor([1., 1.])
