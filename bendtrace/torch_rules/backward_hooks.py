@@ -36,6 +36,8 @@ class _RecordedHook(BackwardHook):
         watcher = current_watcher()
         if watcher is None:
             return super().setup_input_hook(args)
+        if not torch.is_grad_enabled():  # no node of the graph is made, so that none is hooked
+            return args
         places, tensors = _tensors_of(args)
         self._carrier, *given = watcher.opaque_call(
             enter_hooked, (self.module, len(args), places, *tensors), {}
@@ -45,6 +47,8 @@ class _RecordedHook(BackwardHook):
     def setup_output_hook(self, args: Any) -> Any:
         """Return the output of the module, of which the gradients are hooked."""
         watcher = current_watcher()
+        if watcher is not None and self._carrier is None and not torch.is_grad_enabled():
+            return args
         if watcher is None or self._carrier is None:
             return super().setup_output_hook(args)
         outputs = args if isinstance(args, tuple) else (args,)
