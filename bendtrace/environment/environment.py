@@ -39,6 +39,7 @@ from bendtrace.tape.captured import (
     holds_number,
     identical,
     is_as_copied,
+    is_exchangeable,
     is_told_by_identity,
     put,
 )
@@ -409,11 +410,10 @@ class Environment(Found):
         holders: list[tuple[Captured, Any]] = []
         for part in self.parts if self._stand_ins else ():
             stand_in = self.stand_in(_thing_of(part))
-            holder = part.parent
-            if stand_in is _thing_of(part) or holder is None or part.is_argument:
+            if stand_in is _thing_of(part) or not is_exchangeable(part):
                 continue
             # The functions of these modules are exchanged by intercepts, for all threads.
-            if not is_module_of_draws(holder.value):
+            if part.parent is not None and not is_module_of_draws(part.parent.value):
                 holders.append((part, stand_in))
         self.place(holders)
 

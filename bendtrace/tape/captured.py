@@ -36,6 +36,7 @@ __all__ = [
     "identical",
     "is_array",
     "is_as_copied",
+    "is_exchangeable",
     "is_leaf",
     "is_scalar",
     "is_told_by_identity",
@@ -356,9 +357,13 @@ def put(container: Any, key: Any, value: Any) -> None:
 
 def holds_number(part: Captured) -> bool:
     """Whether a part is a number in a container or object of the model that can hold another."""
+    is_number = part.kind is CaptureKind.PLAIN and part.type in (int, float)
+    return is_number and is_exchangeable(part)
+
+
+def is_exchangeable(part: Captured) -> bool:
+    """Whether a part is in a container or object of the model that can hold something else."""
     holder = part.parent
-    if part.kind is not CaptureKind.PLAIN or part.type not in (int, float):
-        return False
     if holder is None or part.is_argument:
         return False
     if part.access is Access.ATTRIBUTE:
