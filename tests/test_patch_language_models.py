@@ -104,7 +104,7 @@ PLACES: dict[str, dict[str, tuple[str, Any, tuple[str, int], Edit]]] = {
                 lambda x: x + 0.5),
         "residual": ("model.layers_0.add", AddPatch(value=STEER), ("add", 0),
                      lambda x: x + STEER),
-        "residual after the mlp": ("model.layers[0].add_1", ReplacePatch(value=STEER, slice=LAST),
+        "residual after the mlp": ("model.layers_0.add_1", ReplacePatch(value=STEER, slice=LAST),
                                    ("add", 1), set_to(LAST, STEER)),
     },
 }  # fmt: skip

@@ -353,7 +353,7 @@ def to_numpy(x: Tensor) -> Tensor:
 
 
 def with_numpy_noise(x: Tensor) -> Tensor:
-    return x * float(np.random.rand())
+    return x * torch.tensor(np.random.rand(2))
 
 
 def of_unknown_origin(x: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ def of_unknown_origin(x: Tensor) -> Tensor:
     ("function", "reason"),
     [
         (to_numpy, "^numpy at {file}:{line} passes the content of a tensor to code that cannot"),
-        (with_numpy_noise, r"^the run draws from Python's or numpy's random generator"),
+        (with_numpy_noise, r"^rand at {file}:{line} returns a ndarray"),
         (of_unknown_origin, r"unknown origin is used at {file}:{line}"),
     ],
 )
