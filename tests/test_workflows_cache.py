@@ -466,7 +466,7 @@ def test_names_of_transformer_lens_are_what_they_mean(name: str) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", some(["gpt2", "llama"], 2))
 def test_values_are_changed_by_the_names_of_transformer_lens(name: str) -> None:
     model, batch = language_model(name)
     bended = bt.BendedModule(model)
