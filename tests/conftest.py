@@ -67,6 +67,22 @@ def _needed_option(item: pytest.Item, drawn: set[str]) -> str | None:
     return "--more"
 
 
+def _turn(case: str, day: str) -> bool:
+    """Return whether a day is one of the two in turn at which a case runs."""
+    number = int.from_bytes(hashlib.sha256(case.encode()).digest()[:8])
+    return (number + datetime.date.fromisoformat(day).toordinal()) % 2 == 0
+
+
+def _of_today(needed: list[tuple[pytest.Item, str | None]], day: str) -> set[str]:
+    """Return the cases of `--more`: of tests with many, half one day and half the next."""
+    cases = [item.nodeid for item, option in needed if option == "--more"]
+    counts = Counter(case.partition("[")[0] for case in cases)
+    return {c for c in cases if counts[c.partition("[")[0]] <= _MANY or _turn(c, day)}
+
+
+_MANY = 60
+
+
 def _options_that_run(config: pytest.Config) -> set[str | None]:
     """Return which tests run, by the options that they need."""
     # Whoever names a test, and not only its file, wants it.
@@ -85,8 +101,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     runs, drawn = _options_that_run(config), _drawn(items, config.getoption("--day"))
     needed = [(item, _needed_option(item, drawn)) for item in items]
     left = [(item, option) for item, option in needed if option not in runs]
+    if runs == {"--more"}:
+        today = _of_today(needed, config.getoption("--day"))
+        left = [(item, option) for item, option in needed if item.nodeid not in today]
     if left:
-        items[:] = [item for item, option in needed if option in runs]
+        out = {id(item) for item, _ in left}
+        items[:] = [item for item in items if id(item) not in out]
         config.hook.pytest_deselected(items=[item for item, _ in left])
     config.stash[LEFT] = dict(Counter(option for _, option in left if option))
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conftest import _drawn, _needed_option, pytest_xdist_make_scheduler
+from tests.conftest import _drawn, _needed_option, _of_today, pytest_xdist_make_scheduler
 
 
 class Item(NamedTuple):
@@ -53,6 +53,16 @@ def test_days_draw_all_cases_in_turn_but_those_of_longer_runs() -> None:
 )
 def test_the_others_need_an_option(item: Any, option: str) -> None:
     assert _needed_option(item, set()) == option
+
+
+def test_of_tests_with_many_cases_half_run_one_day_and_half_the_next() -> None:
+    few: list[Any] = [(Item(f"a.py::test_few[{number}]"), "--more") for number in range(60)]
+    many: list[Any] = [(Item(f"a.py::test_many[{number}]"), "--more") for number in range(80)]
+    others: list[Any] = [(Item("a.py::test_many[drawn]"), None), (Item("a.py::test_long"), "--all")]
+    one, two = (_of_today([*few, *many, *others], f"2026-01-0{day}") for day in (1, 2))
+    assert one & two == {item.nodeid for item, _ in few}
+    assert one | two == {item.nodeid for item, _ in (*few, *many)}
+    assert 20 < len(one - two) < 60
 
 
 @pytest.mark.parametrize("brief", [True, False])
