@@ -53,6 +53,7 @@ TEXTS = [
 KINDS = [("LSTM", True), ("LSTM", False), ("GRU", True), ("RNN", False)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("kind", "both"), some(KINDS, 3))
 def test_packed_sequences_of_any_lengths(kind: str, both: bool) -> None:
     def make() -> nn.Module:

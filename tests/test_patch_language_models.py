@@ -182,6 +182,7 @@ def test_generating_under_a_patch_is_generating_with_a_change_by_hand(name: str,
     assert state(model) == state(make(name))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", PLACES)
 def test_a_token_can_be_forced_and_forbidden(name: str) -> None:
     pg = PatchableGraph(make(name), prompt())
@@ -197,6 +198,7 @@ def test_a_token_can_be_forced_and_forbidden(name: str) -> None:
     assert first not in other[0, 5:].tolist()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", some(PLACES, 2))
 def test_the_cache_holds_patched_keys_as_by_hand(name: str) -> None:
     """A patch of the prompt's step alone is felt in later steps through the cache."""

@@ -189,6 +189,7 @@ def test_transforms_that_give_functions_are_replayed(name: str) -> None:
     assert bended.stats.replays >= 2
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 def test_a_linearize_that_was_taken_before_runs_live() -> None:

@@ -122,6 +122,7 @@ def test_traces_are_shared_with_other_calls() -> None:
     assert bended.stats.replays == 2
 
 
+@pytest.mark.more
 def test_passes_of_a_loop_have_keys_of_their_own() -> None:
     model = made(Patient)
     for seed in range(6):

@@ -594,6 +594,7 @@ def test_generating_is_that_of_a_hook_on_the_model(family: Any, way: str) -> Non
     same(generated(bended, 0, **WAYS[way]), plain)
 
 
+@pytest.mark.more
 def test_a_position_of_the_prompt_is_not_taken_for_another_in_later_steps(family: Any) -> None:
     name, _, model = family
     bended = bt.BendedModule(model)
