@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import types
 from collections.abc import Callable
 from random import random as chance
 from random import uniform
@@ -310,6 +311,23 @@ def test_a_function_that_is_replaced_is_the_one_that_is_called(
     assert bits(bended(x)) == bits(make()(x))
     numbers = iter([0.3, 0.3, 0.7] * 2)
     assert bits(bt.BendedModule(make())(x)) == bits(make()(x))
+
+
+def test_functions_that_are_held_are_not_those_that_stand_in_the_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(random, "random", lambda: 100.0)
+    monkeypatch.setattr(np.random, "rand", lambda: 100.0)
+    bended = compared(PROGRAMS["functions_that_are_held"][1])
+    assert bended.stats.live == 0, bended.why_live
+
+
+def test_a_function_of_the_user_s_that_is_bound_to_a_generator() -> None:
+    def normal(self: Any) -> float:
+        return 5.0
+
+    bound = types.MethodType(normal, np.random.default_rng(3))
+    compared(lambda: lambda x: x * bound())
 
 
 def test_an_error_leaves_the_generators_as_in_eager() -> None:

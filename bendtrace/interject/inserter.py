@@ -229,8 +229,8 @@ class LiveInserter:
         written = spot.written(args, kwargs)
         if spot.before or spot.inputs or written is not None:
             args, kwargs = self._before(spot, scope, args, kwargs, frame, written)
-        shown = self._shown(spot, args, kwargs, frame)
-        self.pending.append(self._needed_after(spot, *shown, written))
+        before = self._inputs_before(spot, args, kwargs, frame)
+        self.pending.append(self._needed_after(spot, *before, written))
         try:
             if spot.instead:
                 output = self._instead(spot, number, args, kwargs, frame)
@@ -240,7 +240,7 @@ class LiveInserter:
             self.pending.pop()
         if self._states:
             output = self._states.exchanged(output, frame, scope)
-        return self._after(spot, number, *shown, output, frame, written, scope)
+        return self._after(spot, number, *before, output, frame, written, scope)
 
     # Where the calls of modules are met without a recorder (see `beside.py`)
 
@@ -309,8 +309,8 @@ class LiveInserter:
             copied = None
         if spot.before or copied is not None:
             args, kwargs = self._before(spot, scope, args, kwargs, frame, copied)
-        shown = self._shown(spot, args, kwargs, frame)
-        self.pending.append(self._needed_after(spot, *shown, written))
+        before = self._inputs_before(spot, args, kwargs, frame)
+        self.pending.append(self._needed_after(spot, *before, written))
         try:
             if spot.instead:
                 output = self._instead(spot, number, args, kwargs, frame)
@@ -322,7 +322,7 @@ class LiveInserter:
             raise
         finally:
             self.pending.pop()
-        return self._after(spot, number, *shown, output, frame, written)
+        return self._after(spot, number, *before, output, frame, written)
 
     def _run(
         self, run: Run, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -496,12 +496,7 @@ class LiveInserter:
         number = next((i for i, value in enumerate(values) if value is written), None)
         at = self.at(spot, spot.number - 1)
         gate = BeforeGate(at, slots, shape, self.plan, places, number)
-        given = self._through(gate, shape, (args, kwargs), values, values, frame)
-        if given is None:
-            return args, kwargs
-        put, changed = given
-        exchanged: tuple[tuple[Any, ...], dict[str, Any]] = put((args, kwargs), shape, changed)
-        return exchanged
+        return self._arguments_through(gate, shape, values, args, kwargs, frame)
 
     def _after(
         self,
@@ -594,7 +589,7 @@ class LiveInserter:
         self.stage.block("what is inserted has returned another kind of tensor than the node")
         return given
 
-    def _shown(
+    def _inputs_before(
         self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs that insertions are shown after a node: copies, if it may write."""
@@ -607,12 +602,24 @@ class LiveInserter:
             return args, kwargs
         shape, values = take_apart((args, kwargs))
         gate = InputsGate(self.at(spot, spot.number - 1), slots, shape, self.plan)
+        return self._arguments_through(gate, shape, values, args, kwargs, frame)
+
+    def _arguments_through(
+        self,
+        gate: Any,
+        shape: Any,
+        values: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments that a gate gives for those of a node."""
         given = self._through(gate, shape, (args, kwargs), values, values, frame)
         if given is None:
             return args, kwargs
         put, changed = given
-        copies: tuple[tuple[Any, ...], dict[str, Any]] = put((args, kwargs), shape, changed)
-        return copies
+        exchanged: tuple[tuple[Any, ...], dict[str, Any]] = put((args, kwargs), shape, changed)
+        return exchanged
 
     def _needed_after(
         self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None

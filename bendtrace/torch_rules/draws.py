@@ -163,18 +163,18 @@ def _draw(name: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _draw_globally(of_numpy: bool, name: str) -> Callable[..., Any]:
+def _draw_globally(of_numpy: bool, name: str, by_module: bool) -> Callable[..., Any]:
     """Return the function that replays call to draw from the generator of a module.
 
-    They call what stands there by then, if it is one of the module's functions.
+    Code that names the module calls what stands there by then. Other code has a method of the
+    generator, whatever stands in the module.
     """
 
     def draw(*args: Any, **kwargs: Any) -> Any:
-        module: Any = numpys_random() if of_numpy else random
-        function = vars(module).get(name)
-        if function is None:
-            function = getattr(global_generators()[of_numpy], name)
-        return function(*args, **kwargs)
+        if by_module:
+            module: Any = numpys_random() if of_numpy else random
+            return vars(module)[name](*args, **kwargs)
+        return getattr(global_generators()[of_numpy], name)(*args, **kwargs)
 
     draw.__name__ = draw.__qualname__ = name
     draw.is_draw = True  # type: ignore[attr-defined]
@@ -208,7 +208,8 @@ def _method(name: str) -> Callable[..., Any]:
         if watcher is None or type(self) is not random.Random:
             return call.__wrapped__(self, *args, **kwargs)
         if self is _python:
-            return watcher.opaque_call(_draw_globally(False, name), args, kwargs, sys._getframe(1))
+            function = _draw_globally(False, name, by_module=False)
+            return watcher.opaque_call(function, args, kwargs, sys._getframe(1))
         if not watcher.holds(self):  # one of the run's own, which begins as it began
             return call.__wrapped__(self, *args, **kwargs)
         return watcher.opaque_call(_draw(name), (self, *args), kwargs, sys._getframe(1))
@@ -225,7 +226,20 @@ def _function(module: Any, name: str, of_numpy: bool) -> Callable[..., Any]:
         watcher = current_watcher()
         if watcher is None:
             return call.__wrapped__(*args, **kwargs)
-        function = _draw_globally(of_numpy, name)
+        function = _draw_globally(of_numpy, name, by_module=True)
+        return watcher.opaque_call(function, args, kwargs, sys._getframe(1))
+
+    return call
+
+
+@functools.cache
+def _held(name: str) -> Callable[..., Any]:
+    """Return what takes the place of a method of numpy's own generator."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function, watcher = _draw_globally(True, name, by_module=False), current_watcher()
+        if watcher is None:
+            return function(*args, **kwargs)
         return watcher.opaque_call(function, args, kwargs, sys._getframe(1))
 
     return call
@@ -242,8 +256,11 @@ def is_drawn_from(value: Any) -> bool:
     kind = type(value)
     if kind is types.BuiltinFunctionType:
         return type(value.__self__) is random.Random and value.__name__ in _OF_PYTHON
-    if kind is types.MethodType:
-        return is_drawn_from(value.__self__) and value.__name__ not in CHANGING
+    if kind is types.MethodType:  # of the generator's own, not a function that is bound to it
+        return is_drawn_from(value.__self__) and (
+            value.__name__ in _methods_of(type(value.__self__))
+            and value == getattr(value.__self__, value.__name__)
+        )
     return kind is not random.Random and is_host_generator(value)
 
 
@@ -259,7 +276,7 @@ def stand_in_for(value: Any) -> Any:
         return types.MethodType(_method(value.__name__), value.__self__)
     if isinstance(value, types.MethodType):
         if value.__self__ is global_generators()[-1]:
-            return _function(numpys_random(), value.__name__, True)
+            return _held(value.__name__)
         return getattr(stand_in_for(value.__self__), value.__name__)
     numpys: Any = type(value)
     kind: Any = _watched_kind(numpys)
