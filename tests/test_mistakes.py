@@ -148,7 +148,7 @@ def patched_heads(site: Any, heads: int = HEADS, **options: Any) -> Any:
 NO_HEADS = "is neither split into {} heads nor joined from them, so its slices mean nothing"
 A_CLASS = "ReLU is a class, which makes models: pass an object of it"
 SUM = {"loss": torch.sum}
-# What people tried, what it raises, and the beginning of what they are told.
+# Each call that people tried, with the error that it raises and how its message begins.
 MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "bend a class": (lambda _: bt.BendedModule(nn.ReLU), InputError, A_CLASS),
     "trace a class": (lambda _: bt.trace(nn.ReLU, X), InputError, A_CLASS),
