@@ -1124,7 +1124,8 @@ def test_a_table_of_the_users_own_code_leaves_out_installed_packages(tmp_path: P
     assert [step.text for step in steps] == ["x.sum() > 0", "x.sum() > 9"]
     assert "> 9" not in steps.table(only="mine")
     assert "> 0" in steps.table(only="mine")
-    assert [branch.text for branch in bended.coverage()] == ["x.sum() > 9", "x.sum() > 0"]
+    # Branches are sorted by their files, and which comes first depends on where the tests lie.
+    assert {branch.text for branch in bended.coverage()} == {"x.sum() > 9", "x.sum() > 0"}
     assert [branch.text for branch in bended.coverage(only="mine")] == ["x.sum() > 0"]
     assert bended.coverage(only="mine").total == 1
     with pytest.raises(InputError, match="not 'own'"):
