@@ -13,7 +13,7 @@ from bendtrace.recording.states import States
 from bendtrace.replay.nodes import Node
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Divergence
-from bendtrace.tape.contexts import AutocastHold
+from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import State, Test
 
 __all__ = ["followed", "past_joins", "resumed_anywhere"]
@@ -46,7 +46,7 @@ def _led_back(
     if is_apart or first or not program.recording.tape.states:
         return _run(program, arguments, first, compiled, splicer)
     number = min(program.recording.tape.states)
-    return Divergence(program.root, program.recording, number, None, AutocastHold())
+    return Divergence(program.root, program.recording, number, None, Hold())
 
 
 @contextmanager

@@ -8,14 +8,15 @@ some passes only has a gate at each, and is asked there.
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from bendtrace.interject.structure import (
     take_apart,
 )
 from bendtrace.interject.tensors import differ, version_of
+from bendtrace.tape.blocks import KEEPERS
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.mode_queries import unseen
 
@@ -53,6 +55,7 @@ __all__ = [
     "again",
     "as_inputs",
     "attempt",
+    "is_repeated",
     "noted",
     "of_this_run",
     "passes_of",
@@ -77,6 +80,7 @@ class _Local(threading.local):
         self.reshaped: dict[str, None] = {}  # the insertions, by slot, in this call of the model
         self.passes: dict[tuple[str, str], int] = {}  # by node and role, in this call
         self.attempt: Attempt = Attempt()
+        self.is_repeated = False  # whether the backward pass does a checkpointed block again
         self.containers = Containers()  # those of the running gate
 
 
@@ -128,6 +132,51 @@ class _Running:
                 raised.add_note(note)
         if error is None or is_hidden:
             raise raised from None
+
+
+def _kept_for_repetition() -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes gates do again what they do from now on in the call."""
+    plan, kept, passes = _local.plan, dict(_local.kept), dict(_local.passes)
+
+    @contextmanager
+    def repeated() -> Iterator[None]:
+        now = vars(_local)
+        before = now.copy()
+        now.update(
+            plan=plan, through={}, error=None, kept=dict(kept), reshaped={}, passes=dict(passes),
+            attempt=Attempt(), is_repeated=True, containers=Containers(),
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            now.update(before)
+
+    return repeated
+
+
+KEEPERS.append(_kept_for_repetition)
+
+
+class _Uncounted:
+    """Stands for an insertion in a block that is done again: its calls are not counted twice."""
+
+    def fired(self, *_: object) -> None:
+        """Count nothing."""
+
+    def failed(self) -> None:
+        """Count nothing."""
+
+    def is_known_to_change(self, path: str) -> bool:
+        """Return that nobody needs to know."""
+        return True
+
+
+def _repeated(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Return those of some insertions that change values, without their reports."""
+    found = [copy.copy(entry) for entry in entries if not entry.what.observes]
+    for entry in found:
+        entry.insertion = cast("Any", _Uncounted())
+    return tuple(found)
 
 
 @contextmanager
@@ -191,6 +240,11 @@ def raise_caught() -> None:
     """Raise what something inserted has raised in this call, if the model has caught it."""
     if _local.error is not None:
         raise _local.error
+
+
+def is_repeated() -> bool:
+    """Return whether the backward pass does a checkpointed block again."""
+    return _local.is_repeated
 
 
 def of_this_run() -> dict[Any, Any]:
@@ -313,7 +367,8 @@ class Gate:
                 f"the insertion at {self.at.path or '<root>'} that was recorded is gone",
                 self.at.path,
             )
-        return self.entries_in(plan, number)
+        entries = self.entries_in(plan, number)
+        return _repeated(entries) if _local.is_repeated else entries
 
     def entries_in(self, plan: Plan, number: int) -> tuple[Entry, ...]:
         """Return the insertions of a plan that are called in a pass, in order."""

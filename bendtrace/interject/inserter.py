@@ -416,14 +416,20 @@ class LiveInserter:
 
     def put(self, gate: Gate, values: Sequence[Any], frame: FrameType) -> Any:
         """Put a gate on the tape."""
-        self.require_once(gate.at.path)
+        self.require_once(gate.at.path, any("backward" in slot.forms for slot in gate.slots))
         given = self.stage.gate(gate, tuple(values), frame)
         gate.counts = gate.at.path not in self._raised
         return given
 
-    def require_once(self, path: str) -> None:
-        """Raise if the backward pass will run the current code again."""
-        if self._recomputed and torch.is_grad_enabled():
+    def require_once(self, path: str, backward: bool = False) -> None:
+        """Raise if the backward pass will run the current code again without what is inserted.
+
+        Args:
+            path: the node at which something is inserted.
+            backward: whether that receives gradients.
+        """
+        is_lost = self._recomputed or (backward and self.stage.is_in_block)
+        if is_lost and torch.is_grad_enabled():
             raise noted(
                 InterjectionError(
                     f"{path or '<root>'} is inside torch.utils.checkpoint, which runs it again "
@@ -580,6 +586,8 @@ class LiveInserter:
 
         passed = self.stage.pass_through(through, output, scope)
         if given is None or (is_alike and passed is not None):
+            if passed is not None:
+                self.stage.passed(gate)
             return passed
         if may_be_op:  # which returns this, and calls nothing again
             take_back(gate)

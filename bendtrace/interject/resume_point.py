@@ -34,7 +34,7 @@ from bendtrace.replay.schedule import may_be_caught
 from bendtrace.replay.source import Departure, gives_nothing, test_of
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import identical
-from bendtrace.tape.contexts import AutocastHold
+from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import (
     Guard,
     OpKind,
@@ -145,7 +145,7 @@ class Left:
                     return False
         return not self.prepared.rest.disturbs(self.done, position)
 
-    def script(self, hold: AutocastHold) -> Script:
+    def script(self, hold: Hold) -> Script:
         """Return the ops that the model's Python need not run again."""
         tape, done = self.prepared.recording.tape, self.done
         held = {i: value for i, value in values_in(self.values).items() if i in done}
@@ -294,7 +294,7 @@ class _Run:
                             "changes that at its end: pass the model's arguments as well"
                         )
                 elif prepared.code is not None:
-                    hold = AutocastHold()
+                    hold = Hold()
                     try:
                         return self._gone_through(run, prepared, hold, tree, plan)
                     finally:
@@ -371,7 +371,7 @@ class _Run:
         self,
         run: KnownRun,
         prepared: Prepared,
-        hold: AutocastHold,
+        hold: Hold,
         tree: TraceTree,
         plan: Plan | None,
     ) -> Any:
@@ -400,7 +400,7 @@ class _Run:
             run, prepared, values = other, following, {**slots, **left.values}
 
     def _carry_out(
-        self, run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: AutocastHold
+        self, run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: Hold
     ) -> Any:
         """Run the code of a rest; return its result, or a `Left` if it follows another path."""
         model, tape = run.program.recording.environment.function, prepared.recording.tape
@@ -417,9 +417,7 @@ class _Run:
             return result
 
     @staticmethod
-    def _result(
-        run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: AutocastHold
-    ) -> Any:
+    def _result(run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: Hold) -> Any:
         rest = prepared.code
         assert rest is not None
         if rest.casts:
@@ -455,7 +453,7 @@ class _Run:
         self,
         left: Left,
         random: RandomStates | None,
-        hold: AutocastHold,
+        hold: Hold,
         tree: TraceTree,
         plan: Plan | None,
     ) -> Any:
@@ -489,7 +487,7 @@ class _Run:
             )
         return self._live()
 
-    def _resumed(self, left: Left, hold: AutocastHold, tree: TraceTree, plan: Plan | None) -> Any:
+    def _resumed(self, left: Left, hold: Hold, tree: TraceTree, plan: Plan | None) -> Any:
         """Continue with the model's own Python, and keep the path that it takes."""
         model, script = self._model, left.script(hold)
         try:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bendtrace.interject.gates import AfterGate, attempt, passes_of, take_back
+from bendtrace.interject.gates import AfterGate, attempt, is_repeated, passes_of, take_back
 from bendtrace.interject.tensors import is_uneven, version_of
 from bendtrace.replay.splices import Interrupted, Unfit
 from bendtrace.source.internals import internal
@@ -61,6 +61,8 @@ class Through:
         Raises:
             Interrupted: the gate has raised an error, or returned another kind of value.
         """
+        if is_repeated():
+            return self._gate(value)
         path, number = self._gate.at.path, passes_of(self._gate)
         kind, version = kind_of(value), version_of(value)
         current, splicing = attempt(), self._splicing

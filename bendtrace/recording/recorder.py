@@ -20,6 +20,7 @@ from torch.nn.modules import module as _module
 
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.executed import ran
+from bendtrace.recording.checkpoints import Checkpoints
 from bendtrace.recording.encoding import (
     Encoder,
     holds,
@@ -146,6 +147,9 @@ class Recorder(RecordingMode):
         self.printed: Callable[..., Any] = self._texts.printed
         self.told: Callable[[str], str] = self._texts.told
         self.module_call: Callable[..., Any] = scopes.call
+        self._checkpoints = Checkpoints(self._writer, environment.changes_so_far)
+        self.checkpointed: Callable[..., Any] = self._checkpoints.block
+        self.passed: Callable[..., None] = self._checkpoints.passed
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)
@@ -590,11 +594,17 @@ class Recorder(RecordingMode):
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
         """Record a call on the tape that is not the model's own (see `watchers.Stage`)."""
+        self._checkpoints.gated()
         with torch._C.DisableTorchFunction():
             op, args, _ = self._write(function, args, {}, frame)
             if self._observer is not None:
                 self._observer.escaped(args)
         return self._as_one(op, function, args, {}, frame)
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the run is in a block that is run again (see `watchers.Stage`)."""
+        return self._checkpoints.current is not None
 
     @property
     def follows_script(self) -> bool:
@@ -617,6 +627,7 @@ class Recorder(RecordingMode):
             )
             if ref is None or not is_sole:
                 return None
+            self._checkpoints.passes(ref.index, value)
             self._ran.leave(answers=True)
             try:
                 given = unwatched(function, (value,), {})

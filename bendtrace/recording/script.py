@@ -29,7 +29,7 @@ from torch import Tensor
 
 from bendtrace.errors import NondeterminismError
 from bendtrace.tape.captured import attributes_of, identical
-from bendtrace.tape.contexts import AutocastHold
+from bendtrace.tape.contexts import Hold
 from bendtrace.tape.structure import build
 from bendtrace.tape.tape import (
     Guard,
@@ -212,6 +212,7 @@ class Script:
         values: the results of ops, by their numbers in the run that follows the script.
         errors: the errors that ops raise, likewise.
         hold: as given.
+        of_block: the values that the run goes on with, by op, if it is in a checkpointed block.
         follower: as given.
         is_active: whether the run has not come to the end yet.
         is_merged: whether two tensors that the script has are one in this call.
@@ -229,13 +230,14 @@ class Script:
         answer: Any,
         held: Mapping[int, Any],
         error: Exception | None,
-        hold: AutocastHold,
+        hold: Hold,
         follower: Follower | None = None,
         is_exact: bool = False,
     ) -> None:
         self.values: dict[int, Any] = {}
         self.errors: dict[int, Exception] = {}
-        self.hold: AutocastHold = hold
+        self.hold: Hold = hold
+        self.of_block: dict[int, Any] = {}
         self.follower: Follower | None = follower
         self.is_active: bool = True
         self.is_merged: bool = False
@@ -385,6 +387,7 @@ class Script:
     def release(self) -> None:
         """Let go of all values and errors."""
         self.values.clear()
+        self.of_block.clear()
         self.errors.clear()
         self._given = self._tensors = {}
         self._error = None
@@ -629,6 +632,8 @@ class Script:
                 for key in path if isinstance(meta, tuple) else ():
                     meta = meta[key] if type(key) is int else None
                 self.dead[index] = meta
+            elif self.hold.block is not None:
+                self.of_block[index] = self._object(name)
         self._objects.clear()
         self.values.clear()
         self._steps.clear()

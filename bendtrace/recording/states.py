@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.kinds import is_constant
+from bendtrace.recording.checkpoints import Checkpointed
 from bendtrace.recording.effects import Effects
 from bendtrace.recording.native_calls import may_hide
 from bendtrace.recording.texts import Texts, has_marks
@@ -527,6 +528,9 @@ class _Reader:
     def _token(self, token: contextvars.Token[Any]) -> Any:
         return self._by_identity(token.var), self.value(token.old_value)
 
+    def _checkpointed(self, block: Checkpointed) -> Any:
+        return self.values_of(block.settings)
+
     def _rounds(self, rounds: Rounds) -> Any:
         return self.values_of((rounds.at, rounds.end, rounds.step))
 
@@ -577,6 +581,7 @@ _READERS: dict[type, Any] = {
     frozenset: _Reader.values_of,
     dict: _Reader._mapping,
     slice: _Reader._slice,
+    Checkpointed: _Reader._checkpointed,
     Rounds: _Reader._rounds,
     types.FunctionType: _Reader._function,
     types.MethodType: _Reader._method,

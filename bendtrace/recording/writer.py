@@ -86,6 +86,7 @@ class Writer:
         goes_on_from: receives the states that the script has read, with the answers.
         before_question: is called before a guard is added, with the code that asks.
         is_inside: whether code inside of an op runs.
+        resumed_at: how many ops the resumed run has repeated, once it has carried out its own.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Writer:
         self.goes_on_from: Callable[[State, Any], None] | None = None
         self.before_question: Callable[[FrameType], None] | None = None
         self.is_inside: bool = False
+        self.resumed_at: int | None = None
         self._caught: dict[tuple[int, int], bool] = {}
         self._sites = SiteTable(boundaries)
         self.boundaries: set[int] = self._sites.boundaries
@@ -165,7 +167,7 @@ class Writer:
         ops = self.tape.ops
         site = None if frame is None else self.site(frame)
         script = self.script
-        if script is not None and not script.is_active and script.hold.release():
+        if script is not None and not script.is_active and script.hold.release_casts():
             self.forgot_casts()
         op = Op(len(ops), kind, target, args, kwargs, self.scope, site, current_context())
         if torch.get_default_dtype() is not self._dtype:
@@ -189,7 +191,7 @@ class Writer:
         if self.is_behind:
             if self.script is not None and self.script.is_active:
                 return
-            self.is_behind = False
+            self.is_behind, self.resumed_at = False, len(self.tape.ops)
             self._renew_versions()
 
     def guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed, may_be_caught
 from bendtrace.replay.source import Code, Departure, Source, define, fails, gives_nothing, outcome
 from bendtrace.replay.splices import Splice
+from bendtrace.tape.blocks import Block
 from bendtrace.tape.captured import (
     Access,
     Added,
@@ -27,6 +28,7 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.structure import Instance, Made, existing_in
 from bendtrace.tape.tape import (
+    Checkpoint,
     Guard,
     Op,
     OpKind,
@@ -118,6 +120,9 @@ class RunWriter:
             source.emitted.add(op.index)
         self._dying = schedule.deaths(self._kept_until)
         self._forget(2 * schedule.start - 1)
+        for block in schedule.blocks:
+            if schedule.enters(block):
+                self._go_on_in(block)
         position = schedule.start
         while position < schedule.end:
             self._write_position(position)
@@ -176,13 +181,49 @@ class RunWriter:
             self._forget(2 * position)
 
     def _write_guards(self, position: int) -> None:
-        spliced = list(self.schedule.splices.get(position, ()))
+        # In the order of the guards that come before each; a block ends after what is at its end.
+        waiting: list[tuple[int, int, Callable[[Any], None], Any]] = [
+            (splice.guards, 1, self._pass_through, splice)
+            for splice in self.schedule.splices.get(position, ())
+        ]
+        for block in self.schedule.blocks:
+            if block.end[0] == position and not self._is_left(block):
+                waiting.append((block.end[1], 2, self._end, block))
+            if block.begin[0] == position and not self.schedule.enters(block):
+                waiting.append((block.begin[1], 3, self._begin, block))
+        waiting.sort(key=lambda item: item[:2])
         for number, guard in self.schedule.guards.get(position, ()):
-            while spliced and spliced[0].guards <= number:
-                self._pass_through(spliced.pop(0))
+            while waiting and waiting[0][0] <= number:
+                _, _, write, what = waiting.pop(0)
+                write(what)
             self._depart_unless(number, guard)
-        for splice in spliced:
-            self._pass_through(splice)
+        for _, _, write, what in waiting:
+            write(what)
+
+    def _is_left(self, block: Checkpoint) -> bool:
+        """Whether the schedule ends in the middle of a block."""
+        return self.schedule.stop is not None and block.holds(self.schedule.stop)
+
+    def _begin(self, block: Checkpoint) -> None:
+        """Write that a checkpointed block begins."""
+        source = self.source
+        self._take_out(list(map(Ref, block.tensors)))
+        tensors = "".join(f"v{index}, " for index in block.tensors)
+        source.names["Block"] = Block
+        source.line(f"E.hold.block = Block({source.bound(block.settings)}, ({tensors}))")
+        self._go_on_in(block)
+
+    def _go_on_in(self, block: Checkpoint) -> None:
+        """Write what the backward pass will do again."""
+        source, part = self.source, self.schedule.part(block)
+        self._take_out(list(map(Ref, part.outside)))
+        values = "".join(f"v{index}, " for index in part.outside)
+        source.line(f"E.hold.block.goes_on({source.bound(part)}, ({values}))")
+
+    def _end(self, block: Checkpoint) -> None:
+        """Write that a checkpointed block ends."""
+        self.source.line("E.hold.block.end()")
+        self.source.line("E.hold.block = None")
 
     def _pass_through(self, splice: Splice) -> None:
         """Write that a value is passed through something, which may replace it."""

@@ -28,6 +28,7 @@ from bendtrace.tape.captured import (
     TensorFacts,
     put,
 )
+from bendtrace.tape.contexts import Hold
 from bendtrace.tape.structure import existing_in
 from bendtrace.tape.tape import Op, OpKind, Ref
 
@@ -181,6 +182,7 @@ class Holes(list[Any]):
 
     Args:
         may_grow: whether tensors are exchanged before the end.
+        hold: what else lasts from one segment to the next.
     """
 
     # Of its own only for a call in which something grows.
@@ -188,8 +190,9 @@ class Holes(list[Any]):
     _places: frozenset[_Place] = frozenset()
     _memory: frozenset[int] = frozenset()
 
-    def __init__(self, may_grow: bool) -> None:
+    def __init__(self, may_grow: bool, hold: Hold) -> None:
         self.may_grow: bool = may_grow
+        self.hold: Hold = hold
 
     def grows(self, growth: Growth, holder: Any, old: Tensor, new: Tensor) -> bool:
         """Say whether a tensor may be exchanged now, and remember it."""

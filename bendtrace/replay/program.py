@@ -37,7 +37,7 @@ from bendtrace.replay.stretches import (
     Stretch,
 )
 from bendtrace.tape.captured import Captured
-from bendtrace.tape.contexts import AutocastHold
+from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import Guard, Test
 
 __all__ = ["Program", "Splicer"]
@@ -264,11 +264,12 @@ class Program:
         assert graph is not None
         trips: list[Trip] = []
         exit: Exit | None = graph.beginning
-        held, hold = Holes(graph.may_grow and not compiled and since is None), AutocastHold()
+        hold = Hold() if since is None else since[0].hold
+        held = Holes(graph.may_grow and not compiled and since is None, hold)
         if since is not None:
             earlier, exit = since
             assert earlier.held is not None
-            trips, hold = earlier.trips, earlier.hold
+            trips = earlier.trips
             held += earlier.held.values()
         assert exit is not None
         piece, entered = exit.piece, exit.number
@@ -293,6 +294,8 @@ class Program:
                         hold.release()
                         raise raised.unfit from None
                     raised.hand_on()
+                    if hold.block is not None:
+                        hold.block.stops(raised.position, raised.guards)
                     frame, _ = frame_of(raised, code)
                     assert frame is not None
                     number, answer, asked = -raised.position, None, raised.guards
@@ -304,6 +307,8 @@ class Program:
                         hold.release()
                         raise
                     number, answer = departure.guard, departure.outcome
+                    if hold.block is not None:
+                        hold.block.stops(-1 - number, 0)
                     values = values_in(departure.values)
                     error = values.pop(-1 - number)
                     del departure
@@ -318,6 +323,8 @@ class Program:
                     _count(trips)
                     return Finished(result, piece.owner, trips)
                 number, answer = result.guard, result.outcome
+                if hold.block is not None:
+                    hold.block.stops(piece.recording.tape.guards[number].position, number)
                 node = None if first else piece.nodes.get(number)
                 if node is not None:
                     if answer is True:  # a call less than `after`, for nearly all questions

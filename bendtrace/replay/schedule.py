@@ -20,9 +20,11 @@ from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.growing import Growth
 from bendtrace.replay.source import gives_nothing, needed_for, test_of
 from bendtrace.replay.splices import Splice
+from bendtrace.tape.blocks import Part, Passage
 from bendtrace.tape.captured import Change
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import (
+    Checkpoint,
     Guard,
     Op,
     OpKind,
@@ -59,6 +61,7 @@ class Schedule:
         entry: grad mode and so on when the run begins.
         guards: the guards to test, by their numbers.
         start: the first op to carry out.
+        after: the guard that leads into it; -1 for the beginning of the run.
         stop: the guard to end with, whatever its answer; None for the end of the run.
         available: ops before `start` whose values are handed over.
         held: for a guard, the ops whose values are handed on where it does not hold.
@@ -84,6 +87,7 @@ class Schedule:
         guards: Mapping[int, Guard],
         *,
         start: int = 0,
+        after: int = -1,
         stop: int | None = None,
         available: Collection[int] = (),
         held: Mapping[int, tuple[int, ...]] | None = None,
@@ -98,6 +102,7 @@ class Schedule:
         self.entry = entry
         self.start = start
         self.stop = stop
+        self.after = after
         self.available: frozenset[int] = frozenset(available)
         self.handed: tuple[int, ...] = tuple(available)
         self.held: Mapping[int, tuple[int, ...]] | dict[int, tuple[int, ...]] = held or {}
@@ -159,6 +164,7 @@ class Schedule:
             entry,
             guards,
             start=0 if is_first else tape.guards[after].position,
+            after=after,
             stop=stop,
             available=() if is_first else tape.states[after].holes,
             held={n: tape.states[n].holes for n in guards if n in tape.states},
@@ -190,9 +196,38 @@ class Schedule:
                 for hole in self.held.get(number, ()):
                     roots.update(self._parts_of(hole) if self.is_late(ops[hole]) else (hole,))
         roots.update(splice.index for splice in chain(*self.splices.values()))
+        for block in self.blocks:
+            if not self.enters(block):
+                roots.update(block.tensors)
         remaining = ops[self.start : self.end]
         roots.update(op.index for op in remaining if not is_droppable(op, self.analysis))
         return needed_for(ops, roots, self.available, self.same)
+
+    @cached_property
+    def blocks(self) -> list[Checkpoint]:
+        """The checkpointed blocks that it is in, from its beginning on or later."""
+        return [
+            block
+            for block in self.tape.blocks
+            if self.enters(block) or block.begin[1] > self.after
+            if self.stop is None or block.begin[1] <= self.stop
+        ]
+
+    def enters(self, block: Checkpoint) -> bool:
+        """Whether it begins in the middle of a block."""
+        return self.after >= 0 and block.holds(self.after)
+
+    def part(self, block: Checkpoint) -> Part:
+        """Return what it does in a block."""
+        start = self.start if self.enters(block) else block.begin[0]
+        ops = map(self.op_at, range(start, min(block.end[0], self.end)))
+        passages = [
+            Passage(position, splice.guards, splice.index, splice.function, splice.context)
+            for position, spliced in self.splices.items()
+            for splice in spliced
+            if block.begin < (position, splice.guards) <= block.end
+        ]
+        return Part([op for op in ops if op is not None], passages, self.tried)
 
     @cached_property
     def tried(self) -> frozenset[int]:
@@ -227,6 +262,9 @@ class Schedule:
                         use(self._parts_of(hole), 2 * position)
         for position, spliced in self.splices.items():
             use((splice.index for splice in spliced), 2 * position)
+        for block in self.blocks:
+            if not self.enters(block):
+                use((*block.tensors, *self.part(block).outside), 2 * block.begin[0])
         use((ref.index for ref in refs_in(self.outputs)), 2 * len(self.tape.ops) + 2)
         return last
 

@@ -12,7 +12,7 @@ from bendtrace.recording.script import Follower, Script, Section
 from bendtrace.replay.nodes import Exit, Trip
 from bendtrace.replay.schedule import may_be_caught
 from bendtrace.tape.captured import identical
-from bendtrace.tape.contexts import AutocastHold
+from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import Guard
 
 __all__ = [
@@ -165,7 +165,7 @@ class Divergence:
     recording: Recording
     number: int
     outcome: Any
-    hold: AutocastHold
+    hold: Hold
     trips: list[Trip] = field(default_factory=list)
     held: dict[int, Any] | None = None
     error: Exception | None = None

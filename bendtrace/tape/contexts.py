@@ -13,9 +13,9 @@ from bendtrace.source.internals import internal
 
 __all__ = [
     "Autocast",
-    "AutocastHold",
     "Context",
     "ContextSwitch",
+    "Hold",
     "any_autocast",
     "cudnn",
     "current_context",
@@ -129,20 +129,25 @@ def current_settings() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class AutocastHold:
-    """Keeps autocast's cache of cast weights until the point where the recorded run cleared it.
+class Hold:
+    """What lasts from one part of a call to the next, whichever code carries them out.
 
+    It keeps autocast's cache of cast weights until the point where the recorded run cleared it.
     Autocast clears its cache when the outermost block is left. A replay enters and leaves blocks
     where the mode of its ops changes, which is not exactly where the model does; and when it
     continues as another replay, or as a resumed run, it leaves a block in the middle and enters it
     again. Weights must not be cast twice, because their gradients would be summed in another
     precision.
+
+    Attributes:
+        block: the checkpointed block that the call is in (see `blocks.py`).
     """
 
-    __slots__ = ("_held",)
+    __slots__ = ("_held", "block")
 
     def __init__(self) -> None:
         self._held = False
+        self.block: Any = None
 
     def take(self) -> None:
         """Keep the cache until `release`."""
@@ -150,7 +155,14 @@ class AutocastHold:
             self._held = True
             torch.autocast_increment_nesting()
 
-    def release(self) -> bool:
+    def release(self) -> None:
+        """Let go of all."""
+        block, self.block = self.block, None
+        if block is not None:
+            block.give_up()
+        self.release_casts()
+
+    def release_casts(self) -> bool:
         """Return the cache to the blocks around; if there are none, clear it and return True."""
         if not self._held:
             return False

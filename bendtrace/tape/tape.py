@@ -18,6 +18,7 @@ from bendtrace.tape.contexts import Context
 
 __all__ = [
     "NOTHING",
+    "Checkpoint",
     "Container",
     "Guard",
     "ModuleCall",
@@ -25,6 +26,7 @@ __all__ = [
     "OpKind",
     "Raised",
     "Ref",
+    "Settings",
     "State",
     "Tape",
     "TensorMeta",
@@ -349,6 +351,36 @@ class Guard:
         return self.test is Test.SAME if self.is_on_identity else self.expected
 
 
+class Settings(NamedTuple):
+    """What `torch.utils.checkpoint` was told about a block (see there)."""
+
+    preserves_rng: bool
+    determinism_check: str
+    debug: bool
+    early_stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A block that the backward pass does again (see `blocks.py`).
+
+    Attributes:
+        begin: how many ops and guards come before.
+        end: how many ops and guards come before its end.
+        settings: those of the checkpoint.
+        tensors: the ops that give the tensors among its arguments.
+    """
+
+    begin: tuple[int, int]
+    end: tuple[int, int]
+    settings: Settings
+    tensors: tuple[int, ...]
+
+    def holds(self, guard: int) -> bool:
+        """Whether a guard, by its number, is asked inside."""
+        return self.begin[1] <= guard < self.end[1]
+
+
 class State(NamedTuple):
     """The state of a run when it asked for a value (see `states.py`).
 
@@ -382,6 +414,7 @@ class Tape:
         aliases: ops that returned a tensor which another op had returned first, with that op.
         outlines: of results that are containers, these with a `TensorMeta` for each tensor.
         classes: the classes of tensors that ops returned, of others than `Tensor`.
+        blocks: the checkpointed blocks, in order.
         is_closed: whether it calls modules, or might have called some, in the middle of an op.
     """
 
@@ -398,6 +431,7 @@ class Tape:
     aliases: dict[int, int] = field(default_factory=dict)
     outlines: dict[int, Any] = field(default_factory=dict)
     classes: dict[int, type] = field(default_factory=dict)
+    blocks: list[Checkpoint] = field(default_factory=list)
     is_closed: bool = False
 
     def block(self, reason: str) -> None:

@@ -65,6 +65,9 @@ class Watcher(Protocol):
     def recomputed(self, entering: bool) -> None:
         """Record that a block begins or ends that the backward pass runs again."""
 
+    def checkpointed(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
+        """Return what goes through a block that the backward pass runs again."""
+
     def forgot_casts(self) -> None:
         """Record that autocast clears its cache of cast weights."""
 
@@ -194,6 +197,13 @@ class Stage(Protocol):
     @property
     def follows_script(self) -> bool:
         """Whether what the run does has been done before (see `recording/script.py`)."""
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the run is in a block that the backward pass runs again."""
+
+    def passed(self, gate: Callable[[Any], Any]) -> None:
+        """Note the gate that has let a function replace a result (see `pass_through`)."""
 
     def pass_through(
         self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None

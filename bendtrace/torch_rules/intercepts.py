@@ -27,6 +27,7 @@ from torch import nn
 
 from bendtrace.errors import InputError
 from bendtrace.source.internals import Never, TorchDispatchMode, disable_dynamo, internal
+from bendtrace.tape.blocks import checkpointed
 from bendtrace.tape.contexts import forget_casts
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.watchers import (
@@ -298,6 +299,13 @@ def _run_compiled_code_eagerly() -> None:
         _stances.append(stance)
 
 
+def _through_block(function: Any, *settings: Any, **kwargs: Any) -> Any:
+    watcher = current_watcher()
+    if watcher is None or not torch.is_grad_enabled():
+        return checkpointed(function, *settings, **kwargs)
+    return watcher.checkpointed(function, *settings, **kwargs)
+
+
 _SavedTensors = torch.autograd.graph.saved_tensors_hooks
 _enters_hooks, _leaves_hooks = _SavedTensors.__enter__, _SavedTensors.__exit__
 
@@ -360,6 +368,8 @@ def _entry_points() -> Iterator[_EntryPoint]:
     for owner, name, what in _UNFOLLOWED:
         if name in vars(owner):
             yield entry(owner, name, _reports(what, vars(owner)[name]))
+    if checkpointed is not None:
+        yield entry(torch.utils.checkpoint, checkpointed.__name__, _through_block)
     yield entry(_SavedTensors, "__enter__", _enters_saved)
     yield entry(_SavedTensors, "__exit__", _leaves_saved)
     for script in (ScriptFunction, ScriptMethod):

@@ -1,0 +1,216 @@
+"""Blocks under `torch.utils.checkpoint` without reentry, which the backward pass runs again.
+
+Torch keeps nothing of such a block but its arguments. When the backward pass wants a value of it,
+torch calls a function that does the block again, and takes the values in the order in which
+autograd saves them. In a replay, that function carries out the recorded ops of the block, and not
+the model's Python. A call may go through a block in several parts: along known code, and from a new
+answer on in the model's Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from bendtrace.source.internals import internal
+from bendtrace.tape.captured import Array
+from bendtrace.tape.contexts import Context, ContextSwitch
+from bendtrace.tape.structure import Fixed, Instance, Made, build
+from bendtrace.tape.tape import Op, Ref, Settings
+
+__all__ = ["KEEPERS", "Block", "Part", "Passage", "checkpointed", "is_plain_context"]
+
+# Runs a block: it is advanced where the block begins and where it ends, so that the saved tensors
+# are torch's concern. Seen in 2.13 to 2.15; torch's own compiler uses it in the same way.
+checkpointed: Any = internal("torch.utils.checkpoint._checkpoint_without_reentrant_generator", None)
+_Stopped: Any = internal("torch.utils.checkpoint._StopRecomputationError", Exception)
+_no_contexts: Any = internal("torch.utils.checkpoint.noop_context_fn", None)
+
+
+def is_plain_context(context: Any) -> bool:
+    """Whether a `context_fn` gives contexts that do nothing."""
+    return context is _no_contexts
+
+
+class Passage(NamedTuple):
+    """A function that replaces a value in the middle of a block.
+
+    Attributes:
+        position: how many ops come before.
+        guards: how many guards come before.
+        index: the op that gives the value.
+        function: the function.
+        context: the grad mode and so on that it runs under; None for that of the block.
+    """
+
+    position: int
+    guards: int
+    index: int
+    function: Callable[[Any], Any]
+    context: Context | None
+
+
+class Part:
+    """Ops of a block that were carried out one after the other.
+
+    Args:
+        ops: the ops.
+        passages: what replaces their values.
+        tried: ops after whose errors the block goes on.
+
+    Attributes:
+        outside: the ops outside of the part whose values it uses.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        passages: Iterable[Passage] = (),
+        tried: frozenset[int] = frozenset(),
+    ) -> None:
+        self._ops: list[Op] = list(ops)
+        self._passages: list[Passage] = sorted(passages, key=lambda one: one[:2])
+        self._tried = tried
+        own = {op.index for op in self._ops}
+        used = [index for op in self._ops for index in op.operands]
+        used += [passage.index for passage in self._passages]
+        self.outside: tuple[int, ...] = tuple(dict.fromkeys(i for i in used if i not in own))
+        last = {index: op.index for op in self._ops for index in (op.index, *op.operands)}
+        for passage in self._passages:
+            last[passage.index] = max(passage.position, last.get(passage.index, 0))
+        self._dying: dict[int, list[int]] = {}
+        for index, moment in last.items():
+            self._dying.setdefault(moment, []).append(index)
+
+    def run(self, values: Iterable[Any], stop: tuple[int, int] | None) -> None:
+        """Carry it out again.
+
+        Args:
+            values: the values of `outside`.
+            stop: how many ops and guards come before the place where the call left the part; None
+                if it came to the end.
+        """
+        known = dict(zip(self.outside, values, strict=True))
+        passages = list(self._passages)
+        switch = ContextSwitch()
+        try:
+            for op in self._ops:
+                if stop is not None and op.index >= stop[0]:
+                    break
+                while passages and passages[0].position <= op.index:
+                    _pass_through(passages.pop(0), known, switch)
+                switch.to(op.context)
+                try:
+                    known[op.index] = op.target(*_given(op.args, known), **_given(op.kwargs, known))
+                except _Stopped:
+                    raise
+                except Exception as error:
+                    if op.index not in self._tried:
+                        raise
+                    known[op.index] = error.with_traceback(None)
+                for index in self._dying.get(op.index, ()):
+                    known.pop(index, None)
+            for passage in passages:
+                if stop is None or passage[:2] <= stop:
+                    _pass_through(passage, known, switch)
+        finally:
+            switch.restore()
+
+
+def _pass_through(passage: Passage, known: dict[int, Any], switch: ContextSwitch) -> None:
+    if passage.context is not None:
+        switch.to(passage.context)
+    known[passage.index] = passage.function(known[passage.index])
+
+
+def _given(value: Any, known: dict[int, Any]) -> Any:
+    """Return the arguments that recorded ones stand for."""
+    kind = type(value)
+    if kind is Ref:
+        return known[value.index]
+    if kind is tuple or kind is list:
+        return kind([_given(item, known) for item in value])
+    if kind is dict:
+        return {key: _given(item, known) for key, item in value.items()}
+    if kind is slice:
+        return slice(*_given((value.start, value.stop, value.step), known))
+    if kind is Fixed:
+        return value.value
+    if kind is Made:
+        return value.maker(*_given(value.args, known))
+    if kind is Instance:
+        return build(value.cls, _given(value.items, known), _given(value.attributes, known))
+    if kind is Array:
+        array = value.value.copy("K")
+        array.flags.writeable = value.is_writeable
+        return array
+    return value
+
+
+# Each gives a function that makes contexts in which something that holds now holds again.
+KEEPERS: list[Callable[[], Callable[[], AbstractContextManager[None]]]] = []
+
+
+class Block:
+    """A block that a call is in: torch saves nothing of it from now on.
+
+    Args:
+        settings: those of the checkpoint.
+        tensors: its arguments.
+
+    Attributes:
+        function: the model's own function, if that is to be called again instead of the parts.
+    """
+
+    def __init__(self, settings: Settings, tensors: Iterable[Tensor]) -> None:
+        self.function: Callable[[], Any] | None = None
+        self._parts: list[tuple[Part, tuple[Any, ...], tuple[int, int] | None]] = []
+        self._around = [keeper() for keeper in KEEPERS]
+        preserves, check, debug, early_stop = settings
+        self._run: Any = checkpointed(
+            self._run_again, preserves, _no_contexts, check, debug, early_stop, *tensors
+        )
+        next(self._run)
+
+    def goes_on(self, part: Part, values: tuple[Any, ...]) -> None:
+        """Note what the call does next in the block.
+
+        Args:
+            part: that.
+            values: those of `Part.outside`.
+        """
+        self._parts.append((part, values, None))
+
+    def stops(self, position: int, guards: int) -> None:
+        """Note that the call left the latest part, before it came to the end.
+
+        Args:
+            position: how many ops come before the place.
+            guards: how many guards come before.
+        """
+        if self._parts:
+            part, values, _ = self._parts[-1]
+            self._parts[-1] = part, values, (position, guards)
+
+    def end(self) -> None:
+        """End the block."""
+        run, self._run = self._run, None
+        next(run, None)
+
+    def give_up(self) -> None:
+        """Leave the block without having come to its end."""
+        run, self._run = self._run, None
+        run.close()
+
+    def _run_again(self, *_: Any) -> None:
+        if self.function is not None:
+            self.function()
+            return
+        with ExitStack() as stack:
+            for around in self._around:
+                stack.enter_context(around())
+            for part, values, stop in self._parts:
+                part.run(values, stop)
