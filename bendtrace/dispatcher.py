@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from bendtrace._places import full_place_text
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
@@ -88,6 +90,7 @@ class Dispatcher:
         self._auditor = auditor
         self.floor: Floor = Floor()
         # The latest insertions, what calls them without the tracer, and how many traces there were.
+        self._has_blocks = False
         self._latest_beside: tuple[Plan, Beside | None, int] | None = None
 
     def call(
@@ -294,6 +297,8 @@ class Dispatcher:
 
     def _beside(self, plan: Plan) -> Beside | None:
         """Return what calls insertions without the tracer; None if that is impossible."""
+        if self._has_blocks and torch.is_grad_enabled():
+            return None  # what is inserted in a checkpointed block has to be done again with it
         known, traces = self._latest_beside, self.stats.traces
         if known is None or known[0] is not plan or (known[1] is None and known[2] < traces):
             known = self._latest_beside = plan, beside(self._known, plan), traces
@@ -440,10 +445,12 @@ class Dispatcher:
     ) -> Recording:
         """Run the model under the tracer, with what is inserted in it."""
         with self._called():
-            return recorded(
+            recording = recorded(
                 self._known, self._signature, call.args, dict(call.kwargs), call.plan, script,
                 reads_states, lifting, call.splicer,
             )  # fmt: skip
+        self._has_blocks = self._has_blocks or bool(recording.tape.blocks)
+        return recording
 
     @property
     def last_mismatch(self) -> Mismatch | None:

@@ -1643,12 +1643,31 @@ def threaded(x: Tensor) -> Tensor:
     return found[0]
 
 
-SAVED = "`saved_tensors_hooks` in forward; `checkpoint(..., use_reentrant=False)`"
+SAVED = "`saved_tensors_hooks` in forward; checkpoints in others, or with a `context_fn`"
 
 
-@case(SAVED, needing, live_at="checkpoint(")
+@case(SAVED, needing, live_at="checkpoint(torch.exp")
 def checkpointed(x: Tensor) -> Tensor:
-    return checkpoint(torch.exp, x * 2, use_reentrant=False)
+    return checkpoint(
+        lambda x: checkpoint(torch.exp, x, use_reentrant=False), x * 2, use_reentrant=False
+    )
+
+
+CHECKPOINTS = "what a block under `checkpoint(..., use_reentrant=False)` changes outside of it"
+
+
+@case(CHECKPOINTS, needing, live_at="checkpoint(self.part")
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def part(self, x: Tensor) -> Tensor:
+        self.times += 1
+        return x.exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, x * 2, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 @case(SAVED, needing, live_at="save_on_cpu()")

@@ -80,6 +80,8 @@ def why_not(
         return "it fills a cache"
     if tape.is_joint:
         return "ranks act together in it"
+    if tape.blocks:
+        return "it has checkpointed blocks, which the backward pass does again op by op"
     if (reason := why_not_under(global_state)) is not None:
         return reason
     if len(tape.ops) > _LONGEST:

@@ -178,7 +178,7 @@ class CompiledSegments:
         graph = program.graph
         if graph is None or graph.is_broken or why_not_under(program.global_state) is not None:
             return
-        if program.recording.tape.is_joint:
+        if program.recording.tape.is_joint or program.recording.tape.blocks:
             return
         compiled = self._programs.setdefault(program, _Compiled())
         for exit in list(graph.exits()):

@@ -431,6 +431,7 @@ class _Unrecorded:
     """What an inserter acts on (see `watchers.Stage`), where nothing is recorded."""
 
     follows_script = False
+    is_in_block = False
 
     def __init__(self, scope: ModuleCall) -> None:
         self.scope: ModuleCall = scope
@@ -440,6 +441,9 @@ class _Unrecorded:
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
         return _apart(function, args)
+
+    def passed(self, gate: Callable[[Any], Any]) -> None:
+        """Do nothing."""
 
     def pass_through(
         self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None

@@ -13,8 +13,9 @@ from torch import Tensor
 from bendtrace.errors import NondeterminismError
 from bendtrace.recording.writer import Writer
 from bendtrace.source.sites import user_place
-from bendtrace.tape.blocks import Block, Part, Passage, checkpointed, is_plain_context
+from bendtrace.tape.blocks import Block, Passage, Portion, checkpointed, is_plain_context
 from bendtrace.tape.captured import Change
+from bendtrace.tape.structure import existing_in
 from bendtrace.tape.tape import Checkpoint, Settings
 from bendtrace.tape.watchers import unwatched
 
@@ -148,10 +149,11 @@ class Checkpointed:
         tape, begin = self._writer.tape, self._begin
         assert begin is not None
         self._run.current = None
+        place = user_place(sys._getframe(1))
         if self._has_changed(self._run.changes()):
-            tape.block(
-                f"a checkpointed block at {user_place(sys._getframe(1))} changes state outside of it"
-            )
+            tape.block(f"a checkpointed block at {place} changes state outside of it")
+        if any(next(existing_in((op.args, op.kwargs)), None) for op in tape.ops[begin[0] :]):
+            tape.block(f"a checkpointed block at {place} gives an object to code that is one op")
         tape.blocks.append(Checkpoint(begin, self._here(), self.settings, self._tensors))
         if (block := self._opened()) is None:
             return
@@ -162,7 +164,7 @@ class Checkpointed:
             assert start is not None
             ops = [op for op in tape.ops[start:] if op.is_work]
             tried = frozenset(op.index for op in ops if op.raised is not None)
-            part = Part(ops, self._passages, tried)
+            part = Portion(ops, self._passages, tried)
             block.goes_on(part, tuple(map(self._value, part.outside)))
         unwatched(block.end, (), {})
 
@@ -172,8 +174,9 @@ class Checkpointed:
         if self._block is not None or script is None or script.is_active:
             block, self._block = self._block, self._block
             return block
-        block, script.hold.block = script.hold.block, None
-        return block
+        opened: Block | None = script.hold.block
+        script.hold.block = None
+        return opened
 
     def _has_changed(self, now: list[Change] | None) -> bool:
         before = self._before

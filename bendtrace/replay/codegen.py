@@ -17,7 +17,7 @@ from typing import Any
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed, may_be_caught
 from bendtrace.replay.source import Code, Departure, Source, define, fails, gives_nothing, outcome
 from bendtrace.replay.splices import Splice
-from bendtrace.tape.blocks import Block
+from bendtrace.tape.blocks import Block, Portion
 from bendtrace.tape.captured import (
     Access,
     Added,
@@ -59,6 +59,43 @@ def write_run(schedule: Schedule, direct: bool = False) -> Code:
             function mode sees them.
     """
     return RunWriter(schedule, direct).write()
+
+
+def write_portion(portion: Portion) -> Callable[..., None]:
+    """Return a function that carries out a portion of a checkpointed block again."""
+    source, passages, current = Source(), list(portion.passages), None
+    source.begin("again(E, switch)")
+
+    def switch_to(context: Context | None) -> None:
+        nonlocal current
+        if context is not None and context != current:
+            source.line(f"switch.to({source.constant(context)})")
+            current = context
+
+    def pass_through() -> None:
+        passage = passages.pop(0)
+        switch_to(passage.context)
+        name = f"v{passage.op}"
+        source.line(f"{name} = {source.bound(passage.function)}({name})")
+
+    if portion.outside:
+        source.line(f"{''.join(f'v{index}, ' for index in portion.outside)} = E")
+    for op in portion.ops:
+        while passages and passages[0].position <= op.index:
+            pass_through()
+        switch_to(op.context)
+        call = source.call(op)
+        source.line(call if gives_nothing(op) else f"v{op.index} = {call}", op.index)
+        dying = [
+            f"v{i}"
+            for i in portion.dying.get(op.index, ())
+            if not (i == op.index and gives_nothing(op))
+        ]
+        if dying:
+            source.line(f"del {', '.join(dying)}")
+    while passages:
+        pass_through()
+    return Code(source, "again").function
 
 
 class RunWriter:
@@ -120,9 +157,8 @@ class RunWriter:
             source.emitted.add(op.index)
         self._dying = schedule.deaths(self._kept_until)
         self._forget(2 * schedule.start - 1)
-        for block in schedule.blocks:
-            if schedule.enters(block):
-                self._go_on_in(block)
+        if schedule.entered is not None:
+            self._go_on_in(schedule.entered)
         position = schedule.start
         while position < schedule.end:
             self._write_position(position)
@@ -189,7 +225,7 @@ class RunWriter:
         for block in self.schedule.blocks:
             if block.end[0] == position and not self._is_left(block):
                 waiting.append((block.end[1], 2, self._end, block))
-            if block.begin[0] == position and not self.schedule.enters(block):
+            if block.begin[0] == position and block is not self.schedule.entered:
                 waiting.append((block.begin[1], 3, self._begin, block))
         waiting.sort(key=lambda item: item[:2])
         for number, guard in self.schedule.guards.get(position, ()):
@@ -215,10 +251,10 @@ class RunWriter:
 
     def _go_on_in(self, block: Checkpoint) -> None:
         """Write what the backward pass will do again."""
-        source, part = self.source, self.schedule.part(block)
-        self._take_out(list(map(Ref, part.outside)))
-        values = "".join(f"v{index}, " for index in part.outside)
-        source.line(f"E.hold.block.goes_on({source.bound(part)}, ({values}))")
+        source, portion = self.source, self.schedule.portion(block, write_portion)
+        self._take_out(list(map(Ref, portion.outside)))
+        values = "".join(f"v{index}, " for index in portion.outside)
+        source.line(f"E.hold.block.goes_on({source.bound(portion)}, ({values}))")
 
     def _end(self, block: Checkpoint) -> None:
         """Write that a checkpointed block ends."""

@@ -6,7 +6,7 @@ are needed, which guards are tested between them, and what is used for the last 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.growing import Growth
 from bendtrace.replay.source import gives_nothing, needed_for, test_of
 from bendtrace.replay.splices import Splice
-from bendtrace.tape.blocks import Part, Passage
+from bendtrace.tape.blocks import Passage, Portion
 from bendtrace.tape.captured import Change
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import (
@@ -61,7 +61,6 @@ class Schedule:
         entry: grad mode and so on when the run begins.
         guards: the guards to test, by their numbers.
         start: the first op to carry out.
-        after: the guard that leads into it; -1 for the beginning of the run.
         stop: the guard to end with, whatever its answer; None for the end of the run.
         available: ops before `start` whose values are handed over.
         held: for a guard, the ops whose values are handed on where it does not hold.
@@ -70,6 +69,8 @@ class Schedule:
         growths: which tensors of the environment may be replaced before the end, by op.
         same: ops before `start` that gave back an argument or state, with the op that names it.
         splices: what values are passed through, in order.
+        blocks: the checkpointed blocks that it is in.
+        entered: the one that it begins in the middle of.
 
     Attributes:
         guards: those tested at each position, in order.
@@ -87,7 +88,6 @@ class Schedule:
         guards: Mapping[int, Guard],
         *,
         start: int = 0,
-        after: int = -1,
         stop: int | None = None,
         available: Collection[int] = (),
         held: Mapping[int, tuple[int, ...]] | None = None,
@@ -95,6 +95,8 @@ class Schedule:
         growths: Mapping[int, Growth] | None = None,
         same: Mapping[int, int] | None = None,
         splices: Iterable[Splice] = (),
+        blocks: Iterable[Checkpoint] = (),
+        entered: Checkpoint | None = None,
     ) -> None:
         self.recording = recording
         self.tape: Tape = recording.tape
@@ -102,10 +104,11 @@ class Schedule:
         self.entry = entry
         self.start = start
         self.stop = stop
-        self.after = after
         self.available: frozenset[int] = frozenset(available)
         self.handed: tuple[int, ...] = tuple(available)
         self.held: Mapping[int, tuple[int, ...]] | dict[int, tuple[int, ...]] = held or {}
+        self.blocks: list[Checkpoint] = list(blocks)
+        self.entered: Checkpoint | None = entered
         self.growths: Mapping[int, Growth] | dict[int, Growth] = growths or {}
         self.same: Mapping[int, int] | dict[int, int] = same or {}
         self.splices: dict[int, list[Splice]] = {}
@@ -164,13 +167,19 @@ class Schedule:
             entry,
             guards,
             start=0 if is_first else tape.guards[after].position,
-            after=after,
             stop=stop,
             available=() if is_first else tape.states[after].holes,
             held={n: tape.states[n].holes for n in guards if n in tape.states},
             growths=growths,
             same=same_as_given(tape, after),
             splices=(splice for splice in splices if splice.lies_in(after, stop)),
+            blocks=[
+                block
+                for block in tape.blocks
+                if block.begin[1] > after or block.holds(after)
+                if stop is None or block.begin[1] <= stop
+            ],
+            entered=next((block for block in tape.blocks if block.holds(after)), None),
         )
 
     def steps(self) -> Iterator[tuple[int, list[tuple[int, Guard]], Op | None]]:
@@ -197,29 +206,22 @@ class Schedule:
                     roots.update(self._parts_of(hole) if self.is_late(ops[hole]) else (hole,))
         roots.update(splice.index for splice in chain(*self.splices.values()))
         for block in self.blocks:
-            if not self.enters(block):
+            if block is not self.entered:
                 roots.update(block.tensors)
         remaining = ops[self.start : self.end]
         roots.update(op.index for op in remaining if not is_droppable(op, self.analysis))
         return needed_for(ops, roots, self.available, self.same)
 
-    @cached_property
-    def blocks(self) -> list[Checkpoint]:
-        """The checkpointed blocks that it is in, from its beginning on or later."""
-        return [
-            block
-            for block in self.tape.blocks
-            if self.enters(block) or block.begin[1] > self.after
-            if self.stop is None or block.begin[1] <= self.stop
-        ]
+    def portion(
+        self, block: Checkpoint, write: Callable[[Portion], Callable[..., None]] | None = None
+    ) -> Portion:
+        """Return what it does in a block.
 
-    def enters(self, block: Checkpoint) -> bool:
-        """Whether it begins in the middle of a block."""
-        return self.after >= 0 and block.holds(self.after)
-
-    def part(self, block: Checkpoint) -> Part:
-        """Return what it does in a block."""
-        start = self.start if self.enters(block) else block.begin[0]
+        Args:
+            block: the block.
+            write: see `Portion`.
+        """
+        start = self.start if block is self.entered else block.begin[0]
         ops = map(self.op_at, range(start, min(block.end[0], self.end)))
         passages = [
             Passage(position, splice.guards, splice.index, splice.function, splice.context)
@@ -227,7 +229,7 @@ class Schedule:
             for splice in spliced
             if block.begin < (position, splice.guards) <= block.end
         ]
-        return Part([op for op in ops if op is not None], passages, self.tried)
+        return Portion([op for op in ops if op is not None], passages, self.tried, write)
 
     @cached_property
     def tried(self) -> frozenset[int]:
@@ -263,8 +265,8 @@ class Schedule:
         for position, spliced in self.splices.items():
             use((splice.index for splice in spliced), 2 * position)
         for block in self.blocks:
-            if not self.enters(block):
-                use((*block.tensors, *self.part(block).outside), 2 * block.begin[0])
+            if block is not self.entered:
+                use((*block.tensors, *self.portion(block).outside), 2 * block.begin[0])
         use((ref.index for ref in refs_in(self.outputs)), 2 * len(self.tape.ops) + 2)
         return last
 

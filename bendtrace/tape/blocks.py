@@ -21,7 +21,7 @@ from bendtrace.tape.contexts import Context, ContextSwitch
 from bendtrace.tape.structure import Fixed, Instance, Made, build
 from bendtrace.tape.tape import Op, Ref, Settings
 
-__all__ = ["KEEPERS", "Block", "Part", "Passage", "checkpointed", "is_plain_context"]
+__all__ = ["KEEPERS", "Block", "Passage", "Portion", "checkpointed", "is_plain_context"]
 
 # Runs a block: it is advanced where the block begins and where it ends, so that the saved tensors
 # are torch's concern. Seen in 2.13 to 2.15; torch's own compiler uses it in the same way.
@@ -41,28 +41,33 @@ class Passage(NamedTuple):
     Attributes:
         position: how many ops come before.
         guards: how many guards come before.
-        index: the op that gives the value.
+        op: the op that gives the value.
         function: the function.
         context: the grad mode and so on that it runs under; None for that of the block.
     """
 
     position: int
     guards: int
-    index: int
+    op: int
     function: Callable[[Any], Any]
     context: Context | None
 
 
-class Part:
+class Portion:
     """Ops of a block that were carried out one after the other.
 
     Args:
         ops: the ops.
         passages: what replaces their values.
         tried: ops after whose errors the block goes on.
+        write: gives code that carries all of them out, which is called with the values of `outside`
+            and what switches contexts; None to go through them one by one.
 
     Attributes:
-        outside: the ops outside of the part whose values it uses.
+        outside: the ops outside of the portion whose values it uses.
+        ops: as given.
+        passages: in their order.
+        dying: the values that are used for the last time by an op, by that.
     """
 
     def __init__(
@@ -70,20 +75,23 @@ class Part:
         ops: Sequence[Op],
         passages: Iterable[Passage] = (),
         tried: frozenset[int] = frozenset(),
+        write: Callable[[Portion], Callable[..., None]] | None = None,
     ) -> None:
-        self._ops: list[Op] = list(ops)
-        self._passages: list[Passage] = sorted(passages, key=lambda one: one[:2])
-        self._tried = tried
-        own = {op.index for op in self._ops}
-        used = [index for op in self._ops for index in op.operands]
-        used += [passage.index for passage in self._passages]
+        self.ops: list[Op] = list(ops)
+        self.passages: list[Passage] = sorted(passages, key=lambda one: one[:2])
+        own = {op.index for op in self.ops}
+        self._tried = tried & own
+        self._write = None if self._tried else write
+        self._code: Callable[..., None] | None = None
+        used = [index for op in self.ops for index in op.operands]
+        used += [passage.op for passage in self.passages]
         self.outside: tuple[int, ...] = tuple(dict.fromkeys(i for i in used if i not in own))
-        last = {index: op.index for op in self._ops for index in (op.index, *op.operands)}
-        for passage in self._passages:
-            last[passage.index] = max(passage.position, last.get(passage.index, 0))
-        self._dying: dict[int, list[int]] = {}
+        last = {index: op.index for op in self.ops for index in (op.index, *op.operands)}
+        for passage in self.passages:
+            last[passage.op] = max(passage.position, last.get(passage.op, 0))
+        self.dying: dict[int, list[int]] = {}
         for index, moment in last.items():
-            self._dying.setdefault(moment, []).append(index)
+            self.dying.setdefault(moment, []).append(index)
 
     def run(self, values: Iterable[Any], stop: tuple[int, int] | None) -> None:
         """Carry it out again.
@@ -93,37 +101,45 @@ class Part:
             stop: how many ops and guards come before the place where the call left the part; None
                 if it came to the end.
         """
-        known = dict(zip(self.outside, values, strict=True))
-        passages = list(self._passages)
         switch = ContextSwitch()
         try:
-            for op in self._ops:
-                if stop is not None and op.index >= stop[0]:
-                    break
-                while passages and passages[0].position <= op.index:
-                    _pass_through(passages.pop(0), known, switch)
-                switch.to(op.context)
-                try:
-                    known[op.index] = op.target(*_given(op.args, known), **_given(op.kwargs, known))
-                except _Stopped:
-                    raise
-                except Exception as error:
-                    if op.index not in self._tried:
-                        raise
-                    known[op.index] = error.with_traceback(None)
-                for index in self._dying.get(op.index, ()):
-                    known.pop(index, None)
-            for passage in passages:
-                if stop is None or passage[:2] <= stop:
-                    _pass_through(passage, known, switch)
+            if stop is None and self._write is not None:
+                self._code = self._code or self._write(self)
+                self._code(values, switch)
+            else:
+                self._go_through(dict(zip(self.outside, values, strict=True)), stop, switch)
         finally:
             switch.restore()
+
+    def _go_through(
+        self, known: dict[int, Any], stop: tuple[int, int] | None, switch: ContextSwitch
+    ) -> None:
+        passages = list(self.passages)
+        for op in self.ops:
+            if stop is not None and op.index >= stop[0]:
+                break
+            while passages and passages[0].position <= op.index:
+                _pass_through(passages.pop(0), known, switch)
+            switch.to(op.context)
+            try:
+                known[op.index] = op.target(*_given(op.args, known), **_given(op.kwargs, known))
+            except _Stopped:
+                raise
+            except Exception as error:
+                if op.index not in self._tried:
+                    raise
+                known[op.index] = error.with_traceback(None)
+            for index in self.dying.get(op.index, ()):
+                known.pop(index, None)
+        for passage in passages:
+            if stop is None or passage[:2] <= stop:
+                _pass_through(passage, known, switch)
 
 
 def _pass_through(passage: Passage, known: dict[int, Any], switch: ContextSwitch) -> None:
     if passage.context is not None:
         switch.to(passage.context)
-    known[passage.index] = passage.function(known[passage.index])
+    known[passage.op] = passage.function(known[passage.op])
 
 
 def _given(value: Any, known: dict[int, Any]) -> Any:
@@ -167,7 +183,7 @@ class Block:
 
     def __init__(self, settings: Settings, tensors: Iterable[Tensor]) -> None:
         self.function: Callable[[], Any] | None = None
-        self._parts: list[tuple[Part, tuple[Any, ...], tuple[int, int] | None]] = []
+        self._parts: list[tuple[Portion, tuple[Any, ...], tuple[int, int] | None]] = []
         self._around = [keeper() for keeper in KEEPERS]
         preserves, check, debug, early_stop = settings
         self._run: Any = checkpointed(
@@ -175,12 +191,12 @@ class Block:
         )
         next(self._run)
 
-    def goes_on(self, part: Part, values: tuple[Any, ...]) -> None:
+    def goes_on(self, part: Portion, values: tuple[Any, ...]) -> None:
         """Note what the call does next in the block.
 
         Args:
             part: that.
-            values: those of `Part.outside`.
+            values: those of `Portion.outside`.
         """
         self._parts.append((part, values, None))
 

@@ -355,3 +355,25 @@ class PutInForwardForGood(nn.Module):
 @border.each
 def test_hooks_put_by_forward(case: Case) -> None:
     case.check()
+
+
+@pytest.mark.more
+def test_hooks_put_elsewhere_count_handles_up_and_change_nothing() -> None:
+    """The models of transformers name what uses the class of handles, which counts them."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=10,
+    )  # fmt: skip
+    model = transformers.LlamaModel(config)
+    bended = bt.BendedModule(model)
+    for number in range(4):
+        handle = model.layers[0].register_forward_hook(lambda m, args, out: out * 2)
+        other = nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+        handle.remove()
+        ids = torch.full((1, 4), number)
+        want = model(ids, use_cache=False).last_hidden_state
+        assert torch.equal(bended(ids, use_cache=False).last_hidden_state, want)
+        other.remove()
+    assert bended.stats.traces == 1
+    assert bended.stats.replays == 3

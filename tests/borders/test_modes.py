@@ -196,7 +196,7 @@ class AttentionBackend(nn.Module):
             return torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
 
-@border.live("saved_tensors_hooks", at="checkpoint(")
+@border.replays
 class Checkpointed(Stateful):
     """The reentrant one and the other."""
 
