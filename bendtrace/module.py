@@ -13,6 +13,7 @@ from torch import Tensor
 from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.base_module import BaseModule, R
 from bendtrace.errors import InputError
+from bendtrace.history.sizes import listed
 from bendtrace.hooks import HookManager
 from bendtrace.interject.activations import Activations, get_activations, inputs_of
 from bendtrace.interject.bends.bend import Bend
@@ -607,7 +608,9 @@ class BendedModule(BaseModule[ModelT]):
         return [name for name in super().__dir__() if name not in nothing]
 
     def __repr__(self) -> str:
-        return f"BendedModule({self._model!r}, {self.stats})"
+        counts = repr(self.stats).removeprefix("Stats(").removesuffix(")")
+        inserted = listed([repr(each) for each in self.insertions], 3) or "nothing"
+        return f"BendedModule({self._model!r})\n  calls: {counts}\n  inserted: {inserted}"
 
 
 def _wrap(

@@ -75,6 +75,7 @@ class RunLog:
     _log: Log
     _tree: Tree
     _facts: Facts
+    _has_details = True  # whether the printed line of a layer has its shape and its module
     graph: Graph
     """The networkx mirror at op level."""
     tree: Node
@@ -200,7 +201,7 @@ class RunLog:
         Args:
             layers: how many layers to list; None for all.
         """
-        return log_text(self._log, self._lookup, self._facts, layers)
+        return log_text(self._log, self._lookup, self._facts, layers, self._has_details)
 
     def rolled_graph(self) -> nx.DiGraph[str]:
         """Return a networkx graph with one node per layer, with all its passes merged.

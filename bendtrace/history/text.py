@@ -49,7 +49,7 @@ class Facts:
     live: Sequence[str]
 
 
-def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None) -> str:
+def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None, details: bool = True) -> str:
     """Return a log as text.
 
     Args:
@@ -58,6 +58,7 @@ def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None) -> str:
         facts: further facts.
         most: the maximum number of layers, and twice the maximum number of flow steps; None for
             all.
+        details: whether the line of each layer has its shape and its module.
     """
     saved = [entry for entry in lookup.layers if entry.has_contents]
     # An op with several result tensors has several entries, but its parameters count once.
@@ -93,7 +94,7 @@ def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None) -> str:
         lines += [f"\t\t{line}" for line in flow_text(log, most and most // 2).splitlines()]
     lines.append("\tLayers:")
     shown = lookup.layers if most is None else lookup.layers[:most]
-    lines += [f"\t\t{_row(entry)}" for entry in shown]
+    lines += [f"\t\t{row}" for row in _rows(shown, details)]
     if len(shown) < len(lookup.layers):
         rest = len(lookup.layers) - len(shown)
         lines.append(f"\t\t... {counted(rest, 'more layer')} {_ALL}")
@@ -246,9 +247,19 @@ def _flow_summary(steps: FlowSteps) -> str:
     return ", ".join(counted(number, noun) for number, noun in parts if number)
 
 
-def _row(entry: LayerEntry) -> str:
-    passes = f"({entry.pass_number}/{entry.passes} passes)" if entry.passes > 1 else ""
-    return f"{entry.ordinal}: {entry.label} {passes}"
+def _rows(entries: Sequence[LayerEntry], details: bool) -> list[str]:
+    rows = []
+    for entry in entries:
+        passes = f"({entry.pass_number}/{entry.passes} passes)" if entry.passes > 1 else ""
+        shape = "" if entry.shape is None else str(tuple(entry.shape))
+        rows.append((f"{entry.ordinal}: {entry.label} {passes}", shape, entry.module))
+    if not details:
+        return [head for head, _, _ in rows]
+    first, second = (max((len(row[i].rstrip()) for row in rows), default=0) for i in (0, 1))
+    return [
+        f"{head.rstrip():{first}}  {shape:{second}}  {module}".rstrip()
+        for head, shape, module in rows
+    ]
 
 
 def _total(entries: Sequence[LayerEntry]) -> str:
