@@ -446,7 +446,8 @@ def by_definition(name: str, model: Any, batch: Any) -> dict[str, Tensor]:
             found |= {f"{to}.attn.hook_rot_q": turned[0], f"{to}.attn.hook_rot_k": turned[1]}
         pattern = found[f"{to}.attn.hook_pattern"]
         asks, keys = (q, k) if gpt2 else turned
-        scores = asks.transpose(1, 2) @ keys.repeat_interleave(4 // k.shape[2], 2).permute(0, 2, 3, 1)
+        keys = keys.repeat_interleave(4 // k.shape[2], 2)
+        scores = asks.transpose(1, 2) @ keys.permute(0, 2, 3, 1)
         mixed = torch.einsum("bhij,bjhd->bihd", pattern, v.repeat_interleave(4 // v.shape[2], 2))
         out = layer.attn.c_proj.weight if gpt2 else layer.self_attn.o_proj.weight.T
         found |= {

@@ -196,9 +196,7 @@ class RunLog:
         """
         return self._lookup.keys_of(entry)
 
-    def to_text(
-        self, layers: int | None = _MOST, *, only: Literal["all", "mine"] = "all"
-    ) -> str:
+    def to_text(self, layers: int | None = _MOST, *, only: Literal["all", "mine"] = "all") -> str:
         """Return the log as text.
 
         Args:
