@@ -12,6 +12,7 @@ from torch import nn
 
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.restricted import Restricted
 
 __all__ = ["Alias", "Aliases", "Stream", "alias_of", "require_equal", "transformer_lens_aliases"]
 
@@ -74,22 +75,16 @@ class Alias:
         return _OfPart(what, self)
 
 
-class _OfPart(Interjection):
+class _OfPart(Restricted):
     def __init__(self, what: Interjection, alias: Alias) -> None:
-        self._what = what
+        super().__init__(what)
         self._alias = alias
-        for name in ("observes", "wants_inputs", "late", "self_contained", "needs_paths"):
-            setattr(self, name, getattr(what, name))
-
-    @property
-    def label(self) -> str:
-        return self._what.label
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         pick, put = self._alias.pick, self._alias.put
         assert pick is not None
         part = pick(output)
-        made = self._what.after(at, inputs, part)
+        made = self.what.after(at, inputs, part)
         if made is None or made is part or self.observes:
             return None if self.observes or made is None else output
         assert put is not None
