@@ -92,12 +92,9 @@ class OfRows(Restricted):
 
     def __init__(self, what: Interjection, rows: Rows) -> None:
         super().__init__(what)
-        self._rows: Any = [rows] if type(rows) is int else rows
+        self._rows: Any = rows
         if not isinstance(rows, slice):
-            try:
-                self._rows = list(self._rows)
-            except TypeError:
-                self._rows = [None]
+            self._rows = list(rows) if isinstance(rows, Iterable) else [rows]
             if not self._rows or any(type(row) is not int for row in self._rows):
                 raise InputError(f"rows= takes indices of rows, or a slice, not {rows!r}")
 
