@@ -356,7 +356,8 @@ def test_a_number_that_a_compiler_would_have_to_know_is_named(by_number: bool) -
         assert re.fullmatch(
             r"torch\.compile would have to know a number that depends on values \(at "
             r"\S+test_compiled_segments\.py:\d+: `boxes\[order\[0\], :2\]`\); its ops are "
-            r"replayed\. They can be compiled .* x\.index_select\(0, i\.reshape\(1\)\) in the place of x\[i\]",
+            r"replayed\. They can be compiled .* x\.index_select\(0, i\.reshape\(1\)\) in the "
+            r"place of x\[i\]",
             row["reason"],
         )
         assert row["reason"] in repr(report)
