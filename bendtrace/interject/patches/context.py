@@ -8,6 +8,9 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+from torch import Tensor
+
+from bendtrace._checks import shown
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.interject.aliases import alias_of
 from bendtrace.interject.interjection import Interjection
@@ -146,10 +149,10 @@ def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
                 f"{describe_where(where)}: {patch.__name__} is a class; write {patch.__name__}(...)"
             )
         if not isinstance(patch, Patch):
-            raise InputError(
-                f"{describe_where(where)}: {patch!r} is not a patch"
-                + ("; write CustomPatch(custom_op=...)" if callable(patch) else "")
-            )
+            hint = "; write CustomPatch(custom_op=...)" if callable(patch) else ""
+            if isinstance(patch, (Tensor, int, float)):
+                hint = "; write ReplacePatch(value)"
+            raise InputError(f"{describe_where(where)}: {shown(patch)} is not a patch{hint}")
         yield patch
 
 

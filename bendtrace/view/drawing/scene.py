@@ -472,7 +472,8 @@ def _part(history: RunLog, within: str | None) -> tuple[list[LayerEntry], tuple[
     if found is None:
         names = list(dict.fromkeys([c.name for c in history.modules] + list(calls)))
         near = get_close_matches(within, names, n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        called = listed(list(dict.fromkeys(call.name for call in history.modules)))
+        hint = f"; did you mean {', '.join(near)}?" if near else f"; it called {called}"
         raise InputError(f"no module {within!r} was called in this run{hint}")
     chain = [found.label]
     while calls[chain[0]].parent:
