@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, NoReturn, Protocol, Self, TypeAlias
 
 from torch import Tensor, nn
 
@@ -108,18 +108,23 @@ def as_interjection(what: What) -> Interjection:
             )
         return what
     if isinstance(what, type) or not callable(what):
-        hint = ""
-        if isinstance(what, Tensor):
-            hint = "; bended.patch({where: bt.patches.ReplacePatch(value)}) puts a tensor there"
-        elif isinstance(what, str):
-            hint = "; the location comes first: interject(where, what)"
-        elif isinstance(what, type):
-            hint = f"; pass an object of it, as in {what.__name__}(...)"
-        raise InputError(
-            "only an interjection, a function of the value or a module can be inserted, not "
-            f"{shown(what)}{hint}"
-        )
+        _refuse(what)
     return Function(what)
+
+
+def _refuse(what: Any) -> NoReturn:
+    """Raise for an object that cannot be inserted, with what may have been meant."""
+    hint = ""
+    if isinstance(what, Tensor):
+        hint = "; bended.patch({where: bt.patches.ReplacePatch(value)}) puts a tensor there"
+    elif isinstance(what, str):
+        hint = "; the location comes first: interject(where, what)"
+    elif isinstance(what, type):
+        hint = f"; pass an object of it, as in {what.__name__}(...)"
+    raise InputError(
+        "only an interjection, a function of the value or a module can be inserted, not "
+        f"{shown(what)}{hint}"
+    )
 
 
 @contextmanager
