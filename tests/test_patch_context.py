@@ -468,7 +468,7 @@ def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> 
         ({"foo"}, "patches have to be a dict from node paths to patches"),
         ([ZeroPatch()], "not a list"),
         ({3: ZeroPatch()}, "patches are given by paths and nodes of the graph, not 3"),
-        ({"relu": 3}, "'relu': 3 is not a patch$"),
+        ({"relu": 3}, r"'relu': 3 is not a patch; write ReplacePatch\(value\)"),
         ({"relu": [ZeroPatch(), None]}, "'relu': None is not a patch"),
         ({"relu": ZeroPatch}, r"'relu': ZeroPatch is a class; write ZeroPatch\(...\)"),
         (

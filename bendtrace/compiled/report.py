@@ -43,7 +43,7 @@ class CompiledReport:
         self.seconds: float | int = sum(path.seconds for path in paths) + sum(
             body.seconds for body in bodies
         )
-        self.without = "" if bodies else without
+        self.without: str = "" if bodies else without
         self.segments: list[dict[str, Any]] = [
             {"functions": body.functions, "ops": len(body.functions), **body.row()}
             for body in bodies

@@ -23,7 +23,7 @@ class Restricted(Interjection):
     """Has another interjection called under a condition, or with a part of the value."""
 
     def __init__(self, what: Interjection) -> None:
-        self.what = what
+        self.what: Interjection = what
         for name in ("observes", "wants_inputs", "blind", "late", "self_contained", "needs_paths"):
             setattr(self, name, getattr(what, name))
 

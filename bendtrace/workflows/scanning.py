@@ -37,7 +37,7 @@ def scan(model: Any, inputs: Any) -> Trace:
         >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.ReLU())
         >>> bt.workflows.scan(model, torch.ones(2, 4))["0"].shape
-        torch.Size([2, 9])
+        (2, 9)
     """
     call, module = Call.of(inputs), getattr(model, "_bendtrace_model", model)
     if not isinstance(module, nn.Module):
