@@ -172,7 +172,9 @@ class CompiledSegments:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.reason: str = "they are looked at every 16 calls, where whole paths do not serve the calls"
+        self.reason: str = (
+            "they are looked at every 16 calls, where whole paths do not serve the calls"
+        )
         if not settings.max_segments:
             self.reason = "max_segments=0"
         # Programs come and go with the paths that the trace tree keeps.
