@@ -14,8 +14,10 @@ __all__ = [
     "required_arguments",
     "required_choice",
     "required_int",
+    "required_kind",
     "required_model",
     "required_number",
+    "shown",
 ]
 
 
@@ -71,6 +73,21 @@ def required_int(name: str, value: Any, least: int | None = None, *, or_none: bo
     raise InputError(f"{name}= has to be {kind}, not {value!r}")
 
 
+def required_kind(what: str, value: Any, *kinds: type) -> Any:
+    """Return an argument that has to be of one of some classes, which `what` says in words."""
+    if not isinstance(value, kinds):
+        raise InputError(f"{what}, not {shown(value)}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """Return a value in one line, for an error."""
+    text = repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return text if "\n" not in text and len(text) < 80 else f"a {type(value).__name__}"
+
+
 def required_model(model: Any) -> Any:
     """Return a model, which has to be an object that can be called.
 
@@ -82,7 +99,7 @@ def required_model(model: Any) -> Any:
             f"{model.__name__}(...)"
         )
     if not callable(model):
-        raise InputError(f"a model has to be callable; {model!r} is not")
+        raise InputError(f"a model has to be callable; {shown(model)} is not")
     return model
 
 

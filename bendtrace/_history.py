@@ -96,7 +96,7 @@ def load(
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
-        >>> history = bt.log_forward_pass(torch.nn.ReLU(), torch.tensor([-1.0, 1.0]))
+        >>> history = bt.trace(torch.nn.ReLU(), torch.tensor([-1.0, 1.0]), save="all")
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     history.save(directory)
         ...     loaded = bt.load(directory)

@@ -22,6 +22,7 @@ from typing import Any, Literal, overload
 from bendtrace._checks import required_choice
 from bendtrace._lazy import tabulate
 from bendtrace._places import is_installed, path_text, place_text
+from bendtrace.errors import InputError
 from bendtrace.recording.finish import Recording
 from bendtrace.recording.iterations import Iterations, Mark, is_inside_comparison, marks_of
 from bendtrace.recording.probes import look_at_flow_once
@@ -267,12 +268,20 @@ class FlowSteps(Sequence[FlowStep]):
     def of(self, *kinds: type[FlowStep]) -> FlowSteps:
         """Return the steps of some classes.
 
+        Raises:
+            InputError: one of them is no class of flow steps.
+
         Example:
             >>> import torch, bendtrace as bt
             >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
             >>> [step.value for step in trace.flow_steps.of(bt.flow.LogicalFlowStep)]
             [True]
         """
+        for kind in kinds:
+            if not (isinstance(kind, type) and issubclass(kind, FlowStep)):
+                raise InputError(
+                    f"of() takes classes of flow steps, such as bt.flow.LoopFlowStep, not {kind!r}"
+                )
         return FlowSteps([step for step in self._steps if isinstance(step, kinds)])
 
     def to_list(self) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.base_module import BaseModule, R
 from bendtrace.errors import InputError
+from bendtrace.history.sizes import listed
 from bendtrace.hooks import HookManager
 from bendtrace.interject.activations import Activations, get_activations, inputs_of
 from bendtrace.interject.bends.bend import Bend
@@ -24,6 +25,7 @@ from bendtrace.interject.bends.parameter import Value
 from bendtrace.interject.insertion import Insertion, What
 from bendtrace.interject.passes import PassNumbers
 from bendtrace.interject.patches.context import PatchContext, Patches
+from bendtrace.interject.restricted import Rows
 from bendtrace.interject.resume_point import from_activations, told
 from bendtrace.interject.where import Where
 from bendtrace.module_proxy import ModelT
@@ -111,6 +113,7 @@ class BendedModule(BaseModule[ModelT]):
         *,
         passes: PassNumbers = None,
         every: int | None = None,
+        calls: PassNumbers = None,
         allow_none: bool = False,
     ) -> Insertion:
         """Insert something in the model: every run that reaches the nodes calls it from now on.
@@ -127,6 +130,9 @@ class BendedModule(BaseModule[ModelT]):
             passes: the passes of each node to apply to: numbers counted from 0, or from the end if
                 negative; or a function of the number.
             every: apply only in every n-th pass, beginning with the first.
+            calls: the calls of the model to apply to, of those that reach a node: numbers counted
+                from 0 at the insertion, or a function of the number. `generate` calls the model
+                once in each step, so that `calls=range(2)` are the first two steps.
             allow_none: whether to accept that no node is selected.
 
         Returns:
@@ -153,7 +159,9 @@ class BendedModule(BaseModule[ModelT]):
             >>> bended(x)
             tensor([0., 4.])
         """
-        return self._board.insert(where, what, passes=passes, every=every, allow_none=allow_none)
+        return self._board.insert(
+            where, what, passes=passes, every=every, calls=calls, allow_none=allow_none
+        )
 
     # What is inserted
 
@@ -173,17 +181,20 @@ class BendedModule(BaseModule[ModelT]):
         """
         return self._board.insertions
 
-    def patch(self, patches: Patches) -> PatchContext:
+    def patch(self, patches: Patches, *, rows: Rows = None) -> PatchContext:
         """Return a context in which patches apply at nodes; after it the model is as before.
 
         Args:
             patches: for each node one patch, or several in the order in which they apply. Nodes are
                 given by path (`layers_0.mlp.relu`, `linear.input`, `linear.weight`,
                 `output|sub_0`), as tree nodes, or in any other way that `interject` accepts.
+            rows: the rows of the batch to patch: an index, several, or a slice; None for all. The
+                patches receive these rows only. So several examples of one batch can each have
+                patches.
 
         Raises:
             NodePathError: a node does not exist, or does not hold a single value.
-            InputError: a value in `patches` is not a patch.
+            InputError: a value in `patches` is not a patch, or `rows` selects no rows.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -194,7 +205,7 @@ class BendedModule(BaseModule[ModelT]):
             ...     bended(torch.ones(2))
             tensor(3.)
         """
-        return PatchContext(self._board, self._known, patches)
+        return PatchContext(self._board, self._known, patches, rows)
 
     @functools.cached_property
     def hooks(self) -> HookManager:
@@ -607,7 +618,9 @@ class BendedModule(BaseModule[ModelT]):
         return [name for name in super().__dir__() if name not in nothing]
 
     def __repr__(self) -> str:
-        return f"BendedModule({self._model!r}, {self.stats})"
+        counts = repr(self.stats).removeprefix("Stats(").removesuffix(")")
+        inserted = listed([repr(each) for each in self.insertions], 3) or "nothing"
+        return f"BendedModule({self._model!r})\n  calls: {counts}\n  inserted: {inserted}"
 
 
 def _wrap(

@@ -285,6 +285,7 @@ def pictures(made: dict[str, bt.Trace]) -> dict[str, str]:
     return {
         **{name: trace.draw().svg for name, trace in made.items()},
         "gpt2_overview": gpt2.draw(collapse=False, max_nodes=40).svg,
+        "resnet18": resnet.draw(max_nodes=100).svg,
         "gpt2_block": gpt2.draw(within="h.3").svg,
         "resnet18_flops": resnet.draw(depth=1, overlay="flops").svg,
         "lstm_rolled": made["lstm"].draw(rolled=True).svg,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.source import stacks
 from tests.benchmarks import comparing, page, starting
-from tests.benchmarks.__main__ import main, measured
+from tests.benchmarks.__main__ import main, measured, middle
 from tests.benchmarks.budgets import BUDGETS, table_of_budgets
 from tests.benchmarks.changes import CHANGES, fed_changed
 from tests.benchmarks.comparing import compared, compared_alone, merged
@@ -27,6 +27,7 @@ from tests.benchmarks.growth import exponent
 from tests.benchmarks.models import CASES, Case, case_of, inputs_of
 from tests.benchmarks.sections import SECTIONS, Options
 from tests.benchmarks.streams import STREAMS, Stream, stream_of
+from tests.benchmarks.table import ratio
 from tests.benchmarks.timing import interleaved, summary
 from tests.benchmarks.ways import WAYS, Refused, Way, WrongOutput, assert_right, reason_of
 from tests.benchmarks.worker import TASKS, ask, carry_out
@@ -214,6 +215,19 @@ def test_what_several_processes_found_is_put_together() -> None:
 def test_the_exponent_is_that_of_known_growth(power: float) -> None:
     sizes = [10, 32, 100, 316, 1000]
     assert exponent(sizes, [3 * size**power for size in sizes]) == pytest.approx(power)
+
+
+def test_of_several_runs_the_ratio_in_the_middle_stands_beside_their_range() -> None:
+    def run(ratio: float) -> dict[str, Any]:
+        relative = {"median": ratio, "low": ratio - 0.1, "high": ratio + 0.1}
+        cells = {"eager": {"median": 1.0}, "bended": {"median": ratio, "relative": relative}}
+        return {"minutes": 2.0, "sections": {"calls": [cells, {"reason": "refuses"}]}}
+
+    report = middle([run(ratio) for ratio in (0.82, 1.03, 1.06, 0.86)])
+    cells, refused = report["sections"]["calls"]
+    assert ratio(cells["bended"]) == "0.86x (0.82-1.06 in 4 runs)"
+    assert (cells["eager"], ratio(refused)) == ({"median": 1.0}, "refuses")
+    assert ratio(middle([run(0.5)])["sections"]["calls"][0]["bended"]) == "0.50x (0.40-0.60)"
 
 
 def test_the_exponent_looks_past_what_does_not_grow() -> None:

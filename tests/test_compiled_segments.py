@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -324,6 +325,50 @@ def test_a_compiler_that_raises_is_told_of() -> None:
     assert "no such chip" in repr(bended.compiled)
 
 
+def kept_boxes(boxes: Tensor, scores: Tensor, by_number: bool) -> Tensor:
+    """The boxes that NMS keeps."""
+    order, keep = scores.argsort(descending=True), []
+    while order.numel() > 1:
+        first, rest = order[:1], order[1:]
+        corner = boxes[order[0], :2] if by_number else boxes.index_select(0, first)[:, :2]
+        keep.append(first)
+        order = rest[(corner - boxes[rest, :2]).abs().sum(-1) > 1.0]
+    return torch.cat([*keep, order])
+
+
+@pytest.mark.parametrize("by_number", [True, False])
+def test_a_number_that_a_compiler_would_have_to_know_is_named(by_number: bool) -> None:
+    bended = bt.BendedModule(kept_boxes, backend="aot_eager")
+    assert repr(bended.compiled).endswith(
+        "no segments: they are looked at every 16 calls, where whole paths do not serve the calls"
+    )
+    with torch.no_grad():
+        for number in range(33):
+            torch.manual_seed(number % 5)
+            args = torch.randn(6, 4), torch.rand(6), by_number
+            assert bits(bended(*args)) == bits(kept_boxes(*args))
+    report = bended.compiled
+    assert not report.without
+    assert "specialized integer" not in repr(report)
+    refused = [row for row in report.segments if row["state"] == "not compiled"]
+    assert bool(refused) is by_number
+    for row in refused:
+        assert re.fullmatch(
+            r"torch\.compile would have to know a number that depends on values \(at "
+            r"\S+test_compiled_segments\.py:\d+: `boxes\[order\[0\], :2\]`\); its ops are "
+            r"replayed\. They can be compiled .* x\.index_select\(0, i\.reshape\(1\)\) in the "
+            r"place of x\[i\]",
+            row["reason"],
+        )
+        assert row["reason"] in repr(report)
+        assert "Could not extract specialized integer" in row["raised"]
+    line = kept_boxes.__code__.co_firstlineno
+    for reason in report.reasons:
+        assert "AssertionError" not in reason
+        if "index gives" in reason:
+            assert int(re.search(r"segments\.py:(\d+): `", reason)[1]) > line  # type: ignore[index]
+
+
 @pytest.mark.all
 def test_what_is_slower_is_left_out() -> None:
     def slow(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -354,6 +399,7 @@ def test_max_segments() -> None:
         for args, _ in combinations():
             assert bits(bended(*args)) == bits(model(*args))
         assert len(bended.compiled.segments) == most
+        assert bended.compiled.without == ("max_segments=0" if most == 0 else "")
     with pytest.raises(InputError, match="max_segments has to be a non-negative int, not -1"):
         compiled(model, max_segments=-1)
 

@@ -71,7 +71,7 @@ def test_a_loaded_log_completes_its_tree(names: dict[str, Any], tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "name",
-    [*sorted({*_public.MODULES} - {"export"}), *(f"compat.{name}" for name in _public.COMPAT)],
+    [*_public.MODULES, *(f"compat.{name}" for name in _public.COMPAT)],
 )
 def test_public_modules_complete_public_names_only(name: str) -> None:
     module = operator.attrgetter(name)(bt)

@@ -232,6 +232,23 @@ def test_rolled_passes_are_one_node_with_lines_that_run_back() -> None:
     assert wires[0].points[0][1] > wires[0].points[-1][1]
 
 
+@pytest.mark.parametrize("most", [8, 50])
+def test_a_rolled_picture_has_no_more_nodes_than_another(most: int) -> None:
+    class Shared(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.h:  # whose layers are their own; the rest of the loop is shared
+                x = block(x).relu()
+                if x.max() > 9:
+                    x = x / 2
+            return self.head(x)
+
+    trace = traced(Shared(6), torch.ones(4))
+    plain, rolled = (scene(trace, rolled=rolled, max_nodes=most) for rolled in (False, True))
+    assert len(rolled.nodes()) <= len(plain.nodes())
+    assert not any(node.kind == "part" for node in rolled.nodes())
+    assert represented(rolled) == drawn_labels(trace, rolled)
+
+
 def test_flow_steps_are_diamonds_with_their_text_and_side() -> None:
     shown = scene(traced(Choice(), torch.ones(2, 4)))
     decisions = [node for node in shown.nodes() if node.kind == "decision"]
@@ -422,6 +439,7 @@ def drawn_labels(trace: bt.Trace, shown: Scene) -> list[str]:
 OPTIONS = [
     {},
     {"rolled": True},
+    {"rolled": True, "max_nodes": 5},
     {"collapsed": False},
     {"depth": 1},
     {"max_nodes": 5},

@@ -1128,8 +1128,14 @@ def test_a_table_of_the_users_own_code_leaves_out_installed_packages(tmp_path: P
     assert {branch.text for branch in bended.coverage()} == {"x.sum() > 9", "x.sum() > 0"}
     assert [branch.text for branch in bended.coverage(only="mine")] == ["x.sum() > 0"]
     assert bended.coverage(only="mine").total == 1
-    with pytest.raises(InputError, match="not 'own'"):
-        bended.coverage(only="own")  # type: ignore[arg-type]
+    for printed in (bended.tree, bended.traces[0]):
+        mine = printed.to_text(only="mine")
+        assert "x.sum() > 9" in printed.to_text()
+        assert "x.sum() > 9" not in mine
+        assert "x.sum() > 0" in mine
+    for refuses in (bended.coverage, bended.tree.to_text, bended.traces[0].to_text):
+        with pytest.raises(InputError, match="not 'own'"):
+            refuses(only="own")
 
 
 def test_long_source_is_shortened_in_the_table_only() -> None:

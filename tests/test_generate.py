@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from tests.promise import bits, footprint, state
 from tests.shares import some
 
@@ -311,3 +312,46 @@ def test_a_method_of_the_model_that_calls_it_replays_its_forward(method: str) ->
             assert getattr(bended, method)(token, 6) == getattr(eager, method)(token, 6)
     assert bended.stats.traces == 1
     assert bended.stats.replays == 3 * 6 * (1 + (method == "twice")) - 1
+
+
+def test_an_insertion_applies_in_some_steps() -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    bended, token, numbers = bt.BendedModule(model), torch.tensor([1]), iter(range(99))
+
+    def by_hand(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        return output + 2 if next(numbers) in (1, 2) else None
+
+    with torch.no_grad():
+        plain = model.decode(token, 6)
+        with model.embed.register_forward_hook(by_hand):
+            wanted = model.decode(token, 6)
+        assert wanted != plain
+        for calls in ((1, 2), range(1, 3), lambda number: 0 < number < 3):
+            with bended.interject("embed", lambda value: value + 2, calls=calls) as handle:
+                assert bended.decode(token, 6) == wanted
+                assert bended.decode(token, 6) == plain  # the count goes on
+            assert handle.report().fired == 12
+        assert bended.decode(token, 6) == plain
+    assert bended.stats.live == 0
+
+
+def test_gradients_and_inputs_are_changed_in_some_calls() -> None:
+    class Doubled(bt.Interjection):
+        def before(self, at: Any, inputs: Any) -> Any:
+            return bt.Inputs((inputs[0] * 2,))
+
+        def backward(self, at: Any, grad_input: Any, grad_output: Any) -> Any:
+            return tuple(None if grad is None else grad * 10 for grad in grad_input)
+
+    bended = bt.BendedModule(nn.Sequential(nn.ReLU()))
+    found = []
+    with bended.interject("0", Doubled(), calls=1):
+        outs = [(x := torch.ones(2, requires_grad=True), bended(x)) for _ in range(3)]
+        for x, out in outs:
+            out.sum().backward()
+            found.append((out.tolist()[0], x.grad.tolist()[0]))
+    assert found == [(1.0, 1.0), (2.0, 20.0), (1.0, 1.0)]
+    for wrong in (-1, "x"):
+        with pytest.raises(InputError, match="calls="):
+            bended.interject("0", Doubled(), calls=wrong)  # type: ignore[arg-type]

@@ -145,6 +145,14 @@ def patched_heads(site: Any, heads: int = HEADS, **options: Any) -> Any:
     )
 
 
+def patched_rows(model: Any, where: str, rows: int = 0) -> None:
+    bended = bt.BendedModule(model)
+    bended(X)
+    with bended.patch({where: bt.patches.ZeroPatch()}, rows=rows):
+        bended(X)
+
+
+OF_RUNS = r"costs are those of a run, bt.trace\(model, x, save='none'\)"
 NO_HEADS = "is neither split into {} heads nor joined from them, so its slices mean nothing"
 A_CLASS = "ReLU is a class, which makes models: pass an object of it"
 SUM = {"loss": torch.sum}
@@ -213,6 +221,105 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "bend by a function of nothing": (
         lambda _: relu_of(2).bend(lambda: X, "0"), InputError, "<lambda> is called with the value",  # type: ignore[arg-type, misc]
+    ),
+    "trace a tensor": (
+        lambda _: bt.trace(X, X), InputError, "a model has to be callable; a Tensor is not",  # type: ignore[arg-type]
+    ),
+    "harvest a tensor": (
+        lambda out: harvested(relu_of(2), "0", out, X), InputError,
+        r"a loader yields batches, and a Tensor is one batch: pass \[batch\]",
+    ),
+    "harvest a batch of a tokenizer": (
+        lambda out: harvested(relu_of(2), "0", out, {"input": X}), InputError, "is one batch",
+    ),
+    "insert a tensor": (
+        lambda _: relu_of(2).interject("0", X), InputError,
+        "not a Tensor; .*ReplacePatch.* puts a tensor there",
+    ),
+    "insert at a function": (
+        lambda _: relu_of(2).interject(torch.relu, "0"), InputError,
+        r"not '0'; the location comes first: interject\(where, what\)",
+    ),
+    "insert a class": (
+        lambda _: relu_of(2).interject("0", bt.patches.ZeroPatch), InputError,
+        r"not the class ZeroPatch; pass an object of it, as in ZeroPatch\(...\)",
+    ),
+    "patch by a tensor": (
+        lambda _: relu_of(2).patch({"0": X}), InputError,
+        r"'0': a Tensor is not a patch; write ReplacePatch\(value\)",
+    ),
+    "patch by a function": (
+        lambda _: relu_of(2).patch({"0": torch.relu}), InputError, "write CustomPatch",
+    ),
+    "patch by a list of pairs": (
+        lambda _: relu_of(2).patch([("0", bt.patches.ZeroPatch())]), InputError,
+        "patches have to be a dict from node paths to patches",
+    ),
+    "save by a bool": (
+        lambda _: bt.trace(torch.relu, X, save=True), InputError,
+        "save= takes names of layers, not True: 'all' saves everything",
+    ),
+    "stop by a bool": (
+        lambda _: bt.trace(torch.relu, X, stop_after=True), InputError,
+        "stop_after= takes names of layers, not True: None runs to the end",
+    ),
+    "misspell an option of trace": (
+        lambda _: bt.trace(torch.relu, X, save="rellu"), bt.errors.LayerKeyError,
+        "save: there is no layer, module or node path 'rellu'; similar names: relu, relu_1",
+    ),
+    "draw a module that is not there": (
+        lambda _: bt.trace(nn.Sequential(nn.ReLU()), X).draw(within="layer"), InputError,
+        "no module 'layer' was called in this run; it called 0",
+    ),
+    "steps by a word": (
+        lambda _: bt.trace(torch.relu, X).flow_steps.of("if"), InputError,  # type: ignore[arg-type]
+        r"of\(\) takes classes of flow steps, such as bt.flow.LoopFlowStep, not 'if'",
+    ),
+    "fold by a word": (
+        lambda _: bt.trace(torch.relu, X).to_fx(fold="modules"), InputError,  # type: ignore[arg-type]
+        "fold= takes a bool, or a predicate of modules, not 'modules'",
+    ),
+    "write a trace as DOT": (
+        lambda _: bt.graph.to_dot(bt.trace(torch.relu, X)), InputError,  # type: ignore[arg-type]
+        r"a mirror is a graph such as bt.trace\(model, x\).graph, not",
+    ),
+    "the costs of a model": (
+        lambda _: bt.workflows.cost(nn.ReLU()), InputError, f"{OF_RUNS}, not",  # type: ignore[arg-type]
+    ),
+    "the hot path of a model": (
+        lambda _: bt.workflows.hot_path(nn.ReLU()), InputError, OF_RUNS,  # type: ignore[arg-type]
+    ),
+    "the dead ends of a model": (
+        lambda _: bt.workflows.dead_ends(relu_of(2)), InputError, OF_RUNS,  # type: ignore[arg-type]
+    ),
+    "the recomputation of a model": (
+        lambda _: bt.workflows.recomputation(nn.ReLU()), InputError, OF_RUNS,  # type: ignore[arg-type]
+    ),
+    "the facets of a model": (
+        lambda _: bt.workflows.facets(nn.ReLU()), InputError,  # type: ignore[arg-type]
+        r"facets are found in a run, bt.trace\(model, x\), not ReLU\(\)",
+    ),
+    "a configuration that is not there": (
+        lambda _: relu_of(2).bending.set_config("loud"), InputError,
+        "there is no configuration 'loud'; there are none",
+    ),
+    "a heat map of two models": (
+        lambda _: bt.diff(nn.ReLU(), nn.ReLU()), InputError, "is a ReLU, not a trace",  # type: ignore[arg-type]
+    ),
+    "rows of a scalar": (
+        lambda _: patched_rows(lambda x: x.sum(), "sum"), bt.errors.PatchError,
+        "ZeroPatch at 'sum': rows= needs a tensor with rows, not a scalar",
+    ),
+    "rows beyond the batch": (
+        lambda _: patched_rows(torch.relu, "relu", 9), bt.errors.PatchError,
+        r"rows=\[9\], but the value has 2 rows",
+    ),
+    "the last call": (
+        lambda _: relu_of(2).interject("0", torch.zeros_like, calls=-1), InputError,
+        "calls= counts from 0, since nobody knows the last call: -1",
+    ),
+    "scan a function": (
+        lambda _: bt.workflows.scan(torch.relu, X), InputError, "scan needs a module, whose weigh",
     ),
     "call the model in an insertion": (
         lambda _: calls_itself(), bt.errors.InterjectionError,

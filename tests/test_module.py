@@ -298,8 +298,11 @@ def test_prints_the_model_and_how_it_was_served() -> None:
     bended = bt.BendedModule(nn.ReLU())
     bended(torch.ones(1))
     assert repr(bended) == (
-        "BendedModule(ReLU(), Stats(traces=1, replays=0, retraces=0, resumes=0, live=0))"
+        "BendedModule(ReLU())\n  calls: traces=1, replays=0, retraces=0, resumes=0, live=0\n"
+        "  inserted: nothing"
     )
+    bended.interject("relu", torch.zeros_like)
+    assert repr(bended).endswith("\n  inserted: <insertion of zeros_like at 'relu', active>")
 
 
 def test_trace_returns_the_trace_and_the_output() -> None:

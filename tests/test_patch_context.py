@@ -468,7 +468,7 @@ def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> 
         ({"foo"}, "patches have to be a dict from node paths to patches"),
         ([ZeroPatch()], "not a list"),
         ({3: ZeroPatch()}, "patches are given by paths and nodes of the graph, not 3"),
-        ({"relu": 3}, "'relu': 3 is not a patch$"),
+        ({"relu": 3}, r"'relu': 3 is not a patch; write ReplacePatch\(value\)"),
         ({"relu": [ZeroPatch(), None]}, "'relu': None is not a patch"),
         ({"relu": ZeroPatch}, r"'relu': ZeroPatch is a class; write ZeroPatch\(...\)"),
         (
@@ -932,3 +932,61 @@ def test_looking_at_every_value_of_a_model_changes_nothing(case: Case) -> None:
         # Asked for on the way to the fused path only, which is not taken past patches.
         unseen = [path for path in unseen if not re.search(r"\w_(weight|bias)$", path)]
     assert sorted(unseen) == NOT_SEEN.get(case.name, [])
+
+
+# Some rows of a batch
+
+
+def test_rows_of_a_batch_have_patches_that_differ() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    bended, x = bt.BendedModule(model), torch.randn(4, 4)
+    probe, bias = ProbePatch(), torch.ones((), requires_grad=True)
+    plain = bended(x)
+    hidden = model[:2](x)
+    for _ in range(3):  # spliced in, and replayed
+        with (
+            bended.patch({"1": ZeroPatch()}, rows=1),
+            bended.patch({"1": AddPatch(value=bias)}, rows=[0, -1]),
+            bended.patch({"1": probe}, rows=slice(2, None)),
+        ):
+            out = bended(x)
+        wanted = torch.stack([hidden[0] + 1, hidden[1] * 0, hidden[2], hidden[3] + 1])
+        assert torch.equal(out, model[2](wanted))
+        assert torch.equal(probe.activation, wanted[2:])
+    (gradient,) = torch.autograd.grad(out.sum(), bias)
+    torch.testing.assert_close(gradient, model[2].weight.sum() * 2)
+    assert torch.equal(bended(x), plain)
+    assert bended.stats.live == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "rows", "error", "message"),
+    [
+        ("1", 7, PatchError, r"ZeroPatch at 'sub_1': rows=\[7\], but the value has 2 rows"),
+        ("1", "a", InputError, "rows= takes indices of rows, or a slice, not 'a'"),
+        ("1", [], InputError, "rows= takes indices of rows"),
+        ("sum", 0, PatchError, "rows= needs a tensor with rows, not a scalar"),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(
+    where: str, rows: Any, error: type[Exception], message: str
+) -> None:
+    class Summed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sum()
+
+    bended = bt.BendedModule(Summed(nn.Tanh(), nn.ReLU()))
+    bended(torch.ones(2, 3))
+    with pytest.raises(error, match=message), bended.patch({where: ZeroPatch()}, rows=rows):
+        bended(torch.ones(2, 3))
+
+
+def test_a_patch_of_rows_keeps_their_shape() -> None:
+    bended = bt.BendedModule(nn.Sequential(nn.ReLU()))
+    narrow = CustomPatch(custom_op=lambda value: value[:, :1])
+    with (
+        pytest.raises(PatchError, match=r"shape and dtype of the rows, \(1, 3\) torch.float32"),
+        bended.patch({"0": narrow}, rows=0),
+    ):
+        bended(torch.ones(2, 3))

@@ -248,6 +248,24 @@ def test_what_stands_beside_the_lines_of_many_answers_is_not_cut_off() -> None:
     assert apart(bended.tree.draw().canvas)
 
 
+def test_a_chain_of_questions_is_a_column() -> None:
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        for limit in range(12):
+            if x.sum() < limit:
+                return x
+            x = x / 2 if x.max() > 3 else x + 1
+        return x
+
+    bended = bt.BendedModule(halves)
+    for value in range(40):
+        bended(torch.tensor([value / 2, value / 9]))
+    drawn = figure(bended.graph.draw().scene)
+    shapes = [shape for node, shape in drawn.shapes.items() if node.kind == "decision"]
+    assert len(shapes) > 12
+    middles = [shape.x + shape.width / 2 for shape in shapes]
+    assert max(middles) - min(middles) < 60
+
+
 def test_the_picture_of_a_loop_leads_back() -> None:
     graph = called("halved").graph
     back = [(a, b) for a, b in graph.edges() if list(graph).index(b) <= list(graph).index(a)]

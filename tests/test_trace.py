@@ -508,9 +508,12 @@ def test_a_trace_prints_its_log_and_its_graph_prints_as_in_fx() -> None:
     ]
     assert "\t\tbool_1  if      True     x.sum() > 0  test_trace.py:" in str(trace)
     assert str(trace).endswith(
-        "\tLayers:\n\t\t0: input_1_0 \n\t\t1: sum_1_1 \n\t\t2: gt_1_2 \n\t\t3: add_1_3 \n"
-        "\t\t4: output_1_4 "
+        "\tLayers:\n\t\t0: input_1_0   (3, 2)\n\t\t1: sum_1_1     ()\n"
+        "\t\t2: gt_1_2      ()\n\t\t3: add_1_3     (3, 2)\n\t\t4: output_1_4  (3, 2)"
     )
+    log = str(bt.trace(nn.Sequential(nn.Linear(2, 4)), ONES))
+    assert "\n\t\t1: linear_1_1  (3, 4)  0\n" in log
+    assert "\t\t1: linear_1_1 \n" in str(bt.log_forward_pass(nn.Sequential(nn.Linear(2, 4)), ONES))
     assert str(trace.graph) == (
         "graph():\n"
         "    %x : Tensor(3, 2) [num_users=2] = placeholder[target=x]\n"

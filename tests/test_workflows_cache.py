@@ -438,11 +438,25 @@ def by_definition(name: str, model: Any, batch: Any) -> dict[str, Tensor]:
             gate, linear = layer.mlp.gate_proj(inner), layer.mlp.up_proj(inner)
             found |= {f"{to}.mlp.hook_pre": gate, f"{to}.mlp.hook_pre_linear": linear,
                       f"{to}.mlp.hook_post": nn.functional.silu(gate) * linear}  # fmt: skip
+            cos, sin = (
+                each[:, :, None]
+                for each in model.model.rotary_emb(pre, torch.arange(pre.shape[1])[None])
+            )
+            turned = [h * cos + torch.cat([-h[..., 4:], h[..., :4]], -1) * sin for h in (q, k)]
+            found |= {f"{to}.attn.hook_rot_q": turned[0], f"{to}.attn.hook_rot_k": turned[1]}
         pattern = found[f"{to}.attn.hook_pattern"]
-        repeated = v.repeat_interleave(4 // v.shape[2], 2)
+        asks, keys = (q, k) if gpt2 else turned
+        keys = keys.repeat_interleave(4 // k.shape[2], 2)
+        scores = asks.transpose(1, 2) @ keys.permute(0, 2, 3, 1)
+        mixed = torch.einsum("bhij,bjhd->bihd", pattern, v.repeat_interleave(4 // v.shape[2], 2))
+        out = layer.attn.c_proj.weight if gpt2 else layer.self_attn.o_proj.weight.T
         found |= {
             f"{to}.attn.hook_q": q, f"{to}.attn.hook_k": k, f"{to}.attn.hook_v": v,
-            f"{to}.attn.hook_z": torch.einsum("bhij,bjhd->bihd", pattern, repeated),
+            f"{to}.attn.hook_z": mixed,
+            f"{to}.attn.hook_attn_scores": (scores / 8**0.5).masked_fill(pattern == 0, -torch.inf),
+            f"{to}.attn.hook_result": torch.stack(
+                [mixed[:, :, h] @ out[8 * h : 8 * h + 8] for h in range(4)], 2
+            ),
         }  # fmt: skip
     if gpt2:
         found["ln_final.hook_normalized"] = model.transformer.ln_f(post)
@@ -475,6 +489,10 @@ def test_values_are_changed_by_the_names_of_transformer_lens(name: str) -> None:
         plain = bended(**batch).logits
         for hook in transformer_lens_aliases(model):
             _, cache = run_with_cache(bended, batch, hook)
+            if hook.endswith("hook_result"):
+                with pytest.raises(InputError, match="can only be read"):
+                    bended.interject(hook, torch.clone)
+                continue
             with bended.interject(hook, torch.clone):
                 assert torch.equal(bended(**batch).logits, plain), hook
             with bended.interject(hook, lambda value: value * 0.5) as handle:
@@ -536,10 +554,8 @@ def test_names_without_an_equal_say_why(name: str) -> None:
     model, batch = language_model(name)
     bended = bt.BendedModule(model)
     for hook, why in {
-        "blocks.0.attn.hook_result": "W_O", "blocks.1.hook_q_input": "one tensor",
-        "blocks.0.attn.hook_attn_scores": "-inf", "blocks.0.ln1.hook_scale": "scale",
-        "hook_pos_embed": "wpe|rotations", "blocks.0.attn.hook_rot_q": "rotat",
-        "hook_tokens": "input of the model",
+        "blocks.1.hook_q_input": "one tensor", "blocks.0.ln1.hook_scale": "scale",
+        "hook_pos_embed": "wpe|rotations", "hook_tokens": "input of the model",
     }.items():  # fmt: skip
         with pytest.raises(NodePathError, match=f"no equal in this model: .*({why})"):
             run_with_cache(bended, batch, hook)
@@ -549,6 +565,76 @@ def test_names_without_an_equal_say_why(name: str) -> None:
     with pytest.raises(NodePathError, match=r"no node 'blocks.9.hook_resid_pre'"):
         run_with_cache(bended, batch, "blocks.9.hook_resid_pre")
     assert bended.insertions == ()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_residual_stream_is_taken_apart(name: str) -> None:
+    model, batch = language_model(name)
+    gpt2 = name == "gpt2"
+    inner = model.transformer if gpt2 else model.model
+    norm, second = (inner.ln_f, inner.h[1].ln_2) if gpt2 else (
+        inner.norm, inner.layers[1].post_attention_layernorm
+    )  # fmt: skip
+    with torch.no_grad():
+        _, cache = run_with_cache(model, batch)
+        values = by_definition(name, model, {**batch, "output_attentions": True})
+        final, logits = values["blocks.1.hook_resid_post"], model(**batch).logits
+        parts, labels = cache.decompose_resid(return_labels=True)
+        layers = ["0_attn_out", "0_mlp_out", "1_attn_out", "1_mlp_out"]
+        assert labels == ["embed", *["pos_embed"] * gpt2, *layers]
+        torch.testing.assert_close(parts.sum(0), final)
+        for label, part in zip(labels[-4:], parts[-4:], strict=True):
+            torch.testing.assert_close(part, values[f"blocks.{label[0]}.hook_{label[2:]}"])
+        assert torch.equal(cache.decompose_resid(mode="mlp", incl_embeds=False), parts[[-3, -1]])
+        assert torch.equal(cache.decompose_resid(pos_slice=-1), parts[:, :, -1])
+        assert torch.equal(cache.decompose_resid(1), parts[:-2])
+
+        sums, labels = cache.accumulated_resid(incl_mid=True, return_labels=True)
+        assert labels == ["0_pre", "0_mid", "1_pre", "1_mid", "final_post"]
+        for label, part in zip(labels[:-1], sums[:-1], strict=True):
+            torch.testing.assert_close(part, values[f"blocks.{label[0]}.hook_resid_{label[2:]}"])
+        torch.testing.assert_close(sums[-1], final)
+        until = cache.accumulated_resid(1, mlp_input=True, return_labels=True)[1]
+        assert until == ["0_pre", "1_pre", "1_mid"]
+
+        heads, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
+        assert labels == [f"L{i}H{h}" for i in range(2) for h in range(4)] + ["remainder"]
+        torch.testing.assert_close(heads.sum(0), final)
+        torch.testing.assert_close(heads[5], values["blocks.1.attn.hook_result"][:, :, 1])
+
+        bias = norm.bias if gpt2 else 0.0
+        torch.testing.assert_close(cache.apply_ln_to_stack(parts).sum(0) + bias, norm(final))
+        mids = cache.decompose_resid(1, mlp_input=True, apply_ln=True)
+        wanted = second(values["blocks.1.hook_resid_mid"]) - (second.bias if gpt2 else 0.0)
+        torch.testing.assert_close(mids.sum(0), wanted)
+
+        unembed, right, wrong = model.lm_head.weight, batch["input_ids"][:, 0], 5
+        extra = (bias * (unembed[right] - unembed[wrong])).sum(-1)
+        found = cache.logit_attrs(heads, right, incorrect_tokens=wrong)
+        difference = logits.gather(-1, right[:, None, None].expand(-1, logits.shape[1], 1))[..., 0]
+        difference = difference - logits[..., wrong]
+        torch.testing.assert_close(found.sum(0) + extra[:, None], difference)
+        torch.testing.assert_close(
+            cache.logit_attrs(parts[:, :, -1], right, wrong, pos_slice=-1).sum(0) + extra,
+            difference[:, -1],
+        )
+        assert cache.to("meta").decompose_resid(mode="attn").device.type == "meta"
+    for call, message in (
+        (lambda: cache.decompose_resid(9), "layer=9, but the model has 2 layers"),
+        (lambda: cache.decompose_resid(mode="heads"), "mode"),
+        (lambda: cache.stack_head_results(0), "no heads before layer=0"),
+        (lambda: cache.logit_attrs(parts, "Paris"), "use the tokenizer"),
+        (lambda: cache.logit_attrs(parts, 1_000), "numbers of tokens from 0 to"),
+        (lambda: run_with_cache(nn.ReLU(), torch.ones(2))[1].decompose_resid(), "GPT-2 and Llama"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
+    if gpt2:
+        model.train()
+        _, dropped = run_with_cache(model, batch)
+        with pytest.raises(InputError, match=r"call eval\(\)"):
+            dropped.decompose_resid()
 
 
 @pytest.mark.more

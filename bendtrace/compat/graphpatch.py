@@ -22,6 +22,7 @@ from bendtrace import patches
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.patches.context import raise_all
 from bendtrace.interject.patches.numbers import with_numbers
+from bendtrace.interject.restricted import Rows
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
 from bendtrace.paths.nodes import NodePath, TreeNode
@@ -146,7 +147,7 @@ class PatchableGraph(BendedModule):
         assert self._graph is not None
         return self._graph
 
-    def patch(self, patches: Any) -> Any:
+    def patch(self, patches: Any, *, rows: Rows = None) -> Any:
         """Return a context in which patches apply at nodes; after it the model is as before.
 
         Args:
@@ -157,6 +158,7 @@ class PatchableGraph(BendedModule):
                 that it would have in the graph of that call. An attribute of a module that is a
                 number has a path as well, `"scale"`: while the context lasts, the module has the
                 new number, in all calls.
+            rows: the rows of the batch to patch, for values that are tensors; None for all.
 
         Raises:
             NodePathError: a path does not lead to a single value.
@@ -176,7 +178,7 @@ class PatchableGraph(BendedModule):
             tensor([2., 2.])
         """
         if not isinstance(patches, Mapping):
-            return super().patch(patches)
+            return super().patch(patches, rows=rows)
         numbers: dict[tuple[nn.Module, str], Any] = {}
         others: dict[Any, Any] = {}
         errors: list[NodePathError] = []
@@ -192,8 +194,8 @@ class PatchableGraph(BendedModule):
                     others[place] = given
         raise_all(errors)
         if not numbers:
-            return super().patch(others)
-        return with_numbers(numbers, super().patch(others))
+            return super().patch(others, rows=rows)
+        return with_numbers(numbers, super().patch(others, rows=rows))
 
     def _place(self, where: Any) -> Node | NodePath | tuple[nn.Module, str]:
         """Return the node that a key names, or the module and the attribute."""

@@ -120,7 +120,9 @@ class Op(LayerEntry):
 
 
 class _Log(Trace):
-    """A trace that can also be read with some names of TorchLens 2."""
+    """A trace that can also be read with some names of TorchLens 2, and prints as its logs do."""
+
+    _has_details = False
 
     @property
     def layer_list(self) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -16,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace.compiled.eligible import located
 from bendtrace.compiled.gradients import Missing, missing
 from bendtrace.compiled.settings import Settings
 from bendtrace.compiled.shortcuts import Backend, Result, Shortcut, Shortcuts
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
+from bendtrace.tape.tape import Op
 from bendtrace.torch_rules.writes import storage_of
 
 __all__ = ["CompiledFunction", "Failed", "Quiet", "State", "now", "unmark"]
@@ -49,6 +52,7 @@ class CompiledFunction:
         settings: as given.
         state: its state.
         reason: why it is not used, or its latest error.
+        raised: the text of that error, as torch raised it.
         seconds: the time spent compiling all of its graphs.
         hits: the number of calls that it served.
         failures: the number of calls that it was tried on without success.
@@ -61,6 +65,7 @@ class CompiledFunction:
         self.settings = settings
         self.state = State.MEASURED if settings.drop_slower else State.USED
         self.reason: str = ""
+        self.raised: str = ""
         self.seconds: float = 0.0
         self.hits = self.failures = 0
         self.served: list[float] = []
@@ -191,15 +196,24 @@ class CompiledFunction:
         """Note an error, and give up if the next call would raise it again."""
         failed = Failed(error)
         self.reason = failed.reason
+        if failed.line and (op := self.op_at(failed.line)) is not None:
+            self.reason = located(self.reason, op)
+        if failed.advice:
+            self.reason += f"; {failed.advice}"
+        self.raised = str(error)
         self.is_unusable = failed.is_of_backend
         if failed.is_final:
             self.state = State.REFUSED
+
+    def op_at(self, line: int) -> Op | None:
+        """Return the op of the model in a line of the source that is compiled."""
 
     def row(self) -> dict[str, Any]:
         """Return its state and its numbers as plain values."""
         return {
             "state": self.state.value,
             "reason": self.reason,
+            "raised": self.raised,
             "warm_up": self.seconds,
             "graphs": self.graphs,
             "hits": self.hits,
@@ -212,6 +226,8 @@ class Failed:
 
     Attributes:
         reason: its message, in one line.
+        line: the line of the compiled source that it is about; 0 if that is unknown.
+        advice: what to do about it; "" if that is unknown.
         is_final: whether the compiler raised it, and would raise it again.
         is_of_backend: whether the backend itself failed.
     """
@@ -223,6 +239,14 @@ class Failed:
         why = [line.rpartition(": got ")[2].strip() for line in lines if "Explanation:" in line]
         said = "; ".join([*lines[:1], *why[:1]])[:_LONGEST]
         self.reason: str = f"{type(inner).__name__}: {said}"
+        self.advice: str = ""
+        if "data-dependent expression" in said:
+            self.reason = "torch.compile would have to know a number that depends on values"
+            self.advice = _ADVICE
+        elif said.startswith("Runtime assertion failed"):
+            self.reason = "sizes that depend on values differ in a way that torch.compile rules out"
+        found = _LINE.findall(f"{error}\n{inner}")
+        self.line: int = int(found[-1]) if found else 0
         self.is_final: bool = kind.__module__.startswith(_COMPILERS)
         # A size that depends on values is the model's doing, wherever it is found in the way.
         is_of_model = type(inner).__module__.startswith("torch.fx.experimental")
@@ -272,6 +296,11 @@ def now(arguments: Iterable[Any]) -> float:
 
 # Set on results, seen in torch 2.13 to 2.15; test_compiled_corpus.py would notice another name.
 _MARK = "_dynamo_propagated_dynamic_indices"
+_LINE = re.compile(r'File "<bendtrace [^>]*>", line (\d+)')
+_ADVICE = (
+    "its ops are replayed. They can be compiled if the number stays in a tensor, for instance "
+    "x.index_select(0, i.reshape(1)) in the place of x[i]"
+)
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx")
 _LOGGERS = (
     "torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses.fake_tensor",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Container, Iterable
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.host_io import environ
 
-__all__ = ["UNTOLD", "why_not", "why_not_op", "why_not_under"]
+__all__ = ["UNTOLD", "located", "why_not", "why_not_op", "why_not_under"]
 
 # Longer paths would be compiled for minutes.
 _LONGEST = 4096
@@ -98,8 +99,16 @@ def why_not(
         else:
             reason = why_not_op(op, global_state.context)
         if reason is not None:
-            return f"{reason} (at {op.site.place})" if op.site is not None else reason
+            return located(reason, op)
     return None
+
+
+def located(reason: str, op: Op) -> str:
+    """Return a reason with the place in the model that an op has."""
+    if op.site is None:
+        return reason
+    text = shorten(op.site.place.text, 60, placeholder=" ...")
+    return f"{reason} (at {op.site.place}: `{text}`)"
 
 
 def why_not_under(global_state: GlobalState) -> str | None:

@@ -163,7 +163,7 @@ class CompiledPath(CompiledFunction):
             try:
                 self._compile(arguments, output, spliced, exactly=True)
             except Unknown:
-                raise Refusal(str(unknown)) from None
+                raise Refusal(f"{unknown}; its segments may be compiled by themselves") from None
 
     def _compile(
         self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None, exactly: bool

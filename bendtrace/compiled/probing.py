@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.compiled.eligible import UNTOLD
+from bendtrace.compiled.eligible import UNTOLD, located
 from bendtrace.compiled.splices import Splice, applied
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
@@ -316,7 +316,15 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class Unknown(Exception):
-    """A size depends on values in a way that is not followed."""
+    """A size depends on values in a way that is not followed.
+
+    Args:
+        reason: how it depends on values.
+        op: the op of the model.
+    """
+
+    def __init__(self, reason: str, op: Op | None = None) -> None:
+        super().__init__(reason if op is None else located(reason, op))
 
 
 class Extents:
@@ -363,7 +371,7 @@ class Extents:
             return refs[1]
         if self._is_masked(op):
             return refs[1]
-        raise Unknown(f"how many things {name} gives depends on values")
+        raise Unknown(f"how many things {name} gives depends on values", op)
 
     def origin(self, index: int, dim: int) -> int | None:
         """Return the root that a dimension has its size from; None if it does not depend on values.
@@ -381,7 +389,7 @@ class Extents:
         name = name_of(op.target)
         given = op.args[0].index if op.args and type(op.args[0]) is Ref else None
         if given is None:
-            raise Unknown(f"the size of what {name} gives depends on values")
+            raise Unknown(f"the size of what {name} gives depends on values", op)
         if op.kind is OpKind.SCALAR:
             return self._of_element(given, dim)
         shape = self._shape(given)
@@ -401,7 +409,7 @@ class Extents:
             return self.origin(given, dim)
         elif name == "linear" and dim < len(shape) - 1:
             return self.origin(given, dim)
-        raise Unknown(f"the size of what {name} gives depends on values")
+        raise Unknown(f"the size of what {name} gives depends on values", op)
 
     def _of_element(self, whole: int, dim: int) -> int | None:
         """The origin of an element of what an op gave."""
@@ -416,7 +424,7 @@ class Extents:
                 at %= len(self._shape(op.args[0].index))
                 if self.origin(op.args[0].index, at) is None:
                     return self.origin(op.args[0].index, dim + (dim >= at))
-        raise Unknown(f"the size of what {name} gives depends on values")
+        raise Unknown(f"the size of what {name} gives depends on values", op)
 
     def _of_index(self, op: Op, given: int, dim: int) -> int | None:
         key = op.args[1]
@@ -439,7 +447,7 @@ class Extents:
                 at, gone = at + 1, gone + (k is not None)
             else:
                 return self.origin(given, dim - at + gone)
-        raise Unknown("the size of what an index gives depends on values")
+        raise Unknown("the size of what an index gives depends on values", op)
 
     def _is_masked(self, op: Op) -> bool:
         if op.target is not Tensor.__getitem__ or type(op.args[1]) is not Ref:
@@ -450,7 +458,7 @@ class Extents:
     def _shape(self, index: int) -> tuple[Any, ...]:
         meta = self._ops[index].meta
         if not isinstance(meta, TensorMeta):
-            raise Unknown("the size of what is no tensor depends on values")
+            raise Unknown("the size of what is no tensor depends on values", self._ops[index])
         return meta.shape
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from textwrap import shorten
 from typing import Any
 
 from bendtrace._lazy import tabulate
@@ -23,6 +24,7 @@ class CompiledReport:
         failures: calls that a compiled path was tried on and that went another way.
         seconds: how long compiling took.
         kept: with a `cache_dir`, the result for each path, one line each.
+        without: why no segments were compiled; "" if some were.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class CompiledReport:
         paths: tuple[CompiledPath, ...] = (),
         bodies: tuple[Body, ...] = (),
         kept: tuple[str, ...] = (),
+        without: str = "",
     ) -> None:
         self.kept = kept
         self.backend = backend
@@ -40,6 +43,7 @@ class CompiledReport:
         self.seconds: float | int = sum(path.seconds for path in paths) + sum(
             body.seconds for body in bodies
         )
+        self.without: str = "" if bodies else without
         self.segments: list[dict[str, Any]] = [
             {"functions": body.functions, "ops": len(body.functions), **body.row()}
             for body in bodies
@@ -72,11 +76,16 @@ class CompiledReport:
     def __repr__(self) -> str:
         if self.backend is None:
             return "no backend: calls are replayed, bit for bit as the model itself"
-        segments = f"\n\n{_table(self.segments, *_OF_SEGMENTS)}" if self.segments else ""
+        segments = f"\n\nno segments: {self.without}" if self.without else ""
+        if self.segments:
+            segments = f"\n\n{_table(self.segments, *_OF_SEGMENTS)}"
         if not self._paths:
             return f"{self.backend}: no path was taken often enough so far{segments}"
         kept = "".join(f"\n{line}" for line in self.kept)
-        return f"{self.backend}\n{_table(self.to_list(), *_OF_PATHS)}{segments}{kept}"
+        paths = self.to_list()
+        reasons = dict.fromkeys(row["reason"] for row in [*paths, *self.segments])
+        cut = "".join(f"\n\n{why}" for why in reasons if why and why != _FORMATS["reason"](why))
+        return f"{self.backend}\n{_table(paths, *_OF_PATHS)}{segments}{cut}{kept}"
 
 
 def _table(rows: list[dict[str, Any]], *columns: str) -> str:
@@ -105,6 +114,7 @@ _OF_SEGMENTS = (
 _HEADERS = {"functions": "segment", "warm_up": "warm-up", "speed": "over replay"}
 _FORMATS: dict[str, Callable[[Any], Any]] = {
     "functions": _shortened,
+    "reason": lambda reason: shorten(reason, 70, placeholder=" ..."),
     "warm_up": lambda seconds: f"{seconds:.1f} s",
     "speed": lambda speed: "" if speed is None else f"{speed:.1f}x",
 }

@@ -62,7 +62,7 @@ class Body(CompiledFunction):
         text: the source of a function of tensors and sizes.
         names: the values of the names in it.
         settings: how to compile.
-        targets: the functions that it calls.
+        ops: the ops, one for each line.
 
     Attributes:
         text: as given.
@@ -70,16 +70,21 @@ class Body(CompiledFunction):
     """
 
     def __init__(
-        self, text: str, names: dict[str, Any], settings: Settings, targets: Sequence[Any]
+        self, text: str, names: dict[str, Any], settings: Settings, ops: Sequence[Op]
     ) -> None:
         super().__init__(settings)
         self.text = text
-        self.functions: tuple[str, ...] = tuple(map(name_of, targets))
+        self.functions: tuple[str, ...] = tuple(name_of(op.target) for op in ops)
+        self._ops = ops
         self._names = names
         exec(compile(text, f"<bendtrace body {next(_serials)}>", "exec"), names)
         self._compilers: deque[Callable[..., Any]] = deque()
         self._pending = threading.local()
         self._compiling = threading.Lock()
+
+    def op_at(self, line: int) -> Op | None:
+        """Return the op in a line; the first line has the parameters."""
+        return self._ops[line - 2] if 2 <= line < len(self._ops) + 2 else None
 
     def __call__(self, *given: Any) -> Sequence[Tensor] | None:
         """Run the ops; return None if they have to run one by one."""
@@ -160,10 +165,18 @@ class CompiledSegments:
 
     Args:
         settings: how to compile.
+
+    Attributes:
+        reason: why there were no segments to compile, when they were last looked at.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.reason: str = (
+            "they are looked at every 16 calls, where whole paths do not serve the calls"
+        )
+        if not settings.max_segments:
+            self.reason = "max_segments=0"
         # Programs come and go with the paths that the trace tree keeps.
         self._programs: WeakKeyDictionary[Program, _Compiled] = WeakKeyDictionary()
 
@@ -176,10 +189,19 @@ class CompiledSegments:
     def look_at(self, program: Program) -> None:
         """Compile the bodies that run often enough, and drop those that did not pay."""
         graph = program.graph
-        if graph is None or graph.is_broken or why_not_under(program.global_state) is not None:
+        if graph is None or graph.is_broken:
+            self.reason = "paths do not join, since their states cannot be read (see bended.graph)"
             return
-        if program.recording.tape.is_joint or program.recording.tape.blocks:
+        reason = why_not_under(program.global_state)
+        tape = program.recording.tape
+        if reason is not None or tape.is_joint or tape.blocks:
+            self.reason = reason or (
+                "ranks act together in it" if tape.is_joint else "it has checkpointed blocks"
+            )
             return
+        self.reason = (
+            f"no segment of two ops or more, which torch.compile could take, ran {_PASSES} times"
+        )
         compiled = self._programs.setdefault(program, _Compiled())
         for exit in list(graph.exits()):
             if exit.written is None:
@@ -211,7 +233,7 @@ class CompiledSegments:
             most = self._settings.max_segments
             if sum(body.is_used for body in known) >= most or len(known) >= _MOST_BODIES:
                 return None
-            body = Body(text, names, self._settings, [op.target for op in ops])
+            body = Body(text, names, self._settings, ops)
             compiled.bodies[key] = body
         if not body.is_used:
             return None

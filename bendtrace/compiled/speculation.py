@@ -206,7 +206,7 @@ class Speculation:
         artefacts = self.settings.artefacts
         return CompiledReport(
             self.settings.name, tuple(self._paths.values()), self._segments.bodies,
-            () if artefacts is None else tuple(artefacts.notes),
+            () if artefacts is None else tuple(artefacts.notes), self._segments.reason,
         )  # fmt: skip
 
     def _is_refused(self, took: Taken) -> bool:

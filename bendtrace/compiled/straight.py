@@ -231,7 +231,7 @@ class Straight(Expressions):
                 if guard.index == op.index and guard.test is Test.LENGTH:
                     tensor, dim = (*op.args, op.kwargs.get("dim", 0))[:2]
                     if not self._exactly:
-                        raise Unknown("what depends on values is taken apart")
+                        raise Unknown("what depends on values is taken apart", op)
                     size = f"{self.value(tensor)}.size({self.value(dim)})"
                     self.line(f"torch._check({size} == {guard.expected})")
         call = self.call(op)
@@ -287,7 +287,7 @@ class Straight(Expressions):
                 # What follows was recorded with the number in place of the size.
                 self.line(f"torch._check(v{guard.index} == {guard.expected})")
         elif kind is _Kind.SIZE and guard.test is Test.VALUE:
-            raise Unknown("a size that depends on values is used as a number")
+            raise Unknown("a size that depends on values is used as a number", self._op(guard))
         elif kind is None:
             raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
         else:
@@ -411,7 +411,7 @@ class Straight(Expressions):
         elif read is op and name in ("numel", "nelement"):
             dims = range(rank)
         else:
-            raise Unknown(f"{name} of what depends on values is asked for")
+            raise Unknown(f"{name} of what depends on values is asked for", op)
         factors: list[str] = []
         for dim in dims:
             root = self._extents.origin(tensor, dim)

@@ -14,3 +14,4 @@ from bendtrace.export.functions import Unseen
 from bendtrace.export.targets import OnnxProgram
 
 __all__ = ["Exported", "OnnxProgram", "Unseen"]
+__dir__ = __all__.copy

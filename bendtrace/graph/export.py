@@ -9,6 +9,7 @@ from typing import Any
 import networkx as nx
 import torch
 
+from bendtrace._checks import required_kind
 from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, text_of
 from bendtrace.errors import ConversionError
 from bendtrace.flow import (
@@ -46,6 +47,9 @@ _FORMS: dict[str, Form] = {"shape": TUPLE, "dtype": DTYPE, "device": DEVICE, "ar
 _PRIVATE = frozenset({"recording", "root", "flow_steps"})
 
 
+_MIRROR = "a mirror is a graph such as bt.trace(model, x).graph"
+
+
 def to_node_link(graph: Graph) -> dict[str, Any]:
     """Return a mirror as node-link data: plain values, ready for JSON.
 
@@ -63,6 +67,7 @@ def to_node_link(graph: Graph) -> dict[str, Any]:
         >>> nx.node_link_graph(data, edges="edges").nodes["add"]["args"]
         [{'$node': 'x'}, 1]
     """
+    required_kind(_MIRROR, graph, Graph)
     codec = GRAPH_CODEC
     about = {key: codec.encode(graph.graph[key]) for key in graph.graph if key not in _PRIVATE}
     about["flow_steps"] = flow_rows(graph.flow_steps, codec)
@@ -136,6 +141,7 @@ def to_graphml(graph: Graph) -> str:
         >>> nx.parse_graphml(bt.graph.to_graphml(graph)).nodes["relu"]["shape"]
         '(2,)'
     """
+    required_kind(_MIRROR, graph, Graph)
     flat: nx.MultiDiGraph[str] = nx.MultiDiGraph()
     names: dict[Any, str] = {}
     for node, data in graph.nodes(data=True):
@@ -219,6 +225,7 @@ def to_dot(graph: Graph, *, modules: bool = True, control: bool = True) -> str:
           "relu" -> "output";
         }
     """
+    required_kind(_MIRROR, graph, Graph)
     root = _Box("", [])
     for node, data in graph.nodes(data=True):
         path = str(data.get("module_path") or "") if modules else ""

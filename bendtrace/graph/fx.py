@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bendtrace.errors import ConversionError, DivergenceError
+from bendtrace._checks import required_kind
+from bendtrace.errors import ConversionError, DivergenceError, InputError
 from bendtrace.flow import steps_of
 from bendtrace.graph.mirror import Graph
 from bendtrace.recording.iterations import user_code
@@ -80,6 +81,7 @@ def to_fx(
     Raises:
         ConversionError: the trace does something that an fx graph cannot express, such as setting
             an attribute of the model; or the graph comes from elsewhere.
+        InputError: `graph` is no mirror, or `fold` is neither a bool nor a predicate.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -87,6 +89,9 @@ def to_fx(
         >>> [node.op for node in bt.graph.to_fx(trace.graph).graph.nodes]
         ['placeholder', 'get_attr', 'get_attr', 'call_function', 'output']
     """
+    if not isinstance(fold, bool) and not callable(fold):
+        raise InputError(f"fold= takes a bool, or a predicate of modules, not {fold!r}")
+    required_kind("a mirror is a graph such as bt.trace(model, x).graph", graph, Graph)
     recording: Recording | None = graph.graph.get("recording")
     if recording is None:
         return _back_to_fx(graph)

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from bendtrace._checks import shown
 from bendtrace.calls import bended_of
 from bendtrace.errors import InputError, SaveError
 from bendtrace.harvesting.collecting import Collector
@@ -146,6 +147,8 @@ def harvest(
         raise InputError(
             f"call= is called with the model and a batch, but {call!r} is not callable"
         )
+    if isinstance(loader, (Tensor, Mapping)):
+        raise InputError(f"a loader yields batches, and {shown(loader)} is one batch: pass [batch]")
     if not isinstance(loader, Iterable):
         raise InputError(f"a loader has to be iterable, and {loader!r} is not")
     bended = bended_of(model)

@@ -523,6 +523,9 @@ def _is_small(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() <= _SMALL
 
 
+_WORDS = {"save": "'all' saves everything", "stop_after": "None runs to the end"}
+
+
 @dataclass(frozen=True)
 class SaveOptions:
     """What to keep of a run, and how.
@@ -553,6 +556,9 @@ class SaveOptions:
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
             raise InputError(f"saved values need a floating point dtype, not {self.dtype!r}")
+        for name, given in (("save", self.save), ("stop_after", self.stop_after)):
+            if isinstance(given, bool):
+                raise InputError(f"{name}= takes names of layers, not {given}: {_WORDS[name]}")
         if self.device is not None:
             try:
                 torch.empty(0, device=self.device)

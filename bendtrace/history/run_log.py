@@ -6,8 +6,9 @@ import os
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
+from bendtrace._checks import required_choice
 from bendtrace._lazy import networkx as nx
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log
@@ -75,6 +76,7 @@ class RunLog:
     _log: Log
     _tree: Tree
     _facts: Facts
+    _has_details = True  # whether the printed line of a layer has its shape and its module
     graph: Graph
     """The networkx mirror at op level."""
     tree: Node
@@ -194,13 +196,19 @@ class RunLog:
         """
         return self._lookup.keys_of(entry)
 
-    def to_text(self, layers: int | None = _MOST) -> str:
+    def to_text(self, layers: int | None = _MOST, *, only: Literal["all", "mine"] = "all") -> str:
         """Return the log as text.
 
         Args:
             layers: how many layers to list; None for all.
+            only: "mine" leaves out the flow steps of installed packages.
+
+        Raises:
+            InputError: `only` is another word.
         """
-        return log_text(self._log, self._lookup, self._facts, layers)
+        mine = required_choice("only", only, "all", "mine") == "mine"
+        facts, details = self._facts, self._has_details
+        return log_text(self._log, self._lookup, facts, layers, details=details, mine=mine)
 
     def rolled_graph(self) -> nx.DiGraph[str]:
         """Return a networkx graph with one node per layer, with all its passes merged.

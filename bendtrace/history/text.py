@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bendtrace._lazy import networkx as nx
 from bendtrace._lazy import tabulate
-from bendtrace._places import full_place_text
+from bendtrace._places import full_place_text, is_installed
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep, ShapeFlowStep
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
@@ -49,7 +49,9 @@ class Facts:
     live: Sequence[str]
 
 
-def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None) -> str:
+def log_text(
+    log: Log, lookup: Lookup, facts: Facts, most: int | None, *, details: bool, mine: bool
+) -> str:
     """Return a log as text.
 
     Args:
@@ -58,6 +60,8 @@ def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None) -> str:
         facts: further facts.
         most: the maximum number of layers, and twice the maximum number of flow steps; None for
             all.
+        details: whether the line of each layer has its shape and its module.
+        mine: whether to leave out the flow steps of installed packages.
     """
     saved = [entry for entry in lookup.layers if entry.has_contents]
     # An op with several result tensors has several entries, but its parameters count once.
@@ -90,10 +94,11 @@ def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None) -> str:
             lines.append(f"\t\t... {counted(len(hierarchy) - cut, 'more line')} {_ALL}")
     if log.flow_steps:
         lines.append("\tFlow steps:")
-        lines += [f"\t\t{line}" for line in flow_text(log, most and most // 2).splitlines()]
+        text = flow_text(log, most and most // 2, mine)
+        lines += [f"\t\t{line}" for line in text.splitlines()]
     lines.append("\tLayers:")
     shown = lookup.layers if most is None else lookup.layers[:most]
-    lines += [f"\t\t{_row(entry)}" for entry in shown]
+    lines += [f"\t\t{row}" for row in _rows(shown, details)]
     if len(shown) < len(lookup.layers):
         rest = len(lookup.layers) - len(shown)
         lines.append(f"\t\t... {counted(rest, 'more layer')} {_ALL}")
@@ -103,11 +108,18 @@ def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None) -> str:
 _ALL = "(all of them: print(log.to_text(None)), where log is this one)"
 
 
-def flow_text(log: Log, most: int | None = None) -> str:
-    """Return the flow steps as a table that refers to entries."""
+def flow_text(log: Log, most: int | None = None, mine: bool = False) -> str:
+    """Return the flow steps as a table that refers to entries.
+
+    Args:
+        log: the log.
+        most: the maximum number of steps, without reads of sizes; None for all, with these.
+        mine: whether to leave out the steps of installed packages.
+    """
     steps = [
         dataclasses.replace(step, name=label or step.name)
         for step, label in zip(log.flow_steps, log.step_labels, strict=True)
+        if not (mine and is_installed(step.file))
     ]
     decisions = [step for step in steps if not isinstance(step, ShapeFlowStep)]
     shown = steps if most is None else decisions[:most]
@@ -246,9 +258,19 @@ def _flow_summary(steps: FlowSteps) -> str:
     return ", ".join(counted(number, noun) for number, noun in parts if number)
 
 
-def _row(entry: LayerEntry) -> str:
-    passes = f"({entry.pass_number}/{entry.passes} passes)" if entry.passes > 1 else ""
-    return f"{entry.ordinal}: {entry.label} {passes}"
+def _rows(entries: Sequence[LayerEntry], details: bool) -> list[str]:
+    rows = []
+    for entry in entries:
+        passes = f"({entry.pass_number}/{entry.passes} passes)" if entry.passes > 1 else ""
+        shape = "" if entry.shape is None else str(tuple(entry.shape))
+        rows.append((f"{entry.ordinal}: {entry.label} {passes}", shape, entry.module))
+    if not details:
+        return [head for head, _, _ in rows]
+    first, second = (max((len(row[i].rstrip()) for row in rows), default=0) for i in (0, 1))
+    return [
+        f"{head.rstrip():{first}}  {shape:{second}}  {module}".rstrip()
+        for head, shape, module in rows
+    ]
 
 
 def _total(entries: Sequence[LayerEntry]) -> str:

@@ -12,8 +12,9 @@ from torch import nn
 
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.restricted import Restricted
 
-__all__ = ["Alias", "Aliases", "alias_of", "require_equal", "transformer_lens_aliases"]
+__all__ = ["Alias", "Aliases", "Stream", "alias_of", "require_equal", "transformer_lens_aliases"]
 
 
 @dataclass(frozen=True)
@@ -74,26 +75,45 @@ class Alias:
         return _OfPart(what, self)
 
 
-class _OfPart(Interjection):
+class _OfPart(Restricted):
     def __init__(self, what: Interjection, alias: Alias) -> None:
-        self._what = what
+        super().__init__(what)
         self._alias = alias
-        for name in ("observes", "wants_inputs", "late", "self_contained", "needs_paths"):
-            setattr(self, name, getattr(what, name))
-
-    @property
-    def label(self) -> str:
-        return self._what.label
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         pick, put = self._alias.pick, self._alias.put
         assert pick is not None
         part = pick(output)
-        made = self._what.after(at, inputs, part)
+        made = self.what.after(at, inputs, part)
         if made is None or made is part or self.observes:
             return None if self.observes or made is None else output
         assert put is not None
         return put(output, made)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream of a model, by TransformerLens's names.
+
+    Attributes:
+        layers: the number of layers.
+        positions: the node path of the embeddings of positions; None if there are none.
+        norms: for each layer the norms before attention and before the MLP.
+        final: the norm after all layers.
+        unembed: the module that makes logits of the stream; None if there is none.
+    """
+
+    layers: int
+    positions: str | None
+    norms: tuple[tuple[nn.Module, nn.Module], ...]
+    final: nn.Module
+    unembed: nn.Module | None
+
+    def key(self, layer: int, is_mid: bool) -> tuple[str, int]:
+        """Return the short name of the stream before a layer, or before its MLP."""
+        if layer == self.layers:
+            return "resid_post", layer - 1
+        return "resid_mid" if is_mid else "resid_pre", layer
 
 
 _OF_LAYER = re.compile(r"blocks\.(\d+)\.(?:(\w+)\.)?hook_(\w+)")
@@ -106,6 +126,9 @@ class Aliases(Mapping[str, Alias]):
         names: an `Alias` for each name, or just its `where`.
         unequal: names without an equal value here, as regular expressions that match them in full,
             with the reasons.
+
+    Attributes:
+        stream: the residual stream that the names are about; None if it is unknown.
 
     Raises:
         InputError: a name or an alias is of another type.
@@ -136,6 +159,7 @@ class Aliases(Mapping[str, Alias]):
                 )
             self._names[name] = Alias(alias) if isinstance(alias, str) else alias
         self._unequal = dict(unequal or {})
+        self.stream: Stream | None = None
 
     def __getitem__(self, name: str) -> Alias:
         return self._names[name]
@@ -186,7 +210,9 @@ class Aliases(Mapping[str, Alias]):
 
     def __or__(self, other: Mapping[str, str | Alias]) -> Aliases:
         unequal = {**self._unequal, **(other._unequal if isinstance(other, Aliases) else {})}
-        return Aliases({**self._names, **other}, unequal)
+        made = Aliases({**self._names, **other}, unequal)
+        made.stream = self.stream
+        return made
 
     def __repr__(self) -> str:
         return f"<Aliases: {len(self)} names>"
@@ -262,6 +288,8 @@ class _Family(NamedTuple):
         attention: the module of attention in a block.
         heads: returns the shape that an axis of all heads has as (heads, size); None if unknown.
         embed: the module of the embedding of tokens.
+        positions: that of positions; "" if there is none.
+        norms: the modules of the norms in a block, and after all blocks.
         names: for each hook of a block its place in the block, which part of the value there, and
             why the two are equal.
         final: hooks after all blocks, and their places.
@@ -274,6 +302,8 @@ class _Family(NamedTuple):
     attention: str
     heads: Callable[[Mapping[str, nn.Module], str], tuple[int, int] | None]
     embed: str
+    positions: str
+    norms: tuple[str, str, str]
     names: Mapping[str, tuple[str, str, str]]
     final: Mapping[str, str]
     unequal: Mapping[str, str]
@@ -293,6 +323,17 @@ def _aliases(
 
         return lambda value: split(value.chunk(3, -1)[number]), put
 
+    def scores_put(value: Any, new: Any) -> Any:
+        return torch.where((new == -torch.inf) & _is_masked(value), value, new)
+
+    def results_of(projection: nn.Module) -> Callable[[Any], Any]:
+        def results(value: Any) -> Any:
+            weight: Any = projection.weight.detach().to(value)  # type: ignore[operator]
+            weight = weight.T if isinstance(projection, nn.Linear) else weight
+            return torch.einsum("...hd,hdm->...hm", split(value), weight.unflatten(0, shape))
+
+        return results
+
     def first_put(value: Any, new: Any) -> Any:
         return type(value)((new, *value[1:])) if isinstance(value, (tuple, list)) else new
 
@@ -300,18 +341,41 @@ def _aliases(
         "": (None, None),
         "first": (lambda v: v[0] if isinstance(v, (tuple, list)) else v, first_put),
         "heads": (split, lambda value, new: new.flatten(-2)),
+        "swapped": (lambda v: v.transpose(1, 2), lambda value, new: new.transpose(1, 2)),
+        "scores": (lambda v: v.masked_fill(_is_masked(v), -torch.inf), scores_put),
         **{name: third(number) for number, name in enumerate("qkv")},
     }
     names: dict[str, str | Alias] = {"hook_embed": f"{prefix}{family.embed}.output"}
-    for i in range(len(modules[f"{prefix}{family.block}"])):  # type: ignore[arg-type]
+    layers = len(modules[f"{prefix}{family.block}"])  # type: ignore[arg-type]
+    unequal = {name: why.replace("{prefix}", prefix) for name, why in family.unequal.items()}
+    for i in range(layers):
         at = f"{prefix}{family.block}.{i}"
         node = re.sub(r"\.(\d+)", r"_\1", at)  # node paths join numbers to the name before
         for name, (where, pick, why) in family.names.items():
-            place = f"{node}.{where}" if where.endswith(".softmax") else f"{at}.{where}"
+            is_module = where.rpartition(".")[2] in ("input", "output")
+            place = f"{at if is_module else node}.{where}"
+            if pick == "results":
+                projection = modules[f"{at}.{where.removesuffix('.input')}"]
+                if type(projection).__name__ in ("Linear", "Conv1D"):  # nothing that wraps one
+                    names[f"blocks.{i}.{name}"] = Alias(place, results_of(projection), why)
+                continue
             names[f"blocks.{i}.{name}"] = Alias(place, picks[pick][0], why, picks[pick][1])
     names |= {name: f"{prefix}{where}" for name, where in family.final.items()}
-    unequal = {name: why.replace("{prefix}", prefix) for name, why in family.unequal.items()}
-    return Aliases(names, {**unequal, **_UNEQUAL})
+    made = Aliases(names, {**unequal, **_UNEQUAL})
+    first, second, final = family.norms
+    norms = ((modules[f"{at}.{first}"], modules[f"{at}.{second}"]) for at in (
+        f"{prefix}{family.block}.{i}" for i in range(layers)
+    ))  # fmt: skip
+    made.stream = Stream(
+        layers, f"{prefix}{family.positions}.output" if family.positions else None, tuple(norms),
+        modules[f"{prefix}{final}"], modules.get("lm_head"),
+    )  # fmt: skip
+    return made
+
+
+def _is_masked(scores: Any) -> Any:
+    """Return where scores are masked: by the smallest number here, by -inf in TransformerLens."""
+    return scores <= torch.finfo(scores.dtype).min / 2
 
 
 _UNEQUAL = {
@@ -320,21 +384,17 @@ _UNEQUAL = {
         "one tensor: use blocks.{i}.hook_resid_pre, or hook_resid_mid"
     ),
     r"blocks\.\d+\.attn\.hook_result": (
-        "no tensor of the model holds the contribution of each head: it is "
-        "hook_z @ W_O, head by head"
-    ),
-    r"blocks\.\d+\.attn\.hook_attn_scores": (
-        "masked entries have other numbers there (-inf) than here; use attn.hook_pattern, or "
-        "the node in front of the softmax"
+        "it is hook_z @ W_O, head by head, and the output projection is no plain linear layer"
     ),
     r".*\.hook_scale": "the norm's scale is inside one operation, and no tensor of the model",
     r"hook_tokens": "that is the input of the model",
 }
 _STREAM = "both are the residual stream: the sum of the embeddings and of all layers before"
 _NORM = "the norm with its weights"
+_ROTATED = "after the rotation, where it consists of operations of torch"
 
 
-def _shared(attention: str) -> dict[str, tuple[str, str, str]]:
+def _shared(attention: str, scores: str, out: str) -> dict[str, tuple[str, str, str]]:
     eager = "the softmax is an operation by itself only with attn_implementation='eager'"
     return {
         "hook_resid_pre": ("input", "", _STREAM),
@@ -342,6 +402,8 @@ def _shared(attention: str) -> dict[str, tuple[str, str, str]]:
         "hook_attn_out": (f"{attention}.output", "first", "the contribution of attention"),
         "hook_mlp_out": ("mlp.output", "", "the contribution of the MLP"),
         "attn.hook_pattern": (f"{attention}.softmax", "", eager),
+        "attn.hook_attn_scores": (f"{attention}.{scores}", "scores", eager),
+        "attn.hook_result": (f"{attention}.{out}.input", "results", "hook_z @ W_O, by heads"),
     }
 
 
@@ -364,8 +426,10 @@ _FAMILIES = (
         "attn",
         _of_gpt2,
         "wte",
+        "wpe",
+        ("ln_1", "ln_2", "ln_f"),
         {
-            **_shared("attn"),
+            **_shared("attn", "add", "c_proj"),
             "ln1.hook_normalized": ("ln_1.output", "", _NORM),
             "attn.hook_q": ("attn.c_attn.output", "q", "by heads"),
             "attn.hook_k": ("attn.c_attn.output", "k", "by heads"),
@@ -393,8 +457,12 @@ _FAMILIES = (
         "self_attn",
         _of_llama,
         "embed_tokens",
+        "",
+        ("input_layernorm", "post_attention_layernorm", "norm"),
         {
-            **_shared("self_attn"),
+            **_shared("self_attn", "add_2", "o_proj"),
+            "attn.hook_rot_q": ("self_attn.add", "swapped", _ROTATED),
+            "attn.hook_rot_k": ("self_attn.add_1", "swapped", _ROTATED),
             "attn.hook_q": ("self_attn.q_proj.output", "heads", "before the rotation"),
             "attn.hook_k": ("self_attn.k_proj.output", "heads", "before the rotation"),
             "attn.hook_v": ("self_attn.v_proj.output", "heads", "by heads"),
@@ -406,10 +474,6 @@ _FAMILIES = (
         },
         {},
         {
-            r"blocks\.\d+\.attn\.hook_rot_[qk]": (
-                "the rotated queries and keys are not the output of a module: use the nodes "
-                "self_attn.add and self_attn.add_1, whose axes have another order"
-            ),
             r"(blocks\.\d+\.ln[12]|ln_final)\.hook_normalized": (
                 "in TransformerLens it is the output of the norm before the product with its "
                 "weights, and the module's output here is that product: use the node in front "

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, NoReturn, Protocol, Self, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
-from bendtrace._checks import refuse_without_arguments
+from bendtrace._checks import refuse_without_arguments, shown
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
@@ -108,11 +108,23 @@ def as_interjection(what: What) -> Interjection:
             )
         return what
     if isinstance(what, type) or not callable(what):
-        raise InputError(
-            "only an interjection, a function of the value or a module can be inserted, not "
-            f"{what!r}"
-        )
+        _refuse(what)
     return Function(what)
+
+
+def _refuse(what: Any) -> NoReturn:
+    """Raise for an object that cannot be inserted, with what may have been meant."""
+    hint = ""
+    if isinstance(what, Tensor):
+        hint = "; bended.patch({where: bt.patches.ReplacePatch(value)}) puts a tensor there"
+    elif isinstance(what, str):
+        hint = "; the location comes first: interject(where, what)"
+    elif isinstance(what, type):
+        hint = f"; pass an object of it, as in {what.__name__}(...)"
+    raise InputError(
+        "only an interjection, a function of the value or a module can be inserted, not "
+        f"{shown(what)}{hint}"
+    )
 
 
 @contextmanager

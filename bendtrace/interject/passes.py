@@ -20,6 +20,7 @@ class Passes:
         numbers: the numbers of passes, counted from 0, or from the end if negative; a predicate of
             the number; None for all.
         every: select only every n-th pass, beginning with the first.
+        option: the name of the argument that has the numbers, for errors.
 
     Attributes:
         is_asked: whether a user function decides, which may decide differently the next time.
@@ -34,6 +35,7 @@ class Passes:
         self,
         numbers: PassNumbers = None,
         every: int | None = None,
+        option: str = "passes",
     ) -> None:
         if every is not None and (type(every) is not int or every < 1):
             raise InputError(f"every= has to be a positive int, not {every!r}")
@@ -45,7 +47,7 @@ class Passes:
         elif isinstance(numbers, range):
             self._numbers = numbers
         elif numbers is not None:
-            self._numbers = frozenset(_ints(numbers))
+            self._numbers = frozenset(_ints(numbers, option))
         self.is_asked: bool = callable(numbers)
         self.admits_all: bool = numbers is None and every in (None, 1)
         self.needs_total: bool = self._numbers is not None and any(
@@ -76,7 +78,7 @@ class Passes:
         return f"passes {sorted(self._numbers)}{every}"
 
 
-def _ints(numbers: Any) -> list[int]:
+def _ints(numbers: Any, option: str) -> list[int]:
     listed = [numbers] if isinstance(numbers, int) else numbers
     try:
         listed = list(listed)
@@ -85,7 +87,7 @@ def _ints(numbers: Any) -> list[int]:
     for number in listed:
         if type(number) is not int:
             raise InputError(
-                "passes= takes numbers of passes, or a function from the number to a bool, "
+                f"{option}= takes numbers of {option}, or a function from the number to a bool, "
                 f"not {number!r}"
             )
     return listed

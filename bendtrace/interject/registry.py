@@ -24,6 +24,7 @@ from bendtrace.interject.lookup import Lookup
 from bendtrace.interject.passes import Passes, PassNumbers
 from bendtrace.interject.plan import Entry, Location, Plan, State, forms_of
 from bendtrace.interject.resolver import describe_where
+from bendtrace.interject.restricted import InCalls
 from bendtrace.interject.where import (
     AtPath,
     AtPaths,
@@ -90,10 +91,13 @@ class InsertionRegistry:
         *,
         passes: PassNumbers | Passes = None,
         every: int | None = None,
+        calls: PassNumbers = None,
         allow_none: bool = False,
     ) -> Insertion:
         """Insert something; see `BendedModule.interject`."""
-        insertion = self.make(where, what, passes=passes, every=every, allow_none=allow_none)
+        insertion = self.make(
+            where, what, passes=passes, every=every, calls=calls, allow_none=allow_none
+        )
         self.add(insertion)
         return insertion
 
@@ -104,10 +108,13 @@ class InsertionRegistry:
         *,
         passes: PassNumbers | Passes = None,
         every: int | None = None,
+        calls: PassNumbers = None,
         allow_none: bool = False,
     ) -> Insertion:
         """Create and check an insertion, without activating it."""
         interjection = as_interjection(what)
+        if calls is not None:
+            interjection = InCalls(interjection, calls)
         if (alias := alias_of(where, self._model.model)) is not None:
             where, interjection = alias.where, alias.around(interjection)
         chosen = passes if isinstance(passes, Passes) else Passes(passes, every)

@@ -26,6 +26,7 @@ from bendtrace.workflows.paths import PathPatching, path_patching
 from bendtrace.workflows.probing import ProbeData, RidgeProbe, fit_ridge, probe_data
 from bendtrace.workflows.reach import Reach, ancestry, influence
 from bendtrace.workflows.saved_autoencoders import SparseAutoencoder, load_autoencoder
+from bendtrace.workflows.scanning import scan
 from bendtrace.workflows.steering import Steering, SteeringVectors, steer, steering_vector
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "raise_on_nan",
     "recomputation",
     "run_with_cache",
+    "scan",
     "splice_autoencoder",
     "steer",
     "steering_vector",

@@ -35,18 +35,20 @@ from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.recording.recorder import Recording
 from bendtrace.torch_rules.mode_queries import unseen
 from bendtrace.torch_rules.writes import storage_of
+from bendtrace.workflows.residual import ResidualParts
 
 __all__ = ["ActivationCache", "run_with_cache"]
 
 
-class ActivationCache(dict[str, Any]):
+class ActivationCache(ResidualParts):
     """The values of nodes in one call, by node path and by other names.
 
     Keys are node paths (`transformer.h_0.mlp`), with the number of the pass if there were several
     (`relu:2`), followed by `.input` for the input of a module; and the requested aliases. Qualified
     names followed by `.output` or `.input` (`transformer.h.0.output`) and all aliases find their
     values as well. So do TransformerLens's short names: `"resid_post", 0` for
-    `blocks.0.hook_resid_post`, `"normalized", -1, "ln2"` for the last layer.
+    `blocks.0.hook_resid_post`, `"normalized", -1, "ln2"` for the last layer. Methods with
+    TransformerLens's names take the residual stream of a GPT-2 or a Llama apart.
 
     Attributes:
         aliases: other names.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from bendtrace._checks import required_choice
+from bendtrace._checks import required_choice, required_kind
 from bendtrace._places import place_text
 from bendtrace._trace import Trace
 from bendtrace.backward.record import BackwardPass
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry
+from bendtrace.history.run_log import RunLog
 from bendtrace.history.sizes import size_text
 from bendtrace.history.tables import Table, in_percent, in_seconds, rounded
 from bendtrace.tape.tape import refs_in
@@ -107,6 +108,9 @@ def _moments(entries: list[LayerEntry]) -> Iterator[tuple[LayerEntry, list[Layer
         alive = [one for one in alive if ends[one.label] > position]
 
 
+_OF_RUNS = "costs are those of a run, bt.trace(model, x, save='none')"
+
+
 def cost(run: Trace | BackwardPass, by: Literal["op", "module", "line"] = "op") -> Costs:
     """Return what takes the time and the memory of a run, the most time first.
 
@@ -130,6 +134,7 @@ def cost(run: Trace | BackwardPass, by: Literal["op", "module", "line"] = "op") 
         True
     """
     required_choice("by", by, "op", "module", "line")
+    required_kind(_OF_RUNS, run, RunLog, BackwardPass)
     nodes = run.nodes if isinstance(run, BackwardPass) else ()
     trace = run.trace if isinstance(run, BackwardPass) else run
     entries = _measured(trace)
@@ -216,6 +221,7 @@ def dead_ends(run: Trace) -> Table:
         >>> [row.label for row in bt.workflows.dead_ends(bt.trace(model, torch.ones(2)))]
         ['exp_1_1', 'add_1_2']
     """
+    required_kind(_OF_RUNS, run, Trace)
     tape, root = run._recording.tape, run._recording.root
     left = [(change.key, change.value) for change in run._recording.changes]
     waiting = [ref.index for ref in refs_in((root.output, left))]
@@ -252,6 +258,7 @@ def hot_path(run: Trace, by: Literal["time", "memory"] = "time") -> Table:
         ['input_1_0', 'exp_1_1', 'sum_1_2', 'add_1_4', 'output_1_5']
     """
     required_choice("by", by, "time", "memory")
+    required_kind(_OF_RUNS, run, RunLog)
     entries = _measured(run) if by == "time" else run._entries_without_state()
     longest: dict[str, tuple[float, str | None]] = {}
     for entry in entries:
@@ -304,6 +311,7 @@ def recomputation(run: Trace) -> Table:
         >>> [(row.module, row.nbytes) for row in bt.workflows.recomputation(run)]
         [('0:1', 12800)]
     """
+    required_kind(_OF_RUNS, run, RunLog)
     entries = [entry for entry in _measured(run) if entry.kind == "op"]
     inside: dict[str, list[LayerEntry]] = {}
     for entry in entries:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_kind
 from bendtrace._trace import Trace
-from bendtrace.errors import InputError
 from bendtrace.paths.nodes import NodePath
 from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, map_refs
 from bendtrace.workflows._facet import Facet, Facets
@@ -79,8 +79,7 @@ def facets(trace: Trace) -> Facets:
         ...     bended(x)[0, 0].abs().sum()
         tensor(0., grad_fn=<SumBackward0>)
     """
-    if not isinstance(trace, Trace):
-        raise InputError(f"facets are those of a trace, not of {trace!r}")
+    required_kind("facets are found in a run, bt.trace(model, x)", trace, Trace)
     return Facets(dict.fromkeys(_Finder(trace).all()))
 
 

@@ -3,7 +3,8 @@
 Without sections, all are measured: calls, tracing, inserting, leaving, streams, changes, peaks,
 starting, growth, compiled, export. Whoever names streams gets changes, too.
 Each way is checked before it is timed; what a way cannot do stands in its cell. `--write-docs` puts
-what was found into docs/performance.md, together with its JSON and its figure.
+what was found into docs/performance.md, together with its JSON and its figure. Of several reports
+given to `--from-json`, each ratio is that of the run in the middle, beside the range of all runs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.benchmarks.sections import SECTIONS, Options
 from tests.benchmarks.starting import version_of
 from tests.benchmarks.streams import STREAMS
 
-__all__ = ["main", "measured"]
+__all__ = ["main", "measured", "middle"]
 
 
 def measured(
@@ -54,6 +55,23 @@ def measured(
             report["minutes"] = round((time.perf_counter() - begun) / 60, 1)
             keep(report)
     return report
+
+
+def middle(runs: Sequence[Any]) -> Any:
+    """Return a report that has, of several reports of the same sections, the ratios in the middle.
+
+    Each has `runs`, the medians of all runs in order; everything else is from the first report.
+    """
+    first = runs[0]
+    if len(runs) == 1 or not isinstance(first, (dict, list)):
+        return first
+    if isinstance(first, list):
+        return [middle(each) for each in zip(*runs, strict=True)]
+    if all("relative" in run for run in runs):
+        ordered = sorted(runs, key=lambda run: run["relative"]["median"])
+        medians = [run["relative"]["median"] for run in ordered]
+        return {**ordered[(len(runs) - 1) // 2], "runs": medians}
+    return {key: middle([run[key] for run in runs if key in run]) for key in first}
 
 
 def _machine(options: Options) -> dict[str, Any]:
@@ -80,13 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw it, as SVG")
     parser.add_argument("--write-docs", action="store_true", help="write it into docs/")
-    parser.add_argument("--from-json", type=Path, metavar="FILE", help="show what was found before")
+    parser.add_argument(
+        "--from-json", type=Path, nargs="+", metavar="FILE", help="show what was found before"
+    )
     given = parser.parse_args(arguments)
     unknown = [name for name in given.sections if name not in names]
     if unknown:
         parser.error(f"no section {unknown[0]!r}: there are {', '.join(names)}")
     if given.from_json is not None:
-        report = json.loads(given.from_json.read_text())
+        report = middle([json.loads(file.read_text()) for file in given.from_json])
     else:
         try:
             options = _options(given)

@@ -62,12 +62,14 @@ def duration(seconds: float) -> str:
 
 
 def ratio(cell: dict[str, Any] | None) -> str:
-    """Say how a way compares with eager: the median, and the quartiles."""
+    """Say how a way compares with eager: the median, and the quartiles or the range of runs."""
     if cell is None:
         return "not measured"
     if "reason" in cell:
         return str(cell["reason"])
     found = cell["relative"]
+    if runs := cell.get("runs"):
+        return f"{found['median']:.2f}x ({runs[0]:.2f}-{runs[-1]:.2f} in {len(runs)} runs)"
     return f"{found['median']:.2f}x ({found['low']:.2f}-{found['high']:.2f})"
 
 

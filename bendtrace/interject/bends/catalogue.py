@@ -196,7 +196,7 @@ def near(pattern: str, names: Iterable[str]) -> str:
     if close:
         return "did you mean " + ", ".join(map(repr, close)) + "?"
     if not known:
-        return "nor anything else"
+        return "there are none"
     return "there are " + ", ".join(map(repr, known[:10])) + (", ..." if len(known) > 10 else "")
 
 

@@ -8,12 +8,17 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+from torch import Tensor
+
+from bendtrace._checks import shown
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.interject.aliases import alias_of
+from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.patches.base import Patch
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import describe_where, meant_by, name_of
+from bendtrace.interject.restricted import OfRows, Rows
 from bendtrace.interject.where import Where
 from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import NodePath, TreeNode
@@ -38,6 +43,7 @@ class PatchContext(ContextDecorator):
         board: the store for the insertions.
         known: the recorded runs of the model.
         patches: for each path a patch, or several in the order in which they run.
+        rows: the rows of the first axis that are patched; None for all.
 
     Attributes:
         insertions: the handles of the active insertions.
@@ -47,16 +53,20 @@ class PatchContext(ContextDecorator):
         NodePathError: a path does not lead to a single value.
     """
 
-    def __init__(self, board: InsertionRegistry, known: Knowledge, patches: Patches) -> None:
+    def __init__(
+        self, board: InsertionRegistry, known: Knowledge, patches: Patches, rows: Rows = None
+    ) -> None:
         self._board = board
-        self._placed: list[tuple[Where, Patch[Any]]] = []
+        self._placed: list[tuple[Where, Interjection]] = []
         self._entered: list[list[Any]] = []
         self._was_entered = True  # until it is clear that it can be
         wanted = [(where, list(_listed(where, given))) for where, given in _items(patches)]
         _check(board, known, [where for where, _ in wanted])
         for where, given in wanted:
             place = _parameter(known, where)
-            self._placed += [(place, patch) for patch in given]
+            self._placed += [
+                (place, patch if rows is None else OfRows(patch, rows)) for patch in given
+            ]
         self._was_entered = not self._placed
 
     def __del__(self) -> None:
@@ -114,7 +124,7 @@ class PatchContext(ContextDecorator):
             self._board.remove(*handles)
 
     def __repr__(self) -> str:
-        placed: dict[str, list[Patch[Any]]] = {}
+        placed: dict[str, list[Interjection]] = {}
         for where, patch in self._placed:
             said = where if isinstance(where, str) else describe_where(where).strip("'")
             placed.setdefault(said, []).append(patch)
@@ -139,10 +149,10 @@ def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
                 f"{describe_where(where)}: {patch.__name__} is a class; write {patch.__name__}(...)"
             )
         if not isinstance(patch, Patch):
-            raise InputError(
-                f"{describe_where(where)}: {patch!r} is not a patch"
-                + ("; write CustomPatch(custom_op=...)" if callable(patch) else "")
-            )
+            hint = "; write CustomPatch(custom_op=...)" if callable(patch) else ""
+            if isinstance(patch, (Tensor, int, float)):
+                hint = "; write ReplacePatch(value)"
+            raise InputError(f"{describe_where(where)}: {shown(patch)} is not a patch{hint}")
         yield patch
 
 

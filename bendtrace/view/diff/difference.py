@@ -213,7 +213,7 @@ class Difference:
         rolled: bool = False,
         collapse: bool = True,
         depth: int | None = None,
-        max_nodes: int = 150,
+        max_nodes: int = 50,
         within: str | None = None,
     ) -> Picture:
         """Draw both runs in one picture.

@@ -125,7 +125,11 @@ def _heights(level: Level, *, up: bool) -> dict[Vertex, float]:
 
 
 def _spread(level: Level) -> None:
-    """Place the ends of links on the upper sides of plain shapes, straight ones in the middle."""
+    """Place the ends of links on the upper sides of plain shapes.
+
+    A straight link ends as far from the middle as it starts, so that a shape stands right below
+    the one before: otherwise a chain of decisions, each left at one side, would be a staircase.
+    """
     for vertex in level.vertex.values():
         if vertex.shape is None or vertex.shape.children is not None:
             continue
@@ -135,10 +139,13 @@ def _spread(level: Level) -> None:
         straight = next((float(i) for i, link in enumerate(links) if link.is_straight), middle)
         most = max(straight, len(links) + len(back) - 1 - straight)
         step = min(_PORT, (vertex.shape.width / 2 - _EDGE) / most) if most else 0.0
+        reach, right = vertex.shape.width / 2 - _EDGE, len(links) + len(back) - 1 - straight
+        start = next((link.upper_at for link in links if link.is_straight), 0.0)
+        start = min(max(start, straight * step - reach), reach - right * step)
         for place, link in enumerate(links):
-            link.lower_at = float(round((place - straight) * step))
+            link.lower_at = float(round(start + (place - straight) * step))
         for place, net in enumerate(back, len(links)):
-            level.back_at[net, vertex] = float(round((place - straight) * step))
+            level.back_at[net, vertex] = float(round(start + (place - straight) * step))
 
 
 def _columns(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[Column]:

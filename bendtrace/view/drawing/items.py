@@ -279,6 +279,7 @@ def roll(box: Box, key_of_step: Mapping[int, object]) -> None:
         elif isinstance(first, Box) and isinstance(item, Box):
             first.calls += item.calls
             first.items += item.items
+            first.times = sorted({*first.times, *item.times})
     box.items = kept
     for item in kept:
         if isinstance(item, Box):
@@ -287,7 +288,9 @@ def roll(box: Box, key_of_step: Mapping[int, object]) -> None:
 
 def _rolled_key(item: Item, key_of_step: Mapping[int, object]) -> object:
     if isinstance(item, Box):
-        return ("box", item.name)
+        return (item.kind, item.name) if item.name else (
+            item.kind, *(_rolled_key(inner, key_of_step) for inner in item.items)
+        )  # fmt: skip
     if item.kind == "decision":
         return ("decision", key_of_step[item.steps[0]])
     return (item.kind, item.entries[0].name)

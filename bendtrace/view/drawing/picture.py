@@ -202,7 +202,7 @@ def draw(
     rolled: bool = False,
     collapse: bool = True,
     depth: int | None = None,
-    max_nodes: int = 150,
+    max_nodes: int = 50,
     within: str | None = None,
     flow: bool = True,
     numbers: Numbers = "deciding",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from bendtrace.errors import InputError
@@ -395,7 +396,7 @@ def scene(
     rolled: bool = False,
     collapsed: bool = True,
     depth: int | None = None,
-    max_nodes: int = 150,
+    max_nodes: int = 50,
     within: str | None = None,
     flow: bool = True,
     numbers: Numbers = "deciding",
@@ -424,18 +425,31 @@ def scene(
     if numbers not in ("deciding", "all", "none"):
         raise InputError(f'numbers= has to be "deciding", "all" or "none", not {numbers!r}')
     entries, inside = _part(history, within)
-    root = nest(history, entries, flow=flow, numbers=numbers, inside=inside)
-    shown = {entry.label for leaf in root.leaves() for entry in leaf.entries}
     steps = history.flow_steps
-    if rolled:
+
+    def roll_all(root: Box) -> None:
         roll(root, {i: _step_key(step, True) for i, step in enumerate(steps)})
-    units: Units = {}
-    if collapsed:
-        units = collapse(root, lambda i, by_name: _step_key(steps[i], by_name))
-    absorb(root)
-    all_nodes = visible(root)
-    capped = fold(root, depth, max_nodes)
-    return Emitter(history, entries, units, shown).emit(root, all_nodes, capped, within)
+
+    def collapse_all(root: Box) -> Units:
+        return collapse(root, lambda i, by_name: _step_key(steps[i], by_name))
+
+    def made(*merges: Callable[[Box], Units | None]) -> tuple[int, Scene]:
+        root = nest(history, entries, flow=flow, numbers=numbers, inside=inside)
+        emitter = Emitter(
+            history, entries, {}, {entry.label for leaf in root.leaves() for entry in leaf.entries}
+        )
+        for merge in merges:
+            emitter.units |= merge(root) or {}
+        absorb(root)
+        all_nodes = visible(root)
+        capped = fold(root, depth, max_nodes)
+        return visible(root), emitter.emit(root, all_nodes, capped, within)
+
+    ways = [[roll_all] * rolled + [collapse_all] * collapsed]
+    if rolled and collapsed:
+        # Blocks that share code, but no layers, are no longer alike once that code is rolled.
+        ways.append([collapse_all, roll_all])
+    return min((made(*way) for way in ways), key=itemgetter(0))[1]
 
 
 def _step_key(step: FlowStep, by_name: bool) -> object:
@@ -458,7 +472,8 @@ def _part(history: RunLog, within: str | None) -> tuple[list[LayerEntry], tuple[
     if found is None:
         names = list(dict.fromkeys([c.name for c in history.modules] + list(calls)))
         near = get_close_matches(within, names, n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        called = listed(list(dict.fromkeys(call.name for call in history.modules)))
+        hint = f"; did you mean {', '.join(near)}?" if near else f"; it called {called}"
         raise InputError(f"no module {within!r} was called in this run{hint}")
     chain = [found.label]
     while calls[chain[0]].parent:

@@ -7,8 +7,9 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
+from bendtrace._checks import required_choice
 from bendtrace._lazy import networkx as nx
 from bendtrace._places import place_text
 from bendtrace.history.sizes import counted
@@ -359,8 +360,17 @@ class Outline:
     def __repr__(self) -> str:
         return str(self)
 
-    def __str__(self) -> str:
-        sections = [self.headline, *programs_as_text(self.programs)]
+    def to_text(self, *, only: Literal["all", "mine"] = "all") -> str:
+        """Return the outline as text, as it prints.
+
+        Args:
+            only: "mine" leaves out the branches of installed packages.
+
+        Raises:
+            InputError: `only` is another word.
+        """
+        mine = required_choice("only", only, "all", "mine") == "mine"
+        sections = [self.headline, *programs_as_text(self.programs, mine)]
         if self.failures:
             lines = ["raised before anything was recorded"]
             for (name, file, line), hits in self.failures.items():
@@ -368,3 +378,6 @@ class Outline:
                 lines.append(f"    {name}{where}: {counted(hits, 'run')}")
             sections.append("\n".join(lines))
         return "\n\n".join(sections)
+
+    def __str__(self) -> str:
+        return self.to_text()

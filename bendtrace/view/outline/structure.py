@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from textwrap import shorten
 from typing import Any
 
-from bendtrace._places import place_text
+from bendtrace._places import is_installed, place_text
 from bendtrace.flow import _plain_json
 from bendtrace.history.sizes import counted, number_text
 from bendtrace.replay.analysis import GuardKind
@@ -264,11 +264,16 @@ def title(program: ProgramOutline) -> str:
     return f"program {program.number}: {program.inputs}"
 
 
-def programs_as_text(programs: Sequence[ProgramOutline]) -> Iterator[str]:
-    """Yield each program as text; programs with the same text as an earlier one take one line."""
+def programs_as_text(programs: Sequence[ProgramOutline], mine: bool = False) -> Iterator[str]:
+    """Yield each program as text; programs with the same text as an earlier one take one line.
+
+    Args:
+        programs: the programs.
+        mine: whether to leave out the branches of installed packages.
+    """
     known: dict[tuple[str, ...], int] = {}
     for program in programs:
-        rows = list(_flow(program.flow, 1))
+        rows = list(_flow(program.flow, 1, mine))
         read = tuple(code for code, _, _ in rows)
         facts = list(_facts(program))
         counts = f"{counted(program.traces, 'trace')}, {counted(program.runs, 'run')}"
@@ -301,17 +306,27 @@ def _facts(program: ProgramOutline) -> Iterator[str]:
         yield f"{len(program.selected_by) - _FACTS} more"
 
 
-def _flow(flow: Flow, depth: int) -> Iterator[Line]:
+def _items(flow: Flow, mine: bool) -> Iterator[Branch | End]:
+    """Yield the content of a flow, for branches of installed packages that of their sides."""
     for item in flow:
+        if mine and isinstance(item, Branch) and is_installed(item.place.file):
+            for taken in item.sides():
+                yield from _items(taken.flow, mine)
+        else:
+            yield item
+
+
+def _flow(flow: Flow, depth: int, mine: bool) -> Iterator[Line]:
+    for item in _items(flow, mine):
         if isinstance(item, End):
             code, where = end_text(item), item.where
             if item.kind == "live":
                 code, where = "live only", item.text
             yield _INDENT * depth + code, counted(item.hits, "run"), where
         elif item.is_condition and not item.is_loop:
-            yield from _condition(item, depth, "")
+            yield from _condition(item, depth, "", mine)
         else:
-            yield from _sides(item, depth)
+            yield from _sides(item, depth, mine)
 
 
 def end_text(end: End) -> str:
@@ -321,35 +336,35 @@ def end_text(end: End) -> str:
     return f"raise {end.text}" if end.kind == "raise" else f"live: {end.text}"
 
 
-def _condition(branch: Branch, depth: int, prefix: str) -> Iterator[Line]:
+def _condition(branch: Branch, depth: int, prefix: str, mine: bool) -> Iterator[Line]:
     indent = _INDENT * depth
     yield indent + prefix + branch.text + _colon(branch), summary(branch), _where(branch)
-    yield from _flow(branch.flow(True), depth + 1)
+    yield from _flow(branch.flow(True), depth + 1, mine)
     other = branch.flow(False)
-    if not other:
+    items = list(_items(other, mine))
+    if not items:
         return
-    items = list(other)
     only = items[0] if len(items) == 1 else None
     if isinstance(only, Branch) and only.is_elif:
-        yield from _condition(only, depth, "el")
+        yield from _condition(only, depth, "el", mine)
         return
     yield f"{indent}else{':' if _colon(branch) else ' ...'}", _share(branch, False), ""
-    yield from _flow(other, depth + 1)
+    yield from _flow(other, depth + 1, mine)
 
 
 def _colon(branch: Branch) -> str:
     return ":" if branch.kind in ("if", "while", "for") else ""
 
 
-def _sides(branch: Branch, depth: int) -> Iterator[Line]:
+def _sides(branch: Branch, depth: int, mine: bool) -> Iterator[Line]:
     """Yield a loop over an iterable and its body, or a value and the code after each outcome."""
     yield _INDENT * depth + branch.text + _colon(branch), summary(branch), _where(branch)
     for taken in branch.sides():
         if branch.is_loop:
-            yield from _flow(taken.flow, depth + 1)
+            yield from _flow(taken.flow, depth + 1, mine)
         elif taken.flow:
             yield f"{_INDENT * (depth + 1)}{value_text(taken.value)}:", f"{taken.hits}x", ""
-            yield from _flow(taken.flow, depth + 2)
+            yield from _flow(taken.flow, depth + 2, mine)
 
 
 def _where(branch: Branch) -> str:
