@@ -595,6 +595,7 @@ def test_a_trainer_that_raised_can_be_begun_anew(tmp_path: Path) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_trains_a_wrapped_model_on_the_columns_that_it_takes(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

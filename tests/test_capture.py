@@ -291,6 +291,7 @@ def test_values_are_those_that_by_hand_copies_have(case: Case) -> None:
         assert saved == notes.given
 
 
+@pytest.mark.more
 def test_values_are_those_that_forward_hooks_see() -> None:
     model = next(model for model in MODELS if model.name == "gpt2").make().train()
     inputs = next(model for model in MODELS if model.name == "gpt2").inputs()

@@ -41,6 +41,7 @@ def by_ipython(text: str, names: dict[str, Any], use_jedi: bool) -> list[str]:
 TREE = ["input", "output", "sub_0", "sub_1"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

@@ -137,6 +137,7 @@ class Layers(nn.Module):
         return x, number
 
 
+@pytest.mark.more
 def test_a_counter_that_picks_layers_stays_as_it_is() -> None:
     torch.manual_seed(0)
     model = Layers()

@@ -54,6 +54,7 @@ def left_of(planted: Planted, found: Any) -> set[str]:
 @pytest.mark.parametrize(("name", "tries"), some([
     ("numbers", 15), ("nested", 40), ("network", 40), ("tokens", 60), ("loops", 30),
 ], chosen=[("numbers", 15), ("loops", 30)]))  # fmt: skip
+@pytest.mark.more
 def test_planted_branches_are_found_and_the_model_itself_takes_them(name: str, tries: int) -> None:
     planted, bended, found = explore(name, seconds=None, tries=tries)
     assert len(planted.lines("rare")) == 8

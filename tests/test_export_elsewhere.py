@@ -68,6 +68,7 @@ def twice(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return a, b, c
 
 
+@pytest.mark.more
 def test_values_that_subgraphs_return_twice_are_separated() -> None:
     inputs = [torch.ones(3) * scale for scale in (0.1, 3.0, -9.0, 20.0)]
     program = bt.BendedModule(twice).export(*inputs).program
@@ -156,6 +157,7 @@ def loaded(path: Path) -> Any:
     return torch.export.load(path).module()
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning")
 @pytest.mark.parametrize(("name", "target"), some(CHECKED, chosen=[("an even size", "onnx")]))
 def test_each_target_refuses_inputs_that_break_a_condition(
@@ -196,6 +198,7 @@ def test_conditions_that_a_file_cannot_check_are_refused(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.more
 def test_an_onnx_program_is_called_as_the_model(tmp_path: Path) -> None:
     require("onnx")
 
@@ -213,6 +216,7 @@ def test_an_onnx_program_is_called_as_the_model(tmp_path: Path) -> None:
         program(X, low, high)
 
 
+@pytest.mark.more
 def test_what_onnxruntime_cannot_run_is_refused_with_a_remedy(tmp_path: Path) -> None:
     require("onnx")
     model = torch.nn.Linear(3, 3).bfloat16()

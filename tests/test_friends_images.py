@@ -58,6 +58,7 @@ def test_training_gives_eagers_weights_buffers_and_gradients(network: type[nn.Mo
     assert bended.stats.replays >= 2
 
 
+@pytest.mark.more
 @every
 def test_the_log_has_what_native_hooks_see(network: type[nn.Module]) -> None:
     assert_logged_and_drawn(lambda: network().eval(), CALLS[4])
@@ -122,6 +123,7 @@ def test_rows_that_stochastic_depth_leaves_out_can_be_kept() -> None:
     assert outcome(eager, CALLS[0](), 3) == outcome(bended, CALLS[0](), 3) != wanted
 
 
+@pytest.mark.more
 def test_a_head_of_window_attention_is_cut_as_by_hand() -> None:
     eager, bended = pair(Swin)
 

@@ -103,6 +103,7 @@ GRAPHS = [
 ]  # fmt: skip
 
 
+@pytest.mark.more
 def test_graphs_with_any_number_of_edges() -> None:
     for training in (False, True):
         bended = assert_promise(lambda: Graphs().train(training), GRAPHS)  # noqa: B023
@@ -299,6 +300,7 @@ def test_a_detector_is_trained_with_any_number_of_boxes() -> None:
     assert bended.stats.live == 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("bias", [-1.0, 0.3, 3.0])
 def test_more_and_fewer_boxes_than_the_model_found(bias: float) -> None:
     """Scores are changed in front of the threshold, and so how often the suppression loops."""

@@ -1375,6 +1375,7 @@ def test_what_functions_close_over_is_changed_once() -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("where", ["layers.0.self_attn", "layers.0.linear1", "layers.1"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_a_fused_path_is_not_taken_past_what_is_inserted(where: str, mode: Any) -> None:

@@ -207,6 +207,7 @@ def test_a_loop_runs_as_if_cut_by_hand(name: str) -> None:
     assert_as_by_hand(Refine, lambda bended: bended.interject(where, what()), cuts, calls)
 
 
+@pytest.mark.more
 def test_one_that_keeps_everything_changes_nothing() -> None:
     for make, shape in ((Block, (3, 4)), (Experts, (6, 4)), (Refine, (2, 4))):
         seen = Seeing()
@@ -545,6 +546,7 @@ def test_gradients_of_another_kind_are_refused() -> None:
 # Things that are hard to come by
 
 
+@pytest.mark.more
 def test_the_inside_of_attention_can_be_reached() -> None:
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(4, 2, batch_first=True)

@@ -113,6 +113,7 @@ def lookups() -> Iterator[Lookup]:
 LOOKUPS = {lookup.path: lookup for lookup in lookups()}
 
 
+@pytest.mark.more
 def test_modules_read_internals_of_torch_only_by_looking_them_up() -> None:
     found = {
         f"{file.relative_to(PACKAGE)} reads {path}"
@@ -366,7 +367,8 @@ def with_everything(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return without([], tmp_path_factory.mktemp("everything"))
 
 
-def test_models_give_the_samewith_everything(with_everything: Any) -> None:
+@pytest.mark.more
+def test_models_give_the_same_with_everything(with_everything: Any) -> None:
     assert with_everything["off"] == with_everything["warned"] == []
     assert all(number > 1 for name, number in with_everything["replays"].items()), with_everything
 

@@ -116,6 +116,7 @@ def twins(make: Callable[[], nn.Module]) -> tuple[Any, Any]:
     return models[0], models[1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("make", "most"), [(Counting, 5), (Collecting, 5), (lambda: Reading(False), 1), (Net, 9)]
 )
@@ -329,6 +330,7 @@ def test_inserted_inside_of_a_checkpoint_is_refused() -> None:
         bended(torch.ones(2, 3))
 
 
+@pytest.mark.more
 def test_insertions_without_a_repeating_path_reach_the_floor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

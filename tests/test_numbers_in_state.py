@@ -210,6 +210,7 @@ def test_variables_around_a_function_are_inputs() -> None:
 ODD = (0.0, -0.0, 1, math.nan, -math.inf, 2**70, -3, 1e-320, True, None, 0.5, "a", 2, -0.0, 3.0)
 
 
+@pytest.mark.more
 def test_numbers_that_the_user_sets_are_exact() -> None:
     """Also other types, and what is no number: these are compared, as ever."""
 
@@ -237,6 +238,7 @@ def test_what_the_user_resets_goes_on_from_there(name: str) -> None:
     assert bended.stats.replays >= 40
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("failing", ["y = y.view(len(x) * 5)", "y = y / (1 // (self.step % 4))"])
 def test_an_error_leaves_what_it_leaves_in_eager(failing: str) -> None:
     """The numbers are written, and the items are there, that came before the error."""
@@ -250,6 +252,7 @@ def test_an_error_leaves_what_it_leaves_in_eager(failing: str) -> None:
     assert bended.stats.replays >= 20
 
 
+@pytest.mark.more
 def test_a_resumed_run_computes_with_the_numbers_of_its_call() -> None:
     statements = (
         "self.step += 1; self.ema = 0.5 * self.ema + x.sum().item(); y = y * self.ema\n"

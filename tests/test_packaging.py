@@ -80,6 +80,7 @@ def imported_by(path: Path) -> Iterator[str]:
                 yield name
 
 
+@pytest.mark.more
 def test_each_package_that_is_imported_is_required_or_an_extra() -> None:
     known = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
     known |= names_in("all")

@@ -161,6 +161,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", some(WAYS, 3))
 @pytest.mark.parametrize("name", PLACES)
 def test_generating_under_a_patch_is_generating_with_a_change_by_hand(name: str, way: str) -> None:

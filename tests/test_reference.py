@@ -37,6 +37,7 @@ def test_each_public_module_is_listed() -> None:
     assert listed()["bendtrace"] == set(bt.__all__) - set(_public.MODULES)
 
 
+@pytest.mark.more
 def test_what_methods_return_has_a_page(tmp_path: Path) -> None:
     reference_pages.write_pages(tmp_path)
     pages = {path.stem for path in tmp_path.iterdir()}

@@ -497,6 +497,7 @@ def test_gradient_checkpointing_inside_the_model(use_reentrant: bool) -> None:
         assert any("test_training.py" in reason for reason in bended.why_live), bended.why_live
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_gradient_checkpointing_around_a_bended_module(use_reentrant: bool) -> None:
     class Around(nn.Module):

@@ -652,6 +652,7 @@ def counts_attention() -> bool:
     return counter.get_total_flops() > 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model", some(MODELS, 4), ids=lambda model: model.name)
 def test_flops_of_hugging_face_models_are_those_of_the_model(model: TinyModel) -> None:
     made = model.make()

@@ -277,6 +277,7 @@ def test_nodes_without_a_gradient_are_refused_and_those_without_a_way_to_the_met
     assert found.total.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.more
 def test_integrated_gradients_come_to_the_true_effect() -> None:
     model = transformer().double()
     names = ["blocks.0.attn", "blocks.1", "blocks.0.mlp"]

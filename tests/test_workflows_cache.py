@@ -676,6 +676,7 @@ def test_models_with_modules_of_the_same_names_have_none_of_transformer_lens(kin
     assert not transformer_lens_aliases(model)
 
 
+@pytest.mark.more
 def test_short_names_of_transformer_lens_find_the_same_values() -> None:
     model, batch = language_model("gpt2", "eager")
     _, cache = run_with_cache(model, batch)

@@ -90,6 +90,7 @@ def test_queries_keys_and_values_of_a_fused_projection(attention: str) -> None:
         assert_patched(bended, key.part(1), model.h[1].attn.c_attn, 40, 48, tokens)
 
 
+@pytest.mark.more
 def test_grouped_heads_before_their_rotation() -> None:
     model = made("Llama", num_key_value_heads=2)
     bended, found = traced(model, TOKENS)
@@ -235,6 +236,7 @@ def outputs(value: Any) -> list[torch.Tensor]:
     return [tensor for part in value for tensor in outputs(part)]
 
 
+@pytest.mark.more
 def test_experts_and_their_router() -> None:
     model = made("Mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
     bended, found = traced(model, TOKENS)

@@ -70,6 +70,7 @@ WAYS: dict[str, Callable[[bt.BendedModule], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", WAYS)
 def test_generating_with_it_is_replayed(way: str) -> None:
     (found,) = (m for m in MODELS if m.name == "gpt2")

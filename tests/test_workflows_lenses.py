@@ -261,6 +261,7 @@ def test_an_untrained_one_is_the_logit_lens() -> None:
     assert lens.sites == ("embed", "blocks_0")
 
 
+@pytest.mark.more
 def test_its_logits_are_an_affine_map_away() -> None:
     model = made(Transformer)
     lens = lens_of(model)

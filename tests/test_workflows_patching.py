@@ -122,6 +122,7 @@ def test_gpt2_is_patched_as_by_native_hooks(cached: bool) -> None:
     assert found.positions == (0, 1, (1, 3), -1)
 
 
+@pytest.mark.more
 def test_heads_are_slices_of_what_the_output_projection_is_given() -> None:
     for model, name, heads, width in (
         (gpt2(), "transformer.h.1.attn.c_proj", 4, 4),

@@ -192,6 +192,7 @@ def test_gpt2_from_attention_to_attention_by_the_residual_stream() -> None:
     assert found.values.item() == expected != plain
 
 
+@pytest.mark.more
 def test_a_module_on_a_path_stands_for_all_ways_through_it() -> None:
     model = transformer()
     found = path_patching(
