@@ -280,6 +280,7 @@ class Trace(ModelHistory):
         self._signature = signature
         self._capture = capture
         run = self._run = Run(recording, function, registry)
+        run.chains = capture is not None and capture.chains
         self.tree = LazyRoot(lambda: run.tree)
         self._has_counted = False
         self._keeps: object = None  # what was inserted, for as long as the trace can be replayed

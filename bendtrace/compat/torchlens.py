@@ -239,7 +239,7 @@ def log_forward_pass(
         )
     args = _arguments(model, input_args)
     options = SaveOptions(
-        layers_to_save, save_gradients, stop_after, save_device, save_dtype, keep_graph, save_to
+        layers_to_save, save_gradients, stop_after, save_device, save_dtype, keep_graph, save_to, True
     )
     kwargs = dict(input_kwargs or {})
     if random_seed is None:

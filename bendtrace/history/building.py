@@ -83,15 +83,16 @@ class Log:
     passing: dict[tuple[int, int], list[tuple[PassedKey, LayerEntry]]] = field(default_factory=dict)
 
 
-def build_log(recording: Recording, name: str, tree: Tree) -> Log:
+def build_log(recording: Recording, name: str, tree: Tree, chains: bool = False) -> Log:
     """Return the log of a run, without the data that only a capture has.
 
     Args:
         recording: the run.
         name: the name of the model.
         tree: the node paths.
+        chains: see `Namer`.
     """
-    builder = _Builder(recording, name, tree)
+    builder = _Builder(recording, name, tree, chains)
     builder.build()
     return builder.log
 
@@ -102,13 +103,13 @@ def writes_in_place(op: Op) -> bool:
 
 
 class _Builder:
-    def __init__(self, recording: Recording, name: str, tree: Tree) -> None:
+    def __init__(self, recording: Recording, name: str, tree: Tree, chains: bool) -> None:
         self.log = Log(name, flow_steps=steps_of(recording))
         self._recording = recording
         self._tape = recording.tape
         self._nodes = recording.names
         self._tree = tree
-        self._namer = Namer()
+        self._namer = Namer(chains)
         # The number of passes of layers and calls is known only at the end.
         self._layers: list[tuple[LayerEntry, Layer]] = []
         self._scopes: dict[int, tuple[str, ...]] = {}
