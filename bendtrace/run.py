@@ -40,7 +40,7 @@ class Run:
             they have in common the same names.
 
     Attributes:
-        chains: how the log names layers; see `Namer`.
+        torchlens: how the log names layers; see `Namer`.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -60,7 +60,7 @@ class Run:
         self.recording = recording
         self.function = function
         self.registry: Registry = Registry() if registry is None else registry
-        self.chains: bool = False
+        self.torchlens: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -104,7 +104,7 @@ class Run:
     @cached_property
     def log(self) -> Log:
         """The log, without what only a capture knows."""
-        return build_log(self.recording, name_of_function(self.function), self.tree, self.chains)
+        return build_log(self.recording, name_of_function(self.function), self.tree, self.torchlens)
 
     @cached_property
     def naming(self) -> Names:

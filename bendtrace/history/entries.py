@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bendtrace._lazy import LazyMethod
 from bendtrace._places import full_place_text
 from bendtrace.source.sites import assigns
-from bendtrace.tape.tape import ModuleCall, Op, OpKind, TensorMeta, map_refs, refs_in
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, map_refs, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 
 if TYPE_CHECKING:
@@ -355,21 +355,24 @@ class Namer:
     """Names the results of ops, in the order in which the ops return them.
 
     Two results are passes of one layer if the same call, at the same place of the same module,
-    returned them. Of a module without parameters, each place that calls it counts separately.
+    returned them. Of a module without parameters, each place that calls it counts separately,
+    unless it is given results of the same layers there.
 
     Args:
-        chains: whether a call is also a pass of an earlier one whose result it takes, if both call
-            the same function with the same settings in one module, as TorchLens counts.
+        torchlens: whether to count like TorchLens. A call is then also a pass of an earlier one
+            whose result it takes, if both call the same function with the same settings in one
+            module, and the result of an insertion belongs to the layer of its node.
 
     Attributes:
         count: the number of layers named so far, each pass counted separately.
+        torchlens: as given.
     """
 
     count: int
 
-    def __init__(self, chains: bool = False) -> None:
+    def __init__(self, torchlens: bool = False) -> None:
         self.count = 0
-        self._chains = chains
+        self.torchlens: bool = torchlens
         self._layers: dict[Any, Layer] = {}
         self._of_type: dict[str, int] = {}
         self._positions = 0
@@ -378,6 +381,11 @@ class Namer:
 
     def name(self, op: Op, element: tuple[Any, ...] = ()) -> tuple[Layer, int]:
         """Return the layer of a tensor that an op returned, and the number of its pass."""
+        if self.torchlens and getattr(op.target, "is_gate", False):
+            for ref in refs_in((op.args, op.kwargs)):
+                if ref.index in self._links:
+                    self._links[op.index] = known = self._links[ref.index]
+                    return known[1], known[1].passes
         return self._pass(op, layer_type(op), element, is_layer=True)
 
     def name_number(self, op: Op, kind: str) -> tuple[Layer, int]:
@@ -394,28 +402,37 @@ class Namer:
         self, op: Op | None, kind: str, element: tuple[Any, ...], *, is_layer: bool
     ) -> tuple[Layer, int]:
         self.count += is_layer
-        key: Any = object()
+        keys: list[Any] = []
+        layer = link = None
         if op is not None and op.site is not None:
             scope = op.scope
-            key = (kind, id(scope.module), scope.path, op.site.identity, self._called(scope), element)
-        layer = self._layers.get(key)
-        link = None
-        if self._chains and is_layer and op is not None and not element:
-            settings = map_refs(
-                (op.args, op.kwargs), lambda ref: None if ref.index in self._links else ref
-            )
-            link = kind, op.scope.path, repr(settings)
-            if layer is None:
-                layer = self._taken(op, link)
+            key = kind, id(scope.module), scope.path, op.site.identity, element
+            called = self._called(scope)
+            keys = [(*key, called)]
+            if called:
+                keys.append((*key, tuple(map(self._giver, refs_in((op.args, op.kwargs))))))
+            layer = next(filter(None, map(self._layers.get, keys)), None)
+        if op is not None and is_layer and not element:
+            link = kind, op.scope.path, ""
+            if self.torchlens:
+                same = map_refs((op.args, op.kwargs), lambda ref: ref.index in self._links or ref)
+                link = kind, op.scope.path, repr(same)
+                layer = layer or self._taken(op, link)
         if layer is None:
             number = self._of_type[kind] = self._of_type.get(kind, 0) + 1
             layer = Layer(kind, number, self._positions if is_layer else None)
             self._positions += is_layer
-        self._layers.setdefault(key, layer)
+        for each in keys:
+            self._layers.setdefault(each, layer)
         if link is not None and op is not None:
             self._links[op.index] = link, layer
         layer.passes += 1
         return layer, layer.passes
+
+    def _giver(self, ref: Ref) -> int:
+        """Return a number of the layer that an argument is from; of anything else, of the value."""
+        known = self._links.get(ref.index)
+        return -1 - ref.index if known is None else id(known[1])
 
     def _taken(self, op: Op, link: Any) -> Layer | None:
         """Return the layer of an alike call whose result an op takes; None if it takes none."""
