@@ -370,6 +370,7 @@ def test_a_round_of_a_loop_has_the_name_that_torchbend_gives_it(
     bended.reset_bending()
     assert torch.equal(bended(x), model(x))
     bended.config = "one"
+    assert vars(model).keys() == vars(Rounds()).keys()  # nothing of it is in the model
     for _ in range(2):
         assert torch.equal(bended(x), wanted)
     if pattern == "relu":

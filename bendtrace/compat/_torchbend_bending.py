@@ -229,7 +229,7 @@ class BendingModule(ModuleWithMethods):
         """
         if not what:
             self.reset_bending()
-            self._state |= {"configs": {}, "config": DEFAULT}
+            self._state.update(configs={}, config=DEFAULT)
         for named, item in map(split, what):
             errors = []
             every = self._all() if named is None else {named: self._part(named).bending}
@@ -373,7 +373,7 @@ class BendingModule(ModuleWithMethods):
             self.reset_bending()
             self.bend(left, allow_none=True)
             raise
-        self._state |= {"configs": configs, "config": name}
+        self._state.update(configs=configs, config=name)
         return Restoring(lambda: self.set_config(before))
 
     # Versions of the weights
