@@ -254,9 +254,18 @@ def test_other_insertions_take_part_in_methods_as_long_as_nothing_is_bent(x: Ten
         bended.scaled(x)
 
 
-def test_there_is_no_torchscript(x: Tensor) -> None:
-    with pytest.raises(InputError, match=r"BendedModule\(model\).export\(\*inputs"):
-        tb.BendedModule(Coder()).script()
+def test_a_traced_method_becomes_a_program_and_a_file(x: Tensor, tmp_path: Path) -> None:
+    bended = tb.BendedModule(Coder())
+    with pytest.raises(InputError, match="was not traced"):
+        bended.script()
+    bended.trace(x=x)
+    scripted = bended.script()
+    assert torch.equal(scripted(x=-x), bended.module(-x))
+    assert str(scripted).startswith("exported: equal to the model")
+    scripted.save(tmp_path / "coder.pt2")
+    assert torch.equal(torch.export.load(tmp_path / "coder.pt2").module()(x=x), bended(x))
+    bended.trace("encode", x)
+    assert torch.equal(bended.script(fn="encode")(x), bended.module.encode(x))
 
 
 def test_what_takes_a_bended_module_takes_this_one(x: Tensor) -> None:
