@@ -464,6 +464,8 @@ def test_captures_are_named_by_method_and_activation(x: Tensor) -> None:
     twice = torch.cat([model.pre(-x)] * 2)
     assert list(seen.captures) == ["forward:pre", "forward:layers_1", "encode:pre"]
     assert torch.equal(seen.captures["encode:pre"], twice)
+    with pytest.raises(KeyError, match="nothing"):
+        seen.captures["nothing"]
     assert list(copy.deepcopy(seen).captures)[1] == "forward:layers_1"
     with pytest.raises(InputError, match="does not capture"), bended.capture(tb.Capture()):
         pass
@@ -516,10 +518,56 @@ def test_a_callback_says_what_can_control_it_and_what_it_has_no_use_for() -> Non
     assert isinstance(chain, tb.BendingCallback)
     assert not chain.jit_compatible
     assert torch.equal(chain(torch.ones(2)), torch.full((2,), 3.0))
-    with pytest.raises(InputError, match=r"Drawn.register_weight would never be called"):
-        type("Drawn", (tb.BendingCallback,), {"register_weight": lambda self: None})
+    with pytest.raises(InputError, match=r"Drawn.apply would never be called"):
+        type("Drawn", (tb.BendingCallback,), {"apply": lambda self: None})
     with pytest.raises(InputError, match="neither bend_input"):
         tb.BendingCallback()(torch.ones(2))
+
+
+class UpClamp(tb.BendingCallback):
+    """The callback of torchbend's notebook: a mask for each weight, that follows a parameter."""
+
+    controllable_params = ("threshold",)
+
+    def __init__(self, threshold: Any) -> None:
+        super().__init__()
+        self.threshold, self.masks, self.shapes = threshold, [], {}
+
+    def register_weight(self, parameter: Any, name: str = "", cache: bool = True) -> str:
+        name = super().register_weight(parameter, name=name, cache=cache)
+        self.masks.append((parameter.data > self.get("threshold")).float())
+        return name
+
+    def register_activation(self, name: str, shape: torch.Size) -> str:
+        self.shapes[name] = shape
+        return super().register_activation(name, shape)
+
+    def update(self) -> None:
+        for index, mask in enumerate(self.masks):
+            mask.set_((self.get_cache(index) > self.get("threshold")).float())
+
+    def apply_to_param(self, idx: int, param: Tensor, cache: Tensor | None) -> None:
+        assert cache is not None
+        param.set_(cache * self.masks[idx])
+
+    def bend_input(self, x: Tensor, name: str | None = None) -> Tensor:
+        return x * (x < self.get("threshold")).float()
+
+
+def test_callbacks_have_state_for_what_they_bend(x: Tensor) -> None:
+    model = Coder()
+    bended = tb.BendedModule(model)
+    bended.trace(x=x)
+    threshold = tb.BendingParameter("threshold", 0.1)
+    bended.bend(callback := UpClamp(threshold), "layers_1$", "layers.0.weight", "pre.weight")
+    for value in (0.1, -0.1, 0.1):
+        bended.update("threshold", value)
+        weights = [one.weight * (one.weight > value) for one in (model.pre, model.layers[0])]
+        inner = nn.functional.linear(x, weights[0], model.pre.bias)
+        outer = nn.functional.linear(inner, weights[1], model.layers[0].bias).tanh()
+        assert torch.equal(bended(x), outer * (outer < value))
+    assert callback.shapes == {"layers_1": (3, 4)}
+    assert len(callback.masks) == 2
 
 
 def test_parameters_keep_their_type() -> None:
@@ -688,6 +736,8 @@ def test_added_configurations_are_bound(x: Tensor) -> None:
     bended, other = tb.BendedModule(Coder()), tb.BendedModule(Coder())
     bended.trace(x)
     mask = tb.Mask(0.5)
+    with bended.bend(mask, "pre.weight"):
+        assert bended.bending_config().op_from_key("pre.weight") == [mask]
     one, two = tb.BendingConfig((mask, "pre.weight")), tb.BendingConfig((mask, "layers_1"))
     assert (one + two) == tb.BendingConfig((mask, "pre.weight"), (mask, "layers_1"))
     (added := one + two).bind(bended)
