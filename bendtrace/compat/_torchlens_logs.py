@@ -208,6 +208,10 @@ for _name, _read in _FIELDS.items():
 class Accessor(list[Any]):
     """The layers or modules of a log in order, also found by name.
 
+    Args:
+        items: the items.
+        find: finds an item by its name; None for a search among the items.
+
     Example:
         >>> import torch, bendtrace as bt
         >>> log = bt.compat.torchlens.trace(torch.nn.ReLU(), torch.ones(2))
@@ -427,7 +431,14 @@ class Log(ModelHistory):
 
 
 class TraceLog(Log, Trace):
-    """A trace with the fields of TorchLens."""
+    """A trace with the fields of TorchLens.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tl = bt.compat.torchlens
+        >>> isinstance(tl.trace(torch.nn.ReLU(), torch.ones(1)), tl.Trace)
+        True
+    """
 
 
 class LoadedLog(Log, LoadedHistory):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +16,25 @@ from bendtrace.history.entries import LayerEntry, layer_type_of
 from bendtrace.paths.candidates import Candidate
 
 __all__ = [
-    "Change", "Selector", "clamp", "contains", "func", "in_module", "label", "mean_ablate",
-    "module", "noise", "project_off", "project_onto", "regex", "replace_with", "scale", "steer",
+    "Change", "Listed", "Selector", "clamp", "contains", "func", "in_module", "label",
+    "mean_ablate", "module", "noise", "project_off", "project_onto", "regex", "replace_with", "scale", "steer",
     "when", "where", "zero_ablate",
 ]  # fmt: skip
 
 Helper = Callable[[Tensor], Tensor]
+Made = TypeVar("Made")
+Given = ParamSpec("Given")
+
+
+class Listed(Generic[Given, Made]):
+    """A small function that the docstring of `bendtrace.compat.torchlens` lists with others."""
+
+    def __init__(self, function: Callable[Given, Made]) -> None:
+        self._function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Made:
+        return self._function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -58,17 +72,9 @@ class Selector:
         return self.text
 
 
+@Listed
 def func(name: str) -> Selector:
-    """Select the results of a function.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> tl = bt.compat.torchlens
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-        >>> log = tl.trace(model, torch.ones(1, 2), save=tl.func("relu") | tl.label("linear_1"))
-        >>> list(log.saved_ops)
-        ['linear_1_1', 'relu_1_2', 'output_1_3']
-    """
+    """Select the results of a function."""
     word = "".join(char for char in name.lower() if char.isalnum())
     return Selector(
         f"func({name!r})",
@@ -77,6 +83,7 @@ def func(name: str) -> Selector:
     )
 
 
+@Listed
 def in_module(address: str) -> Selector:
     """Select what is computed in a module, also in modules inside of it."""
 
@@ -90,6 +97,7 @@ def in_module(address: str) -> Selector:
     )
 
 
+@Listed
 def module(address: str) -> Selector:
     """Select the outputs of a module, `features.3`, or of one of its calls, `features.3:1`."""
     return Selector(
@@ -98,6 +106,7 @@ def module(address: str) -> Selector:
     )
 
 
+@Listed
 def label(name: str) -> Selector:
     """Select a layer by its label: `relu_1_2`, `relu_1`, `relu_1:2`."""
     return Selector(
@@ -109,17 +118,20 @@ def label(name: str) -> Selector:
     )  # fmt: skip
 
 
+@Listed
 def contains(substring: str) -> Selector:
     """Select the layers whose labels contain a text."""
     return Selector(f"contains({substring!r})", lambda entry: substring in entry.label)
 
 
+@Listed
 def regex(pattern: str) -> Selector:
     """Select the layers in whose labels a regular expression is found."""
     found = re.compile(pattern)
     return Selector(f"regex({pattern!r})", lambda entry: found.search(entry.label) is not None)
 
 
+@Listed
 def where(predicate: Callable[[Any], bool]) -> Selector:
     """Select the layers for which a function of the entry is true."""
     return Selector(f"where({predicate!r})", lambda entry: bool(predicate(entry)))
@@ -137,25 +149,19 @@ class Change(NamedTuple):
     what: Callable[..., Any]
 
 
+@Listed
 def when(where: Any, what: Callable[..., Any]) -> Change:
-    """Return a change for `trace(intervene=...)`: a helper, and where it is used.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> tl = bt.compat.torchlens
-        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
-        >>> halved = tl.when(tl.func("relu"), tl.scale(0.5))
-        >>> tl.trace(model, torch.ones(1), intervene=halved)["relu_1"].out
-        tensor([0.5000])
-    """
+    """Return a change for `trace(intervene=...)`: a helper, and where it is used."""
     return Change(where, what)
 
 
+@Listed
 def zero_ablate() -> Helper:
     """Replace a value by zeros."""
     return torch.zeros_like
 
 
+@Listed
 def mean_ablate(source: Any = None) -> Helper:
     """Fill a value with its mean, or with that of another tensor."""
 
@@ -166,16 +172,19 @@ def mean_ablate(source: Any = None) -> Helper:
     return filled
 
 
+@Listed
 def scale(factor: float) -> Helper:
     """Multiply a value."""
     return lambda value: value * factor
 
 
+@Listed
 def clamp(*, min: float | None = None, max: float | None = None) -> Helper:
     """Limit a value."""
     return lambda value: value.clamp(min, max)
 
 
+@Listed
 def noise(std: float, *, seed: int | None = None) -> Helper:
     """Add Gaussian noise to a value; with a seed, the same one, which draws nothing else."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -187,11 +196,13 @@ def noise(std: float, *, seed: int | None = None) -> Helper:
     return noisy
 
 
+@Listed
 def steer(direction: Tensor, magnitude: float = 1.0, *, feature_axis: int | None = None) -> Helper:
     """Add a direction to a value; a vector lies along `feature_axis`."""
     return lambda value: value + _aligned(direction, value, feature_axis) * magnitude
 
 
+@Listed
 def project_onto(direction: Tensor, *, feature_axis: int | None = None) -> Helper:
     """Keep only the part of a value along a direction."""
 
@@ -204,12 +215,14 @@ def project_onto(direction: Tensor, *, feature_axis: int | None = None) -> Helpe
     return projected
 
 
+@Listed
 def project_off(direction: Tensor, *, feature_axis: int | None = None) -> Helper:
     """Remove the part of a value along a direction."""
     onto = project_onto(direction, feature_axis=feature_axis)
     return lambda value: value - onto(value)
 
 
+@Listed
 def replace_with(value: Tensor) -> Helper:
     """Replace a value by another one."""
     return lambda _: value

@@ -3,18 +3,30 @@
 Layers have TorchLens's labels: calls in a row of one function in one module are passes of a layer,
 and an insertion changes the value of its node.
 
+Layers are selected by `func`, `in_module`, `module`, `label`, `contains`, `regex` and `where`, with
+`&`, `|` and `~`. `when` says where one of the helpers `zero_ablate`, `mean_ablate`, `scale`,
+`clamp`, `noise`, `steer`, `project_onto`, `project_off` and `replace_with` changes values. `save`
+and `load` store logs, and `options` has `CaptureOptions`.
+
 >>> import torch, bendtrace as bt
 >>> tl = bt.compat.torchlens
->>> history = tl.log_forward_pass(torch.nn.ReLU(), torch.ones(2))
->>> isinstance(history, tl.ModelHistory), history["relu_1"].tensor_contents
-(True, tensor([1., 1.]))
+>>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+>>> log = tl.trace(model, torch.ones(1, 2), save=tl.func("relu") | tl.label("linear_1"))
+>>> isinstance(log, tl.ModelHistory), list(log.saved_ops)
+(True, ['linear_1_1', 'relu_1_2', 'output_1_3'])
+>>> halved = tl.when(tl.func("relu"), tl.scale(0.5))
+>>> changed = tl.trace(model, torch.ones(1, 2), intervene=halved)
+>>> torch.equal(changed["relu_1"].out, log["relu_1"].out / 2)
+True
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import statistics
 import sys
+import types
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +42,7 @@ from bendtrace.calls import Call, own_copy
 from bendtrace.compat._torchlens_logs import Accessor, Log, Op, TraceLog, with_names
 from bendtrace.compat._torchlens_selectors import (
     Change,
+    Listed,
     Selector,
     clamp,
     contains,
@@ -182,13 +195,19 @@ def _show(picture: Picture, path: str) -> None:
 
 
 class CaptureOptions(dict[str, Any]):
-    """Options of `trace` in one object: `capture=CaptureOptions(save_grads="all")`."""
+    """Options of `trace` in one object.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tl = bt.compat.torchlens
+        >>> more = tl.CaptureOptions(save_grads=True)
+        >>> log = tl.trace(torch.nn.Linear(2, 3), torch.ones(1, 2), capture=more)
+        >>> log.log_backward(log["output_1"].out.sum())["linear_1"].grad
+        tensor([[1., 1., 1.]])
+    """
 
 
-class options:
-    """The place where TorchLens has `CaptureOptions`."""
-
-    CaptureOptions = CaptureOptions
+options = types.SimpleNamespace(CaptureOptions=CaptureOptions)
 
 
 def trace(
@@ -407,6 +426,11 @@ def get_model_metadata(
 ) -> Log:
     """Run a model and log it without keeping activations.
 
+    Args:
+        model: what to run.
+        input_args: its positional argument, or a list or tuple of them.
+        input_kwargs: its keyword arguments.
+
     Example:
         >>> import torch, bendtrace as bt
         >>> log = bt.compat.torchlens.get_model_metadata(torch.nn.ReLU(), torch.ones(2))
@@ -423,6 +447,7 @@ def validate_forward_pass(
     random_seed: int | None = None,
     verbose: bool = False,
     validate_metadata: bool = True,
+    scope: Literal["forward"] = "forward",
 ) -> bool:
     """Run a model, compute each op again from the saved values, and compare the results.
 
@@ -435,6 +460,7 @@ def validate_forward_pass(
         random_seed: seed of the run; see `log_forward_pass`.
         verbose: no effect: `print(log.validate())` says what was checked.
         validate_metadata: no effect.
+        scope: has to be "forward".
 
     Returns:
         Whether all results are the same bits.
@@ -448,20 +474,16 @@ def validate_forward_pass(
     return log.validate_saved_activations()
 
 
-validate_saved_activations = validate_forward_pass
-
-
-def validate(
-    model: Callable[..., Any], input_args: Any, input_kwargs: Inputs = None, scope: str = "forward"
-) -> bool:
-    """Validate a forward pass, as `validate_forward_pass` does; there is no other scope."""
-    if scope != "forward":
-        raise InputError(f"scope={scope!r} is not supported: only 'forward' is")
-    return validate_forward_pass(model, input_args, input_kwargs)
+validate = validate_saved_activations = validate_forward_pass
 
 
 def pluck(model: Callable[..., Any], x: Any, layer: str) -> Tensor:
     """Return the output of one layer.
+
+    Args:
+        model: what to run.
+        x: its positional argument, or a list or tuple of them.
+        layer: a key that selects one layer.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -476,8 +498,18 @@ def extract(
 ) -> dict[str, Tensor]:
     """Return the outputs of several layers, by their keys or the names that a mapping gives them.
 
+    Args:
+        model: what to run.
+        x: its positional argument, or a list or tuple of them.
+        layers: keys, each of one layer; or keys by name.
+
     Raises:
         InputError: a key selects several layers.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bt.compat.torchlens.extract(torch.nn.ReLU(), torch.ones(1), {"act": "relu"})
+        {'act': tensor([1.])}
     """
     named = layers if isinstance(layers, Mapping) else {one: one for one in layers}
     log, found = trace(model, x, layers_to_save=list(named.values())), {}
@@ -490,11 +522,13 @@ def extract(
     return found
 
 
+@Listed
 def save(log: ModelHistory, path: str | os.PathLike[str]) -> None:
     """Write a log to a directory."""
     log.save(path)
 
 
+@Listed
 def load(path: str | os.PathLike[str]) -> Log:
     """Read a log that `save` has written."""
     return with_names(load_log(path))
@@ -549,7 +583,10 @@ class Bundle:
         first = self.members[baseline or self.baseline_name]
         others = [log for log in self.members.values() if log is not first]
         found = [
-            (label, sum(float(_distance(one.out, log[label].out)) for log in others) / len(others))
+            (
+                label,
+                statistics.fmean(_distance(one.out, log.saved_ops[label].out) for log in others),
+            )
             for label, one in first.saved_ops.items()
             if all(label in log.saved_ops for log in others)
         ]
@@ -563,7 +600,7 @@ def _distance(one: Tensor, other: Tensor) -> Tensor:
     """Return the cosine distance of two values; of numbers, the relative difference."""
     one, other = one.detach().flatten().float(), other.detach().flatten().float()
     if one.numel() == 1:
-        return (one - other).abs()[0] / one.abs().clamp(min=1e-12)[0]
+        return ((one - other).abs() / one.abs().clamp(min=1e-12)).squeeze()
     norm = one.norm() * other.norm()
     if norm < 1e-12:
         return torch.tensor(0.0 if torch.equal(one, other) else 1.0)
