@@ -17,7 +17,8 @@ from bendtrace.paths.candidates import Candidate
 
 __all__ = [
     "Change", "Listed", "Selector", "clamp", "contains", "func", "in_module", "label",
-    "mean_ablate", "module", "noise", "project_off", "project_onto", "regex", "replace_with", "scale", "steer",
+    "mean_ablate", "module", "noise", "project_off", "project_onto", "regex", "replace_with",
+    "scale", "steer",
     "when", "where", "zero_ablate",
 ]  # fmt: skip
 

@@ -600,7 +600,7 @@ def _distance(one: Tensor, other: Tensor) -> Tensor:
     """Return the cosine distance of two values; of numbers, the relative difference."""
     one, other = one.detach().flatten().float(), other.detach().flatten().float()
     if one.numel() == 1:
-        return ((one - other).abs() / one.abs().clamp(min=1e-12)).squeeze()
+        return torch.div((one - other).abs(), one.abs().clamp(min=1e-12))[0]
     norm = one.norm() * other.norm()
     if norm < 1e-12:
         return torch.tensor(0.0 if torch.equal(one, other) else 1.0)
