@@ -604,4 +604,4 @@ def _distance(one: Tensor, other: Tensor) -> Tensor:
     norm = one.norm() * other.norm()
     if norm < 1e-12:
         return torch.tensor(0.0 if torch.equal(one, other) else 1.0)
-    return (1 - (one @ other) / norm).clamp(min=0)
+    return torch.sub(1, torch.dot(one, other) / norm).clamp(min=0)

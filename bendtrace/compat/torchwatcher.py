@@ -20,7 +20,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -268,8 +268,6 @@ class WrappedForwardBackwardInterjection(_Module):
 class _Named(Execution):
     """Has an analyser keep its results by TorchWatcher's names of nodes, such as `features.1`."""
 
-    _name_of, _of_call = _Module._name_of, _Module._of_call
-
     def __init__(self, what: Interjection) -> None:
         super().__init__(what, "", 0)
 
@@ -282,7 +280,11 @@ class _Named(Execution):
         return lambda at, *gradients: backward(self._at(at), *gradients)
 
     def _at(self, at: NodePass) -> NodePass:
-        return replace(at, path=self._name_of(at), number=0, qualified_name="")
+        name = _Module._name_of(cast("Any", self), at)
+        return replace(at, path=name, number=0, qualified_name="")
+
+    def _of_call(self) -> tuple[dict[tuple[str, int], str], dict[str, int]]:
+        return _Module._of_call(cast("Any", self))
 
 
 Options = Mapping[str, Any] | None
