@@ -29,10 +29,9 @@ if TYPE_CHECKING:
         workflows,
     )
     from bendtrace._history import ModelHistory, load
-    from bendtrace._trace import Trace, trace
+    from bendtrace._trace import Trace, log_forward_pass, show_model_graph, trace
     from bendtrace.bisecting.bisect import Bisection, bisect
     from bendtrace.compat.graphpatch import PatchableGraph
-    from bendtrace.compat.torchlens import log_forward_pass, show_model_graph
     from bendtrace.errors import BendtraceError
     from bendtrace.exploring.domain import Domain
     from bendtrace.harvesting.harvest import harvest

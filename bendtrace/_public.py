@@ -52,9 +52,9 @@ PLACES = {
     "diff": "bendtrace.view.diff.difference",
     "harvest": "bendtrace.harvesting.harvest",
     "load": "bendtrace._history",
-    "log_forward_pass": "bendtrace.compat.torchlens",
+    "log_forward_pass": "bendtrace._trace",
     "opaque": "bendtrace.torch_rules.intercepts",
-    "show_model_graph": "bendtrace.compat.torchlens",
+    "show_model_graph": "bendtrace._trace",
     "trace": "bendtrace._trace",
 }
 

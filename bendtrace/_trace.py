@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
 import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import fx, nn
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from bendtrace.history import validate
     from bendtrace.history.validate import Validation
     from bendtrace.interject.selectors import naming
+    from bendtrace.view.drawing.picture import Picture
 else:
     backward = LazyMethod("bendtrace.backward.running", "backward")
     conversion = LazyModule("bendtrace.graph.fx")
@@ -53,7 +55,10 @@ else:
     storage = LazyModule("bendtrace.storage")
     validate = LazyModule("bendtrace.history.validate")
 
-__all__ = ["OPTIONS", "Trace", "run_trace", "trace"]
+__all__ = [
+    "OPTIONS", "Trace", "log_forward_pass", "positional", "run_logged", "run_trace",
+    "show_model_graph", "trace",
+]  # fmt: skip
 
 
 def trace(
@@ -280,6 +285,7 @@ class Trace(ModelHistory):
         self._signature = signature
         self._capture = capture
         run = self._run = Run(recording, function, registry)
+        run.torchlens = capture is not None and capture.torchlens
         self.tree = LazyRoot(lambda: run.tree)
         self._has_counted = False
         self._keeps: object = None  # what was inserted, for as long as the trace can be replayed
@@ -603,3 +609,142 @@ class Trace(ModelHistory):
         counts = f"{counted(len(self.ops), 'op')}, {counted(len(self.flow_steps), 'flow step')}"
         live = "" if not self.why_live else ", live only"
         return f"<Trace of {name_of_function(self.function)}: {counts}{live}>"
+
+
+def log_forward_pass(
+    model: Callable[..., Any],
+    input_args: Any,
+    input_kwargs: Mapping[str, Any] | None = None,
+    layers_to_save: Any = "all",
+    vis_opt: Literal["none", "rolled", "unrolled"] = "none",
+    *,
+    vis_outpath: str | os.PathLike[str] | None = None,
+    save_gradients: bool = False,
+    save_device: torch.device | str | None = None,
+    save_dtype: torch.dtype | None = None,
+    save_to: str | os.PathLike[str] | None = None,
+    keep_graph: bool = False,
+    stop_after: Any = None,
+    random_seed: int | None = None,
+) -> Trace:
+    """Run a model and log everything that it computes.
+
+    The same as `bendtrace.trace(model, *input_args, save=..., **input_kwargs)` with other names,
+    whose options cannot be confused with arguments of the model.
+
+    Args:
+        model: what to run. It is not changed.
+        input_args: its positional argument, or a list or tuple of them.
+        input_kwargs: its keyword arguments.
+        layers_to_save: "all", "none", or names of layers or modules, positions, modules or
+            functions; see `bendtrace.trace`.
+        vis_opt: whether to draw the run, with the passes of a layer merged ("rolled") or separate
+            ("unrolled"). The picture is `ModelHistory.picture`, which notebooks show.
+        vis_outpath: a file to draw into (.svg, .png, .pdf, .html, .dot); None for no file.
+        save_gradients: whether to keep gradients in the backward pass, too.
+        save_device: device to keep activations on; None leaves them where they are.
+        save_dtype: floating point dtype to keep them in; None for their own.
+        save_to: a directory to stream them to; None to keep them in memory.
+        keep_graph: whether they stay part of the autograd graph.
+        stop_after: a layer, module or position after which the run ends.
+        random_seed: seed of the run; torch's generators are restored afterwards. None runs like an
+            untraced call.
+
+    Returns:
+        The log, a `ModelHistory`.
+
+    Raises:
+        InputError: an option is invalid; nothing was run.
+        LayerKeyError: a requested name does not exist. The run has taken place by then.
+        Exception: whatever the model raises, unchanged.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> history = bt.log_forward_pass(model, torch.ones(4, 2), layers_to_save=["relu_1"])
+        >>> [entry.label for entry in history if entry.has_contents]
+        ['relu_1_2', 'output_1_3']
+    """
+    if vis_opt not in ("none", "rolled", "unrolled"):
+        raise InputError(f"vis_opt has to be 'none', 'rolled' or 'unrolled', not {vis_opt!r}")
+    if vis_outpath is not None and vis_opt == "none":
+        raise InputError("vis_outpath needs vis_opt='rolled' or 'unrolled'")
+    options = SaveOptions(
+        layers_to_save, save_gradients, stop_after, save_device, save_dtype, keep_graph, save_to
+    )
+    trace = run_logged(model, input_args, input_kwargs, options, random_seed)
+    if vis_opt != "none":
+        trace.picture = trace.draw(vis_outpath, rolled=vis_opt == "rolled")
+    return trace
+
+
+def show_model_graph(
+    model: Callable[..., Any],
+    input_args: Any,
+    input_kwargs: Mapping[str, Any] | None = None,
+    vis_opt: Literal["rolled", "unrolled"] = "unrolled",
+    *,
+    vis_outpath: str | os.PathLike[str] | None = None,
+    random_seed: int | None = None,
+) -> Picture:
+    """Run a model once and draw the run, without keeping activations.
+
+    Args:
+        model: what to run. It is not changed.
+        input_args: its positional argument, or a list or tuple of them.
+        input_kwargs: its keyword arguments.
+        vis_opt: whether the passes of a layer are merged ("rolled") or separate ("unrolled").
+        vis_outpath: a file to draw into (.svg, .png, .pdf, .html, .dot); None for no file.
+        random_seed: seed of the run; see `log_forward_pass`.
+
+    Returns:
+        The picture, which notebooks show.
+
+    Raises:
+        InputError: an option is invalid; nothing was run.
+        Exception: whatever the model raises, unchanged.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> picture = bt.show_model_graph(torch.nn.Linear(2, 3), torch.ones(4, 2))
+        >>> picture.svg.startswith("<svg")
+        True
+    """
+    if vis_opt not in ("rolled", "unrolled"):
+        raise InputError(f"vis_opt has to be 'rolled' or 'unrolled', not {vis_opt!r}")
+    trace = log_forward_pass(model, input_args, input_kwargs, "none", random_seed=random_seed)
+    return trace.draw(vis_outpath, rolled=vis_opt == "rolled")
+
+
+def run_logged(
+    model: Callable[..., Any],
+    input_args: Any,
+    input_kwargs: Mapping[str, Any] | None,
+    options: SaveOptions,
+    seed: int | None,
+) -> Trace:
+    """Trace a model whose arguments are a value or a list, from a seed if there is one."""
+    if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
+        raise InputError(
+            "input_kwargs has to be a dict of the model's keyword arguments, not a "
+            f"{type(input_kwargs).__name__}: layers_to_save comes after it"
+        )
+    args, kwargs = positional(model, input_args), dict(input_kwargs or {})
+    if seed is None:
+        return run_trace(model, args, kwargs, options)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return run_trace(model, args, kwargs, options)
+
+
+def positional(model: Callable[..., Any], given: Any) -> tuple[Any, ...]:
+    """Return the positional arguments; a tuple is one argument for a model that takes just one."""
+    if isinstance(given, tuple) and len(given) > 1:
+        function = model.forward if isinstance(model, torch.nn.Module) else model
+        try:
+            inspect.signature(function).bind(*given)
+        except TypeError:
+            return (given,)
+        except ValueError:  # functions of C without a signature
+            pass
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)

@@ -39,6 +39,9 @@ class Run:
         registry: gives the nodes their names; one that several runs share gives the nodes that
             they have in common the same names.
 
+    Attributes:
+        torchlens: how the log names layers; see `Namer`.
+
     Example:
         >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -57,6 +60,7 @@ class Run:
         self.recording = recording
         self.function = function
         self.registry: Registry = Registry() if registry is None else registry
+        self.torchlens: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -100,7 +104,7 @@ class Run:
     @cached_property
     def log(self) -> Log:
         """The log, without what only a capture knows."""
-        return build_log(self.recording, name_of_function(self.function), self.tree)
+        return build_log(self.recording, name_of_function(self.function), self.tree, self.torchlens)
 
     @cached_property
     def naming(self) -> Names:

@@ -338,7 +338,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "watched = interject_by_match(": "show.names == ['features.1', 'relu']",
         "interject_by_match(model, node_selector.matches": "_(x).shape == (4, 3)",
         "bended = ": "handle.report().fired == 1",
-        "dead.to_dict()": "set(_) == {'features.sub_1', 'relu'}",
+        "dead.to_dict()": "set(_) == {'features.1', 'relu'}",
         "handle.report().paths": "_ == ('features.sub_2',)",
         "node_selector.find(": "len(_) == 2",
         "other = ": "isinstance(other.features[1], nn.GELU)",

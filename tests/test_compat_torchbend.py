@@ -254,9 +254,18 @@ def test_other_insertions_take_part_in_methods_as_long_as_nothing_is_bent(x: Ten
         bended.scaled(x)
 
 
-def test_there_is_no_torchscript(x: Tensor) -> None:
-    with pytest.raises(InputError, match=r"BendedModule\(model\).export\(\*inputs"):
-        tb.BendedModule(Coder()).script()
+def test_a_traced_method_becomes_a_program_and_a_file(x: Tensor, tmp_path: Path) -> None:
+    bended = tb.BendedModule(Coder())
+    with pytest.raises(InputError, match="was not traced"):
+        bended.script()
+    bended.trace(x=x)
+    scripted = bended.script()
+    assert torch.equal(scripted(x=-x), bended.module(-x))
+    assert str(scripted).startswith("exported: equal to the model")
+    scripted.save(tmp_path / "coder.pt2")
+    assert torch.equal(torch.export.load(tmp_path / "coder.pt2").module()(x=x), bended(x))
+    bended.trace("encode", x)
+    assert torch.equal(bended.script(fn="encode")(x), bended.module.encode(x))
 
 
 def test_what_takes_a_bended_module_takes_this_one(x: Tensor) -> None:
@@ -370,6 +379,7 @@ def test_a_round_of_a_loop_has_the_name_that_torchbend_gives_it(
     bended.reset_bending()
     assert torch.equal(bended(x), model(x))
     bended.config = "one"
+    assert vars(model).keys() == vars(Rounds()).keys()  # nothing of it is in the model
     for _ in range(2):
         assert torch.equal(bended(x), wanted)
     if pattern == "relu":
@@ -454,6 +464,8 @@ def test_captures_are_named_by_method_and_activation(x: Tensor) -> None:
     twice = torch.cat([model.pre(-x)] * 2)
     assert list(seen.captures) == ["forward:pre", "forward:layers_1", "encode:pre"]
     assert torch.equal(seen.captures["encode:pre"], twice)
+    with pytest.raises(KeyError, match="nothing"):
+        seen.captures["nothing"]
     assert list(copy.deepcopy(seen).captures)[1] == "forward:layers_1"
     with pytest.raises(InputError, match="does not capture"), bended.capture(tb.Capture()):
         pass
@@ -506,10 +518,56 @@ def test_a_callback_says_what_can_control_it_and_what_it_has_no_use_for() -> Non
     assert isinstance(chain, tb.BendingCallback)
     assert not chain.jit_compatible
     assert torch.equal(chain(torch.ones(2)), torch.full((2,), 3.0))
-    with pytest.raises(InputError, match=r"Drawn.register_weight would never be called"):
-        type("Drawn", (tb.BendingCallback,), {"register_weight": lambda self: None})
+    with pytest.raises(InputError, match=r"Drawn.apply would never be called"):
+        type("Drawn", (tb.BendingCallback,), {"apply": lambda self: None})
     with pytest.raises(InputError, match="neither bend_input"):
         tb.BendingCallback()(torch.ones(2))
+
+
+class UpClamp(tb.BendingCallback):
+    """The callback of torchbend's notebook: a mask for each weight, that follows a parameter."""
+
+    controllable_params = ("threshold",)
+
+    def __init__(self, threshold: Any) -> None:
+        super().__init__()
+        self.threshold, self.masks, self.shapes = threshold, [], {}
+
+    def register_weight(self, parameter: Any, name: str = "", cache: bool = True) -> str:
+        name = super().register_weight(parameter, name=name, cache=cache)
+        self.masks.append((parameter.data > self.get("threshold")).float())
+        return name
+
+    def register_activation(self, name: str, shape: torch.Size) -> str:
+        self.shapes[name] = shape
+        return super().register_activation(name, shape)
+
+    def update(self) -> None:
+        for index, mask in enumerate(self.masks):
+            mask.set_((self.get_cache(index) > self.get("threshold")).float())
+
+    def apply_to_param(self, idx: int, param: Tensor, cache: Tensor | None) -> None:
+        assert cache is not None
+        param.set_(cache * self.masks[idx])
+
+    def bend_input(self, x: Tensor, name: str | None = None) -> Tensor:
+        return x * (x < self.get("threshold")).float()
+
+
+def test_callbacks_have_state_for_what_they_bend(x: Tensor) -> None:
+    model = Coder()
+    bended = tb.BendedModule(model)
+    bended.trace(x=x)
+    threshold = tb.BendingParameter("threshold", 0.1)
+    bended.bend(callback := UpClamp(threshold), "layers_1$", "layers.0.weight", "pre.weight")
+    for value in (0.1, -0.1, 0.1):
+        bended.update("threshold", value)
+        weights = [one.weight * (one.weight > value) for one in (model.pre, model.layers[0])]
+        inner = nn.functional.linear(x, weights[0], model.pre.bias)
+        outer = nn.functional.linear(inner, weights[1], model.layers[0].bias).tanh()
+        assert torch.equal(bended(x), outer * (outer < value))
+    assert callback.shapes == {"layers_1": (3, 4)}
+    assert len(callback.masks) == 2
 
 
 def test_parameters_keep_their_type() -> None:
@@ -678,6 +736,8 @@ def test_added_configurations_are_bound(x: Tensor) -> None:
     bended, other = tb.BendedModule(Coder()), tb.BendedModule(Coder())
     bended.trace(x)
     mask = tb.Mask(0.5)
+    with bended.bend(mask, "pre.weight"):
+        assert bended.bending_config().op_from_key("pre.weight") == [mask]
     one, two = tb.BendingConfig((mask, "pre.weight")), tb.BendingConfig((mask, "layers_1"))
     assert (one + two) == tb.BendingConfig((mask, "pre.weight"), (mask, "layers_1"))
     (added := one + two).bind(bended)

@@ -28,6 +28,7 @@ HANDED_OUT = {
     "Insertion": "BendedModule.interject returns one",
     "ModelHistory": "log_forward_pass and load return one",
     "Trace": "trace returns one",
+    "compat.torchlens.Trace": "compat.torchlens.trace returns one",
     "distributed.Agreement": "agree and agreement return one",
     "flow.FlowSteps": "Trace.flow_steps is one",
     "harvesting.Column": "Harvest has one for each node",

@@ -9,6 +9,7 @@ weights, on time or on how a size is counted may differ.
 from __future__ import annotations
 
 import gc
+import json
 import re
 import sys
 import threading
@@ -19,9 +20,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2Model
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 import bendtrace as tl
+from bendtrace.compat import _torchlens_logs
 from tests import seeds
 from tests.promise import bits, footprint, state
 
@@ -126,10 +128,12 @@ def test_the_readme_runs_with_one_line_changed(
     monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(models=models))
     code = "\n".join(seeds.fenced("torchlens"))
     assert code.count("import torcheer as tl") == 1
+    monkeypatch.chdir(tmp_path)
     code = code.replace("import torcheer as tl", "from bendtrace.compat import torchlens as tl")
     names = seeds.run(code, {}, tmp_path / "readme.py")
     printed = capsys.readouterr().out
     assert names["model_history"].picture.svg.startswith("<svg")
+    assert (tmp_path / "modelgraph.pdf").read_bytes().startswith(b"%PDF")
     assert_reads(printed, LOG)
     log, _, rest = printed.partition("Layer conv2d_3_7,")
     assert log == f"{names['model_history']}\n"
@@ -554,11 +558,328 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
     assert str(shown) in str(caught.value) or "nonsense" in str(caught.value)
 
 
+class Residual(nn.Module):
+    """The basic block of torchvision's ResNets."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.bn1, self.relu = nn.BatchNorm2d(outer), nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outer)
+        self.downsample = None
+        if stride != 1 or inner != outer:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class ResNet18(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.bn1, self.relu = nn.BatchNorm2d(64), nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        sizes = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
+        self.layers = nn.Sequential(*(
+            nn.Sequential(Residual(inner, outer, stride), Residual(outer, outer, 1))
+            for inner, outer, stride in sizes
+        ))  # fmt: skip
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(512, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        return self.fc(torch.flatten(self.avgpool(self.layers(x)), 1))
+
+
+class Block(nn.Module):
+    """The encoder block of torchvision's vision transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.dropout = nn.Dropout(0.1)
+        self.mlp = nn.Sequential(
+            nn.Linear(16, 32), nn.GELU(), nn.Dropout(), nn.Linear(32, 16), nn.Dropout()
+        )
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        x = self.ln_1(given)
+        x, _ = self.attention(x, x, x, need_weights=False)
+        x = self.dropout(x)
+        x = x + given
+        y = self.mlp(self.ln_2(x))
+        return x + y
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(1, 5, 16))
+        self.dropout, self.ln = nn.Dropout(), nn.LayerNorm(16)
+        self.layers = nn.Sequential(Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ln(self.layers(self.dropout(x + self.position)))
+
+
+class ViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_proj = nn.Conv2d(3, 16, 16, 16)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, 16))
+        self.encoder, self.heads = Encoder(), nn.Sequential(nn.Linear(16, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv_proj(x).reshape(len(x), 16, 4).permute(0, 2, 1)
+        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)
+        return self.heads(self.encoder(x)[:, 0])
+
+
+def bert() -> Any:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertModel(BertConfig(**sizes, intermediate_size=32, vocab_size=50))
+
+
+def small_gpt2() -> Any:
+    return GPT2Model(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=16))
+
+
+LABELLED = {
+    "alexnet": (AlexNet, torch.ones(1, 3, 64, 64)), "lstm": (lambda: nn.LSTM(4, 8, 2),
+    torch.ones(5, 1, 4)), "gpt2": (small_gpt2, torch.arange(6)[None]),
+    "bert": (bert, torch.arange(6)[None]), "resnet18": (ResNet18, torch.ones(1, 3, 32, 32)),
+    "vit": (ViT, torch.ones(1, 3, 32, 32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_the_labels_of_six_models_are_those_of_torchlens_2_36(name: str) -> None:
+    """The file was made by torchlens 2.36.1, whose labels of buffers are left out."""
+    make, x = LABELLED[name]
+    log = tl.compat.torchlens.trace(make().eval(), x, layers_to_save="none")
+    several = {entry.name for entry in log.layer_list if entry.passes > 1}
+    found = [one if one.partition(":")[0] in several else one[:-2] for one in log.op_labels]
+    wanted = json.loads(Path(seeds.__file__).with_name("torchlens_labels.json").read_text())
+    assert " ".join(found) == wanted[name]
+
+
+def test_the_labels_of_bendtrace_are_those_without_calls_in_a_row() -> None:
+    """Two residual additions of one module are two layers, and so are ReLUs after other layers."""
+    log = tl.trace(ResNet18().eval(), torch.ones(1, 3, 32, 32))
+    labels = [entry.label for entry in log.layers]
+    assert labels[4:12] == [
+        "maxpool2d_1_4", "conv2d_2_5", "batchnorm_2_6", "relu_2_7", "conv2d_3_8", "batchnorm_3_9",
+        "iadd_1_10", "relu_3_11",
+    ]  # fmt: skip
+    vit = tl.trace(ViT().eval(), torch.ones(1, 3, 32, 32))
+    assert max(entry.passes for entry in vit.layers) == 1
+
+
+def test_all_operators_that_assign_have_their_names() -> None:
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        x += 1
+        x -= 1
+        x *= 2
+        x /= 2
+        x //= 1
+        x %= 7
+        return x.add_(1)
+
+    found = [entry.layer_type for entry in tl.trace(changed, torch.ones(2)).layers]
+    assert found[2:-1] == ["iadd", "isub", "imul", "idiv", "ifloordiv", "imod", "add"]
+
+
+lens = tl.compat.torchlens
+
+
+@pytest.fixture
+def three() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+
+
+def test_the_options_of_the_first_releases_do_what_they_say(three: Any, tmp_path: Path) -> None:
+    x = torch.ones(4, 2)
+    log = lens.log_forward_pass(
+        three, [x], {}, ["linear"], output_device="cpu", activation_postfunc=torch.sum,
+        mark_input_output_distances=True, detach_saved_tensors=True, save_function_args=True,
+        save_gradients=True, vis_opt="rolled", vis_nesting_depth=1, vis_fileformat="svg",
+        vis_outpath=tmp_path / "run", vis_save_only=True, vis_direction="leftright", random_seed=1,
+    )  # fmt: skip
+    assert list(log.saved_ops) == ["linear_1_1", "linear_2_3", "output_1_4"]
+    assert log["linear_1"].tensor_contents.equal(three[0](x).sum())
+    assert (tmp_path / "run.svg").read_text() == log.picture.svg
+    assert log["relu_1"].max_distance_from_output == 2
+    for option in ({"keep_unsaved_layers": False}, {"vis_node_overrides": {"color": "red"}}):
+        with pytest.raises(tl.errors.InputError, match="not supported"):
+            lens.log_forward_pass(three, x, **option)
+    with pytest.raises(KeyError, match="conv3d"):
+        lens.log_forward_pass(three, x, layers_to_save=["conv3d"])
+    whole = lens.log_forward_pass(three, x, save_function_args=True)
+    assert whole["linear_1"].tensor_contents.requires_grad
+    assert all(
+        a is b
+        for a, b in zip(whole["linear_1"].creation_args[1:], three[0].parameters(), strict=True)
+    )
+    assert whole["linear_2"].creation_args[0].equal(three[:2](x))
+    assert log["relu_1"].creation_kwargs == {"inplace": False}
+
+
+def test_pictures_are_shown_where_there_is_a_screen(
+    three: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("webbrowser.open", shown.append)
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    lens.show_model_graph(three, torch.ones(1, 2))
+    assert shown == [] or sys.platform in ("win32", "darwin")
+    monkeypatch.setenv("DISPLAY", ":0")
+    lens.show_model_graph(three, torch.ones(1, 2))
+    assert shown[-1] == (tmp_path / "modelgraph.pdf").as_uri()
+
+
+def test_every_field_of_an_entry_can_be_read(three: Any) -> None:
+    log = lens.trace(three, torch.ones(4, 2), save_grads=True, mark_layer_depths=True)
+    log.log_backward(log[log.output_layers[0]].out.sum())
+    fields = {
+        name: [getattr(entry, name) for entry in log.layer_list] for name in _torchlens_logs._FIELDS
+    }
+    row = {name: values[1] for name, values in fields.items()}
+    expected = {
+        "layer_label_w_pass_short": "linear_1:1", "layer_total_num": 1, "pass_num": 1,
+        "same_layer_operations": ["linear_1_1"], "has_saved_activations": True,
+        "tensor_shape": (4, 3), "tensor_fsize_nice": "48 B", "grad_shape": (4, 3),
+        "func_applied_name": "linear", "gradfunc": "AddmmBackward0", "num_params_total": 9,
+        "parent_param_shapes": [(3,), (3, 2)], "parent_layers": ["input_1_0"],
+        "child_layers": ["relu_1_2"], "has_spouses": False, "is_input_layer": False,
+        "has_input_ancestor": True, "is_output_parent": False, "module_passes_exited": ["0:1"],
+        "containing_module_origin": "0:1", "initialized_inside_model": False,
+    }  # fmt: skip
+    assert {name: row[name] for name in expected} == expected
+    assert fields["is_output_parent"] == [False, False, False, True, False]
+    assert log["linear_1"].func_applied is nn.functional.linear
+
+
+def test_selectors_choose_what_is_saved(three: Any) -> None:
+    x = torch.ones(4, 2)
+    for where, found in [
+        (lens.func("relu"), ["relu_1_2"]),
+        (lens.in_module("2"), ["linear_2_3"]),
+        (lens.module("0") | lens.label("relu_1:1"), ["linear_1_1", "relu_1_2"]),
+        (lens.contains("linear") & ~lens.regex("_1_"), ["linear_2_3"]),
+        (lens.where(lambda entry: entry.num_params_total == 9), ["linear_1_1"]),
+    ]:
+        log = lens.trace(three, x, save=where)
+        # What the model returns is also the result of its last layer.
+        assert list(log.saved_ops) == list(dict.fromkeys([*found, "linear_2_3", "output_1_4"]))
+        assert log.find_sites(where).labels() == found
+    ended = lens.trace(three, x, halt=lens.in_module("1"))
+    assert ended.layer_list[-1].label == "relu_1_2"
+    assert lens.pluck(three, x, "relu_1_2").equal(three[:2](x))
+    assert lens.extract(three, x, {"first": "linear_1"})["first"].equal(three[0](x))
+    with pytest.raises(tl.errors.InputError, match="several layers: linear_1_1, linear_2_3"):
+        lens.pluck(three, x, "linear")
+
+
+def test_gradients_are_kept_where_they_are_asked_for(three: Any) -> None:
+    capture = lens.options.CaptureOptions(save_grads=lens.func("relu"))
+    log = lens.trace(three, torch.ones(4, 2), capture=capture)
+    log.log_backward(log["output_1"].out.sum())
+    assert list(log.saved_grad_ops) == ["relu_1_2"]
+    assert log["relu_1"].grad.equal(three[2].weight.expand(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("where", "passes"),
+    [
+        (lens.func("relu"), [0, 1]), (lens.label("relu_1"), [0, 1]), (lens.label("relu_1:2"), [1]),
+        (lens.contains("relu"), [0, 1]), ("relu_1:1", [0]),
+    ],
+)  # fmt: skip
+def test_a_change_is_in_the_log_where_its_layer_is(where: Any, passes: list[int]) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = torch.relu(x) + 1
+            return x
+
+    x = torch.ones(2)
+    log = lens.trace(Twice(), x, intervene=lens.when(where, lens.scale(3)))
+    wanted = x
+    for number in range(2):
+        relu = wanted.relu() * (3 if number in passes else 1)
+        assert log["relu_1"][number].out.equal(relu)
+        wanted = relu + 1
+    assert log["output_1"].out.equal(wanted)
+    assert log.op_labels == lens.trace(Twice(), x).op_labels
+
+
+def test_helpers_change_values_as_their_names_say() -> None:
+    x, axis = torch.tensor([[3.0, 4.0]]), torch.tensor([0.0, 2.0])
+    torch.manual_seed(0)
+    for helper, wanted in [
+        (lens.zero_ablate(), [[0.0, 0.0]]), (lens.mean_ablate(), [[3.5, 3.5]]),
+        (lens.mean_ablate(axis), [[1.0, 1.0]]), (lens.scale(2), [[6.0, 8.0]]),
+        (lens.clamp(max=3.5), [[3.0, 3.5]]), (lens.replace_with(x + 1), [[4.0, 5.0]]),
+        (lens.steer(axis, 0.5, feature_axis=-1), [[3.0, 5.0]]),
+        (lens.project_onto(axis, feature_axis=-1), [[0.0, 4.0]]),
+        (lens.project_off(axis[None]), [[3.0, 0.0]]), (lens.noise(0.0, seed=1), [[3.0, 4.0]]),
+        (lambda out, *, hook: out - 1, [[2.0, 3.0]]),
+    ]:  # fmt: skip
+        changed = lens.when(lens.func("relu"), helper)
+        assert lens.trace(nn.ReLU(), x, intervene=changed)["relu_1"].out.tolist() == wanted
+    with pytest.raises(tl.errors.InputError, match="feature_axis"):
+        lens.trace(nn.ReLU(), x, intervene=lens.when(lens.func("relu"), lens.steer(axis)))
+
+
+def test_forks_are_run_again_and_compared(three: Any) -> None:
+    x = torch.ones(4, 2)
+    clean = lens.trace(three, x)
+    forked = clean.fork("changed").attach_hooks(lens.func("relu"), lens.zero_ablate())
+    assert forked["relu_1"].out.equal(clean["relu_1"].out)
+    forked.replay()
+    assert not forked["relu_1"].out.any()
+    assert "relu_1_2" in str(forked["relu_1"])
+    assert clean["relu_1"].out.any()
+    bundle = lens.bundle({"clean": clean, "changed": forked})
+    assert bundle.compare_at(lens.func("relu")).tolist() == [[0, 1], [1, 0]]
+    assert bundle.most_changed(top_k=1)[0][0] == "relu_1_2"
+    again = clean.fork().set("relu_1", clean["relu_1"].out * 2).rerun(three, x + 1)
+    assert again["output_1"].out.equal(three[2](clean["relu_1"].out * 2))
+
+
+def test_saved_logs_have_the_same_names(three: Any, tmp_path: Path) -> None:
+    log = lens.trace(three, torch.ones(4, 2))
+    lens.save(log, tmp_path / "log")
+    loaded = lens.load(tmp_path / "log")
+    assert loaded.op_labels == log.op_labels
+    assert loaded["relu_1"].out.equal(log["relu_1"].out)
+    assert loaded.modules["1"].class_name == "ReLU"
+    names = [name for name, _ in three.named_parameters()]
+    assert sorted(loaded.params.to_pandas()["name"]) == sorted(names)
+    assert lens.validate(three, torch.ones(4, 2))
+    assert log.validate_saved_activations()
+
+
 def test_a_log_is_read_with_the_names_of_torchlens_2() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
     x = torch.ones(1, 2)
     log = tl.compat.torchlens.trace(model, x, layers_to_save=["relu"])
-    assert log.layer_labels == [entry.layer_label for entry in log.layer_list]
+    assert log.layer_labels == ["input_1", "linear_1_1", "relu_1_2", "linear_2_3", "output_1"]
     assert log.input_layers + log.output_layers == ["input_1_0", "output_1_4"]
     assert "relu_1_2" in log.saved_ops
     assert "linear_1_1" not in log.saved_ops
@@ -616,8 +937,9 @@ def test_pictures_and_checks_have_the_names_of_torchlens_2(
     names = tl.compat.torchlens
     picture = names.show_model_graph(
         model, x, vis_mode="rolled", vis_call_depth=1, vis_save_only=True, vis_buffers=True,
-        recurrence_detection=True, vis_outpath=str(tmp_path / "run.svg"),
+        recurrence_detection=True, vis_outpath=str(tmp_path / "run"), vis_fileformat="svg",
     )  # fmt: skip
+    assert (tmp_path / "run.svg").read_text() == picture.svg
     assert picture.svg == tl.trace(model, x).draw(rolled=True, depth=1).svg
     with pytest.raises(tl.errors.InputError, match="vis_mode has to be"):
         names.show_model_graph(model, x, vis_mode="none")

@@ -363,3 +363,30 @@ def test_cross_covariances_do_not_depend_on_the_batches() -> None:
     torch.testing.assert_close(images.covariance(), cross.covariance())
     with pytest.raises(bt.errors.InputError, match="19 samples of one and 20 of the other"):
         cross.add(a[1:], b)
+
+
+class TwiceActivated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.features(x)
+        for _ in range(2):
+            x = torch.relu(x - 1)
+        return x
+
+
+def test_analysers_have_the_names_of_interjections_and_strings_are_names() -> None:
+    model, x = TwiceActivated(), torch.randn(3, 4)
+    dead = bt.analysis.DeadReLU()
+    watched = interject_by_match(model, node_selector.Activations.is_relu, dead)
+    gradients = bt.analysis.GradientAccumulation()
+    watched = interject_by_match(watched, node_selector.Activations.is_relu, gradients)
+    for _ in range(2):
+        watched(x).sum().backward()
+    assert set(dead.to_dict()) == set(gradients.to_dict()) == {"features.1", "relu", "relu_1"}
+    changed = interject_by_match(model, "relu_1", torch.ones_like)
+    assert changed(x).eq(1).all()
+    changed = interject_by_match(model, "relu", torch.ones_like)
+    assert not changed(x).any()

@@ -229,7 +229,7 @@ class BendingModule(ModuleWithMethods):
         """
         if not what:
             self.reset_bending()
-            self._state |= {"configs": {}, "config": DEFAULT}
+            self._state.update(configs={}, config=DEFAULT)
         for named, item in map(split, what):
             errors = []
             every = self._all() if named is None else {named: self._part(named).bending}
@@ -338,12 +338,15 @@ class BendingModule(ModuleWithMethods):
         self.set_config(DEFAULT if name is None else name)
 
     def bending_config(self, name: str | None = None) -> BendingConfig:
-        """Return the active bends, or those saved under a name, as a configuration."""
+        """Return the active bends, or those saved under a name, as a bound configuration."""
         configs = self._state["configs"]
-        if name is not None and name != self.config:
-            if name not in configs:
-                raise InputError(f"there is no configuration {name!r}; {near(name, configs)}")
-            return BendingConfig(*configs[name])
+        if name is None or name == self.config:
+            return BendingConfig(*self._bends(), module=self)
+        if name not in configs:
+            raise InputError(f"there is no configuration {name!r}; {near(name, configs)}")
+        return BendingConfig(*configs[name], module=self)
+
+    def _bends(self) -> BendingConfig:
         made = BendingConfig()
         for fn, bending in self._all().items():
             for spec in (source.spec for source in bending._sources):
@@ -358,11 +361,11 @@ class BendingModule(ModuleWithMethods):
         """Save the active bends under a name."""
         if name in self._state["configs"] and not force:
             raise InputError(f"there is a configuration {name!r} already; force=True replaces it")
-        self._state["configs"][name] = self.bending_config()
+        self._state["configs"][name] = self._bends()
 
     def set_config(self, name: str) -> Restoring:
         """Bend by a named configuration, and by nothing else; a context manager that goes back."""
-        before, left = self.config, self.bending_config()
+        before, left = self.config, self._bends()
         configs = {DEFAULT: BendingConfig(), **self._state["configs"], before: left}
         if name not in configs:
             raise InputError(f"there is no configuration {name!r}; {near(name, configs)}")
@@ -373,7 +376,7 @@ class BendingModule(ModuleWithMethods):
             self.reset_bending()
             self.bend(left, allow_none=True)
             raise
-        self._state |= {"configs": configs, "config": name}
+        self._state.update(configs=configs, config=name)
         return Restoring(lambda: self.set_config(before))
 
     # Versions of the weights

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar, Self, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from bendtrace import bends
 from bendtrace.errors import InputError
@@ -46,9 +47,7 @@ C = TypeVar("C", bound=type)
 # The method of the model that runs, and arguments of callbacks by callback and node path.
 RUNNING: ContextVar[str] = ContextVar("running", default="forward")
 _GIVEN: ContextVar[Mapping[tuple[int, str], dict[str, Any]] | None] = ContextVar("given")
-_NEVER_CALLED = frozenset(
-    {"add_bending_target", "apply", "register_activation", "register_weight", "update"}
-)
+_NEVER_CALLED = frozenset({"add_bending_target", "apply"})
 
 
 class BendingParameterException(InputError):
@@ -136,7 +135,10 @@ class BendingCallback(bends.Bend):
 
     Subclasses override `bend_input(x, name)`, or `forward(x, name, ...)` with further arguments,
     which `from_activations` takes. Both are called for activations and for weights; what is drawn
-    for a node is drawn there, when the node comes first.
+    for a node is drawn there, when the node comes first. One that overrides `apply_to_param(idx,
+    param, cache)` changes copies of weights by it, in place, after `update()`. State for what is
+    bent is made in `register_activation(name, shape)` and `register_weight(parameter, name)`, which
+    are called when it comes first.
 
     Args:
         seed: kept as an attribute.
@@ -167,6 +169,8 @@ class BendingCallback(bends.Bend):
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed
+        self._met: dict[str, int] = {}  # the weights by name, and -1 for activations
+        self._cache: list[Tensor] = []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -194,9 +198,44 @@ class BendingCallback(bends.Bend):
         """Return the new value of a tensor."""
         return self.bend_input(x, name=name)
 
+    def register_activation(self, name: str, shape: torch.Size) -> str:
+        """Called when an activation comes first, with its name."""
+        return name
+
+    def register_weight(self, parameter: nn.Parameter, name: str = "", cache: bool = True) -> str:
+        """Called when a weight comes first, with its name."""
+        self._cache.append(parameter.data.clone())
+        return name
+
+    def get_cache(self, index: int) -> Tensor:
+        """Return a weight as it was when it came first, by its number."""
+        return self._cache[index]
+
+    def update(self) -> None:
+        """Called before weights are bent, and may follow changes of parameters."""
+
+    def apply_to_param(self, idx: int, param: Tensor, cache: Tensor | None) -> None:
+        """Change a copy of a weight in place."""
+        param.set_(self.bend_input(param))  # type: ignore[call-overload]
+
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the new value of a tensor."""
-        return self.forward(tensor, name=at.path.replace(".", "_"), **given_to(self, at))
+        name = at.path.replace(".", "_")
+        kind, known = type(self), self.__dict__.setdefault("_met", {})
+        is_weight = at.module is None and at.function is None
+        if not is_weight or kind.apply_to_param is BendingCallback.apply_to_param:
+            if not is_weight and known.setdefault(name, 0) == 0:
+                known[name] = -1
+                self.register_activation(name, tensor.shape)
+            return self.forward(tensor, name=name, **given_to(self, at))
+        with torch.no_grad():
+            parameter = nn.Parameter(tensor.detach().clone(), requires_grad=False)
+            if name not in known:
+                known[name] = len(self._cache)
+                self.register_weight(parameter, name=name, cache=True)
+            self.update()
+            self.apply_to_param(known[name], parameter, tensor.detach())
+        return parameter.data
 
     def __rshift__(self, other: Any) -> bends.CallbackChain:
         if not isinstance(other, bends.Bend):
@@ -325,6 +364,16 @@ class InterpolateActivation(bends.InterpolateActivation, BendingCallback):
         return "it is given weights" if given_to(self, at) else super().effect_of_bend(at, like)
 
 
+class _Captures(dict[str, Tensor]):
+    """Values by `method:activation`, or by activation if only one method has it."""
+
+    def __missing__(self, name: str) -> Tensor:
+        (found,) = [key for key in self if key.partition(":")[2] == name] or [""]
+        if not found:
+            raise KeyError(name)
+        return self[found]
+
+
 class _ByMethod(bends.Capture, BendingCallback):
     """Keeps values by the method that ran, too."""
 
@@ -339,7 +388,13 @@ class _ByMethod(bends.Capture, BendingCallback):
             fn, _, path = key.partition(":")
             name = None if self.name_of is None else self.name_of(fn, path)
             names[key] = f"{fn}:{name or path}"
-        return {names[key]: value for key, value in super().captures.items()}
+        return _Captures({names[key]: value for key, value in super().captures.items()})
+
+    _captures = captures
+
+    @property
+    def _is_initialized(self) -> bool:
+        return bool(self.captured)
 
     def clear(self) -> None:
         """Forget the captured values."""

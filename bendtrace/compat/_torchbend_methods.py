@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from torch import nn
@@ -15,6 +16,7 @@ from bendtrace import module as core
 from bendtrace._trace import Trace
 from bendtrace.compat._torchbend_callbacks import running
 from bendtrace.errors import InputError
+from bendtrace.export.exporting import Exported
 from bendtrace.flow import LogicalFlowStep
 from bendtrace.graph.fx import check_guard
 from bendtrace.interject.bends.bending import Bending
@@ -33,7 +35,9 @@ _OF_OTHERS = (
 class ModuleWithMethods(core.BendedModule):
     """A `bendtrace.BendedModule` of which other methods are recorded and bent, too."""
 
-    _untraced = core.BendedModule._untraced | {"_parts", "_state", "_holder", "_latest"}
+    _untraced = core.BendedModule._untraced | {
+        "_parts", "_state", "_holder", "_latest", "_inputs"
+    }  # fmt: skip
     _own = core.BendedModule._own | {"version", "config"}
 
     def __init__(self, model: Any, _wrapped_methods: Iterable[str] = (), **options: Any) -> None:
@@ -48,6 +52,7 @@ class ModuleWithMethods(core.BendedModule):
         attributes = self.__dict__
         attributes["_holder"] = holder
         attributes["_latest"] = {}  # traces of other methods
+        attributes["_inputs"] = {}  # of the latest traces, by method
         attributes["_parts"] = {}  # what the other methods are called through, by name
         attributes["_state"] = {
             "wrapped": wrapped, "configs": {}, "config": DEFAULT, "saved": {}, "bent": {},
@@ -214,7 +219,7 @@ class ModuleWithMethods(core.BendedModule):
             part = self._part(fn)
             with running(fn):
                 trace = part.trace(*args, **kwargs)
-        self._latest[fn] = trace
+        self._latest[fn], self._inputs[fn] = trace, (args, kwargs)
         if not _return_out:
             return _graph(trace)
         return _graph(trace), trace.output if type(trace.output) is tuple else (trace.output,)
@@ -242,13 +247,22 @@ class ModuleWithMethods(core.BendedModule):
         found: Trace = self._latest[fn]
         return found
 
-    def script(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: nothing here becomes TorchScript."""
-        raise InputError(
-            "a BendedModule cannot become TorchScript. For a program that runs without Python, "
-            "with all branches, but without bends, use "
-            "bendtrace.BendedModule(model).export(*inputs, to='model.pt2')"
-        )
+    def script(self, *inputs: Any, fn: str = "forward", **options: Any) -> Scripted:
+        """Return a method as a program without Python, in place of torchbend's TorchScript.
+
+        Args:
+            *inputs: see `bendtrace.BendedModule.export`; none for those of the latest trace.
+            fn: the name of the method.
+            **options: those of `bendtrace.BendedModule.export`.
+
+        Raises:
+            ExportError: something has no form without Python.
+            InputError: the method was not traced, or something is inserted that no program can
+                call.
+        """
+        part = self._traced(fn)
+        inputs = inputs or (self._inputs[fn],)
+        return Scripted(functools.partial(part.export, *inputs, **options))
 
     def __repr__(self) -> str:
         return super().__repr__() if self._holder is None else f"BendedModule({self._holder!r})"
@@ -269,6 +283,31 @@ class ModuleWithMethods(core.BendedModule):
         super()._take_over(carried)
         for fn, kept in parts.items():
             self._part(fn, align=False)._take_over(kept)
+
+
+class Scripted:
+    """A method as a program without Python; a call of it is one of the method.
+
+    Args:
+        export: makes the program, and writes it `to` a file.
+
+    Attributes:
+        exported: the program.
+    """
+
+    def __init__(self, export: Callable[..., Exported]) -> None:
+        self._export = export
+        self.exported: Exported = export()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.exported(*args, **kwargs)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the program: to `.pt2`, `.aoti.pt2` or `.onnx`."""
+        self._export(to=path)
+
+    def __repr__(self) -> str:
+        return repr(self.exported)
 
 
 class _NoForward:

@@ -1,272 +1,377 @@
-"""TorchLens: `log_forward_pass` and `show_model_graph`, and some names of its second version.
+"""TorchLens: the functions of its first releases, and what the README of its second version uses.
+
+Layers have TorchLens's labels: calls in a row of one function in one module are passes of a layer,
+and an insertion changes the value of its node.
+
+Layers are selected by `func`, `in_module`, `module`, `label`, `contains`, `regex` and `where`, with
+`&`, `|` and `~`. `when` says where one of the helpers `zero_ablate`, `mean_ablate`, `scale`,
+`clamp`, `noise`, `steer`, `project_onto`, `project_off` and `replace_with` changes values. `save`
+and `load` store logs, and `options` has `CaptureOptions`.
 
 >>> import torch, bendtrace as bt
 >>> tl = bt.compat.torchlens
->>> history = tl.log_forward_pass(torch.nn.ReLU(), torch.ones(2))
->>> isinstance(history, tl.ModelHistory), history["relu_1"].tensor_contents
-(True, tensor([1., 1.]))
+>>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+>>> log = tl.trace(model, torch.ones(1, 2), save=tl.func("relu") | tl.label("linear_1"))
+>>> isinstance(log, tl.ModelHistory), list(log.saved_ops)
+(True, ['linear_1_1', 'relu_1_2', 'output_1_3'])
+>>> halved = tl.when(tl.func("relu"), tl.scale(0.5))
+>>> changed = tl.trace(model, torch.ones(1, 2), intervene=halved)
+>>> torch.equal(changed["relu_1"].out, log["relu_1"].out / 2)
+True
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import os
-import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+import statistics
+import sys
+import types
+import webbrowser
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from bendtrace._history import ModelHistory
-from bendtrace._trace import Trace, run_trace
+from bendtrace._history import load as load_log
+from bendtrace._trace import positional, run_logged
+from bendtrace.calls import Call, own_copy
+from bendtrace.compat._torchlens_logs import Accessor, Log, Op, TraceLog, with_names
+from bendtrace.compat._torchlens_selectors import (
+    Change,
+    Listed,
+    Selector,
+    clamp,
+    contains,
+    func,
+    in_module,
+    label,
+    mean_ablate,
+    module,
+    noise,
+    project_off,
+    project_onto,
+    regex,
+    replace_with,
+    scale,
+    steer,
+    when,
+    where,
+    zero_ablate,
+)
 from bendtrace.errors import InputError
 from bendtrace.history.capture import SaveOptions
-from bendtrace.history.depths import depths
-from bendtrace.history.entries import LayerEntry
-
-if TYPE_CHECKING:
-    from bendtrace.backward.node import BackwardNode
-    from bendtrace.backward.record import BackwardPass
-    from bendtrace.view.drawing.picture import Picture
+from bendtrace.module import BendedModule
+from bendtrace.paths.view import NodePath
+from bendtrace.preserved_state import PreservedState
+from bendtrace.view.drawing.picture import Picture
 
 __all__ = [
-    "ModelHistory",
-    "Op",
-    "get_model_metadata",
-    "log_forward_pass",
-    "show_model_graph",
-    "trace",
-    "validate_forward_pass",
-]
+    "Accessor", "Bundle", "CaptureOptions", "ModelHistory", "Op", "Trace", "bundle", "clamp",
+    "contains", "extract", "func", "get_model_metadata", "in_module", "label", "load",
+    "log_forward_pass", "mean_ablate", "module", "noise", "options", "pluck", "project_off",
+    "project_onto", "regex", "replace_with", "save", "scale", "show_model_graph", "steer", "trace",
+    "validate", "validate_forward_pass", "validate_saved_activations", "when", "where",
+    "zero_ablate",
+]  # fmt: skip
 __dir__ = __all__.copy
 
-
-class Op(LayerEntry):
-    """An entry of the log that can also be read with some names of TorchLens 2.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> entry = bt.compat.torchlens.trace(torch.nn.ReLU(), torch.ones(2))["relu_1"]
-        >>> entry.layer_label, entry.func_name, entry.out
-        ('relu_1_1', 'relu', tensor([1., 1.]))
-
-    Attributes:
-        min_distance_from_input: the length of the shortest way from an input to it. This, and
-            the three that follow, is None unless the log was made with `mark_layer_depths=True`,
-            and where there is no such way. Numbers that Python computes count as layers.
-        max_distance_from_input: that of the longest way.
-        min_distance_to_output: the length of the shortest way from it to an output.
-        max_distance_to_output: that of the longest way.
-    """
-
-    _transform: Callable[[Tensor], Any] | None = None
-    min_distance_from_input: int | None = None
-    max_distance_from_input: int | None = None
-    min_distance_to_output: int | None = None
-    max_distance_to_output: int | None = None
-
-    @property
-    def layer_label(self) -> str:
-        """The name of the layer."""
-        return self.label
-
-    @property
-    def out(self) -> Any:
-        """The output; None if it was not saved."""
-        return self.tensor_contents if self.has_contents else None
-
-    @property
-    def transformed_out(self) -> Any:
-        """What `activation_transform` makes of the output; None without it."""
-        out = self.out
-        is_there = self._transform is not None and isinstance(out, Tensor)
-        return self._transform(out) if is_there else None  # type: ignore[misc]
-
-    @property
-    def has_input_ancestor(self) -> bool:
-        """Whether a way from an input leads to it; False unless layer depths were marked."""
-        return self.min_distance_from_input is not None
-
-    @property
-    def has_output_descendant(self) -> bool:
-        """Whether a way leads from it to an output; False unless layer depths were marked."""
-        return self.min_distance_to_output is not None
-
-    @property
-    def grad(self) -> Any:
-        """The gradient of the output; None if it was not saved."""
-        return self.grad_contents
-
-    @property
-    def func_name(self) -> str:
-        """The name of the function."""
-        return self.layer_type
-
-    @property
-    def num_passes(self) -> int:
-        """How often the layer was run."""
-        return self.passes
-
-    @property
-    def is_input(self) -> bool:
-        """Whether it is an input of the model."""
-        return self.kind == "input"
-
-    @property
-    def is_output(self) -> bool:
-        """Whether it is an output of the model."""
-        return self.kind == "output"
-
-
-class _Log(Trace):
-    """A trace that can also be read with some names of TorchLens 2, and prints as its logs do."""
-
-    _has_details = False
-
-    @property
-    def layer_list(self) -> list[Any]:
-        """The layers in order."""
-        return list(self.layers)
-
-    @property
-    def layer_labels(self) -> list[str]:
-        """The names of the layers in order."""
-        return [entry.label for entry in self.layers]
-
-    @property
-    def op_labels(self) -> list[str]:
-        """The names of all passes of layers, in order."""
-        return [f"{entry.label}:{entry.pass_number}" for entry in self.layers]
-
-    @property
-    def input_layers(self) -> list[str]:
-        """The names of the inputs."""
-        return [entry.label for entry in self.layers if entry.kind == "input"]
-
-    @property
-    def output_layers(self) -> list[str]:
-        """The names of the outputs."""
-        return [entry.label for entry in self.layers if entry.kind == "output"]
-
-    @property
-    def saved_ops(self) -> dict[str, Any]:
-        """The layers whose outputs were saved, by name."""
-        return {entry.label: entry for entry in self.layers if entry.has_contents}
-
-    @property
-    def num_tensors(self) -> int:
-        """How many tensors the run computed."""
-        return len(self.layers)
-
-    @property
-    def backward_passes(self) -> list[BackwardPass]:
-        """The records of the backward passes that `log_backward` has run."""
-        passes: list[BackwardPass] = self.__dict__.setdefault("_passes", [])
-        return passes
-
-    @property
-    def grad_fns(self) -> list[BackwardNode]:
-        """The nodes that ran in the latest of these."""
-        return self.backward_passes[-1].nodes if self.backward_passes else []
-
-    def log_backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> Trace:
-        """Run and record a backward pass, and return the log."""
-        self.backward_passes.append(self.backward(loss, gradient, save="all", **options))
-        return self
+Trace: TypeAlias = TraceLog
+Inputs: TypeAlias = Mapping[str, Any] | None
 
 
 def log_forward_pass(
     model: Callable[..., Any],
     input_args: Any,
-    input_kwargs: Mapping[str, Any] | None = None,
+    input_kwargs: Inputs = None,
     layers_to_save: Any = "all",
-    vis_opt: Literal["none", "rolled", "unrolled"] = "none",
-    *,
-    vis_outpath: str | os.PathLike[str] | None = None,
+    keep_unsaved_layers: bool = True,
+    output_device: torch.device | str = "same",
+    activation_postfunc: Callable[[Tensor], Any] | None = None,
+    mark_input_output_distances: bool = False,
+    detach_saved_tensors: bool = False,
+    save_function_args: bool = False,
     save_gradients: bool = False,
-    save_device: torch.device | str | None = None,
-    save_dtype: torch.dtype | None = None,
-    save_to: str | os.PathLike[str] | None = None,
-    keep_graph: bool = False,
-    stop_after: Any = None,
+    vis_opt: Literal["none", "rolled", "unrolled"] = "none",
+    vis_nesting_depth: int = 1000,
+    vis_outpath: str | os.PathLike[str] = "modelgraph",
+    vis_save_only: bool = False,
+    vis_fileformat: str = "pdf",
+    vis_buffer_layers: bool = False,
+    vis_direction: str = "bottomup",
+    vis_graph_overrides: Any = None,
+    vis_node_overrides: Any = None,
+    vis_nested_node_overrides: Any = None,
+    vis_edge_overrides: Any = None,
+    vis_gradient_edge_overrides: Any = None,
+    vis_module_overrides: Any = None,
     random_seed: int | None = None,
-) -> Trace:
+) -> Log:
     """Run a model and log everything that it computes.
-
-    The same as `bendtrace.trace(model, *input_args, save=..., **input_kwargs)` with the names of
-    TorchLens, whose options cannot be confused with arguments of the model.
 
     Args:
         model: what to run. It is not changed.
         input_args: its positional argument, or a list or tuple of them.
         input_kwargs: its keyword arguments.
-        layers_to_save: "all", "none", or names of layers or modules, positions, modules or
-            functions; see `bendtrace.trace`.
-        vis_opt: whether to draw the run, with the passes of a layer merged ("rolled") or separate
-            ("unrolled"). The picture is `ModelHistory.picture`, which notebooks show.
-        vis_outpath: a file to draw into (.svg, .png, .pdf, .html, .dot); None for no file.
+        layers_to_save: "all", "none", or names of layers or modules, positions, or parts of names,
+            which select every layer and module that contains them.
+        keep_unsaved_layers: has to be True: `saved_ops` has only what was saved.
+        output_device: the device to keep activations on; "same" leaves them where they are.
+        activation_postfunc: a function of each saved value, whose result is kept instead.
+        mark_input_output_distances: whether to count how far each layer is from inputs and outputs.
+        detach_saved_tensors: whether saved values leave the autograd graph.
+        save_function_args: whether entries have `creation_args` and `creation_kwargs`.
         save_gradients: whether to keep gradients in the backward pass, too.
-        save_device: device to keep activations on; None leaves them where they are.
-        save_dtype: floating point dtype to keep them in; None for their own.
-        save_to: a directory to stream them to; None to keep them in memory.
-        keep_graph: whether they stay part of the autograd graph.
-        stop_after: a layer, module or position after which the run ends.
+        vis_opt: whether to draw the run, with the passes of a layer merged ("rolled") or separate
+            ("unrolled"), to a file and in a window, or in the notebook.
+        vis_nesting_depth: how many nested modules to open.
+        vis_outpath: the file to draw to.
+        vis_save_only: whether only to write the file.
+        vis_fileformat: the ending of the file: pdf, svg, png, html or dot.
+        vis_buffer_layers: no effect: pictures have no nodes for buffers.
+        vis_direction: no effect: pictures run from the top to the bottom.
+        vis_graph_overrides: has to be None, like the others: pictures are not Graphviz's.
+        vis_node_overrides: see `vis_graph_overrides`.
+        vis_nested_node_overrides: see `vis_graph_overrides`.
+        vis_edge_overrides: see `vis_graph_overrides`.
+        vis_gradient_edge_overrides: see `vis_graph_overrides`.
+        vis_module_overrides: see `vis_graph_overrides`.
         random_seed: seed of the run; torch's generators are restored afterwards. None runs like an
             untraced call.
 
     Returns:
-        The log, a `ModelHistory`.
+        The log.
 
     Raises:
         InputError: an option is invalid; nothing was run.
         LayerKeyError: a requested name does not exist. The run has taken place by then.
-        Exception: whatever the model raises, unchanged.
 
     Example:
         >>> import torch, bendtrace as bt
+        >>> tl = bt.compat.torchlens
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-        >>> history = bt.log_forward_pass(model, torch.ones(4, 2), layers_to_save=["relu_1"])
-        >>> [entry.label for entry in history if entry.has_contents]
+        >>> history = tl.log_forward_pass(model, torch.ones(4, 2), layers_to_save=["relu"])
+        >>> [entry.layer_label for entry in history if entry.has_saved_activations]
         ['relu_1_2', 'output_1_3']
     """
+    overrides = (
+        vis_graph_overrides, vis_node_overrides, vis_nested_node_overrides, vis_edge_overrides,
+        vis_gradient_edge_overrides, vis_module_overrides,
+    )  # fmt: skip
+    if any(overrides) or not keep_unsaved_layers:
+        raise InputError(
+            "keep_unsaved_layers=False and the overrides of Graphviz's attributes are not supported"
+        )
     if vis_opt not in ("none", "rolled", "unrolled"):
         raise InputError(f"vis_opt has to be 'none', 'rolled' or 'unrolled', not {vis_opt!r}")
-    if vis_outpath is not None and vis_opt == "none":
-        raise InputError("vis_outpath needs vis_opt='rolled' or 'unrolled'")
+    log = trace(
+        model, input_args, input_kwargs, layers_to_save, output_device=output_device,
+        mark_layer_depths=mark_input_output_distances, detach_saved_tensors=detach_saved_tensors,
+        save_arg_values=save_function_args, save_grads=save_gradients, random_seed=random_seed,
+    )  # fmt: skip
+    if activation_postfunc is not None:
+        for entry in log.entries:
+            if isinstance(entry.saved, Tensor) and entry.kind != "state":
+                entry.saved = activation_postfunc(entry.saved)
+    if vis_opt != "none":
+        depth = vis_nesting_depth if vis_nesting_depth < 1000 else None
+        path = f"{os.fspath(vis_outpath)}.{vis_fileformat}"
+        log.picture = log.draw(path, rolled=vis_opt == "rolled", depth=depth)
+        if not vis_save_only:
+            _show(log.picture, path)
+    return log
+
+
+def _show(picture: Picture, path: str) -> None:
+    """Show a picture in the notebook, or in a window if there is a screen."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None and hasattr(shell, "kernel"):
+        sys.modules["IPython"].display.display(picture)
+    elif sys.platform in ("win32", "darwin") or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+        webbrowser.open(Path(path).absolute().as_uri())
+
+
+class CaptureOptions(dict[str, Any]):
+    """Options of `trace` in one object.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tl = bt.compat.torchlens
+        >>> more = tl.CaptureOptions(save_grads=True)
+        >>> log = tl.trace(torch.nn.Linear(2, 3), torch.ones(1, 2), capture=more)
+        >>> log.log_backward(log["output_1"].out.sum())["linear_1"].grad
+        tensor([[1., 1., 1.]])
+    """
+
+
+options = types.SimpleNamespace(CaptureOptions=CaptureOptions)
+
+
+def trace(
+    model: Callable[..., Any],
+    input_args: Any,
+    input_kwargs: Inputs = None,
+    layers_to_save: Any = "all",
+    *,
+    save: Any = None,
+    halt: Any = None,
+    intervene: Any = None,
+    capture: Mapping[str, Any] | None = None,
+    save_grads: Any = False,
+    activation_transform: Callable[[Tensor], Any] | None = None,
+    mark_layer_depths: bool = False,
+    save_arg_values: bool = False,
+    detach_saved_tensors: bool = False,
+    output_device: torch.device | str = "same",
+    random_seed: int | None = None,
+    intervention_ready: bool = False,
+    name: str = "",
+) -> Log:
+    """Run a model and log everything that it computes, as TorchLens 2 does.
+
+    Args:
+        model: what to run. It is not changed.
+        input_args: its positional argument, or a list or tuple of them.
+        input_kwargs: its keyword arguments.
+        layers_to_save: as for `log_forward_pass`. Outputs are always saved.
+        save: a selector, such as `func("relu")`, in place of `layers_to_save`.
+        halt: a selector or name of the layer after which the run ends.
+        intervene: what `when` returns, or a list of it.
+        capture: more options.
+        save_grads: whether to keep gradients in the backward pass; also a selector.
+        activation_transform: a function of a saved output, for `entry.transformed_out`. It is
+            called when that is read.
+        mark_layer_depths: whether to count how far each layer is from inputs and outputs, for
+            `entry.min_distance_from_input` and the like.
+        save_arg_values: whether entries have `creation_args` and `creation_kwargs`.
+        detach_saved_tensors: whether saved values leave the autograd graph.
+        output_device: the device to keep activations on; "same" leaves them where they are.
+        random_seed: see `log_forward_pass`.
+        intervention_ready: no effect: every log can be forked.
+        name: no effect.
+
+    Returns:
+        The log.
+
+    Raises:
+        InputError: an option is invalid; nothing was run.
+        LayerKeyError: a requested name does not exist. The run has taken place by then.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> log = bt.compat.torchlens.trace(torch.nn.ReLU(), torch.ones(2))
+        >>> log.layer_labels
+        ['input_1', 'relu_1_1', 'output_1']
+        >>> log.fork().do("relu_1", bt.compat.torchlens.scale(3)).layer_list[-1].out
+        tensor([3., 3.])
+    """
+    given = {
+        "input_kwargs": input_kwargs, "layers_to_save": layers_to_save, "save": save, "halt": halt,
+        "intervene": intervene, "save_grads": save_grads,
+        "activation_transform": activation_transform, "mark_layer_depths": mark_layer_depths,
+        "save_arg_values": save_arg_values, "detach_saved_tensors": detach_saved_tensors,
+        "output_device": output_device, "random_seed": random_seed,
+    }  # fmt: skip
+    if capture:
+        return trace(model, input_args, **(given | dict(capture)))
     if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
         raise InputError(
             "input_kwargs has to be a dict of the model's keyword arguments, not a "
             f"{type(input_kwargs).__name__}: layers_to_save comes after it"
         )
-    args = _arguments(model, input_args)
-    options = SaveOptions(
-        layers_to_save, save_gradients, stop_after, save_device, save_dtype, keep_graph, save_to
-    )
-    kwargs = dict(input_kwargs or {})
-    if random_seed is None:
-        trace = run_trace(model, args, kwargs, options)
-    else:
-        with torch.random.fork_rng():
-            torch.manual_seed(random_seed)
-            trace = run_trace(model, args, kwargs, options)
-    _with_names(trace)
-    if vis_opt != "none":
-        trace.picture = trace.draw(vis_outpath, rolled=vis_opt == "rolled")
-    return trace
+    args, kwargs = positional(model, input_args), dict(input_kwargs or {})
+    wanted = layers_to_save if save is None else save
+    if isinstance(wanted, str):
+        wanted = wanted.lower() if wanted.lower() in ("all", "none") else [wanted]
+    saves_none = wanted in (None, "none", [])
+    settings = SaveOptions(
+        "none" if saves_none else "all", bool(save_grads) and not saves_none, halt,
+        None if output_device == "same" else output_device, None,
+        not detach_saved_tensors and not torch.is_inference_mode_enabled(), None, True,
+    )  # fmt: skip
+    changes = [intervene] if isinstance(intervene, Change) else list(intervene or ())
+    subject = _changed(model, args, kwargs, changes, random_seed) if changes else model
+    run = run_logged(subject, args, kwargs, settings, random_seed)
+    log = with_names(run, activation_transform, mark_layer_depths, save_arg_values)
+    if not saves_none and wanted != "all":
+        _keep(log, wanted, save_grads)
+    elif save_grads not in (True, False, None, "all"):
+        _keep(log, lambda entry: True, save_grads)
+    log._call = trace, model, input_args, given
+    return log
+
+
+def _keep(log: Any, wanted: Any, gradients: Any) -> None:
+    """Keep only the values of a finished run that are selected, and its outputs."""
+
+    def keys_of(entries: list[Any]) -> set[Any]:
+        sources = (log._lookup.all(one.parents) if one.index is None else [one] for one in entries)
+        keys = ((one.index, one.element) for several in sources for one in several)
+        return {log._log.changed.get(key, key) for key in keys}
+
+    outputs = [entry for entry in log.layer_list if entry.kind == "output"]
+    kept, capture = keys_of([*log.selected(wanted), *outputs]), log._capture
+    for entry in log.entries:
+        key = entry.index, entry.element
+        if entry.kind != "output" and log._log.changed.get(key, key) not in kept:
+            entry.saved = None
+    capture.saved = {key: value for key, value in capture.saved.items() if key in kept}
+    if capture.gradients is not None:
+        chosen = wanted if gradients in (True, "all") else gradients
+        capture.gradients.wanted = keys_of(log.selected(chosen))
+
+
+def _changed(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changes: list[Any], seed: int | None
+) -> BendedModule:
+    """Return a model in which changes are inserted; labels are those of a run without them."""
+    bended, clean = BendedModule(model), None
+    for place, what in changes:
+        helper = what
+        if "hook" in getattr(getattr(what, "__code__", None), "co_varnames", ()):
+            helper = functools.partial(_with_hook, what)
+        if isinstance(place, Selector) and place.node is not None:
+            bended.interject(place.node, helper)
+            continue
+        if clean is None:
+            with PreservedState(model):
+                call = own_copy(Call(args, kwargs))
+                settings = SaveOptions("none", torchlens=True)
+                clean = with_names(run_logged(model, call.args, dict(call.kwargs), settings, seed))
+        for path, chosen in _by_path(clean.selected(place)).items():
+            every = _by_path(clean.layer_list)[path]
+            passes = None if len(chosen) == len(every) else [every.index(one) for one in chosen]
+            bended.interject(NodePath(path), helper, passes=passes)
+    return bended
+
+
+def _with_hook(what: Callable[..., Any], value: Any) -> Any:
+    return what(value, hook=None)
+
+
+def _by_path(entries: list[Any]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for entry in entries:
+        if entry.kind == "op":
+            found.setdefault(entry.node_path, []).append(entry)
+    return found
 
 
 def show_model_graph(
     model: Callable[..., Any],
     input_args: Any,
-    input_kwargs: Mapping[str, Any] | None = None,
+    input_kwargs: Inputs = None,
     vis_opt: Literal["rolled", "unrolled"] = "unrolled",
     *,
-    vis_outpath: str | os.PathLike[str] | None = None,
+    vis_outpath: str | os.PathLike[str] = "modelgraph",
+    vis_save_only: bool = False,
+    vis_fileformat: str = "pdf",
     random_seed: int | None = None,
     vis_mode: Literal["rolled", "unrolled"] | None = None,
     vis_call_depth: int | None = None,
-    vis_save_only: bool = True,
     vis_buffers: Any = None,
     recurrence_detection: bool = True,
 ) -> Picture:
@@ -277,100 +382,54 @@ def show_model_graph(
         input_args: its positional argument, or a list or tuple of them.
         input_kwargs: its keyword arguments.
         vis_opt: whether the passes of a layer are merged ("rolled") or separate ("unrolled").
-        vis_outpath: a file to draw into (.svg, .png, .pdf, .html, .dot); None for no file. A name
-            without an ending gets ".pdf", as in TorchLens.
+        vis_outpath: the file to draw to; `vis_fileformat` is appended, unless it ends with it.
+        vis_save_only: whether only to write the file.
+        vis_fileformat: see `log_forward_pass`.
         random_seed: seed of the run; see `log_forward_pass`.
         vis_mode: the name of `vis_opt` in TorchLens 2.
         vis_call_depth: how many nested modules to open; None for all.
-        vis_save_only: no effect: a picture is shown where it is displayed, never by this function.
         vis_buffers: no effect: pictures have no nodes for buffers.
-        recurrence_detection: no effect: passes of a layer are identified by the place in the
-            source.
+        recurrence_detection: no effect.
 
     Returns:
         The picture, which notebooks show.
 
     Raises:
         InputError: an option is invalid; nothing was run.
-        Exception: whatever the model raises, unchanged.
 
     Example:
-        >>> import torch, bendtrace as bt
-        >>> picture = bt.show_model_graph(torch.nn.Linear(2, 3), torch.ones(4, 2))
+        >>> import tempfile, torch, bendtrace as bt
+        >>> tl = bt.compat.torchlens
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     picture = tl.show_model_graph(
+        ...         torch.nn.ReLU(), torch.ones(2), vis_outpath=f"{folder}/run", vis_save_only=True
+        ...     )
         >>> picture.svg.startswith("<svg")
         True
     """
     mode, name = (vis_opt, "vis_opt") if vis_mode is None else (vis_mode, "vis_mode")
     if mode not in ("rolled", "unrolled"):
         raise InputError(f"{name} has to be 'rolled' or 'unrolled', not {mode!r}")
-    if vis_outpath is not None and not os.path.splitext(vis_outpath)[1]:
-        vis_outpath = f"{os.fspath(vis_outpath)}.pdf"
-    trace = log_forward_pass(model, input_args, input_kwargs, "none", random_seed=random_seed)
-    return trace.draw(vis_outpath, rolled=mode == "rolled", depth=vis_call_depth)
-
-
-def trace(
-    model: Callable[..., Any],
-    input_args: Any,
-    input_kwargs: Mapping[str, Any] | None = None,
-    *,
-    activation_transform: Callable[[Tensor], Any] | None = None,
-    mark_layer_depths: bool = False,
-    save_arg_values: bool = False,
-    **options: Any,
-) -> Trace:
-    """Run a model and log everything that it computes: `log_forward_pass`, as TorchLens 2 names it.
-
-    Args:
-        model: what to run. It is not changed.
-        input_args: its positional argument, or a list or tuple of them.
-        input_kwargs: its keyword arguments.
-        activation_transform: a function of a saved output, for `entry.transformed_out`. It is
-            called when that is read.
-        mark_layer_depths: whether to count how far each layer is from inputs and outputs, for
-            `entry.min_distance_from_input` and the like.
-        save_arg_values: no effect: `entry.arguments` is how a function was called, and
-            `entry.parents` name the values.
-        **options: those of `log_forward_pass`. In `layers_to_save`, a word without a number selects
-            every layer and module whose name contains it: `"relu"`. Outputs are always saved.
-
-    Returns:
-        The log, which can be read with some names of TorchLens 2 as well.
-
-    Raises:
-        InputError: an option is invalid; nothing was run.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> log = bt.compat.torchlens.trace(torch.nn.ReLU(), torch.ones(2))
-        >>> log.layer_labels
-        ['input_1_0', 'relu_1_1', 'output_1_2']
-    """
-    options["layers_to_save"] = _selected(options.get("layers_to_save", "all"))
-    log = log_forward_pass(model, input_args, input_kwargs, **options)
-    if mark_layer_depths:
-        entries = [each for each in log._entries_without_state() if isinstance(each, Op)]
-        for each, (above, below) in zip(entries, depths(entries), strict=True):
-            each.min_distance_from_input, each.max_distance_from_input = above
-            each.min_distance_to_output, each.max_distance_to_output = below
-    for entry in log.entries:
-        if isinstance(entry, Op):
-            entry._transform = activation_transform
-    return log
+    path = os.fspath(vis_outpath)
+    log = log_forward_pass(
+        model, input_args, input_kwargs, "none", vis_opt=mode, vis_save_only=vis_save_only,
+        vis_outpath=path.removesuffix(f".{vis_fileformat}"), vis_fileformat=vis_fileformat,
+        vis_nesting_depth=1000 if vis_call_depth is None else vis_call_depth,
+        random_seed=random_seed,
+    )  # fmt: skip
+    assert log.picture is not None
+    return log.picture
 
 
 def get_model_metadata(
-    model: Callable[..., Any], input_args: Any, input_kwargs: Mapping[str, Any] | None = None
-) -> Trace:
+    model: Callable[..., Any], input_args: Any, input_kwargs: Inputs = None
+) -> Log:
     """Run a model and log it without keeping activations.
 
     Args:
-        model: what to run. It is not changed.
+        model: what to run.
         input_args: its positional argument, or a list or tuple of them.
         input_kwargs: its keyword arguments.
-
-    Returns:
-        The log.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -378,16 +437,17 @@ def get_model_metadata(
         >>> log.num_tensors
         3
     """
-    return log_forward_pass(model, input_args, input_kwargs, "none")
+    return trace(model, input_args, input_kwargs, "none")
 
 
 def validate_forward_pass(
     model: Callable[..., Any],
     input_args: Any,
-    input_kwargs: Mapping[str, Any] | None = None,
+    input_kwargs: Inputs = None,
     random_seed: int | None = None,
     verbose: bool = False,
     validate_metadata: bool = True,
+    scope: Literal["forward"] = "forward",
 ) -> bool:
     """Run a model, compute each op again from the saved values, and compare the results.
 
@@ -400,6 +460,7 @@ def validate_forward_pass(
         random_seed: seed of the run; see `log_forward_pass`.
         verbose: no effect: `print(log.validate())` says what was checked.
         validate_metadata: no effect.
+        scope: has to be "forward".
 
     Returns:
         Whether all results are the same bits.
@@ -409,36 +470,138 @@ def validate_forward_pass(
         >>> bt.compat.torchlens.validate_forward_pass(torch.nn.Linear(2, 3), torch.ones(4, 2))
         True
     """
-    log = log_forward_pass(model, input_args, input_kwargs, random_seed=random_seed)
-    return bool(log.validate())
+    log = trace(model, input_args, input_kwargs, detach_saved_tensors=True, random_seed=random_seed)
+    return log.validate_saved_activations()
 
 
-def _arguments(model: Callable[..., Any], given: Any) -> tuple[Any, ...]:
-    """Return the positional arguments; a tuple is one argument for a model that takes just one."""
-    if isinstance(given, tuple) and len(given) > 1:
-        function = model.forward if isinstance(model, torch.nn.Module) else model
-        try:
-            inspect.signature(function).bind(*given)
-        except TypeError:
-            return (given,)
-        except ValueError:  # functions of C without a signature
-            pass
-    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+validate = validate_saved_activations = validate_forward_pass
 
 
-def _selected(wanted: Any) -> Any:
-    """Return names of layers, with words as patterns, and the outputs."""
-    if not isinstance(wanted, (list, tuple)):
-        return wanted
-    selected = [
-        re.compile(f".*{one}.*") if isinstance(one, str) and one.isalpha() else one
-        for one in wanted
-    ]
-    return [*selected, re.compile(r"output_\d+.*")]
+def pluck(model: Callable[..., Any], x: Any, layer: str) -> Tensor:
+    """Return the output of one layer.
+
+    Args:
+        model: what to run.
+        x: its positional argument, or a list or tuple of them.
+        layer: a key that selects one layer.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bt.compat.torchlens.pluck(torch.nn.ReLU(), torch.ones(2), "relu_1_1")
+        tensor([1., 1.])
+    """
+    return extract(model, x, [layer]).popitem()[1]
 
 
-def _with_names(trace: Trace) -> None:
-    """Let a trace and its entries be read with some names of TorchLens 2."""
-    trace.__class__ = _Log
-    for entry in trace.entries:
-        entry.__class__ = Op
+def extract(
+    model: Callable[..., Any], x: Any, layers: Mapping[str, str] | Sequence[str]
+) -> dict[str, Tensor]:
+    """Return the outputs of several layers, by their keys or the names that a mapping gives them.
+
+    Args:
+        model: what to run.
+        x: its positional argument, or a list or tuple of them.
+        layers: keys, each of one layer; or keys by name.
+
+    Raises:
+        InputError: a key selects several layers.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bt.compat.torchlens.extract(torch.nn.ReLU(), torch.ones(1), {"act": "relu"})
+        {'act': tensor([1.])}
+    """
+    named = layers if isinstance(layers, Mapping) else {one: one for one in layers}
+    log, found = trace(model, x, layers_to_save=list(named.values())), {}
+    for name, key in named.items():
+        entries = log.selected(key)
+        if len(entries) != 1:
+            several = ", ".join(entry.label for entry in entries)
+            raise InputError(f"{key!r} selects several layers: {several}")
+        found[name] = entries[0].out
+    return found
+
+
+@Listed
+def save(log: ModelHistory, path: str | os.PathLike[str]) -> None:
+    """Write a log to a directory."""
+    log.save(path)
+
+
+@Listed
+def load(path: str | os.PathLike[str]) -> Log:
+    """Read a log that `save` has written."""
+    return with_names(load_log(path))
+
+
+class Bundle:
+    """Several logs, to compare the values of a layer in them.
+
+    Args:
+        members: the logs, by name.
+        baseline: the name of the one that the others are compared with.
+
+    Attributes:
+        members: as given.
+        baseline_name: as given; the first one by default.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tl = bt.compat.torchlens
+        >>> clean = tl.trace(torch.nn.ReLU(), torch.ones(2))
+        >>> changed = clean.fork().do("relu_1", tl.zero_ablate())
+        >>> tl.bundle({"clean": clean, "changed": changed}).compare_at("relu_1")
+        tensor([[0., 1.],
+                [1., 0.]])
+    """
+
+    def __init__(self, members: Mapping[str, Log], baseline: str | None = None) -> None:
+        self.members: dict[str, Log] = dict(members)
+        self.baseline_name: str = next(iter(self.members)) if baseline is None else baseline
+        if self.baseline_name not in self.members:
+            raise InputError(f"{baseline!r} is not one of {', '.join(self.members)}")
+
+    def __getitem__(self, name: str) -> Log:
+        return self.members[name]
+
+    def apply(self, function: Callable[[Log], Any]) -> dict[str, Any]:
+        """Call a function with each log."""
+        return {name: function(log) for name, log in self.members.items()}
+
+    def compare_at(self, where: Any) -> Tensor:
+        """Return the cosine distances of the values of one layer in each two logs."""
+        values = []
+        for name, log in self.members.items():
+            (found,) = log.selected(where)
+            if found.out is None:
+                raise InputError(f"{name!r} has not saved {found.label}")
+            values.append(found.out.detach())
+        return torch.stack([torch.stack([_distance(a, b) for b in values]) for a in values])
+
+    def most_changed(self, baseline: str | None = None, top_k: int = 10) -> list[tuple[str, float]]:
+        """Return the layers that differ most from those of one log, and how much on average."""
+        first = self.members[baseline or self.baseline_name]
+        others = [log for log in self.members.values() if log is not first]
+        found = [
+            (
+                label,
+                statistics.fmean(_distance(one.out, log.saved_ops[label].out) for log in others),
+            )
+            for label, one in first.saved_ops.items()
+            if all(label in log.saved_ops for log in others)
+        ]
+        return sorted(found, key=lambda row: -row[1])[:top_k]
+
+
+bundle = Bundle
+
+
+def _distance(one: Tensor, other: Tensor) -> Tensor:
+    """Return the cosine distance of two values; of numbers, the relative difference."""
+    one, other = one.detach().flatten().float(), other.detach().flatten().float()
+    if one.numel() == 1:
+        return torch.div((one - other).abs(), one.abs().clamp(min=1e-12))[0]
+    norm = one.norm() * other.norm()
+    if norm < 1e-12:
+        return torch.tensor(0.0 if torch.equal(one, other) else 1.0)
+    return torch.sub(1, torch.dot(one, other) / norm).clamp(min=0)

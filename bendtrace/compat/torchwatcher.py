@@ -20,11 +20,12 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from bendtrace import node_selector
+from bendtrace.analysis.analyser import Analyser
 from bendtrace.analysis.streaming.moments import CrossCovariance
 from bendtrace.compat._watched import LinearProbe, WatchedModule, is_made
 from bendtrace.errors import InputError, NodePathError
@@ -264,6 +265,28 @@ class WrappedForwardBackwardInterjection(_Module):
         return backward
 
 
+class _Named(Execution):
+    """Has an analyser keep its results by TorchWatcher's names of nodes, such as `features.1`."""
+
+    def __init__(self, what: Interjection) -> None:
+        super().__init__(what, "", 0)
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Call the analyser."""
+        return self.what.after(self._at(at), inputs, output)
+
+    def _backward_of_call(self) -> Callable[..., Any]:
+        backward = self.what._backward_of_call()
+        return lambda at, *gradients: backward(self._at(at), *gradients)
+
+    def _at(self, at: NodePass) -> NodePass:
+        name = _Module._name_of(cast("Any", self), at)
+        return replace(at, path=name, number=0, qualified_name="")
+
+    def _of_call(self) -> tuple[dict[tuple[str, int], str], dict[str, int]]:
+        return _Module._of_call(cast("Any", self))
+
+
 Options = Mapping[str, Any] | None
 
 
@@ -277,7 +300,8 @@ def interject_by_match(
 
     Args:
         model: a model, which is not changed, or a `BendedModule`, which keeps its other insertions.
-        selector: a selector, a regular expression, a predicate of the `Candidate`, or a list.
+        selector: a selector, a predicate of the `Candidate`, or a list of these; a string is a name
+            for `interject_by_name`.
         interjection: what to insert; also a function of the value.
         tracer_kwargs: `{"leaf_modules": [...]}`: classes of modules, modules or qualified names.
             Their calls are nodes, but the nodes inside them are not selected.
@@ -298,9 +322,12 @@ def interject_by_match(
         >>> watched(torch.ones(2)), model(torch.ones(2))
         (tensor([0.5000, 0.5000]), tensor([0.7311, 0.7311]))
     """
+    if isinstance(selector, str):
+        return interject_by_name(model, selector, interjection, tracer_kwargs)
     bended = _bended(model, interjection)
     where = outside(selector, bended.model, leaves_in(tracer_kwargs))
-    bended.interject(where, interjection)
+    is_analyser = isinstance(interjection, Analyser)
+    bended.interject(where, _Named(interjection) if is_analyser else interjection)
     return bended
 
 

@@ -62,6 +62,8 @@ class Log:
         parameters: the number of elements of the parameters used in the run.
         parameter_bytes: their size.
         places: the entries of the values on the tape, by op and element.
+        changed: for values that an insertion changed, the value that it returned; only if layers
+            are counted as TorchLens counts them.
         given_out: the op of each output that was written to after its op returned it.
         passed: the entries that modules received or returned in the place of others, because
             these had been written to: by label of the module call, "input" or "output", and label
@@ -78,20 +80,22 @@ class Log:
     parameters: int = 0
     parameter_bytes: int = 0
     places: dict[Key, LayerEntry] = field(default_factory=dict)
+    changed: dict[Key, Key] = field(default_factory=dict)
     given_out: dict[str, int] = field(default_factory=dict)
     passed: dict[PassedKey, LayerEntry] = field(default_factory=dict)
     passing: dict[tuple[int, int], list[tuple[PassedKey, LayerEntry]]] = field(default_factory=dict)
 
 
-def build_log(recording: Recording, name: str, tree: Tree) -> Log:
+def build_log(recording: Recording, name: str, tree: Tree, torchlens: bool = False) -> Log:
     """Return the log of a run, without the data that only a capture has.
 
     Args:
         recording: the run.
         name: the name of the model.
         tree: the node paths.
+        torchlens: see `Namer`.
     """
-    builder = _Builder(recording, name, tree)
+    builder = _Builder(recording, name, tree, torchlens)
     builder.build()
     return builder.log
 
@@ -102,13 +106,13 @@ def writes_in_place(op: Op) -> bool:
 
 
 class _Builder:
-    def __init__(self, recording: Recording, name: str, tree: Tree) -> None:
+    def __init__(self, recording: Recording, name: str, tree: Tree, torchlens: bool) -> None:
         self.log = Log(name, flow_steps=steps_of(recording))
         self._recording = recording
         self._tape = recording.tape
         self._nodes = recording.names
         self._tree = tree
-        self._namer = Namer()
+        self._namer = Namer(torchlens)
         # The number of passes of layers and calls is known only at the end.
         self._layers: list[tuple[LayerEntry, Layer]] = []
         self._scopes: dict[int, tuple[str, ...]] = {}
@@ -153,6 +157,14 @@ class _Builder:
         if op.kind is OpKind.SCALAR:
             return
         tensors = tensors_of(op.meta)
+        if self._namer.torchlens and getattr(op.target, "is_gate", False):
+            keys = [key for ref in refs_in((op.args, op.kwargs)) for key in self._values(ref)]
+            if len(keys) == len(tensors):
+                for key, (element, meta) in zip(keys, tensors, strict=True):
+                    named = self.log.places[op.index, element] = self.log.places[key]
+                    self.log.changed[key] = op.index, element
+                    self._describe(named, meta)
+                return
         if op.meta is None and op.writes:
             # `a.data = b` gives the tensor the shape of another one.
             shaped = op.args[1] if getattr(op.target, "__name__", "") == "__set__" else None

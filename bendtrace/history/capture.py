@@ -96,6 +96,7 @@ class Capture:
         detach: whether kept values are detached from the autograd graph.
         gradients: whether to keep gradients of the chosen values as well.
         store: where to keep values; None for memory.
+        torchlens: how layers are named; see `Namer`.
 
     Attributes:
         saved: the kept values, by op and element.
@@ -109,6 +110,7 @@ class Capture:
         grad_fns: name of the gradient function of each value that has one.
         marks: which op made which node of the autograd graph.
         chosen: as given.
+        torchlens: as given.
         stop: as given.
         states: the tensors that existed before the run, by op.
         ended: where the run was ended early; "" if it was not.
@@ -126,6 +128,7 @@ class Capture:
         detach: bool = True,
         gradients: bool = False,
         store: Store | None = None,
+        torchlens: bool = False,
     ) -> None:
         self.saved: dict[Key, Any] = {}
         self.gradients: Gradients | None = Gradients(convert) if gradients else None
@@ -136,6 +139,7 @@ class Capture:
         self.grad_fns: dict[Key, str] = {}
         self.marks: GraphMarks = GraphMarks()
         self.chosen = chosen or None
+        self.torchlens: bool = torchlens
         self.stop = stop
         self.states: dict[int, State] = {}
         self.ended: str = ""
@@ -146,7 +150,7 @@ class Capture:
         self._detach = detach
         self._store = store
         selections = [each for each in (chosen, stop) if isinstance(each, Selection)]
-        self._namer = Namer() if selections else None
+        self._namer = Namer(torchlens) if selections else None
         # Whether keeping a copy is all that a value without a graph needs.
         self._is_simple = self.is_exact and self.gradients is None and not selections
         last = max((each.last for each in selections), default=0)
@@ -497,6 +501,8 @@ class Capture:
                 if writer is not None and writer.inplace:
                     source = writer
             key = None if source.index is None else (source.index, source.element)
+            while key in log.changed:
+                key = log.changed[key]
             if value is None and key is not None:
                 value = self.saved.get(key)
             entry.saved, entry.unsaved = _unkept(value)
@@ -538,6 +544,7 @@ class SaveOptions:
         dtype: dtype of kept floating point values; None keeps theirs.
         keep_graph: whether kept values stay part of the autograd graph.
         directory: where to stream kept values to; None to keep them in memory.
+        torchlens: how layers are named; see `Namer`.
 
     Raises:
         InputError: an option is invalid.
@@ -550,6 +557,7 @@ class SaveOptions:
     dtype: torch.dtype | None = None
     keep_graph: bool = False
     directory: str | os.PathLike[str] | None = None
+    torchlens: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not (
@@ -599,6 +607,7 @@ class SaveOptions:
             detach=not self.keep_graph,
             gradients=self.gradients,
             store=store,
+            torchlens=self.torchlens,
         )
 
     def _convert(self, tensor: Tensor) -> Tensor:

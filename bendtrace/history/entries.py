@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bendtrace._lazy import LazyMethod
 from bendtrace._places import full_place_text
-from bendtrace.tape.tape import Op, OpKind, TensorMeta
+from bendtrace.source.sites import assigns
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, map_refs, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ class LayerEntry:
         short_name: the same without the position, `conv2d_3`.
         pass_number: the pass of the layer, counted from 1.
         passes: the number of passes of the layer. An op has another pass when the same call, at the
-            same place of the same module, runs again.
+            same place of the same module, runs again; a module without parameters that is called
+            in two places has different layers in each.
         ordinal: position among all layers, from 0; None for numbers and state.
         index: position of its op on the tape; None for outputs.
         element: for an op with several result tensors, the keys that lead to this one.
@@ -352,20 +354,38 @@ class Layer:
 class Namer:
     """Names the results of ops, in the order in which the ops return them.
 
+    Two results are passes of one layer if the same call, at the same place of the same module,
+    returned them. Of a module without parameters, each place that calls it counts separately,
+    unless it is given results of the same layers there.
+
+    Args:
+        torchlens: whether to count like TorchLens. A call is then also a pass of an earlier one
+            whose result it takes, if both call the same function with the same settings in one
+            module, and the result of an insertion belongs to the layer of its node.
+
     Attributes:
         count: the number of layers named so far, each pass counted separately.
+        torchlens: as given.
     """
 
     count: int
 
-    def __init__(self) -> None:
+    def __init__(self, torchlens: bool = False) -> None:
         self.count = 0
+        self.torchlens: bool = torchlens
         self._layers: dict[Any, Layer] = {}
         self._of_type: dict[str, int] = {}
         self._positions = 0
+        self._callers: dict[int, tuple[Any, ...]] = {}
+        self._links: dict[int, tuple[Any, Layer]] = {}
 
     def name(self, op: Op, element: tuple[Any, ...] = ()) -> tuple[Layer, int]:
         """Return the layer of a tensor that an op returned, and the number of its pass."""
+        if self.torchlens and getattr(op.target, "is_gate", False):
+            for ref in refs_in((op.args, op.kwargs)):
+                if ref.index in self._links:
+                    self._links[op.index] = known = self._links[ref.index]
+                    return known[1], known[1].passes
         return self._pass(op, layer_type(op), element, is_layer=True)
 
     def name_number(self, op: Op, kind: str) -> tuple[Layer, int]:
@@ -382,16 +402,71 @@ class Namer:
         self, op: Op | None, kind: str, element: tuple[Any, ...], *, is_layer: bool
     ) -> tuple[Layer, int]:
         self.count += is_layer
-        key: Any = object()
+        keys: list[Any] = []
+        layer = link = None
         if op is not None and op.site is not None:
-            key = (kind, id(op.scope.module), op.scope.path, op.site.identity, element)
-        layer = self._layers.get(key)
+            scope = op.scope
+            key = kind, id(scope.module), scope.path, op.site.identity, element
+            called = self._called(scope)
+            keys = [(*key, called)]
+            if called:
+                keys.append((*key, tuple(map(self._giver, refs_in((op.args, op.kwargs))))))
+            layer = next(filter(None, map(self._layers.get, keys)), None)
+        if op is not None and is_layer and not element:
+            link = kind, op.scope.path, ""
+            if self.torchlens:
+                same = map_refs((op.args, op.kwargs), lambda ref: ref.index in self._links or ref)
+                link = kind, op.scope.path, repr(same)
+                layer = layer or self._taken(op, link)
         if layer is None:
             number = self._of_type[kind] = self._of_type.get(kind, 0) + 1
-            layer = self._layers[key] = Layer(kind, number, self._positions if is_layer else None)
+            layer = Layer(kind, number, self._positions if is_layer else None)
             self._positions += is_layer
+        for each in keys:
+            self._layers.setdefault(each, layer)
+        if link is not None and op is not None:
+            self._links[op.index] = link, layer
         layer.passes += 1
         return layer, layer.passes
+
+    def _giver(self, ref: Ref) -> int:
+        """Return a number of the layer that an argument is from; of anything else, of the value."""
+        known = self._links.get(ref.index)
+        return -1 - ref.index if known is None else id(known[1])
+
+    def _taken(self, op: Op, link: Any) -> Layer | None:
+        """Return the layer of an alike call whose result an op takes; None if it takes none."""
+        for ref in refs_in((op.args, op.kwargs)):
+            known = self._links.get(ref.index)
+            if op.scope.path and known is not None and known[0] == link:
+                return known[1]
+        return None
+
+    def _called(self, scope: ModuleCall) -> tuple[Any, ...]:
+        """Return where the modules without parameters around an op were called, innermost first."""
+        found = self._callers.get(id(scope))
+        if found is None:
+            found = ()
+            if scope.parent is not None and scope.site is not None and not _learns(scope.module):
+                found = (scope.site.identity, *self._called(scope.parent))
+            self._callers[id(scope)] = found
+        return found
+
+
+def _learns(module: nn.Module | None) -> bool:
+    """Return whether a module, or one inside of it, has parameters."""
+    waiting = [] if module is None else [module]
+    for each in waiting:
+        if any(value is not None for value in each._parameters.values()):
+            return True
+        waiting += [child for child in each._modules.values() if child is not None]
+    return False
+
+
+_ASSIGNMENTS = {
+    "add_": "iadd", "sub_": "isub", "mul_": "imul", "div_": "idiv", "floor_divide_": "ifloordiv",
+    "remainder_": "imod",
+}  # fmt: skip
 
 
 def layer_type(op: Op) -> str:
@@ -400,6 +475,9 @@ def layer_type(op: Op) -> str:
         return "input"
     if op.kind is OpKind.UNKNOWN:
         return "unknown"
+    assigned = _ASSIGNMENTS.get(name_of(op.target))
+    if assigned and op.site is not None and op.site.chain and assigns(*op.site.chain[0]):
+        return assigned  # `x += y` calls what `x.add_(y)` calls
     return layer_type_of(op.target)
 
 

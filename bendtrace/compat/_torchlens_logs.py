@@ -1,0 +1,476 @@
+"""Logs and entries with the fields of TorchLens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from bendtrace._history import LoadedHistory, ModelHistory
+from bendtrace._lazy import required_pandas
+from bendtrace._trace import Trace
+from bendtrace.errors import InputError, LayerKeyError
+from bendtrace.history.depths import depths
+from bendtrace.history.entries import LayerEntry
+from bendtrace.history.sizes import size_text
+from bendtrace.tape.tape import OpKind, map_refs
+
+if TYPE_CHECKING:
+    from bendtrace.backward.node import BackwardNode
+    from bendtrace.backward.record import BackwardPass
+    from bendtrace.view.drawing.picture import Picture
+
+__all__ = ["Accessor", "Log", "Op", "with_names"]
+
+
+class Op(LayerEntry):
+    """An entry of a log that has the fields of TorchLens as well, of all its versions.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> entry = bt.compat.torchlens.trace(torch.nn.ReLU(), torch.ones(2))["relu_1"]
+        >>> entry.layer_label, entry.func_applied_name, entry.out, entry.tensor_fsize_nice
+        ('relu_1_1', 'relu', tensor([1., 1.]), '8 B')
+
+    Attributes:
+        min_distance_from_input: the length of the shortest way from an input to it. This, and
+            the others like it, is None unless the log was made with `mark_layer_depths=True`,
+            and where there is no such way. Numbers that Python computes count as layers.
+        max_distance_from_input: that of the longest way.
+        min_distance_to_output: the length of the shortest way from it to an output.
+        max_distance_to_output: that of the longest way.
+    """
+
+    _transform: Callable[[Tensor], Any] | None = None
+    _saves_arguments = False
+    min_distance_from_input: int | None = None
+    max_distance_from_input: int | None = None
+    min_distance_to_output: int | None = None
+    max_distance_to_output: int | None = None
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def transformed_out(self) -> Any:
+        """The result of `activation_transform` for the output; None without it."""
+        is_there = self._transform is not None and isinstance(self.out, Tensor)
+        return self._transform(self.out) if is_there else None  # type: ignore[misc]
+
+    @property
+    def func_applied(self) -> Callable[..., Any] | None:
+        """The function; None for inputs and outputs, and in logs that were loaded."""
+        log = self._about()
+        is_call = isinstance(log, Trace) and self.function and self.index is not None
+        return cast("Trace", log).ops[self.index or 0].target if is_call else None
+
+    @property
+    def creation_args(self) -> tuple[Any, ...] | None:
+        """The positional arguments of the function; None unless they were saved."""
+        return cast("tuple[Any, ...] | None", self._arguments(0))
+
+    @property
+    def creation_kwargs(self) -> dict[str, Any] | None:
+        """The keyword arguments of the function; None unless they were saved."""
+        return cast("dict[str, Any] | None", self._arguments(1))
+
+    def _arguments(self, part: int) -> Any:
+        log = self._about()
+        if not (self._saves_arguments and isinstance(log, Trace)) or self.index is None:
+            return None
+        op = log._recording.plain_ops[self.index]
+        values = {each.index: each.tensor_contents for each in log.layers if not each.element}
+        states = log._capture.states if log._capture is not None else {}
+
+        def value_of(ref: Any) -> Any:
+            if log.ops[ref.index].kind is OpKind.STATE and ref.index in states:
+                return states[ref.index].read()
+            return values.get(ref.index)
+
+        return map_refs((op.args, op.kwargs), value_of)[part]
+
+    def _labels_of(self, others: Iterable[str], near: Callable[[LayerEntry], list[str]]) -> Any:
+        log = self._about()
+        found = [
+            label for one in others for entry in cast("Any", log)[one] for label in near(entry)
+        ]
+        return [label for label in dict.fromkeys(found) if label != self.label]
+
+
+def _params(entry: Op) -> list[Any]:
+    return [used for used in entry.state if used.is_parameter]
+
+
+def _short(entry: Op) -> str:
+    return entry.short_name if entry.passes == 1 else f"{entry.short_name}:{entry.pass_number}"
+
+
+def _passes(entry: Op) -> list[str]:
+    return (
+        [entry.label]
+        if entry.passes == 1
+        else [f"{entry.name}:{n + 1}" for n in range(entry.passes)]
+    )
+
+
+def _of_gradient(read: Callable[[Tensor], Any]) -> Callable[[Op], Any]:
+    return lambda entry: None if entry.grad_contents is None else read(entry.grad_contents)
+
+
+def _nbytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+_FIELDS: dict[str, Callable[[Op], Any]] = {
+    # names
+    "layer_label": lambda entry: entry.label,
+    "layer_label_short": _short,
+    "layer_label_w_pass": lambda entry: f"{entry.name}:{entry.pass_number}",
+    "layer_label_w_pass_short": lambda entry: f"{entry.short_name}:{entry.pass_number}",
+    "layer_label_no_pass": lambda entry: entry.name,
+    "layer_label_no_pass_short": lambda entry: entry.short_name,
+    "layer_type_num": lambda entry: int(entry.short_name.rpartition("_")[2]),
+    "layer_total_num": lambda entry: int(entry.name.rpartition("_")[2]),
+    "pass_num": lambda entry: entry.pass_number,
+    "pass_index": lambda entry: entry.pass_number,
+    "layer_passes_total": lambda entry: entry.passes,
+    "num_passes": lambda entry: entry.passes,
+    "operation_num": lambda entry: entry.ordinal,
+    "same_layer_operations": _passes,
+    # values
+    "has_saved_activations": lambda entry: entry.has_contents,
+    "has_saved_activation": lambda entry: entry.has_contents,
+    "out": lambda entry: entry.tensor_contents,
+    "tensor_shape": lambda entry: entry.shape,
+    "tensor_dtype": lambda entry: entry.dtype,
+    "tensor_fsize": lambda entry: entry.nbytes,
+    "tensor_fsize_nice": lambda entry: size_text(entry.nbytes),
+    "grad": lambda entry: entry.grad_contents,
+    "has_saved_grad": lambda entry: entry.grad_contents is not None,
+    "grad_shape": _of_gradient(lambda gradient: tuple(gradient.shape)),
+    "grad_dtype": _of_gradient(lambda gradient: gradient.dtype),
+    "grad_fsize": _of_gradient(_nbytes),
+    "grad_fsize_nice": _of_gradient(lambda gradient: size_text(_nbytes(gradient))),
+    # functions
+    "func_applied_name": lambda entry: entry.function or "none",
+    "func_name": lambda entry: entry.layer_type,
+    "func_time_elapsed": lambda entry: entry.time,
+    "function_is_inplace": lambda entry: entry.inplace,
+    "function_args_saved": lambda entry: entry._saves_arguments,
+    "gradfunc": lambda entry: entry.grad_fn,
+    "is_part_of_iterable_output": lambda entry: bool(entry.element),
+    "iterable_output_index": lambda entry: entry.element[0] if entry.element else None,
+    "code_context": lambda entry: [] if entry.source is None else [entry.source],
+    # parameters
+    "computed_with_params": lambda entry: bool(_params(entry)),
+    "parent_params": _params,
+    "parent_param_shapes": lambda entry: [used.shape for used in _params(entry)],
+    "num_param_tensors": lambda entry: len(_params(entry)),
+    "num_params_total": lambda entry: sum(used.numel for used in _params(entry)),
+    "parent_params_fsize": lambda entry: sum(used.nbytes for used in _params(entry)),
+    "parent_params_fsize_nice": lambda entry: size_text(sum(u.nbytes for u in _params(entry))),
+    # the graph
+    "parent_layers": lambda entry: entry.parents,
+    "has_parents": lambda entry: bool(entry.parents),
+    "child_layers": lambda entry: entry.children,
+    "has_children": lambda entry: bool(entry.children),
+    "sibling_layers": lambda entry: entry._labels_of(entry.parents, lambda one: one.children),
+    "has_siblings": lambda entry: bool(entry.sibling_layers),
+    "spouse_layers": lambda entry: entry._labels_of(entry.children, lambda one: one.parents),
+    "has_spouses": lambda entry: bool(entry.spouse_layers),
+    "is_input_layer": lambda entry: entry.kind == "input",
+    "is_input": lambda entry: entry.kind == "input",
+    "is_output_layer": lambda entry: entry.kind == "output",
+    "is_output": lambda entry: entry.kind == "output",
+    "is_output_parent": lambda entry: any(one.startswith("output_") for one in entry.children),
+    "has_input_ancestor": lambda entry: entry.min_distance_from_input is not None,
+    "has_output_descendant": lambda entry: entry.min_distance_to_output is not None,
+    "is_output_ancestor": lambda entry: entry.min_distance_to_output is not None,
+    "min_distance_from_output": lambda entry: entry.min_distance_to_output,
+    "max_distance_from_output": lambda entry: entry.max_distance_to_output,
+    "initialized_inside_model": lambda entry: entry.kind == "op" and not entry.parents,
+    # modules
+    "is_computed_inside_submodule": lambda entry: bool(entry.scopes),
+    "containing_module_origin": lambda entry: entry.scopes[-1] if entry.scopes else None,
+    "containing_modules_origin_nested": lambda entry: list(entry.scopes),
+    "module_nesting_depth": lambda entry: len(entry.scopes),
+    "modules_exited": lambda entry: [label.rpartition(":")[0] for label in entry.output_of],
+    "module_passes_exited": lambda entry: list(entry.output_of),
+    "is_submodule_output": lambda entry: bool(entry.output_of),
+}
+for _name, _read in _FIELDS.items():
+    setattr(Op, _name, property(_read))
+
+
+class Accessor(list[Any]):
+    """The layers or modules of a log in order, also found by name.
+
+    Args:
+        items: the items.
+        find: finds an item by its name; None for a search among the items.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> log = bt.compat.torchlens.trace(torch.nn.ReLU(), torch.ones(2))
+        >>> log.layers["relu_1"], log.layers.labels()
+        (<op relu_1_1 (2,)>, ['input_1_0', 'relu_1_1', 'output_1_2'])
+    """
+
+    def __init__(self, items: Iterable[Any], find: Callable[[Any], Any] | None = None) -> None:
+        super().__init__(items)
+        self._find = find
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if self._find is not None:
+            return self._find(key)
+        found = [one for one in self if key in (one.name, getattr(one, "label", ""))]
+        if not found:
+            raise LayerKeyError(f"there is no {key!r} here", key)
+        return found[0]
+
+    def first(self) -> Any:
+        """Return the first item."""
+        return self[0]
+
+    def labels(self) -> list[str]:
+        """Return the labels of the items."""
+        return [one.label for one in self]
+
+    def to_pandas(self) -> Any:
+        """Return the public fields of the items as a `pandas.DataFrame`."""
+        rows = [getattr(one, "_asdict", lambda one=one: vars(one))() for one in self]
+        return required_pandas().DataFrame(
+            [{k: v for k, v in row.items() if k[0] != "_"} for row in rows]
+        )
+
+
+class Log(ModelHistory):
+    """A log that has the fields and methods of TorchLens as well, and prints as its logs do."""
+
+    _call: Any = None
+    _changes: tuple[Any, ...] = ()
+    _has_details = False
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def layers(self) -> Accessor:
+        """The layers in order; also by name."""
+        return Accessor(super().layers, self.__getitem__)
+
+    @property
+    def modules(self) -> Accessor:
+        """The calls of modules in order; also by name."""
+        return Accessor(super().modules)
+
+    @property
+    def params(self) -> Accessor:
+        """The parameters that were used; also by name."""
+        used = {one.name: one for entry in self.entries for one in entry.state if one.is_parameter}
+        return Accessor(used.values())
+
+    @property
+    def layer_list(self) -> list[Any]:
+        """The layers in order."""
+        return list(super().layers)
+
+    @property
+    def layer_labels(self) -> list[str]:
+        """The names of the layers in order, as version 2 writes them: `input_1`, `relu_1_2`."""
+        return list(dict.fromkeys(map(_new_name, self.layer_list)))
+
+    @property
+    def op_labels(self) -> list[str]:
+        """The names of all passes of layers, in order."""
+        return [f"{_new_name(entry)}:{entry.pass_number}" for entry in self.layer_list]
+
+    @property
+    def input_layers(self) -> list[str]:
+        """The names of the inputs."""
+        return [entry.label for entry in self.layer_list if entry.kind == "input"]
+
+    @property
+    def output_layers(self) -> list[str]:
+        """The names of the outputs."""
+        return [entry.label for entry in self.layer_list if entry.kind == "output"]
+
+    @property
+    def saved_ops(self) -> dict[str, Any]:
+        """The layers whose outputs were saved, by name."""
+        return {entry.label: entry for entry in self.layer_list if entry.has_contents}
+
+    @property
+    def saved_grad_ops(self) -> dict[str, Any]:
+        """The layers whose gradients were saved, by name."""
+        found = {entry.label: entry for entry in self.layer_list}
+        return {label: one for label, one in found.items() if one.grad_contents is not None}
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the log has gradients."""
+        return bool(self.saved_grad_ops)
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors the run computed."""
+        return len(self.layer_list)
+
+    @property
+    def num_ops(self) -> int:
+        """How many of them functions returned."""
+        return sum(entry.kind == "op" for entry in self.layer_list)
+
+    @property
+    def num_params(self) -> int:
+        """The number of elements of the parameters that were used."""
+        return sum(one.numel for one in self.params)
+
+    @property
+    def total_flops(self) -> int:
+        """The floating point operations of the run."""
+        return sum(entry.flops or 0 for entry in self.layer_list)
+
+    @property
+    def backward_passes(self) -> list[BackwardPass]:
+        """The records of the backward passes that `log_backward` has run."""
+        passes: list[BackwardPass] = self.__dict__.setdefault("_passes", [])
+        return passes
+
+    @property
+    def grad_fns(self) -> list[BackwardNode]:
+        """The nodes that ran in the latest of these."""
+        return self.backward_passes[-1].nodes if self.backward_passes else []
+
+    def log_backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> Log:
+        """Run and record a backward pass, and return the log."""
+        run = cast("Trace", self)
+        self.backward_passes.append(run.backward(loss, gradient, save="all", **options))
+        return self
+
+    def draw_backward(self, vis_outpath: Any = None, **_: Any) -> Picture:
+        """Draw the latest backward pass."""
+        return self.backward_passes[-1].draw(vis_outpath)
+
+    def summary(self) -> str:
+        """Return the log as text."""
+        return self.to_text()
+
+    def find_sites(self, where: Any) -> Accessor:
+        """Return the layers that a selector or a key finds."""
+        return Accessor(self.selected(where))
+
+    def selected(self, where: Any) -> list[Any]:
+        """Return the layers that a selector, a key, or a part of names finds."""
+        if callable(where) and not isinstance(where, (type, torch.nn.Module)):
+            return [entry for entry in super().layers if where(entry)]
+        if isinstance(where, (list, tuple, set)):
+            return list(dict.fromkeys(one for each in where for one in self.selected(each)))
+        try:
+            return list(self._lookup.all(where))
+        except LayerKeyError:
+            keys = (key for key in self._lookup.keys() if isinstance(where, str) and where in key)
+            found = [entry for key in keys for entry in self._lookup.all(key) if entry.is_layer]
+            if not found:
+                raise
+            return list(dict.fromkeys(found))
+
+    def render_graph(self, vis_opt: str = "unrolled", vis_outpath: Any = None) -> Picture:
+        """Draw the run, as `draw` does."""
+        return self.draw(vis_outpath, rolled=vis_opt == "rolled")
+
+    def validate_saved_activations(self, *_: Any, **__: Any) -> bool:
+        """Compute each op again from the saved values, and say whether all bits are the same."""
+        return bool(cast("Trace", self).validate())
+
+    # Changed runs
+
+    def fork(self, name: str = "") -> Log:
+        """Return a log of the same run, for changes; it is this one until it is run again."""
+        if self._call is None:
+            raise InputError("a log is forked only if it comes from trace(model, inputs)")
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def attach_hooks(self, where: Any, what: Any, **_: Any) -> Log:
+        """Let the next run replace what a selector finds, by a helper or function of the value."""
+        self._changes = (*self._changes, (where, what))
+        return self
+
+    def set(self, where: Any, value: Any, **_: Any) -> Log:
+        """Let the next run replace what a selector finds by a value."""
+        return self.attach_hooks(where, lambda _: value)
+
+    def do(self, where: Any, what: Any, **_: Any) -> Log:
+        """Replace what a selector finds, and run the model again."""
+        return self.attach_hooks(where, what).replay()
+
+    def replay(self) -> Log:
+        """Run the model again on the same inputs with the changes; this log is then of that run."""
+        return self.rerun(*self._call[1:3])
+
+    def rerun(self, model: Any, inputs: Any, **_: Any) -> Log:
+        """Run a model with the changes; this log is then that of the run."""
+        again, _, _, options = self._call
+        options = dict(options, intervene=[*(options.get("intervene") or ()), *self._changes])
+        changes, made = self._changes, again(model, inputs, **options)
+        self.__dict__.clear()
+        self.__dict__.update(made.__dict__)
+        self._claim(self._log)
+        self._changes = changes
+        self._call = (again, model, inputs, dict(self._call[3], intervene=None))
+        return self
+
+    run = rerun
+
+
+class TraceLog(Log, Trace):
+    """A trace with the fields of TorchLens.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tl = bt.compat.torchlens
+        >>> isinstance(tl.trace(torch.nn.ReLU(), torch.ones(1)), tl.Trace)
+        True
+    """
+
+
+class LoadedLog(Log, LoadedHistory):
+    """A loaded log with the fields of TorchLens."""
+
+
+def _new_name(entry: LayerEntry) -> str:
+    return entry.name if entry.kind == "op" else entry.short_name
+
+
+def with_names(
+    log: ModelHistory,
+    transform: Callable[[Tensor], Any] | None = None,
+    distances: bool = False,
+    arguments: bool = False,
+) -> Log:
+    """Let a log and its entries be read with the names of TorchLens.
+
+    Args:
+        log: a trace, or a log that was loaded.
+        transform: for `transformed_out`.
+        distances: whether to count how far entries are from inputs and outputs.
+        arguments: whether entries have the arguments of their functions.
+    """
+    log.__class__ = TraceLog if isinstance(log, Trace) else LoadedLog
+    for entry in log.entries:
+        entry.__class__ = Op
+        entry.__dict__.update(_transform=transform, _saves_arguments=arguments)
+    if distances:
+        entries = [each for each in log._entries_without_state() if isinstance(each, Op)]
+        for each, (above, below) in zip(entries, depths(entries), strict=True):
+            each.min_distance_from_input, each.max_distance_from_input = above
+            each.min_distance_to_output, each.max_distance_to_output = below
+    return cast("Log", log)
