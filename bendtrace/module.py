@@ -514,7 +514,11 @@ class BendedModule(BaseModule[ModelT]):
     # Copies
 
     def export(
-        self, *inputs: Any, to: str | os.PathLike[str] | None = None, unseen: str = "assert"
+        self,
+        *inputs: Any,
+        to: str | os.PathLike[str] | None = None,
+        unseen: str = "assert",
+        insertions: str = "constants",
     ) -> Exported:
         """Turn the model, with its branches and loops, into one program that runs without Python.
 
@@ -533,15 +537,18 @@ class BendedModule(BaseModule[ModelT]):
             to: a file to write it to: `.pt2` for `torch.export.load`, `.aoti.pt2` for a package
                 compiled by AOTInductor, `.onnx` for onnxruntime (see `OnnxProgram`).
             unseen: "assert" for that error in the program; "error" to refuse right away.
+            insertions: what is inserted is part of the program. "constants" for its tensors as
+                parts of the program, "inputs" for keyword inputs (see `Exported.insertions`).
 
         Returns:
             What is called like the model, has the program, and prints as a report.
 
         Raises:
-            ExportError: something has no form without Python, or with `unseen="error"` sides are
+            ExportError: something has no form without Python, something inserted does more than
+                compute tensors, or with `unseen="error"` sides are
                 not known; it says which line, and what to do. No file is written then.
-            InputError: there are no inputs, something is inserted, the file cannot be written, or
-                the extra `onnx` is not installed.
+            InputError: there are no inputs, the file cannot be written, or the extra `onnx` is
+                not installed.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -556,10 +563,13 @@ class BendedModule(BaseModule[ModelT]):
             >>> exported(torch.tensor([6.0, 8.0, 0.0, 0.0]))
             tensor([0.3750, 0.5000, 0.0000, 0.0000])
         """
-        if self._board:
-            raise InputError("something is inserted, which no program can call: remove it first")
+        if insertions not in ("constants", "inputs"):
+            raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
+        inserted = exporting.Insertions(self._board, self._known) if self._board else None
         calls = exporting.calls_in(inputs)
-        return exporting.export(self._model, self._signature, calls, to, unseen)
+        return exporting.export(
+            self._model, self._signature, calls, to, unseen, inserted, insertions == "inputs"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.

@@ -35,6 +35,7 @@ from bendtrace.export.conditions import (
     separate_copies_of,
     share,
 )
+from bendtrace.export.insertions import Insertions
 from bendtrace.export.machine import Machine, refuse, told
 from bendtrace.export.writer import BODY, Unseen, Written, write
 from bendtrace.history.sizes import counted
@@ -47,7 +48,7 @@ from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.source.internals import pytree
 
-__all__ = ["Exported", "calls_in", "compare", "difference", "export", "tensors_in"]
+__all__ = ["Exported", "Insertions", "calls_in", "compare", "difference", "export", "tensors_in"]
 
 _serials = itertools.count()
 _TOLERANCE = 1e-5
@@ -66,6 +67,8 @@ class Exported:
         compared: how many inputs it was compared with the model for.
         notes: what else is worth knowing.
         source: the program as it was written, before torch.export traced it.
+        insertions: the tensors of what is inserted that are inputs of the program, by their names:
+            each call may pass others by keyword.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -82,6 +85,7 @@ class Exported:
     compared: int
     notes: tuple[str, ...]
     source: str = field(repr=False)
+    insertions: dict[str, Tensor] = field(repr=False, init=False)
     # Gives the structure of arguments, and those that it was exported from.
     _form: Callable[[tuple[Any, ...], dict[str, Any]], Any] = field(repr=False, init=False)
     _forms: tuple[Any, ...] = field(default=(), repr=False, init=False)
@@ -95,6 +99,7 @@ class Exported:
             InputError: the containers are others than those that it was exported from, or have
                 other keys, or these in another order; or a tensor is one of the program itself.
         """
+        kwargs = {**kwargs, **{k: v for k, v in self.insertions.items() if k not in kwargs}}
         if self._module is None:
             self._module = self.program.module()
             self._held = frozenset(map(id, self.program.state_dict.values()))
@@ -136,6 +141,8 @@ def export(
     calls: Sequence[Inputs],
     to: str | os.PathLike[str] | None,
     unseen: str,
+    inserted: Insertions | None = None,
+    are_inputs: bool = False,
     tell: Callable[[str], None] = lambda step: None,
 ) -> Exported:
     """Export a model.
@@ -146,6 +153,8 @@ def export(
         calls: the inputs.
         to: as for `BendedModule.export`.
         unseen: likewise.
+        inserted: what is inserted in the model.
+        are_inputs: whether its tensors are inputs of the program, and no constants.
         tell: called with the name of each step: "record" and "compare" once for each of the inputs,
             "trace", and "write" if there is a file.
     """
@@ -160,8 +169,22 @@ def export(
                 "program is called in one way"
             )
     target = None if to is None else targets.target_of(to)
-    export_once = functools.partial(_export, model, signature, calls, to, target, unseen, tell)
-    held = frozenset(_names_of(model))
+    plain = functools.partial(record, model, reads_states=True)
+    run = plain if inserted is None else inserted.record
+    state = _names_of(model)
+
+    def export_once(recordings: list[Recording]) -> Exported:
+        tensors = {} if inserted is None else inserted.tensors(state, signature.parameters)
+        named = {**state, **{id(tensor): name for name, tensor in tensors.items()}}
+        made = _export(
+            signature, calls, to, target, unseen, tell, named, tensors if are_inputs else {},
+            recordings,
+        )  # fmt: skip
+        if inserted is not None:
+            made.notes = (*inserted.notes, *made.notes)
+        return made
+
+    held = frozenset(state)
     for number, (args, kwargs) in enumerate(calls, 1):
         require_plain(number, signature.bind(args, kwargs), held)
     with torch.no_grad():
@@ -171,7 +194,7 @@ def export(
             liftings = [Lifting(excluded, as_tensors=True) for _ in calls]
             try:
                 with _preserved(model):
-                    recordings = _recorded(model, signature, calls, tell, liftings, copy)
+                    recordings = _recorded(run, signature, calls, tell, liftings, copy)
                 if copy is separate_copies_of and any(map(compares_identity, recordings)):
                     copy = copies_of
                     if any(map(share, calls)):
@@ -188,28 +211,44 @@ def export(
             excluded |= needed
         with _preserved(model):
             nothing = [None] * len(calls)
-            recordings = _recorded(model, signature, calls, tell, nothing, copy)
+            recordings = _recorded(run, signature, calls, tell, nothing, copy)
         return export_once(recordings)
 
 
 def _export(
-    model: Callable[..., Any],
     signature: Signature,
     calls: Sequence[Inputs],
     to: str | os.PathLike[str] | None,
     target: str | None,
     unseen: str,
     tell: Callable[[str], None],
+    state: dict[int, str],
+    added: dict[str, Tensor],
     recordings: list[Recording],
 ) -> Exported:
-    """Export recorded runs."""
+    """Export recorded runs.
+
+    Args:
+        signature: names the arguments.
+        calls: the inputs.
+        to: as for `export`.
+        target: the kind of file.
+        unseen: as for `export`.
+        tell: likewise.
+        state: the names of tensors, by identity.
+        added: those of them that are inputs besides the arguments.
+        recordings: the runs.
+    """
     machine = Machine(recordings)
+    held = {name: tensor.detach() for name, tensor in added.items()}
+    calls = [(args, {**kwargs, **held}) for args, kwargs in calls]
     args, kwargs = _largest(calls)
     names = signature.names(args, kwargs)
     head = _head(names, len(args))
     positions = [names.index(name) for name in signature.arrange(args, kwargs)[0]]
-    state = _names_of(model)
-    written = write(machine, positions, head, state, False)
+    own = {id(tensor): f"_i{names.index(name)}" for name, tensor in added.items()}
+    write_with = functools.partial(write, machine, positions, head, state, own)
+    written = write_with(False)
     never = [one for one in written.unseen if one.seen]
     if never and unseen == "error":
         listed = "\n".join(f"    {one}" for one in never)
@@ -234,6 +273,7 @@ def _export(
         in_file = conditions_in_files(program, inputs, facts, above, empty)
     program._guards_code[:0] = required  # torch's, for one, take a rank for granted
     made = Exported(program, written.unseen, len(calls), notes, written.text)
+    made.insertions = held
     made._form = form = functools.partial(_form, signature)
     made._forms = tuple({repr(one): one for one in itertools.starmap(form, calls)}.values())
     compare(made, calls, recordings, tell=tell)
@@ -251,7 +291,7 @@ def _export(
     if target == "pt2":
         targets.save_program(program, to, check)
     else:
-        checked = write(machine, positions, head, state, target == "onnx", in_file)
+        checked = write_with(target == "onnx", in_file)
         traced = _traced(checked, head, args, kwargs, common, [(above, is_fixed)])[0]
         compares = Fact.IDENTITY in facts
         arguments = arguments_of(args, kwargs, compares)
@@ -340,7 +380,7 @@ def _is_pair(given: Any) -> bool:
 
 
 def _recorded(
-    model: Callable[..., Any],
+    run: Callable[..., Recording],
     signature: Signature,
     calls: Sequence[Inputs],
     tell: Callable[[str], None],
@@ -354,9 +394,9 @@ def _recorded(
         tell("record")
         own_args, own_kwargs = copy((args, kwargs))
         try:
-            recording = record(
-                model, own_args, own_kwargs, signature, reads_states=True, lifting=lifting
-            )
+            recording = run(own_args, own_kwargs, signature, lifting=lifting)
+        except ExportError:
+            raise
         except Exception as error:
             hint = ""
             if isinstance(error, TypeError) and len(calls) == 1 and len(args) > 1:

@@ -358,7 +358,7 @@ def refuse(recording: Recording) -> None:
         raise ExportError(
             f"the model sets {label}, but an exported program has no attributes: pass the value as "
             "an input, and return the new value",
-            "",
+            recording.environment.place_of(label),
         )
     if recording.is_transient:
         raise ExportError("the model fills a cache: call it once before", "")
