@@ -533,7 +533,8 @@ class BendedModule(BaseModule[ModelT]):
             *inputs: the inputs of one call each: a tensor or another single argument, a tuple of
                 positional arguments, a dict of keyword arguments, or a pair (args, kwargs), as
                 `explore` finds them (`bended.export(*known, *found.inputs)`). All have to pass the
-                same guards of sizes and settings. Sizes that no guard fixes stay open.
+                same guards of sizes and settings. Sizes that no guard fixes stay open. Without any,
+                those of the calls so far that took new paths, up to 1 MiB each and 16 MiB in all.
             to: a file to write it to: `.pt2` for `torch.export.load`, `.aoti.pt2` for a package
                 compiled by AOTInductor, `.onnx` for onnxruntime (see `OnnxProgram`).
             unseen: "assert" for that error in the program; "error" to refuse right away.
@@ -566,10 +567,15 @@ class BendedModule(BaseModule[ModelT]):
         if insertions not in ("constants", "inputs"):
             raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
         inserted = exporting.Insertions(self._board, self._known) if self._board else None
-        calls = exporting.calls_in(inputs)
-        return exporting.export(
+        examples = self._dispatcher.examples
+        calls = exporting.calls_in(inputs) if inputs else examples.calls()
+        exported = exporting.export(
             self._model, self._signature, calls, to, unseen, inserted, insertions == "inputs"
         )
+        if examples.missed and not inputs:
+            note = f"without {examples.missed} of the calls, whose inputs were not kept: pass them"
+            exported.notes = (*exported.notes, note)
+        return exported
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.

@@ -161,7 +161,9 @@ def export(
     if unseen not in ("assert", "error"):
         raise InputError(f"unseen is 'assert' or 'error', not {unseen!r}")
     if not calls:
-        raise InputError("no paths are known: give inputs, which the model is run with")
+        raise InputError(
+            "no paths are known: give inputs, or call the model before with some of up to 1 MiB"
+        )
     for number, (args, kwargs) in enumerate(calls, 1):
         if (len(args), set(kwargs)) != (len(calls[0][0]), set(calls[0][1])):
             raise InputError(
