@@ -519,6 +519,7 @@ class BendedModule(BaseModule[ModelT]):
         to: str | os.PathLike[str] | None = None,
         unseen: str = "assert",
         insertions: str = "constants",
+        tolerance: float = 1e-5,
     ) -> Exported:
         """Turn the model, with its branches and loops, into one program that runs without Python.
 
@@ -526,8 +527,8 @@ class BendedModule(BaseModule[ModelT]):
         restored. What these runs have shown becomes
         a `torch.export.ExportedProgram` in which questions are `torch.cond` and loops
         `torch.while_loop`. For each of the inputs it is compared with the model, bit by bit,
-        before it is returned; so are files, those of other targets within 1e-5. A call that comes
-        to a side of a question that no input took raises an error that names it.
+        before it is returned; so are files, those of other targets within `tolerance`. A call that
+        comes to a side of a question that no input took raises an error that names it.
 
         Args:
             *inputs: the inputs of one call each: a tensor or another single argument, a tuple of
@@ -540,6 +541,8 @@ class BendedModule(BaseModule[ModelT]):
             unseen: "assert" for that error in the program; "error" to refuse right away.
             insertions: what is inserted is part of the program. "constants" for its tensors as
                 parts of the program, "inputs" for keyword inputs (see `Exported.insertions`).
+            tolerance: the largest difference of floats, absolute and relative, that is accepted of
+                files other than `.pt2`, besides the rounding errors that the model itself has.
 
         Returns:
             What is called like the model, has the program, and prints as a report.
@@ -570,8 +573,9 @@ class BendedModule(BaseModule[ModelT]):
         examples = self._dispatcher.examples
         calls = exporting.calls_in(inputs) if inputs else examples.calls()
         exported = exporting.export(
-            self._model, self._signature, calls, to, unseen, inserted, insertions == "inputs"
-        )
+            self._model, self._signature, calls, to, unseen, inserted, insertions == "inputs",
+            tolerance,
+        )  # fmt: skip
         if examples.missed and not inputs:
             note = f"without {examples.missed} of the calls, whose inputs were not kept: pass them"
             exported.notes = (*exported.notes, note)

@@ -31,6 +31,7 @@ from bendtrace.export.conditions import (
     copies_of,
     empty_sizes,
     fixed_at_one,
+    require_constant,
     require_plain,
     separate_copies_of,
     share,
@@ -51,7 +52,12 @@ from bendtrace.source.internals import pytree
 __all__ = ["Exported", "Insertions", "calls_in", "compare", "difference", "export", "tensors_in"]
 
 _serials = itertools.count()
-_TOLERANCE = 1e-5
+_VARYING = (
+    "values decide how many elements this picks, and torch.export carries no such tensor through "
+    "a loop or a branch: keep all elements, and mark those that are left, as in `left = left & "
+    "(iou <= limit)` with `while left.any()`"
+)
+_NUMBERS = (bool, int, float)
 
 
 @dataclass(eq=False)
@@ -89,6 +95,7 @@ class Exported:
     # Gives the structure of arguments, and those that it was exported from.
     _form: Callable[[tuple[Any, ...], dict[str, Any]], Any] = field(repr=False, init=False)
     _forms: tuple[Any, ...] = field(default=(), repr=False, init=False)
+    _constants: Sequence[Any] = field(default=(), repr=False, init=False)
     _module: Any = field(default=None, repr=False, init=False)
     _held: frozenset[int] = field(default=frozenset(), repr=False, init=False)
 
@@ -109,8 +116,15 @@ class Exported:
                 "the arguments have another structure than those that this was exported from: "
                 f"{form} in place of {self._forms[0]}"
             )
-        if not self._held.isdisjoint(map(id, pytree.tree_leaves((args, kwargs)))):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not self._held.isdisjoint(map(id, leaves)):
             raise InputError("an argument is a tensor of the program itself: pass a clone()")
+        for leaf, constant in zip(leaves, self._constants, strict=False):
+            if type(leaf) is type(constant) and type(leaf) in _NUMBERS and leaf != constant:
+                raise InputError(
+                    f"an argument is {leaf!r}, but the program was exported with {constant!r}: "
+                    f"export it with torch.tensor({constant!r}), and pass a tensor"
+                )
         with torch.no_grad():
             return self._module(*args, **kwargs)
 
@@ -143,6 +157,7 @@ def export(
     unseen: str,
     inserted: Insertions | None = None,
     are_inputs: bool = False,
+    tolerance: float = 1e-5,
     tell: Callable[[str], None] = lambda step: None,
 ) -> Exported:
     """Export a model.
@@ -155,11 +170,14 @@ def export(
         unseen: likewise.
         inserted: what is inserted in the model.
         are_inputs: whether its tensors are inputs of the program, and no constants.
+        tolerance: as for `BendedModule.export`.
         tell: called with the name of each step: "record" and "compare" once for each of the inputs,
             "trace", and "write" if there is a file.
     """
     if unseen not in ("assert", "error"):
         raise InputError(f"unseen is 'assert' or 'error', not {unseen!r}")
+    if type(tolerance) not in (int, float) or not 0 <= tolerance < float("inf"):
+        raise InputError(f"tolerance has to be a number from 0 on, not {tolerance!r}")
     if not calls:
         raise InputError(
             "no paths are known: give inputs, or call the model before with some of up to 1 MiB"
@@ -180,7 +198,7 @@ def export(
         named = {**state, **{id(tensor): name for name, tensor in tensors.items()}}
         made = _export(
             signature, calls, to, target, unseen, tell, named, tensors if are_inputs else {},
-            recordings,
+            (tolerance, model if inserted is None else None), recordings,
         )  # fmt: skip
         if inserted is not None:
             made.notes = (*inserted.notes, *made.notes)
@@ -189,6 +207,7 @@ def export(
     held = frozenset(state)
     for number, (args, kwargs) in enumerate(calls, 1):
         require_plain(number, signature.bind(args, kwargs), held)
+    require_constant([signature.bind(*call) for call in calls])
     with torch.no_grad():
         excluded: frozenset[Counter] = frozenset()
         copy = separate_copies_of
@@ -226,6 +245,7 @@ def _export(
     tell: Callable[[str], None],
     state: dict[int, str],
     added: dict[str, Tensor],
+    closeness: tuple[float, Callable[..., Any] | None],
     recordings: list[Recording],
 ) -> Exported:
     """Export recorded runs.
@@ -239,6 +259,7 @@ def _export(
         tell: likewise.
         state: the names of tensors, by identity.
         added: those of them that are inputs besides the arguments.
+        closeness: the tolerance of files, and the model, whose rounding errors count.
         recordings: the runs.
     """
     machine = Machine(recordings)
@@ -259,7 +280,13 @@ def _export(
     renamed = dict(zip(names, head, strict=True))
     everywhere = [{renamed[k]: v for k, v in signature.bind(*call).items()} for call in calls]
     common = common_sizes([{name: one[name] for name in head} for one in everywhere])
-    program, above, is_fixed = _traced(written, head, args, kwargs, common)
+    varying = machine.first_varying()
+    try:
+        program, above, is_fixed = _traced(written, head, args, kwargs, common)
+    except ExportError as error:
+        if varying is not None and "same metadata" in str(error):
+            raise ExportError(f"{_VARYING} ({error})", told(varying)) from error
+        raise
     inputs = dict(zip(head, (*args, *kwargs.values()), strict=True))
     notes = written.told
     if is_fixed:
@@ -276,9 +303,15 @@ def _export(
     program._guards_code[:0] = required  # torch's, for one, take a rank for granted
     made = Exported(program, written.unseen, len(calls), notes, written.text)
     made.insertions = held
+    made._constants = pytree.tree_leaves((args, kwargs))
     made._form = form = functools.partial(_form, signature)
     made._forms = tuple({repr(one): one for one in itertools.starmap(form, calls)}.values())
-    compare(made, calls, recordings, tell=tell)
+    try:
+        compare(made, calls, recordings, tell=tell)
+    except ExportError as error:
+        if varying is not None and "Runtime assertion failed for expression u" in str(error):
+            raise ExportError(f"{_VARYING} ({error})", told(varying)) from error
+        raise
     if to is None:
         return made
     for spec in program.graph_signature.output_specs:
@@ -288,7 +321,8 @@ def _export(
                 "tensors and numbers"
             )
     check = functools.partial(compare, calls=calls, recordings=recordings)
-    loosely = functools.partial(check, tolerance=_TOLERANCE)
+    tolerance, model = closeness
+    loosely = functools.partial(check, tolerance=tolerance, model=model)
     tell("write")
     if target == "pt2":
         targets.save_program(program, to, check)
@@ -303,7 +337,7 @@ def _export(
         else:
             messages = {one.number: one.message for one in checked.unseen}
             targets.save_onnx(traced, to, messages, (arguments, compares), loosely)
-    within = "bit by bit" if target == "pt2" else f"within {_TOLERANCE:g}"
+    within = "bit by bit" if target == "pt2" else f"within {tolerance:g}"
     made.notes = (*made.notes, f"written to {os.fspath(to)}, whose outputs are equal {within}")
     return made
 
@@ -468,6 +502,8 @@ def _operands(
     operands: tuple[Any, ...], *functions: Callable[..., Any], first: int = 0
 ) -> tuple[tuple[Any, ...], list[Callable[..., Any]]]:
     """Return the tensors and open sizes among operands, and functions that take only these."""
+    # A size that has turned out to be fixed is no operand: ONNX takes no number for one (2.13).
+    operands = tuple(int(v) if _is_fixed(v) else v for v in operands)
     places = [n for n, v in enumerate(operands) if isinstance(v, (Tensor, torch.SymInt))]
 
     def given(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -480,6 +516,10 @@ def _operands(
         return call
 
     return tuple(operands[place] for place in places), list(map(given, functions))
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) and value.node.maybe_as_int() is not None
 
 
 def _fix(common: Sequence[list[int | None]], inputs: Sequence[Any]) -> None:

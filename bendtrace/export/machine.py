@@ -20,7 +20,7 @@ from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import Guard, Test
+from bendtrace.tape.tape import Guard, Op, Test
 from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["END", "AnalysedRun", "Loop", "Machine", "Question", "View", "Way", "refuse", "told"]
@@ -190,6 +190,11 @@ class Machine:
             if not any(identical(way.answer, answer) for way in question.ways):
                 way = Way(answer, run, number, stops[place + 1], nodes[place + 1])
                 question.ways.append(way)
+
+    def first_varying(self) -> Op | None:
+        """Return the first op whose result has a size that depends on values."""
+        found = ((run.recording.tape.ops, run.numbers.varying) for run in self.runs)
+        return next((ops[min(varying)] for ops, varying in found if varying), None)
 
     @cached_property
     def view(self) -> View:

@@ -589,11 +589,22 @@ def refusal_of(op: Op) -> str | None:
         return None
     if op.target in SHAPES or op.target in METADATA:
         return None  # it cannot raise an error that the model may have a handler for
+    name = name_of(op.target)
+    if name == "_nested_tensor_from_mask_left_aligned":
+        return (
+            "nn.TransformerEncoder leaves out what the mask hides, by a nested tensor: construct "
+            "it with enable_nested_tensor=False"
+        )
+    if name in _RECURRENT and len(op.args) > 3 and isinstance(op.args[3], (list, tuple)):
+        return (
+            "torch.export takes no RNN over a packed sequence: run it over the padded one, and "
+            "mask what it returns"
+        )
     reason = why_not_op(op, op.context)
-    if reason is not None and "random" in reason and name_of(op.target).endswith(_STEADY):
+    if reason is not None and "random" in reason and name.endswith(_STEADY):
         reason = None
     if reason is None and (op.context.autocast or op.context.inference):
-        reason = f"{name_of(op.target)} runs under autocast or in inference mode"
+        reason = f"{name} runs under autocast or in inference mode"
     return None if reason is None else f"{reason}: {_advice(reason)}"
 
 
@@ -616,6 +627,7 @@ _ADVICE = {
 }
 # Without dropout, though torch's schemas do not say so.
 _STEADY = ("_cell", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+_RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 _OPERATORS = (OpOverload, OpOverloadPacket)
 _ANEW = frozenset({"softmax", "log_softmax", "norm", "embedding", "cosine_similarity", "where"})
 _EXACT, _SMALL = 1 << 53, 1 << 31
