@@ -618,7 +618,7 @@ def _explained(error: BaseException, written: Written, file: str) -> tuple[str, 
         lines = [f.lineno for f in traceback.extract_tb(seen.__traceback__) if f.filename == file]
         record = written.records.get(lines[-1] or 0) if lines else None
         if record is not None:
-            first = str(error).strip().split("\n")[0]
+            first = str(error).strip().split("\n")[0].rstrip(":")
             what = f"torch.export refuses it: {type(error).__name__}: {first}"
             if "DataDependent" in type(error).__name__:
                 what = (
