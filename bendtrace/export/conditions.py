@@ -428,7 +428,7 @@ def _as_tensors(node: ast.expr, text: str) -> str:
             return ast.unparse(node)
         case ast.Call(func=ast.Name("max" | "min" as name), args=[ast.Constant(limit), inner]):
             bound = "min" if name == "max" else "max"
-            return f"({_as_tensors(inner, text)}).clamp({bound}={limit})"
+            return f"({_as_tensors(inner, text)}).clamp({bound}={limit!r})"
         case ast.Subscript(value=ast.Call()):  # of `size`
             return f"torch.scalar_tensor({ast.unparse(node)}, dtype=torch.int64)"
         case ast.Subscript():

@@ -360,10 +360,12 @@ def refuse(recording: Recording) -> None:
         raise ExportError(_WRITES, "")
     if recording.changes:
         label = recording.changes[0].label
+        if place := recording.environment.place_of(label):
+            label = f"{label} at {place}"
         raise ExportError(
             f"the model sets {label}, but an exported program has no attributes: pass the value as "
             "an input, and return the new value",
-            recording.environment.place_of(label),
+            "",
         )
     if recording.is_transient:
         raise ExportError("the model fills a cache: call it once before", "")
