@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from bendtrace._places import full_place_text
 from bendtrace._trace import Trace
@@ -22,6 +23,7 @@ from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.recorded import has_gates, recorded
 from bendtrace.interject.splicer import Splicer
+from bendtrace.interject.tensors import is_uneven
 from bendtrace.interject.trees import Trees
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.rank_sync import is_one_of_several
@@ -35,7 +37,9 @@ from bendtrace.replay.program import Program
 from bendtrace.replay.splices import Unfit
 from bendtrace.replay.stretches import Divergence, Finished
 from bendtrace.replay.tree import TraceTree
+from bendtrace.source.internals import pytree
 from bendtrace.stats import Explanation, Stats
+from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.torch_rules.mode_queries import seeing_modes
 
 if TYPE_CHECKING:
@@ -43,6 +47,82 @@ if TYPE_CHECKING:
     from bendtrace.compiled.speculation import Guess, Speculation
 
 __all__ = ["Dispatcher"]
+
+
+class Examples:
+    """Copies of inputs, from which a model can be exported. Large ones are not kept.
+
+    They are bytes: tensors would stay in the memory of a device.
+
+    Attributes:
+        missed: the number of calls whose inputs were too large, or no plain values.
+    """
+
+    def __init__(self) -> None:
+        self.missed: int = 0
+        self._calls: list[Any] = []
+        self._left = _ALL_BYTES
+
+    def calls(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the positional and keyword arguments of each call."""
+        found = []
+        for call in self._calls:
+            leaves, spec = pytree.tree_flatten(call)
+            made: dict[int, Tensor] = {}  # the same tensor stays one
+            for leaf in leaves:
+                if type(leaf) is _Saved and id(leaf) not in made:
+                    made[id(leaf)] = leaf.tensor()
+            found.append(pytree.tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec))
+        return found
+
+    def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep copies of inputs; the same tensor stays one."""
+        leaves = pytree.tree_leaves((args, dict(kwargs)))
+        tensors = {id(leaf): leaf for leaf in leaves if type(leaf) is Tensor}
+        is_plain = all(id(one) in tensors or type(one) in PLAIN_TYPES for one in leaves)
+        if not is_plain or any(
+            is_uneven(one) or one.is_conj() or one.is_neg() or one.is_meta
+            for one in tensors.values()
+        ):
+            self.missed += 1
+            return
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if size > min(self._left, _BYTES):
+            self.missed += 1
+            return
+        self._left -= size
+        try:
+            saved = {key: _Saved(tensor) for key, tensor in tensors.items()}
+        except RuntimeError:  # its content cannot be read: inside of a transform, for example
+            self.missed += 1
+            return
+        self._calls.append(
+            pytree.tree_map_only(Tensor, lambda one: saved[id(one)], (args, dict(kwargs)))
+        )
+
+
+class _Saved:
+    """The content of a tensor as bytes, and how it lies in memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        plain = tensor.detach().clone()
+        self._form = plain.dtype, plain.device, plain.shape, plain.stride()
+        self._data: bytes = _flat(plain).cpu().numpy().tobytes()
+
+    def tensor(self) -> Tensor:
+        """Return the tensor."""
+        dtype, device, shape, stride = self._form
+        made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        if self._data:
+            _flat(made).copy_(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))
+        return made
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+_BYTES, _ALL_BYTES = 1 << 20, 1 << 24
 
 
 class Dispatcher:
@@ -64,6 +144,7 @@ class Dispatcher:
         latest_run: what the latest call has repeated, or made.
         floor: which calls with nothing inserted run the model itself; asked before `call`.
         passing: why some runs could not be repeated, although later ones may.
+        examples: the inputs of calls that took new paths.
     """
 
     def __init__(
@@ -89,8 +170,9 @@ class Dispatcher:
         self.passing: dict[str, None] = {}
         self._auditor = auditor
         self.floor: Floor = Floor()
-        # The latest insertions, what calls them without the tracer, and how many traces there were.
+        self.examples: Examples = Examples()
         self._has_blocks = False
+        # The latest insertions, what calls them without the tracer, and how many traces there were.
         self._latest_beside: tuple[Plan, Beside | None, int] | None = None
 
     def call(
@@ -434,6 +516,7 @@ class Dispatcher:
             raise
         if call.plan is not None and call.plan.lookup is not None:
             call.plan.lookup.settle(recording)
+        self.examples.add(call.args, call.kwargs)
         return recording
 
     def _recorded(

@@ -525,7 +525,12 @@ class BendedModule(BaseModule[ModelT]):
     # Copies
 
     def export(
-        self, *inputs: Any, to: str | os.PathLike[str] | None = None, unseen: str = "assert"
+        self,
+        *inputs: Any,
+        to: str | os.PathLike[str] | None = None,
+        unseen: str = "assert",
+        insertions: str = "constants",
+        tolerance: float = 1e-5,
     ) -> Exported:
         """Turn the model, with its branches and loops, into one program that runs without Python.
 
@@ -533,26 +538,32 @@ class BendedModule(BaseModule[ModelT]):
         restored. What these runs have shown becomes
         a `torch.export.ExportedProgram` in which questions are `torch.cond` and loops
         `torch.while_loop`. For each of the inputs it is compared with the model, bit by bit,
-        before it is returned; so are files, those of other targets within 1e-5. A call that comes
-        to a side of a question that no input took raises an error that names it.
+        before it is returned; so are files, those of other targets within `tolerance`. A call that
+        comes to a side of a question that no input took raises an error that names it.
 
         Args:
             *inputs: the inputs of one call each: a tensor or another single argument, a tuple of
                 positional arguments, a dict of keyword arguments, or a pair (args, kwargs), as
                 `explore` finds them (`bended.export(*known, *found.inputs)`). All have to pass the
-                same guards of sizes and settings. Sizes that no guard fixes stay open.
+                same guards of sizes and settings. Sizes that no guard fixes stay open. Without any,
+                those of the calls so far that took new paths, up to 1 MiB each and 16 MiB in all.
             to: a file to write it to: `.pt2` for `torch.export.load`, `.aoti.pt2` for a package
                 compiled by AOTInductor, `.onnx` for onnxruntime (see `OnnxProgram`).
             unseen: "assert" for that error in the program; "error" to refuse right away.
+            insertions: what is inserted is part of the program. "constants" for its tensors as
+                parts of the program, "inputs" for keyword inputs (see `Exported.insertions`).
+            tolerance: the largest difference of floats, absolute and relative, that is accepted of
+                files other than `.pt2`, besides the rounding errors that the model itself has.
 
         Returns:
             What is called like the model, has the program, and prints as a report.
 
         Raises:
-            ExportError: something has no form without Python, or with `unseen="error"` sides are
+            ExportError: something has no form without Python, something inserted does more than
+                compute tensors, or with `unseen="error"` sides are
                 not known; it says which line, and what to do. No file is written then.
-            InputError: there are no inputs, something is inserted, the file cannot be written, or
-                the extra `onnx` is not installed.
+            InputError: there are no inputs, the file cannot be written, or the extra `onnx` is
+                not installed.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -567,10 +578,19 @@ class BendedModule(BaseModule[ModelT]):
             >>> exported(torch.tensor([6.0, 8.0, 0.0, 0.0]))
             tensor([0.3750, 0.5000, 0.0000, 0.0000])
         """
-        if self._board:
-            raise InputError("something is inserted, which no program can call: remove it first")
-        calls = exporting.calls_in(inputs)
-        return exporting.export(self._model, self._signature, calls, to, unseen)
+        if insertions not in ("constants", "inputs"):
+            raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
+        inserted = exporting.Insertions(self._board, self._known) if self._board else None
+        examples = self._dispatcher.examples
+        calls = exporting.calls_in(inputs) if inputs else examples.calls()
+        exported = exporting.export(
+            self._model, self._signature, calls, to, unseen, inserted, insertions == "inputs",
+            tolerance,
+        )  # fmt: skip
+        if examples.missed and not inputs:
+            note = f"without {examples.missed} of the calls, whose inputs were not kept: pass them"
+            exported.notes = (*exported.notes, note)
+        return exported
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.

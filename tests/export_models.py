@@ -208,6 +208,192 @@ class Suppress(nn.Module):
         return kept
 
 
+class Transducer(nn.Module):
+    """Greedy decoding of an RNN-T: each frame gives tokens until it gives a blank."""
+
+    def __init__(self, vocabulary: int = 7, longest: int = 10) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(vocabulary, D), nn.Linear(D, vocabulary)
+        self.cell = nn.GRUCell(D, D)
+        self.longest = longest
+
+    def forward(self, frames: Tensor) -> tuple[Tensor, Tensor]:
+        slots = torch.arange(self.longest)
+        tokens = torch.zeros(self.longest, dtype=torch.int64)
+        at, count = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+        state = torch.zeros(1, D)
+        while (at < frames.shape[0]) & (count < self.longest):
+            token = self.out((frames[at] + state[0]).tanh() * 2).argmax()
+            if token == 0:
+                at = at + 1
+            else:
+                tokens = torch.where(slots == count, token, tokens)
+                state = self.cell(self.embed(token)[None], state)
+                count = count + 1
+        return tokens, count
+
+
+class Collapse(nn.Module):
+    """Greedy decoding of CTC: repeated tokens and blanks are left out."""
+
+    def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        best, last = logits.argmax(-1), torch.zeros((), dtype=torch.int64)
+        tokens, count = torch.zeros(6, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+        for step in range(6):
+            token = best[step]
+            if token != 0 and token != last:
+                tokens = torch.where(torch.arange(6) == count, token, tokens)
+                count = count + 1
+            last = token
+        return tokens, count
+
+
+class Beam(nn.Module):
+    """Beam search until all beams have ended."""
+
+    def __init__(self, vocabulary: int = 9, width: int = 3, longest: int = 8) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(vocabulary, D), nn.Linear(D, vocabulary)
+        self.width, self.longest = width, longest
+
+    def forward(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = torch.zeros(self.width, self.longest, dtype=torch.int64)
+        scores = torch.tensor([0.0, -9.0, -9.0])
+        step, ended = torch.zeros((), dtype=torch.int64), torch.zeros(self.width).bool()
+        while not ended.all() and step < self.longest:
+            last = tokens.gather(1, (step - 1).clamp(min=0).expand(self.width, 1))[:, 0]
+            ahead = self.out(self.embed(last) + memory).mul(3).log_softmax(-1)
+            ended_row = torch.where(torch.arange(ahead.shape[1]) == 0, 0.0, -torch.inf)
+            ahead = torch.where(ended[:, None], ended_row, ahead)
+            scores, chosen = (scores[:, None] + ahead).flatten().topk(self.width)
+            beam, token = chosen // ahead.shape[1], chosen % ahead.shape[1]
+            slot = torch.arange(self.longest) == step
+            tokens = torch.where(slot, token[:, None], tokens[beam])
+            ended = ended[beam] | (token == 0)
+            step = step + 1
+        return tokens, scores
+
+
+class March(nn.Module):
+    """Sphere tracing: rays go on until all have hit something, or left."""
+
+    def forward(self, origin: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+        way = direction / direction.norm(dim=-1, keepdim=True)
+        depth = torch.zeros(way.shape[0])
+        alive = torch.ones(way.shape[0], dtype=torch.bool)
+        while alive.any():
+            here = origin + depth[:, None] * way
+            gap = torch.minimum(here.norm(dim=-1) - 1, (here - 2).norm(dim=-1) - 0.5)
+            depth = torch.where(alive, depth + gap, depth)
+            alive = alive & (gap > 1e-2) & (depth < 10)
+        return depth, depth < 10
+
+
+class LineSearch(nn.Module):
+    """Gradient descent with backtracking: a loop in a loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = 4 * x * (x * x - 1)
+        while slope.norm() > 1e-2:
+            value, rate = ((x * x - 1) ** 2).sum(), torch.ones(())
+            while (
+                ((x - rate * slope) ** 2 - 1) ** 2
+            ).sum() > value - 0.3 * rate * slope.norm() ** 2:
+                rate = rate * 0.5
+            x = x - rate * slope
+            slope = 4 * x * (x * x - 1)
+        return x
+
+
+class Components(nn.Module):
+    """Messages in a graph until no node changes: its connected components."""
+
+    def forward(self, edges: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        joined = edges | edges.T | torch.eye(edges.shape[0], dtype=torch.bool)
+        label = torch.arange(edges.shape[0])
+        changing = torch.ones((), dtype=torch.bool)
+        while changing:
+            new = torch.where(joined, label, edges.shape[0]).amin(-1)
+            changing, label = (new != label).any(), new
+        same = (label[:, None] == label).float()
+        return label, same @ features / same.sum(-1, keepdim=True)
+
+
+class Inverse(nn.Module):
+    """A normalizing flow, inverted by bisection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = nn.Linear(1, D)
+
+    def flow(self, x: Tensor) -> Tensor:
+        return x + 0.3 * (x[..., None] * 2 + self.raw.bias).tanh().sum(-1)
+
+    def forward(self, y: Tensor) -> Tensor:
+        low, high = y - 4, y + 4
+        while (high - low).max() > 1e-3:
+            middle = (low + high) / 2
+            above = self.flow(middle) > y
+            low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+        return (low + high) / 2
+
+
+class Sampler(nn.Module):
+    """A diffusion sampler with a step that adapts to an estimate of its error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        time, step = torch.zeros(()), torch.full((), 0.5)
+        while time < 1:
+            step = torch.minimum(step, 1 - time)
+            first = self.score(x) - x
+            second = self.score(x + step * first) - x - step * first
+            error = (step * (second - first)).norm() / 2
+            if error < 0.2:
+                x, time = x + step * (first + second) / 2, time + step
+                step = step * 1.5
+            else:
+                step = step * 0.5
+        return x, time
+
+
+class Attention(nn.Module):
+    """A layer of a transformer that takes a shorter way where nothing is masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projected, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.projected(x).chunk(3, -1)
+        scores = q @ k.transpose(-1, -2) / D**0.5
+        if not mask.all():
+            scores = scores.masked_fill(~mask[:, None], -1e4)
+        y = self.out(scores.softmax(-1) @ v)
+        if (mask.sum(-1) == 0).any():
+            y = y * mask[..., None]
+        return x + y
+
+
+class Speculative(nn.Module):
+    """Speculative decoding: of a draft, the tokens before the first mistake are accepted."""
+
+    def __init__(self, vocabulary: int = 5) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(vocabulary, D), nn.Linear(D, vocabulary)
+
+    def forward(self, draft: Tensor) -> tuple[Tensor, Tensor]:
+        wanted = self.out(self.embed(draft) * 3).argmax(-1)
+        count = torch.zeros((), dtype=torch.int64)
+        while count < draft.shape[0] - 1 and wanted[count] == draft[count + 1]:
+            count = count + 1
+        kept = torch.arange(draft.shape[0]) <= count
+        return torch.where(kept, draft, -1), wanted[count]
+
+
 @dataclass(frozen=True)
 class Example:
     """A model, and how its inputs are made.
@@ -251,4 +437,22 @@ MODELS = {
     "greedy decoding": Example(Greedy, lambda: (torch.randint(11, (1,)), torch.randn(D))),
     "adaptive time": Example(Ponder, _rows),
     "suppression": Example(Suppress, _boxes),
+    "RNN-T": Example(Transducer, lambda: (torch.randn(5, D) * 2,)),
+    "CTC": Example(Collapse, lambda: (torch.randn(6, 3),)),
+    "beam search": Example(Beam, lambda: (torch.randn(D),)),
+    "ray marching": Example(March, lambda: (torch.randn(3) - 4, torch.randn(6, 3) + 2)),
+    "line search": Example(LineSearch, lambda: (torch.randn(3) * 1.5,)),
+    "components of a graph": Example(
+        Components, lambda: (torch.rand(6, 6) < 0.15, torch.randn(6, 2))
+    ),
+    "inverse flow": Example(Inverse, lambda: (torch.randn(4) * 2,)),
+    "diffusion sampler": Example(Sampler, lambda: (torch.randn(2, D) * 2 * torch.rand(()),)),
+    "masked attention": Example(
+        Attention,
+        lambda: (
+            torch.randn(2, 5, D),
+            torch.rand(2, 5) < [0.0, 0.3, 0.8, 1.0][torch.randint(4, ())],
+        ),
+    ),
+    "speculative decoding": Example(Speculative, lambda: (torch.randint(5, (6,)),)),
 }

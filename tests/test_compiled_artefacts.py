@@ -15,6 +15,7 @@ import torch
 
 import bendtrace as bt
 from bendtrace.compiled import artefacts as module
+from bendtrace.compiled import settings
 from bendtrace.compiled.artefacts import Artefacts
 from bendtrace.errors import CompileWarning, InputError
 from tests.documents import ROOT
@@ -38,6 +39,7 @@ def compiled(directory: Path, text: str = "code", settings: dict[str, Any] = FAC
         for name in ("ab/cab.cpp", "ab/cab.so", "locks/cab.lock", "fxgraph/x/pickled"):
             (own / name).parent.mkdir(parents=True, exist_ok=True)
             (own / name).write_text(f"{name} of {text}")
+    kept.warn()
     return [*found, *kept.notes]
 
 
@@ -165,6 +167,31 @@ def _faster(inner: Artefacts, own: Path) -> tuple[str, str, str, dict[str, str]]
 def test_what_is_no_directory_is_refused_at_the_door(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         bt.BendedModule(torch.relu, **options)
+
+
+def test_a_model_warns_of_what_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also though the warnings of compilers are hidden while it compiles."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled_file = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "ab", "cab.so")
+        compiled_file.parent.mkdir(parents=True, exist_ok=True)
+        compiled_file.write_text("code")
+        return graph.forward
+
+    def call() -> None:
+        options: Any = {"drop_slower": False}
+        bended = bt.BendedModule(
+            torch.nn.Linear(3, 3), backend="inductor", backend_options=options, cache_dir=tmp_path
+        )
+        with torch.no_grad():
+            for _ in range(3):
+                bended(torch.ones(2, 3))
+
+    monkeypatch.setattr(settings.Settings, "compilers", lambda self, on_cpu: (backend,))
+    call()
+    spoiled(entry(tmp_path), "a damaged library")
+    with pytest.warns(CompileWarning, match="is not used, and made anew: "):
+        call()
 
 
 SCRIPT = """

@@ -224,3 +224,24 @@ def test_what_onnxruntime_cannot_run_is_refused_with_a_remedy(tmp_path: Path) ->
     with pytest.raises(ExportError, match=words):
         bt.BendedModule(model).export(torch.ones(2, 3).bfloat16(), to=tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_in_a_branch_go_to_onnx(tmp_path: Path) -> None:
+    """A condition with a maximum in it, and a size that a weight before the branch fixes."""
+    require("onnx")
+
+    def split(x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        return x.view(b, t, 2, d // 2).transpose(1, 2).reshape(b, t, d) if x.sum() > 0 else x
+
+    def fixed(x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        x = x @ torch.eye(8)
+        return x.reshape(b * t, d).view(b, t, d) if x.sum() > 0 else x
+
+    x = torch.rand(2, 5, 8)
+    for number, model in enumerate((split, fixed)):
+        file = tmp_path / f"{number}.onnx"
+        bt.BendedModule(model).export(x, -x, to=file)
+        other = torch.rand(3, 4, 8)
+        torch.testing.assert_close(bt.export.OnnxProgram(file)(other)[0], model(other))

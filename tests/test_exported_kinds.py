@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from torch import Tensor
 
 import bendtrace as bt
 from bendtrace.errors import ExportError, InputError
+from bendtrace.export import comparison
+from bendtrace.export.exporting import difference
+from tests.documents import ROOT
 from tests.test_exported import assert_equal, exported
 
 
@@ -459,3 +464,151 @@ def test_an_error_that_the_model_handles_is_named_by_what_raises_it() -> None:
 
     with pytest.raises(ExportError, match=r"cholesky.* raises an error that the model handles"):
         exported(model, torch.eye(2), torch.ones(2, 2))
+
+
+# Numbers among the arguments
+
+
+def test_numbers_that_differ_between_inputs_are_refused_with_a_remedy() -> None:
+    def model(x: Tensor, t: Any) -> Tensor:
+        return (x / t).softmax(-1)
+
+    x = torch.randn(4)
+    with pytest.raises(
+        ExportError, match=r"t is 1\.0 in input 1 and 0\.5 in input 2.*torch\.tensor"
+    ):
+        exported(model, (x, 1.0), (x, 0.5))
+    made = exported(model, (x, 1.0))
+    with pytest.raises(InputError, match=r"an argument is 0\.5, but .* exported with 1\.0"):
+        made(x, 0.5)
+    assert_equal(exported(model, (x, torch.tensor(1.0))), model, x, torch.tensor(0.5))
+
+
+# Sizes that values decide
+
+
+def overlap(one: Tensor, others: Tensor) -> Tensor:
+    low, high = torch.maximum(one[0], others[:, 0]), torch.minimum(one[1], others[:, 1])
+    return (high - low).clamp(min=0) / (others[:, 1] - others[:, 0])
+
+
+def shrinking(spans: Tensor, scores: Tensor) -> Tensor:
+    order, kept = scores.argsort(descending=True), torch.zeros_like(scores, dtype=torch.bool)
+    while order.numel() > 0:
+        kept[order[0]] = True
+        rest = order[1:]
+        order = rest[overlap(spans[order[0]], spans[rest]) <= 0.5]
+    return kept
+
+
+def by_rounds(spans: Tensor, scores: Tensor) -> Tensor:
+    order, kept = scores.argsort(descending=True), []
+    while order.numel() > 0:
+        kept.append(order[0])
+        if order.numel() == 1:
+            break
+        rest = order[1:]
+        order = rest[overlap(spans[order[0]], spans[rest]) <= 0.5]
+    return torch.stack(kept)
+
+
+def by_mask(spans: Tensor, scores: Tensor) -> Tensor:
+    """Do the same as `shrinking`, as its refusal says."""
+    left, kept = torch.ones_like(scores, dtype=torch.bool), torch.zeros_like(scores).bool()
+    while left.any():
+        first = torch.where(left, scores, -torch.inf).argmax()
+        chosen = torch.arange(scores.shape[0]) == first
+        kept = kept | chosen
+        left = left & (overlap(spans[first], spans) <= 0.5) & ~chosen
+    return kept
+
+
+def test_loops_whose_tensors_shrink_are_refused_by_the_line_that_picks() -> None:
+    def some(seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.rand(8, 1, generator=generator) * 4
+        return torch.cat([starts, starts + 1], 1), torch.rand(8, generator=generator)
+
+    inputs = [some(seed) for seed in range(12)]
+    line = (
+        r"`rest\[overlap\(.*\) <= 0\.5\]` at .*: values decide how many elements this picks.*mark"
+    )
+    for model in (shrinking, by_rounds):
+        with pytest.raises(ExportError, match=line):
+            exported(model, *inputs)
+    made = exported(by_mask, *inputs)
+    for seed in range(50):
+        assert torch.equal(made(*some(seed)), shrinking(*some(seed)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_hides_behind_torchs_layers_is_refused_with_a_remedy() -> None:
+    x, nn = torch.randn(2, 5, 8), torch.nn
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    encoder = nn.TransformerEncoder(layer, 1).eval()
+    with pytest.raises(ExportError, match="construct it with enable_nested_tensor=False"):
+        exported(encoder, {"src": x, "src_key_padding_mask": mask})
+    padded = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    made = exported(padded, {"src": x, "src_key_padding_mask": mask})
+    with torch.no_grad():
+        expected = padded(x, src_key_padding_mask=~mask.flip(0))
+        assert difference(made(src=x, src_key_padding_mask=~mask.flip(0)), expected) is None
+    gru = nn.GRU(8, 6, batch_first=True).eval()
+
+    def packed(x: Tensor) -> Tensor:
+        lengths = torch.tensor([3, 5])
+        given = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(gru(given)[0], batch_first=True)[0]
+
+    with pytest.raises(ExportError, match=r"`gru\(given\)` at .*no RNN over a packed sequence"):
+        exported(packed, x)
+    assert_equal(exported(gru, x), gru, torch.randn(3, 5, 8))
+
+
+# Files
+
+
+def test_the_rounding_errors_of_the_model_itself_are_accepted_in_files() -> None:
+    """Also near 0, where they come from values around 1,000; a tolerance can be set."""
+
+    def model(x: Tensor) -> Tensor:
+        return (x * 1000).sum(-1) - (x * 1000).flip(-1).sum(-1)
+
+    x = torch.rand(4, 300, generator=torch.Generator().manual_seed(0))
+
+    class Run:
+        result = model(x)
+
+    def check(off: float, tolerance: float = 1e-5, model: Any = model) -> None:
+        calls: Any = [((x,), {})]
+        comparison.compare(lambda x: Run.result + off, calls, [Run], tolerance, model=model)  # type: ignore[list-item]
+
+    check(0.01)
+    for options in ({"model": None}, {"off": 10.0}):
+        with pytest.raises(ExportError, match=r"is off by .*\(tolerance=1e-05 is accepted\)"):
+            check(**{"off": 0.01, **options})
+    check(10.0, tolerance=20.0)
+    with pytest.raises(InputError, match="tolerance has to be a number from 0 on, not 'much'"):
+        exported(model, x, tolerance="much")
+
+
+FULL = """
+import resource, sys, torch, bendtrace as bt
+x = torch.ones(3)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+try:
+    bt.BendedModule(lambda x: x * 2 if x.sum() > 0 else x).export(x, -x, to=sys.argv[1])
+except bt.errors.ExportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit for the size of files")
+def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    """torch's own writer would end the process."""
+    command = [sys.executable, "-c", FULL, str(tmp_path / "model.pt2")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "model.pt2' cannot be written: [Errno 27] File too large" in done.stdout
+    assert list(tmp_path.iterdir()) == []

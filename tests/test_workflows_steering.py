@@ -238,7 +238,7 @@ def test_steering_is_adding_in_a_hook(positions: Any, scale: float) -> None:
             for _ in range(2):
                 same(bended(x), wanted)
             assert steering.reports()[0].changed
-            assert len(bended.insertions) == 2
+            assert len(bended.insertions) == 1
             assert repr(steering) == "<Steering at 'blocks.0'>"
         assert bended.insertions == ()
         assert "removed" in repr(steering)

@@ -92,5 +92,5 @@ def exported(options: argparse.Namespace) -> str:
             bar.set_description(step)
             bar.update()
 
-        made = export(model, Signature(model), calls, options.to, options.unseen, tell)
+        made = export(model, Signature(model), calls, options.to, options.unseen, tell=tell)
     return str(made)

@@ -55,6 +55,7 @@ class Artefacts:
     def __init__(self, directory: str, settings: Mapping[str, Any]) -> None:
         self.directory = directory
         self.notes: list[str] = []
+        self._unusable: list[str] = []
         self._facts = {
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -79,6 +80,11 @@ class Artefacts:
             found = _files_in(own)
             if found and found.keys() != known:
                 self._keep(name, code, own, found)
+
+    def warn(self) -> None:
+        """Warn of entries that could not be used: after compiling, whose warnings are hidden."""
+        while self._unusable:
+            warnings.warn(CompileWarning(self._unusable.pop(0)), stacklevel=users_level())
 
     def _taken(self, name: str, code: str, own: str) -> set[str] | None:
         """Copy an entry; return the names of its files, or None if no entry is complete."""
@@ -106,10 +112,7 @@ class Artefacts:
                 shutil.rmtree(os.path.join(own, item), ignore_errors=True)
             said = str(error).strip("'\"")
             self.notes.append(f"{name}: compiled again, since what was kept cannot be used: {said}")
-            warnings.warn(
-                CompileWarning(f"what was kept in {entry} is not used, and made anew: {said}"),
-                stacklevel=users_level(),
-            )
+            self._unusable.append(f"what was kept in {entry} is not used, and made anew: {said}")
             return None
         self.notes.append(f"{name}: taken from {self.directory}")
         return set(files)

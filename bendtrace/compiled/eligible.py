@@ -170,8 +170,9 @@ def _may_draw(op: Op, name: str) -> bool:
     if "dropout" in name:
         position, flags, chance = 2, ("training", "train"), (1, "p")
     elif _RECURRENT.search(name):
-        # A packed sequence comes with the lengths of its steps: two forms, alike but for one.
-        position, flags, chance = 6, ("train",), (5, "dropout")
+        # A packed sequence comes with the lengths of its steps, before the state and the weights.
+        is_packed = len(op.args) > 3 and isinstance(op.args[3], (list, tuple))
+        position, flags, chance = 6 + is_packed, ("train",), (5 + is_packed, "dropout")
     elif "attention" in name:
         position, flags, chance = len(op.args), (), (4, "dropout_p")
     else:

@@ -143,6 +143,7 @@ class CompiledPath(CompiledFunction):
         except Refusal as refusal:
             self.reason = str(refusal)
         self.seconds: float = time.perf_counter() - begun
+        self.settings.warn()
 
     def _make(self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None) -> None:
         recording, global_state = self.recording, self.home.global_state

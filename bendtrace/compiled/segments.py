@@ -153,6 +153,7 @@ class Body(CompiledFunction):
         finally:
             self.seconds += time.perf_counter() - begun
             self._compiling.release()
+            self.settings.warn()
 
     def _called(self, given: Sequence[Any]) -> Result:
         result = self.call(given, self.find(given))

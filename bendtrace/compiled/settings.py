@@ -83,6 +83,11 @@ class Settings:
         """
         return nullcontext() if self.artefacts is None else self.artefacts.used(text)
 
+    def warn(self) -> None:
+        """Warn of what was kept and could not be used."""
+        if self.artefacts is not None:
+            self.artefacts.warn()
+
     def compilers(self, on_cpu: bool) -> tuple[Callable[..., Any], ...]:
         """Return what compiles a graph, and what does where that cannot.
 

@@ -56,6 +56,7 @@ class Environment(Found):
     Args:
         function: the module or function to be run.
         arguments: the bound arguments by name.
+        inserted: what else it runs, by name.
 
     Attributes:
         is_repeated: whether all but the arguments was taken over from an earlier scan.
@@ -72,8 +73,13 @@ class Environment(Found):
     alone: list[Captured]
     bare: list[Captured]
 
-    def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        self.function = function
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        inserted: Mapping[str, Any] = types.MappingProxyType({}),
+    ) -> None:
+        self.function, self.inserted = function, inserted
         self.is_repeated: bool = False
         self.leaves_watched_objects: bool = False
         self.shared_memory: set[tuple[Captured, Captured]] = set()
@@ -91,7 +97,7 @@ class Environment(Found):
 
     def _find(self, arguments: dict[str, Any]) -> None:
         """List the parts, taken over from an earlier scan if there is one that is as good."""
-        earlier = latest_walk(self.function)
+        earlier = None if self.inserted else latest_walk(self.function)
         if earlier is not None:
             scan = self._begin(arguments, earlier.plain_numbers)
             if scan.is_untouched and earlier.repeat(self):
@@ -132,7 +138,7 @@ class Environment(Found):
         self._sort_out(self.parts)
         if is_repeatable and scan.notes.is_steady:
             scanned = CachedScan(self, scan.notes, first, helpers)
-            if scanned.is_usable:
+            if scanned.is_usable and not self.inserted:
                 self._keep(scanned)
                 remember(self.function, scanned)
 

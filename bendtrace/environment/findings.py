@@ -187,6 +187,7 @@ class Found:
     Attributes:
         function: as given.
         plain_numbers: as given.
+        inserted: what else is run, by name.
         is_lazy: whether there are parameters that the first call makes.
         parts: everything found; parents before children.
         arguments: the parts that are, or are held by, arguments.
@@ -223,6 +224,8 @@ class Found:
         depends: what the code that was looked at depends on.
         watched_objects: what else is watched, by its content.
     """
+
+    inserted: Mapping[str, Any] = types.MappingProxyType({})
 
     def __init__(self, function: Callable[..., Any], plain_numbers: bool) -> None:
         self.function = function

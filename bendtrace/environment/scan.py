@@ -149,6 +149,12 @@ class Scan(CodeScan):
     def _scan_model(self) -> None:
         found = self.found
         self._scan_callable(found.function)
+        for name, what in found.inserted.items():
+            kind = type(what)
+            self._scan(what, Route(None, Access.FIXED, None, name, False))
+            if is_users_class(kind):  # our code calls its methods
+                found.helpers[kind] = members_of(kind)
+                self._scan_reachable(reachable_from(kind, found.helpers[kind]), None)
         for patch in monkeypatches():
             if isinstance(patch.value, types.FunctionType):
                 self._scan_code(patch.value)
@@ -337,6 +343,8 @@ class Scan(CodeScan):
             self.notes.is_steady = False
         if isinstance(value, types.FunctionType):
             self._scan_code(value)
+            if found.inserted and is_finished(value):  # it may be of what we insert
+                self._scan_closure(value, _DATA)
         elif isinstance(value, type) and is_users_class(value):
             self._meet_helper(value)
         elif type(value) is LEGACY:  # its constructor takes numbers, and no traced ones
@@ -580,3 +588,4 @@ _TELLING = (id, hash, operator.is_, operator.is_not)  # objects apart by their i
 # The most common types, which are never constants.
 _USUAL = frozenset({nn.Parameter, torch.Tensor, nn.Linear, nn.LayerNorm, nn.Dropout, dict, list})
 _TENSORS = (torch.Tensor, nn.Parameter)
+_DATA = (*_TENSORS, dict, list, tuple, types.FunctionType)  # that our functions hold

@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind
 
 from bendtrace.errors import ExportError
 from bendtrace.export.machine import told
+from bendtrace.export.values import DTYPES
 from bendtrace.history.copies import lazily_copied
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.internals import pytree
@@ -39,6 +40,7 @@ __all__ = [
     "empty_sizes",
     "fact_of",
     "fixed_at_one",
+    "require_constant",
     "require_plain",
     "separate_copies_of",
     "share",
@@ -331,6 +333,28 @@ def arguments_of(args: Any, kwargs: Any, compares: bool) -> list[list[Any]]:
     return rows
 
 
+def require_constant(calls: Sequence[Mapping[str, Any]]) -> None:
+    """Require that numbers and texts are the same in all inputs.
+
+    Args:
+        calls: the arguments by name, of each of the inputs.
+
+    Raises:
+        ExportError: one differs.
+    """
+    rows = [dict(pytree.tree_leaves_with_path(inputs)) for inputs in calls]
+    for number, row in enumerate(rows[1:], 2):
+        for path, leaf in row.items():
+            first = rows[0].get(path, leaf)
+            numbers = type(leaf) in DTYPES and type(first) in DTYPES
+            if numbers and (type(leaf) is not type(first) or repr(leaf) != repr(first)):
+                raise ExportError(
+                    f"{path[0].key}{pytree.keystr(path[1:])} is {first!r} in input 1 and "
+                    f"{leaf!r} in input {number}, but numbers are constants of a program: pass "
+                    f"torch.tensor({leaf!r}), or export once for each"
+                )
+
+
 # Files other than `.pt2` have no Python: conditions on sizes become operations on tensors
 
 
@@ -402,6 +426,9 @@ def _as_tensors(node: ast.expr, text: str) -> str:
     match node:
         case ast.Constant() | ast.Name():
             return ast.unparse(node)
+        case ast.Call(func=ast.Name("max" | "min" as name), args=[ast.Constant(limit), inner]):
+            bound = "min" if name == "max" else "max"
+            return f"({_as_tensors(inner, text)}).clamp({bound}={limit!r})"
         case ast.Subscript(value=ast.Call()):  # of `size`
             return f"torch.scalar_tensor({ast.unparse(node)}, dtype=torch.int64)"
         case ast.Subscript():

@@ -31,10 +31,12 @@ from bendtrace.export.conditions import (
     copies_of,
     empty_sizes,
     fixed_at_one,
+    require_constant,
     require_plain,
     separate_copies_of,
     share,
 )
+from bendtrace.export.insertions import Insertions
 from bendtrace.export.machine import Machine, refuse, told
 from bendtrace.export.writer import BODY, Unseen, Written, write
 from bendtrace.history.sizes import counted
@@ -47,10 +49,15 @@ from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.source.internals import pytree
 
-__all__ = ["Exported", "calls_in", "compare", "difference", "export", "tensors_in"]
+__all__ = ["Exported", "Insertions", "calls_in", "compare", "difference", "export", "tensors_in"]
 
 _serials = itertools.count()
-_TOLERANCE = 1e-5
+_VARYING = (
+    "values decide how many elements this picks, and torch.export carries no such tensor through "
+    "a loop or a branch: keep all elements, and mark those that are left, as in `left = left & "
+    "(iou <= limit)` with `while left.any()`"
+)
+_NUMBERS = (bool, int, float)
 
 
 @dataclass(eq=False)
@@ -66,6 +73,8 @@ class Exported:
         compared: how many inputs it was compared with the model for.
         notes: what else is worth knowing.
         source: the program as it was written, before torch.export traced it.
+        insertions: the tensors of what is inserted that are inputs of the program, by their names:
+            each call may pass others by keyword.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -82,9 +91,11 @@ class Exported:
     compared: int
     notes: tuple[str, ...]
     source: str = field(repr=False)
+    insertions: dict[str, Tensor] = field(repr=False, init=False)
     # Gives the structure of arguments, and those that it was exported from.
     _form: Callable[[tuple[Any, ...], dict[str, Any]], Any] = field(repr=False, init=False)
     _forms: tuple[Any, ...] = field(default=(), repr=False, init=False)
+    _constants: Sequence[Any] = field(default=(), repr=False, init=False)
     _module: Any = field(default=None, repr=False, init=False)
     _held: frozenset[int] = field(default=frozenset(), repr=False, init=False)
 
@@ -95,6 +106,7 @@ class Exported:
             InputError: the containers are others than those that it was exported from, or have
                 other keys, or these in another order; or a tensor is one of the program itself.
         """
+        kwargs = {**kwargs, **{k: v for k, v in self.insertions.items() if k not in kwargs}}
         if self._module is None:
             self._module = self.program.module()
             self._held = frozenset(map(id, self.program.state_dict.values()))
@@ -104,8 +116,15 @@ class Exported:
                 "the arguments have another structure than those that this was exported from: "
                 f"{form} in place of {self._forms[0]}"
             )
-        if not self._held.isdisjoint(map(id, pytree.tree_leaves((args, kwargs)))):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not self._held.isdisjoint(map(id, leaves)):
             raise InputError("an argument is a tensor of the program itself: pass a clone()")
+        for leaf, constant in zip(leaves, self._constants, strict=False):
+            if type(leaf) is type(constant) and type(leaf) in _NUMBERS and leaf != constant:
+                raise InputError(
+                    f"an argument is {leaf!r}, but the program was exported with {constant!r}: "
+                    f"export it with torch.tensor({constant!r}), and pass a tensor"
+                )
         with torch.no_grad():
             return self._module(*args, **kwargs)
 
@@ -136,6 +155,9 @@ def export(
     calls: Sequence[Inputs],
     to: str | os.PathLike[str] | None,
     unseen: str,
+    inserted: Insertions | None = None,
+    are_inputs: bool = False,
+    tolerance: float = 1e-5,
     tell: Callable[[str], None] = lambda step: None,
 ) -> Exported:
     """Export a model.
@@ -146,13 +168,20 @@ def export(
         calls: the inputs.
         to: as for `BendedModule.export`.
         unseen: likewise.
+        inserted: what is inserted in the model.
+        are_inputs: whether its tensors are inputs of the program, and no constants.
+        tolerance: as for `BendedModule.export`.
         tell: called with the name of each step: "record" and "compare" once for each of the inputs,
             "trace", and "write" if there is a file.
     """
     if unseen not in ("assert", "error"):
         raise InputError(f"unseen is 'assert' or 'error', not {unseen!r}")
+    if type(tolerance) not in (int, float) or not 0 <= tolerance < float("inf"):
+        raise InputError(f"tolerance has to be a number from 0 on, not {tolerance!r}")
     if not calls:
-        raise InputError("no paths are known: give inputs, which the model is run with")
+        raise InputError(
+            "no paths are known: give inputs, or call the model before with some of up to 1 MiB"
+        )
     for number, (args, kwargs) in enumerate(calls, 1):
         if (len(args), set(kwargs)) != (len(calls[0][0]), set(calls[0][1])):
             raise InputError(
@@ -160,10 +189,25 @@ def export(
                 "program is called in one way"
             )
     target = None if to is None else targets.target_of(to)
-    export_once = functools.partial(_export, model, signature, calls, to, target, unseen, tell)
-    held = frozenset(_names_of(model))
+    plain = functools.partial(record, model, reads_states=True)
+    run = plain if inserted is None else inserted.record
+    state = _names_of(model)
+
+    def export_once(recordings: list[Recording]) -> Exported:
+        tensors = {} if inserted is None else inserted.tensors(state, signature.parameters)
+        named = {**state, **{id(tensor): name for name, tensor in tensors.items()}}
+        made = _export(
+            signature, calls, to, target, unseen, tell, named, tensors if are_inputs else {},
+            (tolerance, model if inserted is None else None), recordings,
+        )  # fmt: skip
+        if inserted is not None:
+            made.notes = (*inserted.notes, *made.notes)
+        return made
+
+    held = frozenset(state)
     for number, (args, kwargs) in enumerate(calls, 1):
         require_plain(number, signature.bind(args, kwargs), held)
+    require_constant([signature.bind(*call) for call in calls])
     with torch.no_grad():
         excluded: frozenset[Counter] = frozenset()
         copy = separate_copies_of
@@ -171,7 +215,7 @@ def export(
             liftings = [Lifting(excluded, as_tensors=True) for _ in calls]
             try:
                 with _preserved(model):
-                    recordings = _recorded(model, signature, calls, tell, liftings, copy)
+                    recordings = _recorded(run, signature, calls, tell, liftings, copy)
                 if copy is separate_copies_of and any(map(compares_identity, recordings)):
                     copy = copies_of
                     if any(map(share, calls)):
@@ -188,28 +232,46 @@ def export(
             excluded |= needed
         with _preserved(model):
             nothing = [None] * len(calls)
-            recordings = _recorded(model, signature, calls, tell, nothing, copy)
+            recordings = _recorded(run, signature, calls, tell, nothing, copy)
         return export_once(recordings)
 
 
 def _export(
-    model: Callable[..., Any],
     signature: Signature,
     calls: Sequence[Inputs],
     to: str | os.PathLike[str] | None,
     target: str | None,
     unseen: str,
     tell: Callable[[str], None],
+    state: dict[int, str],
+    added: dict[str, Tensor],
+    closeness: tuple[float, Callable[..., Any] | None],
     recordings: list[Recording],
 ) -> Exported:
-    """Export recorded runs."""
+    """Export recorded runs.
+
+    Args:
+        signature: names the arguments.
+        calls: the inputs.
+        to: as for `export`.
+        target: the kind of file.
+        unseen: as for `export`.
+        tell: likewise.
+        state: the names of tensors, by identity.
+        added: those of them that are inputs besides the arguments.
+        closeness: the tolerance of files, and the model, whose rounding errors count.
+        recordings: the runs.
+    """
     machine = Machine(recordings)
+    held = {name: tensor.detach() for name, tensor in added.items()}
+    calls = [(args, {**kwargs, **held}) for args, kwargs in calls]
     args, kwargs = _largest(calls)
     names = signature.names(args, kwargs)
     head = _head(names, len(args))
     positions = [names.index(name) for name in signature.arrange(args, kwargs)[0]]
-    state = _names_of(model)
-    written = write(machine, positions, head, state, False)
+    own = {id(tensor): f"_i{names.index(name)}" for name, tensor in added.items()}
+    write_with = functools.partial(write, machine, positions, head, state, own)
+    written = write_with(False)
     never = [one for one in written.unseen if one.seen]
     if never and unseen == "error":
         listed = "\n".join(f"    {one}" for one in never)
@@ -218,7 +280,13 @@ def _export(
     renamed = dict(zip(names, head, strict=True))
     everywhere = [{renamed[k]: v for k, v in signature.bind(*call).items()} for call in calls]
     common = common_sizes([{name: one[name] for name in head} for one in everywhere])
-    program, above, is_fixed = _traced(written, head, args, kwargs, common)
+    varying = machine.first_varying()
+    try:
+        program, above, is_fixed = _traced(written, head, args, kwargs, common)
+    except ExportError as error:
+        if varying is not None and "same metadata" in str(error):
+            raise ExportError(f"{_VARYING} ({error})", told(varying)) from error
+        raise
     inputs = dict(zip(head, (*args, *kwargs.values()), strict=True))
     notes = written.told
     if is_fixed:
@@ -234,9 +302,16 @@ def _export(
         in_file = conditions_in_files(program, inputs, facts, above, empty)
     program._guards_code[:0] = required  # torch's, for one, take a rank for granted
     made = Exported(program, written.unseen, len(calls), notes, written.text)
+    made.insertions = held
+    made._constants = pytree.tree_leaves((args, kwargs))
     made._form = form = functools.partial(_form, signature)
     made._forms = tuple({repr(one): one for one in itertools.starmap(form, calls)}.values())
-    compare(made, calls, recordings, tell=tell)
+    try:
+        compare(made, calls, recordings, tell=tell)
+    except ExportError as error:
+        if varying is not None and "Runtime assertion failed for expression u" in str(error):
+            raise ExportError(f"{_VARYING} ({error})", told(varying)) from error
+        raise
     if to is None:
         return made
     for spec in program.graph_signature.output_specs:
@@ -246,12 +321,13 @@ def _export(
                 "tensors and numbers"
             )
     check = functools.partial(compare, calls=calls, recordings=recordings)
-    loosely = functools.partial(check, tolerance=_TOLERANCE)
+    tolerance, model = closeness
+    loosely = functools.partial(check, tolerance=tolerance, model=model)
     tell("write")
     if target == "pt2":
         targets.save_program(program, to, check)
     else:
-        checked = write(machine, positions, head, state, target == "onnx", in_file)
+        checked = write_with(target == "onnx", in_file)
         traced = _traced(checked, head, args, kwargs, common, [(above, is_fixed)])[0]
         compares = Fact.IDENTITY in facts
         arguments = arguments_of(args, kwargs, compares)
@@ -261,7 +337,7 @@ def _export(
         else:
             messages = {one.number: one.message for one in checked.unseen}
             targets.save_onnx(traced, to, messages, (arguments, compares), loosely)
-    within = "bit by bit" if target == "pt2" else f"within {_TOLERANCE:g}"
+    within = "bit by bit" if target == "pt2" else f"within {tolerance:g}"
     made.notes = (*made.notes, f"written to {os.fspath(to)}, whose outputs are equal {within}")
     return made
 
@@ -340,7 +416,7 @@ def _is_pair(given: Any) -> bool:
 
 
 def _recorded(
-    model: Callable[..., Any],
+    run: Callable[..., Recording],
     signature: Signature,
     calls: Sequence[Inputs],
     tell: Callable[[str], None],
@@ -354,9 +430,9 @@ def _recorded(
         tell("record")
         own_args, own_kwargs = copy((args, kwargs))
         try:
-            recording = record(
-                model, own_args, own_kwargs, signature, reads_states=True, lifting=lifting
-            )
+            recording = run(own_args, own_kwargs, signature, lifting=lifting)
+        except ExportError:
+            raise
         except Exception as error:
             hint = ""
             if isinstance(error, TypeError) and len(calls) == 1 and len(args) > 1:
@@ -426,6 +502,8 @@ def _operands(
     operands: tuple[Any, ...], *functions: Callable[..., Any], first: int = 0
 ) -> tuple[tuple[Any, ...], list[Callable[..., Any]]]:
     """Return the tensors and open sizes among operands, and functions that take only these."""
+    # A size that has turned out to be fixed is no operand: ONNX takes no number for one (2.13).
+    operands = tuple(int(v) if _is_fixed(v) else v for v in operands)
     places = [n for n, v in enumerate(operands) if isinstance(v, (Tensor, torch.SymInt))]
 
     def given(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -438,6 +516,10 @@ def _operands(
         return call
 
     return tuple(operands[place] for place in places), list(map(given, functions))
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) and value.node.maybe_as_int() is not None
 
 
 def _fix(common: Sequence[list[int | None]], inputs: Sequence[Any]) -> None:
@@ -536,7 +618,7 @@ def _explained(error: BaseException, written: Written, file: str) -> tuple[str, 
         lines = [f.lineno for f in traceback.extract_tb(seen.__traceback__) if f.filename == file]
         record = written.records.get(lines[-1] or 0) if lines else None
         if record is not None:
-            first = str(error).strip().split("\n")[0]
+            first = str(error).strip().split("\n")[0].rstrip(":")
             what = f"torch.export refuses it: {type(error).__name__}: {first}"
             if "DataDependent" in type(error).__name__:
                 what = (

@@ -80,11 +80,14 @@ class Functions:
     Args:
         parameters: the names of the arguments, in the order in which they are bound.
         state: the names of the model's tensors, by identity.
+        given: the variables of those that are inputs.
         flagged: whether the program returns its flag, in place of assertions.
     """
 
-    def __init__(self, parameters: list[str], state: dict[int, str], flagged: bool) -> None:
-        self._parameters = parameters
+    def __init__(
+        self, parameters: list[str], state: dict[int, str], given: dict[int, str], flagged: bool
+    ) -> None:
+        self._parameters, self._given = parameters, given
         self._state = state
         self._flagged = flagged
         self._names: dict[str, Any] = {
@@ -165,10 +168,13 @@ class Functions:
         """Return the value of a tensor that the program holds."""
         key: Any = id(tensor)
         if key not in self._parts:
-            path = self._path(key)
-            self._tensors[path] = tensor
             name = self._new("p")
-            self._prelude.append(f"{name} = read({path!r})(self)")
+            text = self._given.get(key)
+            if text is None:
+                path = self._path(key)
+                self._tensors[path] = tensor
+                text = f"read({path!r})(self)"
+            self._prelude.append(f"{name} = {text}")
             self._parts[key] = self._tensor(name)
         return self._parts[key]
 

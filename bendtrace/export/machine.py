@@ -20,7 +20,7 @@ from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import Guard, Test
+from bendtrace.tape.tape import Guard, Op, Test
 from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["END", "AnalysedRun", "Loop", "Machine", "Question", "View", "Way", "refuse", "told"]
@@ -191,6 +191,11 @@ class Machine:
                 way = Way(answer, run, number, stops[place + 1], nodes[place + 1])
                 question.ways.append(way)
 
+    def first_varying(self) -> Op | None:
+        """Return the first op whose result has a size that depends on values."""
+        found = ((run.recording.tape.ops, run.numbers.varying) for run in self.runs)
+        return next((ops[min(varying)] for ops, varying in found if varying), None)
+
     @cached_property
     def view(self) -> View:
         """The view of the whole machine."""
@@ -355,6 +360,8 @@ def refuse(recording: Recording) -> None:
         raise ExportError(_WRITES, "")
     if recording.changes:
         label = recording.changes[0].label
+        if place := recording.environment.place_of(label):
+            label = f"{label} at {place}"
         raise ExportError(
             f"the model sets {label}, but an exported program has no attributes: pass the value as "
             "an input, and return the new value",

@@ -41,7 +41,7 @@ from bendtrace.torch_rules.functions import (
     said_of,
 )
 
-__all__ = ["Scope", "SegmentOps"]
+__all__ = ["Scope", "SegmentOps", "refusal_of"]
 
 
 class Scope:
@@ -180,7 +180,9 @@ class SegmentOps(Expressions):
 
     def emit(self, op: Op) -> None:
         """Write an op."""
-        self._refuse(op)
+        reason = refusal_of(op)
+        if reason is not None:
+            raise ExportError(reason, told(op))
         kind = self._run.numbers.kinds.get(op.index)
         if op.kind is OpKind.SCALAR and op.target is operator.getitem:
             self._emit_element(op)
@@ -190,19 +192,6 @@ class SegmentOps(Expressions):
             self._emit_number(op)
         else:
             self._emit_tensors(op)
-
-    def _refuse(self, op: Op) -> None:
-        if op.kind is OpKind.CALL and isinstance(op.target, _OPERATORS):
-            return
-        if op.target in SHAPES or op.target in METADATA:
-            return  # it cannot raise an error that the model may have a handler for
-        reason = why_not_op(op, op.context)
-        if reason is not None and "random" in reason and name_of(op.target).endswith(_STEADY):
-            reason = None
-        if reason is None and (op.context.autocast or op.context.inference):
-            reason = f"{name_of(op.target)} runs under autocast or in inference mode"
-        if reason is not None:
-            raise ExportError(f"{reason}: {_advice(reason)}", told(op))
 
     def _define(self, text: str, op: Op, prefix: str = "v") -> str:
         name = self._new(prefix)
@@ -594,6 +583,31 @@ def _sized(op: Op) -> str:
     return "stride" if name_of(op.target) == "stride" else "size"
 
 
+def refusal_of(op: Op) -> str | None:
+    """Return why an op has no place in a program, and what to do; None if it has one."""
+    if op.kind is OpKind.CALL and isinstance(op.target, _OPERATORS):
+        return None
+    if op.target in SHAPES or op.target in METADATA:
+        return None  # it cannot raise an error that the model may have a handler for
+    name = name_of(op.target)
+    if name == "_nested_tensor_from_mask_left_aligned":
+        return (
+            "nn.TransformerEncoder leaves out what the mask hides, by a nested tensor: construct "
+            "it with enable_nested_tensor=False"
+        )
+    if name in _RECURRENT and len(op.args) > 3 and isinstance(op.args[3], (list, tuple)):
+        return (
+            "torch.export takes no RNN over a packed sequence: run it over the padded one, and "
+            "mask what it returns"
+        )
+    reason = why_not_op(op, op.context)
+    if reason is not None and "random" in reason and name.endswith(_STEADY):
+        reason = None
+    if reason is None and (op.context.autocast or op.context.inference):
+        reason = f"{name} runs under autocast or in inference mode"
+    return None if reason is None else f"{reason}: {_advice(reason)}"
+
+
 def _advice(reason: str) -> str:
     for words, advice in _ADVICE.items():
         if words in reason:
@@ -613,6 +627,7 @@ _ADVICE = {
 }
 # Without dropout, though torch's schemas do not say so.
 _STEADY = ("_cell", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+_RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 _OPERATORS = (OpOverload, OpOverloadPacket)
 _ANEW = frozenset({"softmax", "log_softmax", "norm", "embedding", "cosine_similarity", "where"})
 _EXACT, _SMALL = 1 << 53, 1 << 31

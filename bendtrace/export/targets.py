@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import logging
 import os
@@ -75,9 +76,19 @@ def _written_whole(path: str | os.PathLike[str], ending: str) -> Iterator[str]:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, file)
+    except OSError as error:  # a full disk, for example
+        raise ExportError(f"{str(file)!r} cannot be written: {error}") from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+@contextlib.contextmanager
+def _in_memory(temporary: str) -> Iterator[io.BytesIO]:
+    """Yield what torch writes to: its own writer ends the process on a full disk (2.13)."""
+    file = io.BytesIO()
+    yield file
+    Path(temporary).write_bytes(file.getbuffer())
 
 
 Check = Callable[[Callable[..., Any]], None]
@@ -98,8 +109,11 @@ def save_program(
     """
     with _written_whole(path, ".pt2") as temporary, quiet():
         try:
-            torch.export.save(program, temporary)
+            with _in_memory(temporary) as file:
+                torch.export.save(program, file)
             loaded = torch.export.load(temporary).module()
+        except OSError:
+            raise
         except Exception as error:
             raise ExportError(
                 f"torch.export cannot save and load it: {_first_line(error)}"
@@ -136,7 +150,10 @@ def save_package(
     with _written_whole(path, ".pt2") as temporary, quiet(), _checked_inputs(groups), open_sizes():
         try:
             made = with_distinct_outputs(program)
-            torch._inductor.aoti_compile_and_package(made, package_path=temporary)
+            with _in_memory(temporary) as file:
+                torch._inductor.aoti_compile_and_package(made, package_path=file)
+        except OSError:
+            raise
         except Exception as error:
             raise ExportError(f"AOTInductor cannot compile it: {_first_line(error)}") from error
         _require_alive(temporary, calls)
@@ -265,6 +282,8 @@ def save_onnx(
         try:
             made = _translated(program)
             made.save(temporary, external_data=False)
+        except OSError:
+            raise
         except Exception as error:
             raise ExportError(f"ONNX cannot express it: {_first_line(error)}") from error
         model = onnx.load(temporary)

@@ -73,6 +73,7 @@ def write(
     positions: list[int],
     head: list[str],
     state: dict[int, str],
+    given: dict[int, str],
     flagged: bool,
     conditions: Mapping[str, str] = MappingProxyType({}),
 ) -> Written:
@@ -84,20 +85,22 @@ def write(
             are bound.
         head: the names of the arguments of a call.
         state: the names of the model's tensors, by identity.
+        given: the variables of those that are inputs.
         flagged: whether the program returns its flag, in place of assertions.
         conditions: what it requires of its inputs, as expressions of tensors, with their texts.
 
     Raises:
         ExportError: something cannot be written so.
     """
-    return _Writer(machine, positions, state, flagged).write(head, conditions)
+    return _Writer(machine, positions, state, given, flagged).write(head, conditions)
 
 
 class _Writer(Functions):
     def __init__(
-        self, machine: Machine, positions: list[int], state: dict[int, str], flagged: bool
-    ) -> None:
-        super().__init__([f"_i{position}" for position in positions], state, flagged)
+        self, machine: Machine, positions: list[int], state: dict[int, str],
+        given: dict[int, str], flagged: bool,
+    ) -> None:  # fmt: skip
+        super().__init__([f"_i{position}" for position in positions], state, given, flagged)
         self._machine = machine
         self._rounds: dict[Loop, Any] = {}  # what each loop began its round with
 

@@ -13,7 +13,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
@@ -263,10 +263,12 @@ class Gate:
 
     Attributes:
         counts: whether it counts its passes, instead of being in the one that it was recorded in.
+        is_followed: whether it is no op: what it does is recorded like the model's own code.
     """
 
     is_gate = True
     counts = False
+    is_followed = False
     role = ""
 
     def __init__(self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: Plan) -> None:
@@ -345,6 +347,10 @@ class Gate:
         if not self.tells_in_place:
             return given
         return (*(given if isinstance(given, tuple) else (given,)), in_place)
+
+    def _unseen(self) -> AbstractContextManager[Any]:
+        """Return a context for operations of its own on values of the model."""
+        return nullcontext() if self.is_followed else unseen()
 
     def _next_pass(self) -> NodePass:
         """Return the pass that begins, and count it."""
@@ -513,6 +519,7 @@ class AfterGate(Gate):
                     "it: insert at the node before, which gives the value",
                     self.at.path,
                 )
+        with self._unseen():
             return original.copy_(value)
 
 
@@ -580,7 +587,7 @@ class BeforeGate(Gate):
         if self.written is not None:
             # The original gets the value at the end: what autograd keeps for the op, and the
             # aliases, must not be written to.
-            with unseen():
+            with self._unseen():
                 found[self.written] = found[self.written].clone()
         given = [found[number] for number in self.exchanged]
         return given[0] if len(given) == 1 else tuple(given)
@@ -649,7 +656,7 @@ class InputsGate(Gate):
     def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
         """Return the copies; numbers stay."""
         # No lazy copies: the write would move memory whose address the caller may know.
-        with unseen():
+        with self._unseen():
             copies = {id(v): v.clone() for v in values if isinstance(v, Tensor)}
         given = [copies.get(id(values[number]), values[number]) for number in self.exchanged]
         return given[0] if len(given) == 1 else tuple(given)

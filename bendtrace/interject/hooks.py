@@ -260,6 +260,10 @@ class _Hook(Interjection):
         self.handle = handle
 
     @property
+    def _code(self) -> Any:
+        return self.handle.hook_fn.function
+
+    @property
     def label(self) -> str:
         """The name of the hook, or that of its function if the user did not name it."""
         hook, name = self.handle.hook_fn, getattr(self.handle.hook_fn.function, "__name__", "")

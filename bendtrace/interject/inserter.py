@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -131,8 +131,10 @@ class LiveInserter:
         names: names of its nodes.
         pending: the values that are needed again once what is running is over.
         entry: the grad mode and other modes at the start of the run.
+        code: what it has followed like the model's code, by name: nothing.
     """
 
+    code: Mapping[str, Any] = MappingProxyType({})
     stage: Stage
     names: LiveNames
     entry: Context

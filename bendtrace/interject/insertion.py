@@ -69,6 +69,10 @@ class Function(Interjection):
         self._takes_pass = len(needed) == 2
 
     @property
+    def _code(self) -> Any:
+        return self.function
+
+    @property
     def label(self) -> str:
         """The name of the function."""
         name = getattr(self.function, "__name__", type(self.function).__name__)

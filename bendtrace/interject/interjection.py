@@ -161,6 +161,11 @@ class Interjection:
                 cls.effect = Interjection.effect  # type: ignore[method-assign]
 
     @property
+    def _code(self) -> Any:
+        """What holds its code, and all that this reads."""
+        return self
+
+    @property
     def label(self) -> str:
         """The name in reports and graphs: by default that of the class."""
         return type(self).__name__

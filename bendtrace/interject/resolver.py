@@ -15,6 +15,7 @@ from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import Meaning, Names, ambiguity
 from bendtrace.interject.cut_points import is_named, path_in
+from bendtrace.interject.plan import State
 from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.events import parameters_of
 from bendtrace.paths.naming import identifier
@@ -389,6 +390,8 @@ def describe_where(where: Any) -> str:
         return where.__name__
     if isinstance(where, (LayerEntry, ModuleEntry)):
         return repr(where.label)
+    if isinstance(where, State):
+        return repr(where.name)
     if callable(where) and not isinstance(where, NodeSelector):
         name = getattr(where, "__qualname__", repr(where))
         return _OF_TORCH.sub(lambda owner: "torch." if owner[1] else "Tensor.", name)

@@ -10,6 +10,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from time import perf_counter_ns
 from types import FrameType
 from typing import Any
@@ -66,7 +67,7 @@ from bendtrace.torch_rules.functions import (
     name_of,
 )
 from bendtrace.torch_rules.intercepts import INTERCEPT_CODES, watching
-from bendtrace.torch_rules.mode_queries import RecordingMode, carried_out
+from bendtrace.torch_rules.mode_queries import RecordingMode, carried_out, is_active
 from bendtrace.torch_rules.monkeypatches import asked, may_be_patched
 from bendtrace.torch_rules.transforms import REGISTERS, HandleOfRun, registers
 
@@ -600,6 +601,12 @@ class Recorder(RecordingMode):
             if self._observer is not None:
                 self._observer.escaped(args)
         return self._as_one(op, function, args, {}, frame)
+
+    def follow(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run code of an inserter, and record it like the model's own."""
+        # Within a call that torch reports, this mode is off the stack.
+        with nullcontext() if is_active(self) else self, self._ran.entered():
+            return function(*args)
 
     @property
     def is_in_block(self) -> bool:

@@ -179,7 +179,8 @@ def record(
     around = seeing_modes()  # which see the model, and not the library
     with without(around):
         look_once()
-        environment = Environment(function, signature.bind(args, kwargs))
+        code = {} if inserter is None else inserter.code
+        environment = Environment(function, signature.bind(args, kwargs), code)
         if not environment.is_repeated and (environment.is_lazy or uninitialized_in(function)):
             raise Uninitialized(function)
         recorder = Recorder(

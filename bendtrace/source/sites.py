@@ -244,11 +244,11 @@ class Site:
 
     @cached_property
     def guarded(self) -> tuple[Place, ...]:
-        """The places outside torch that are covered by the exception table of their code."""
+        """The places of the model's code that are covered by the exception table of their code."""
         return tuple(
             place
             for (code, offset), place in zip(self.chain, self.places, strict=True)
-            if not place.in_torch and is_covered(code, offset)
+            if not place.file.startswith((TORCH, PACKAGE)) and is_covered(code, offset)
         )
 
     @property

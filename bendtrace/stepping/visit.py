@@ -121,6 +121,7 @@ class Visit:
     """
 
     refusal: str
+    code: Mapping[str, Any] = {}
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -237,6 +237,7 @@ class Inserter(Protocol):
     """Is called at each node of a run, and may emit ops before, after and instead of it."""
 
     pending: list[Sequence[Any]]  # the values that it needs again, once what is running is over
+    code: Mapping[str, Any]  # what it has followed like the model's code, by name
 
     def begins(self, stage: Stage) -> None:
         """Called before the run."""

@@ -30,6 +30,7 @@ __all__ = [
     "RecordingMode",
     "carried_out",
     "hide_recorder",
+    "is_active",
     "is_answered_without",
     "put_back",
     "seeing_modes",
@@ -117,6 +118,11 @@ def _looks_at_hooks(code: types.CodeType) -> bool:
 
 def _modes() -> list[Any]:
     return [_mode_at(position) for position in range(function_modes() if _CAN_EXCHANGE else 0)]
+
+
+def is_active(mode: TorchFunctionMode) -> bool:
+    """Return whether a mode is on the stack of modes of the calling thread."""
+    return any(one is mode for one in _modes())
 
 
 def hide_recorder() -> list[Any]:

@@ -488,6 +488,14 @@ def _own_mean(over: tuple[int, ...]) -> Source:
 def _shuffled(seed: int) -> Source:
     """Take the samples of the batch in another order, none in its own place."""
 
+    def shuffled(count: int) -> Tensor:
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        chosen = torch.empty_like(order)
+        chosen[order] = order.roll(-1)
+        return chosen
+
+    chosen = _by_counts(shuffled)
+
     def source(path: str, number: int, value: Tensor) -> Tensor:
         count = value.shape[0] if value.dim() else 0
         if count < 2:
@@ -496,12 +504,21 @@ def _shuffled(seed: int) -> Source:
                 "other sample to use: pass a reference",
                 path,
             )
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        chosen = torch.empty_like(order)
-        chosen[order] = order.roll(-1)
-        return value[chosen.to(value.device)]
+        return value[chosen(count).to(value.device)]
 
     return source
+
+
+def _by_counts(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of numbers of samples that draws once for the same numbers."""
+    known: dict[tuple[int, ...], Tensor] = {}
+
+    def drawn(*counts: int) -> Tensor:
+        if counts not in known:
+            known[counts] = draw(*counts)
+        return known[counts]
+
+    return drawn
 
 
 def _mean_over(
@@ -577,6 +594,12 @@ def _samples_of(
     with Sites(bended, items, [call], at=at, label="reference") as there:
         _, seen = there.seen(call)
         there.rows(seen)
+
+    def drawn(samples: int, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(samples, (count,), generator=generator)
+
+    chosen = _by_counts(drawn)
     kept = {(path, n): value for (_, path), passes in seen.items() for n, value in passes.items()}
 
     def source(path: str, number: int, value: Tensor) -> Tensor:
@@ -588,9 +611,7 @@ def _samples_of(
                 f"not fit {tuple(value.shape)}",
                 path,
             )
-        generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randint(there.shape[0], (value.shape[0],), generator=generator)
-        return there[chosen.to(there.device)]
+        return there[chosen(there.shape[0], value.shape[0]).to(there.device)]
 
     return source
 

@@ -23,6 +23,7 @@ from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.parameter import Expression, value_of
 from bendtrace.interject.effects import Effect, depends_on
 from bendtrace.interject.group import InsertionGroup, InsertionHandle, is_root
+from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.patches.regions import is_constant_index
 from bendtrace.interject.report import Report
@@ -297,7 +298,7 @@ class _Adds(Interjection):
     label = "steer"
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        if not self.steps(self.counter.number):
+        if self.steps is not _always and not self.steps(self.counter.number):
             return None
         if not isinstance(output, Tensor):
             raise InterjectionError(
@@ -451,7 +452,11 @@ class Steering(InsertionHandle):
 
     def reports(self) -> list[Report]:
         """Return for each vector the nodes where it was called, and whether it changed anything."""
-        return [insertion.report() for insertion in self._group.insertions[1:]]
+        return [insertion.report() for insertion in self._vectors]
+
+    @property
+    def _vectors(self) -> list[Insertion]:
+        return [one for one in self._group.insertions if one.what is not self._counter]
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -464,9 +469,8 @@ class Steering(InsertionHandle):
             yield
 
     def __repr__(self) -> str:
-        insertions = self._group.insertions
-        where = ", ".join(describe_where(insertion.where) for insertion in insertions[1:])
-        active = all(insertion.active for insertion in insertions)
+        where = ", ".join(describe_where(insertion.where) for insertion in self._vectors)
+        active = all(insertion.active for insertion in self._vectors)
         return f"<Steering at {where}{'' if active else ', removed'}>"
 
 
@@ -526,7 +530,8 @@ def steer(
     _check_positions(positions)
     bended = required_bended(model, "what is steered")
     counter, group = _Steps(bended.model), InsertionGroup(bended)
-    group.make(is_root, counter, allow_none=True)
+    if chosen is not _always:
+        group.make(is_root, counter, allow_none=True)
     for place, vector in wanted:
         group.make(place, _Adds(vector, scale, positions, chosen, counter, norm))
     return Steering(bended, group, counter)
