@@ -40,14 +40,14 @@ from bendtrace.tape.tape import ModuleCall, Op
 
 if TYPE_CHECKING:
     from bendtrace import storage
-    from bendtrace.backward.running import backward
+    from bendtrace.backward.record import backward
     from bendtrace.graph import fx as conversion
     from bendtrace.graph.mirror import Graph
     from bendtrace.history import validate
     from bendtrace.history.validate import Validation
     from bendtrace.interject.selectors import naming
 else:
-    backward = LazyMethod("bendtrace.backward.running", "backward")
+    backward = LazyMethod("bendtrace.backward.record", "backward")
     conversion = LazyModule("bendtrace.graph.fx")
     naming = LazyModule("bendtrace.interject.selectors.naming")
     storage = LazyModule("bendtrace.storage")

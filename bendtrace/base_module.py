@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from bendtrace.compiled.report import CompiledReport
     from bendtrace.compiled.speculation import Speculation
     from bendtrace.exploring import search as exploring_search
-    from bendtrace.exploring.result import Exploration
+    from bendtrace.exploring.search import Exploration
     from bendtrace.view.drawing.picture import Format, Picture
     from bendtrace.view.outline import coverage as outline_coverage
     from bendtrace.view.outline import graph as outline_graph

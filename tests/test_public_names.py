@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.backward.node import BackwardNode
+from bendtrace.backward.graph import BackwardNode
 from bendtrace.backward.record import BackwardPass
 from bendtrace.history.entries import ModuleEntry
 from bendtrace.history.lookup import Entries

@@ -35,7 +35,7 @@ from bendtrace.storage import (
     save,
     sealed,
 )
-from bendtrace.storage.directory import draft_in
+from bendtrace.storage.log import draft_in
 from tests.corpus import CASES, Case
 from tests.stored import FullDisk, assert_same, exact, raw
 

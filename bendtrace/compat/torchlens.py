@@ -26,7 +26,7 @@ from bendtrace.history.depths import depths
 from bendtrace.history.entries import LayerEntry
 
 if TYPE_CHECKING:
-    from bendtrace.backward.node import BackwardNode
+    from bendtrace.backward.graph import BackwardNode
     from bendtrace.backward.record import BackwardPass
     from bendtrace.view.drawing.picture import Picture
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import sys
 import types
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -13,22 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bendtrace._compare import same_bits
 from bendtrace.errors import InputError, NondeterminismError
 from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
+from bendtrace.preserved_state import ModelState, PreservedState, no_model
 from bendtrace.recording.texts import shows
 from bendtrace.source.sites import BEHIND, PACKAGE, TORCH
-from bendtrace.stepping.kept import Handed, Kept
 from bendtrace.stepping.looks import Looks
-from bendtrace.stepping.start import Start
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.scalars import TRACED, plain
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind
 from bendtrace.tape.watchers import StopRun, unwatched
-from bendtrace.torch_rules.draws import state_of, torchs_generators
+from bendtrace.torch_rules.draws import restorer_of, state_of, torchs_generators
 from bendtrace.torch_rules.functions import (
     CONTEXT,
     ESCAPES,
     METADATA,
+    RESHAPES_IN_PLACE,
+    SETTERS,
     SHAPES,
     SHARING,
     VALUES,
@@ -36,9 +39,10 @@ from bendtrace.torch_rules.functions import (
     is_torchs_function,
     known_as,
 )
-from bendtrace.torch_rules.writes import storage_of
+from bendtrace.torch_rules.writes import storage_of, version_of
 
-__all__ = ["Edit", "Event", "Frame", "Visit"]
+__all__ = ["Edit", "Event", "Frame", "Kept", "Start", "Visit", "cannot"]
+
 
 # Requests that compute nothing that anybody would stop at.
 _SILENT = frozenset({*CONTEXT, *METADATA, *SHAPES, *VALUES, *ESCAPES, Tensor.tolist})
@@ -396,3 +400,187 @@ def require_tensor(value: Any) -> Tensor:
     if type(value) not in (Tensor, nn.Parameter):
         raise InputError(f"a value has to be a plain tensor, not {value!r}")
     return value if value.requires_grad else copied(value.detach())
+
+
+# Values of a run that later visits need not compute again, within a budget of memory.
+
+
+class Kept:
+    """Values by op. Where there are too many, those go that are the quickest to compute again.
+
+    Args:
+        budget: how many bytes they may take.
+
+    Attributes:
+        nbytes: how many bytes they take.
+    """
+
+    nbytes: int
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.nbytes = 0
+        self._values: dict[int, Any] = {}
+        self._views: set[int] = set()  # those that torch takes for views, as a linear layer's
+        self._ranks: list[tuple[float, int]] = []  # a heap: the time that a byte saves, and the op
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, index: int) -> Any:
+        """Return a copy of a value that nobody else writes to."""
+        value = self._values[index]
+        if not isinstance(value, Tensor):
+            return value
+        with torch._C.DisableTorchFunction():
+            copy = lazily_copied(value)
+            return copy.view_as(copy) if index in self._views else copy
+
+    def add(self, index: int, value: Any, nanoseconds: int) -> None:
+        """Keep a value as it is now, if it is worth its memory."""
+        size = _size(value)
+        if index in self._values or size > self.budget:
+            return
+        with torch._C.DisableTorchFunction():
+            if isinstance(value, Tensor):
+                if value._base is not None:
+                    self._views.add(index)
+                value = lazily_copied(value)
+        self._values[index] = value
+        self.nbytes += size
+        heapq.heappush(self._ranks, (nanoseconds / max(size, 1), index))
+        while self.nbytes > self.budget:
+            _, last = heapq.heappop(self._ranks)
+            self.nbytes -= _size(self._values.pop(last))
+            self._views.discard(last)
+
+    def forget(self, index: int) -> None:
+        """Forget the values of an op and all later ones."""
+        for later in [each for each in self._values if each >= index]:
+            self.nbytes -= _size(self._values.pop(later))
+        self._views.intersection_update(self._values)
+        self._ranks = [rank for rank in self._ranks if rank[1] in self._values]
+        heapq.heapify(self._ranks)
+
+
+class Handed(dict[int, Any]):
+    """The kept values as a recorder takes them: each is copied when it is asked for."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._kept
+
+    def __getitem__(self, index: int) -> Any:
+        return self._kept.get(index)
+
+
+def _size(value: Any) -> int:
+    return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
+
+
+# The start of a run, to which it can be led back: what it can read, and random numbers.
+
+_BACKWARD = frozenset({Tensor.backward, torch.autograd.backward})
+
+
+def cannot(why: str) -> InputError:
+    """Return the error for a run that cannot be stepped through."""
+    return InputError(f"this run cannot be stepped through: {why}")
+
+
+class Random:
+    """The states of all generators of random numbers that a run can draw from.
+
+    Args:
+        own: the generators that belong to the model or its arguments.
+    """
+
+    def __init__(self, own: list[Any]) -> None:
+        self._common = PreservedState(no_model)
+        self._own = [*map(restorer_of, own)]
+
+    def restore(self) -> None:
+        """Have the same random numbers drawn again."""
+        self._common.rewind()
+        for restore in self._own:
+            restore()
+
+
+class Start(ModelState):
+    """What a run can read, as it is before the run.
+
+    Args:
+        function: the model.
+        bound: its arguments by name.
+
+    Raises:
+        InputError: it holds something that cannot be restored.
+    """
+
+    def __init__(self, function: Callable[..., Any], bound: dict[str, Any]) -> None:
+        super().__init__(function, bound, lambda reasons: cannot("; ".join(reasons)))
+        self.require_restorable()
+        self._random = Random(self.generators)
+
+    def random_now(self) -> Random:
+        """Return the states of the generators now."""
+        return Random(self.generators)
+
+    def begin(self) -> None:
+        """Have a run begin here.
+
+        Raises:
+            InputError: the model or the inputs are not what they were.
+        """
+        environment = self._environments[0]
+        reasons = environment.blockers
+        known = len(reasons)
+        changed = next((change.label for change in environment.changes()), None)
+        if len(reasons) > known:
+            changed, reasons[known:] = "the model", []
+        for held, version in zip(self._held.values(), self._versions, strict=True):
+            if changed is None and (
+                version_of(held.tensor) != version
+                or (held.copy is not None and not same_bits(held.copy, held.tensor.detach()))
+            ):
+                changed = held.label
+        if changed is not None:
+            raise InputError(
+                f"{changed} has changed since the run was begun, so its values are no longer "
+                "those of the model: begin a new run"
+            )
+        self._random.restore()
+
+    def before(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Prepare for a call that may write to what existed before.
+
+        Returns:
+            Why the call could not be undone; "" if it can.
+        """
+        name = known_as(function)
+        if function in _BACKWARD:
+            return f"{name} adds to gradients outside of the run"
+        # What is written to `data` is not counted.
+        writes = is_named_in_place(name) or name in ("__setitem__", "data") or "out" in kwargs
+        changes = function in SETTERS or (name in RESHAPES_IN_PLACE and name != "data")
+        if not (writes or changes):
+            return ""
+        for tensor in tensors_in((args[:1], kwargs.get("out"))):
+            if storage_of(tensor) not in self._storages:
+                continue
+            if changes and id(tensor) in self._held:
+                return f"{name} changes more of {self._held[id(tensor)].label} than its values"
+            for key, held in self._held.items():
+                if held.copy is None and storage_of(held.tensor) == storage_of(tensor):
+                    self._held[key] = held._replace(copy=copied(held.tensor.detach()))
+        return ""
+
+    def knows(self, label: str) -> bool:
+        """Return whether a tensor that existed before the run was found when it began."""
+        return any(held.label == label for held in self._held.values())
