@@ -33,7 +33,7 @@ MODULES = (
 )
 # What methods return that only bendtrace itself calls.
 INTERNAL = {
-    "bendtrace.analysis.matrices", "bendtrace.analysis.probe", "bendtrace.interject.native",
+    "bendtrace.analysis.spectra", "bendtrace.analysis.probes", "bendtrace.interject.native",
     "bendtrace.paths.text",
 }  # fmt: skip
 # Bases whose members are described elsewhere.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from bendtrace.analysis.streaming.statistic import decoded, encoded, merge_states
+from bendtrace.analysis.streaming import decoded, encoded, merge_states
 from bendtrace.analysis.values import data_frame, parts_of, plain_results
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass

@@ -18,8 +18,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 
 from bendtrace.analysis.analyser import Analyser
-from bendtrace.analysis.matrices import Spectrum, check_tolerances, epsilon
-from bendtrace.analysis.streaming.statistic import Statistic
+from bendtrace.analysis.spectra import Spectrum, check_tolerances, epsilon
+from bendtrace.analysis.streaming import Statistic
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.leaves import outside

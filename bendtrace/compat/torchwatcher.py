@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bendtrace import node_selector
-from bendtrace.analysis.streaming.moments import CrossCovariance
+from bendtrace.analysis.streaming import CrossCovariance
 from bendtrace.compat._watched import LinearProbe, WatchedModule, is_made
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.executions import Execution, Repeated, numbered_name, split_number

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.analysis.matrices import Products
-from bendtrace.analysis.matrices import ridge as closed_form
+from bendtrace.analysis.spectra import Products
+from bendtrace.analysis.spectra import ridge as closed_form
 from bendtrace.calls import Call, bended_of, rows_of, seen_in
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import describe
