@@ -22,11 +22,9 @@ from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log, writes_in_place
-from bendtrace.history.capture import Capture, SaveOptions
-from bendtrace.history.lookup import Lookup
-from bendtrace.history.selection import Selection, Spec
+from bendtrace.history.capture import Capture, SaveOptions, Selection, Spec
+from bendtrace.history.run_log import Facts, Lookup
 from bendtrace.history.sizes import counted
-from bendtrace.history.text import Facts
 from bendtrace.paths.naming import Registry
 from bendtrace.paths.view import LazyRoot, Tree
 from bendtrace.recording.recorder import Recording

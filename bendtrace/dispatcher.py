@@ -18,8 +18,7 @@ from bendtrace.interject.gates import again, attempt, running
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
-from bendtrace.interject.recorded import has_gates, recorded
-from bendtrace.interject.splicer import Splicer
+from bendtrace.interject.splicer import Splicer, has_gates, recorded
 from bendtrace.interject.trees import Trees
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.rank_sync import is_one_of_several

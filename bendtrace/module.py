@@ -22,12 +22,12 @@ from bendtrace.interject.bends.config import BendingConfig
 from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.bends.parameter import Value
 from bendtrace.interject.insertion import Insertion, What
-from bendtrace.interject.passes import PassNumbers
+from bendtrace.interject.interjection import PassNumbers
 from bendtrace.interject.patches.context import PatchContext, Patches
 from bendtrace.interject.resume_point import from_activations, told
 from bendtrace.interject.where import Where
 from bendtrace.module_proxy import ModelT
-from bendtrace.paths.text import Text
+from bendtrace.paths.nodes import Text
 
 if TYPE_CHECKING:
     from bendtrace.export import exporting

@@ -34,7 +34,7 @@ MODULES = (
 # What methods return that only bendtrace itself calls.
 INTERNAL = {
     "bendtrace.analysis.spectra", "bendtrace.analysis.probes", "bendtrace.interject.native",
-    "bendtrace.paths.text",
+    "bendtrace.paths.nodes",
 }  # fmt: skip
 # Bases whose members are described elsewhere.
 BASES = ("Module", "BaseException", "Exception", "UserWarning", "Mapping", "Sequence", "Enum",

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import bendtrace as bt
-from bendtrace.compiled import artefacts as module
-from bendtrace.compiled.artefacts import Artefacts
+from bendtrace.compiled import settings as module
+from bendtrace.compiled.settings import Artefacts
 from bendtrace.errors import CompileWarning, InputError
 from tests.documents import ROOT
 

@@ -15,7 +15,7 @@ import bendtrace as bt
 from bendtrace.backward.graph import BackwardNode
 from bendtrace.backward.record import BackwardPass
 from bendtrace.history.entries import ModuleEntry
-from bendtrace.history.lookup import Entries
+from bendtrace.history.run_log import Entries
 from bendtrace.interject.bends.bending import Bending
 from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.patches.context import PatchContext

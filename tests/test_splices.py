@@ -17,7 +17,7 @@ import bendtrace as bt
 from bendtrace.errors import InterjectionError, NeverFiredWarning
 from bendtrace.interject import through
 from bendtrace.interject.attempt import Attempt
-from bendtrace.interject.recorded import has_gates
+from bendtrace.interject.splicer import has_gates
 from bendtrace.recording import scopes
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import Tape

@@ -17,7 +17,7 @@ from bendtrace.analysis.streaming import decoded, encoded, merge_states
 from bendtrace.analysis.values import data_frame, parts_of, plain_results
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.tensors import version_of
+from bendtrace.interject.structure import version_of
 
 if TYPE_CHECKING:
     import pandas

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from bendtrace.errors import LayerKeyError
-from bendtrace.history.autograd import GraphMarks
-from bendtrace.history.capture import Capture
+from bendtrace.history.capture import Capture, GraphMarks
 from bendtrace.history.entries import LayerEntry, Source
 from bendtrace.history.names import near_names
 from bendtrace.tape.tape import TensorMeta

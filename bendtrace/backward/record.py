@@ -23,9 +23,9 @@ from bendtrace.graph import Graph
 from bendtrace.history.building import Log
 from bendtrace.history.copies import copied
 from bendtrace.history.entries import LayerEntry, nbytes_of
+from bendtrace.history.run_log import Facts
 from bendtrace.history.sizes import counted
 from bendtrace.history.tables import Table
-from bendtrace.history.text import Facts
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Tree
 from bendtrace.tape.tape import TensorMeta

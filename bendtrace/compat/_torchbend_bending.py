@@ -20,12 +20,11 @@ from bendtrace.compat._torchbend_names import At, Names, split
 from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.bends.bending import Bending, written
 from bendtrace.interject.bends.catalogue import Activation, activation_table, near
-from bendtrace.interject.bends.handle import BendHandle, Restoring
-from bendtrace.interject.bends.spec import BendSpec, compiled
+from bendtrace.interject.bends.handle import BendHandle, BendSpec, Restoring, compiled
 from bendtrace.interject.bends.versions import ORIGINAL
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
-from bendtrace.paths.text import Text
+from bendtrace.paths.nodes import Text
 from bendtrace.paths.view import Node
 from bendtrace.torch_rules.owners import module_of
 

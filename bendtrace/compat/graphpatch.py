@@ -20,12 +20,11 @@ from torch import nn
 
 from bendtrace import patches
 from bendtrace.errors import InputError, NodePathError
+from bendtrace.interject.patches.builtin import with_numbers
 from bendtrace.interject.patches.context import raise_all
-from bendtrace.interject.patches.numbers import with_numbers
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
-from bendtrace.paths.nodes import NodePath, TreeNode
-from bendtrace.paths.text import describe
+from bendtrace.paths.nodes import NodePath, TreeNode, describe
 from bendtrace.paths.unrolled import unrolled
 from bendtrace.paths.view import Node, Tree
 from bendtrace.torch_rules.owners import module_of, unhooked

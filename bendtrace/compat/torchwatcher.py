@@ -36,9 +36,8 @@ from bendtrace.interject.leaves import leaf_names, leaves_in, outside
 from bendtrace.interject.native import Attached, Counts
 from bendtrace.interject.plan import forms_of
 from bendtrace.interject.selectors.naming import matches_module_class
-from bendtrace.interject.sharing import shared_copy
 from bendtrace.module import BendedModule
-from bendtrace.rewriting import replace_module, replace_module_native
+from bendtrace.rewriting import replace_module, replace_module_native, shared_copy
 from bendtrace.torch_rules.owners import is_leaf_module, modules_in
 
 __all__ = [

@@ -23,11 +23,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from bendtrace.compiled.attempts import CompiledFunction, Failed, Quiet, State, now
+from bendtrace.compiled.attempts import CompiledFunction, Failed, Quiet, Result, State, now
 from bendtrace.compiled.eligible import why_not_op, why_not_under
 from bendtrace.compiled.expressions import Expressions
 from bendtrace.compiled.settings import Settings
-from bendtrace.compiled.shortcuts import Result
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.nodes import Exit
 from bendtrace.replay.program import Program

@@ -44,7 +44,7 @@ from bendtrace.environment.provenance import is_finished, is_users_class
 from bendtrace.environment.reachability import members_of, reachable_from
 from bendtrace.environment.readers import content_reader, is_opaque
 from bendtrace.environment.scan_cache import facts_of
-from bendtrace.source.computations import is_computation
+from bendtrace.source.results import is_computation
 from bendtrace.tape.captured import (
     COPIED,
     PLAIN_TYPES,
@@ -61,8 +61,8 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.plain_numbers import asks, is_exact_format
 from bendtrace.tape.structure import entries_of, flat, kept_in, read_partial
+from bendtrace.torch_rules.collectives import gathered_names, hidden_of, is_joint_hook
 from bendtrace.torch_rules.constructors import LEGACY
-from bendtrace.torch_rules.distributed_forward import gathered_names, hidden_of, is_joint_hook
 from bendtrace.torch_rules.draws import is_host_generator
 from bendtrace.torch_rules.functions import ScriptModule
 from bendtrace.torch_rules.monkeypatches import monkeypatches

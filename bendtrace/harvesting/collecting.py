@@ -26,8 +26,7 @@ from bendtrace.history.copies import copied
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.group import InsertionGroup
 from bendtrace.interject.insertion import Insertion
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.passes import Passes
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes
 from bendtrace.interject.resolver import describe_where
 from bendtrace.module import BendedModule
 from bendtrace.recording.recorder import Recording

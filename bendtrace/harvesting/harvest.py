@@ -53,7 +53,7 @@ from bendtrace.harvesting.formats import (
 )
 from bendtrace.harvesting.reading import Harvest
 from bendtrace.harvesting.workers import Progress, Workers, Writer
-from bendtrace.interject.passes import PassNumbers
+from bendtrace.interject.interjection import PassNumbers
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule

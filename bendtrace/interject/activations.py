@@ -19,11 +19,10 @@ from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.copies import copied
 from bendtrace.history.sizes import counted
 from bendtrace.interject.bends.catalogue import NamedActivations, leaves_of
-from bendtrace.interject.bends.spec import compiled
+from bendtrace.interject.bends.handle import compiled
 from bendtrace.interject.group import Bended
 from bendtrace.interject.insertion import Insertion
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.passes import Passes, PassNumbers
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.structure import assemble, describe, take_apart

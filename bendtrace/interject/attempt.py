@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from bendtrace.errors import InterjectionError
-from bendtrace.interject.tensors import tensors_of, version_of
+from bendtrace.interject.structure import tensors_of, version_of
 
 __all__ = ["Attempt"]
 

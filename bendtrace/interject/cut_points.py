@@ -10,9 +10,8 @@ from torch import Tensor
 
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.structure import Leaf, describe, part_of, take_apart
-from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.text import children_of
-from bendtrace.paths.text import describe as describe_node
+from bendtrace.paths.nodes import TreeNode, children_of
+from bendtrace.paths.nodes import describe as describe_node
 from bendtrace.paths.view import Tree, find, plain_path
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import ModuleCall, Op

@@ -33,12 +33,13 @@ from bendtrace.interject.structure import (
     assemble,
     count_of,
     describe,
+    differ,
     exchangeable,
     has_mutable,
     part_of,
     take_apart,
+    version_of,
 )
-from bendtrace.interject.tensors import differ, version_of
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.mode_queries import unseen
 

@@ -17,12 +17,11 @@ from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar, get_args
 from torch import Tensor, nn
 
 from bendtrace.errors import HookNameError, InputError
-from bendtrace.interject.gradients import ChecksGradients
+from bendtrace.interject.gradients import ChecksGradients, Gradients
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.native import Attached
-from bendtrace.interject.steps import Gradients
-from bendtrace.interject.tensors import tensors_of, with_tensors
+from bendtrace.interject.structure import tensors_of, with_tensors
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.functions import ScriptModule
 

@@ -14,8 +14,7 @@ from torch import nn
 from bendtrace._checks import refuse_without_arguments
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.interject.effects import Effect
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.passes import Passes
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes
 from bendtrace.interject.plan import State
 from bendtrace.interject.purity import effect_of_function
 from bendtrace.interject.report import Report, Tally

@@ -18,8 +18,7 @@ from bendtrace.interject.cut_points import is_named, path_in
 from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.events import parameters_of
 from bendtrace.paths.naming import identifier
-from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.text import Chosen
+from bendtrace.paths.nodes import Chosen, TreeNode
 from bendtrace.paths.view import Node, NodePath, Tree, is_path_only
 from bendtrace.recording.names import NodeRef
 from bendtrace.torch_rules.owners import modules_in, states_of

@@ -8,8 +8,15 @@ from typing import Any
 from bendtrace.errors import InterjectionError
 from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.plan import Entry
-from bendtrace.interject.structure import Mismatch, Shape, collect, holds_same, take_apart
-from bendtrace.interject.tensors import differ, version_of
+from bendtrace.interject.structure import (
+    Mismatch,
+    Shape,
+    collect,
+    differ,
+    holds_same,
+    take_apart,
+    version_of,
+)
 
 __all__ = ["Containers", "Observed", "changed", "collect_returned"]
 

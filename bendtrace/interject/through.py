@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.interject.gates import AfterGate, attempt, passes_of, take_back
-from bendtrace.interject.tensors import is_uneven, version_of
+from bendtrace.interject.structure import is_uneven, version_of
 from bendtrace.replay.splices import Interrupted, Unfit
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import is_leaf, requires_grad

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from bendtrace.paths.naming import identifier
-from bendtrace.paths.nodes import NodePath, TreeNode, Variant
-from bendtrace.paths.text import passes_in
+from bendtrace.paths.nodes import NodePath, TreeNode, Variant, passes_in
 from bendtrace.paths.view import Tree
 from bendtrace.torch_rules.owners import modules_in
 

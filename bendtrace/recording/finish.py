@@ -26,9 +26,9 @@ from bendtrace.recording.names import node_names
 from bendtrace.recording.one_op import assigned_in
 from bendtrace.recording.varying import Place
 from bendtrace.recording.writer import Writer
-from bendtrace.source.adding import read_names
-from bendtrace.source.computations import is_computation
 from bendtrace.source.internals import internal
+from bendtrace.source.results import is_computation
+from bendtrace.source.usage import read_names
 from bendtrace.tape.captured import Access, CaptureKind, Change
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED
@@ -43,7 +43,7 @@ from bendtrace.tape.tape import (
     refs_in,
 )
 from bendtrace.torch_rules.arrays import overlap
-from bendtrace.torch_rules.distributed_forward import JOINT
+from bendtrace.torch_rules.collectives import JOINT
 from bendtrace.torch_rules.draws import generator_name, state_of, torchs_generators
 from bendtrace.torch_rules.functions import (
     OpOverload,

@@ -29,8 +29,7 @@ from bendtrace.graph.export import (
 )
 from bendtrace.history.building import Log, PassedKey
 from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source
-from bendtrace.history.run_log import RunLog
-from bendtrace.history.text import Facts
+from bendtrace.history.run_log import Facts, RunLog
 from bendtrace.paths.view import Tree
 from bendtrace.storage.sealed import (
     LOCK,

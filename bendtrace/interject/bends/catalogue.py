@@ -20,13 +20,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from bendtrace._lazy import tabulate
 from bendtrace.errors import InputError
 from bendtrace.history.names import is_layer_name, near_names
-from bendtrace.interject.bends.spec import BendSpec, compiled
+from bendtrace.interject.bends.handle import BendSpec, compiled
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.resolver import describe_where, meant_by
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.paths.naming import Registry, identifier
-from bendtrace.paths.nodes import NodePath
-from bendtrace.paths.text import Text
+from bendtrace.paths.nodes import NodePath, Text
 from bendtrace.paths.view import Node, Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import OpKind, TensorMeta

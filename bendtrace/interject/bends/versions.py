@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.interject.bends.affine import checked
+from bendtrace.interject.bends.callbacks import checked
 from bendtrace.interject.bends.catalogue import is_bendable_dtype, near
 from bendtrace.interject.bends.parameter import value_of
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bendtrace.errors import PatchError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.tensors import version_of
+from bendtrace.interject.structure import version_of
 
 __all__ = ["Patch", "copied_in", "described"]
 

@@ -16,8 +16,7 @@ from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import describe_where, meant_by, name_of
 from bendtrace.interject.where import Where
 from bendtrace.paths.candidates import NodeSelector
-from bendtrace.paths.nodes import NodePath, TreeNode
-from bendtrace.paths.text import Chosen
+from bendtrace.paths.nodes import Chosen, NodePath, TreeNode
 from bendtrace.paths.view import Node, Tree, find, require_leaf
 from bendtrace.torch_rules.owners import modules_in
 
