@@ -16,7 +16,7 @@ from torch import nn
 from bendtrace._checks import required_model
 from bendtrace._lazy import LazyModule
 from bendtrace._trace import OPTIONS, Trace, run_trace
-from bendtrace.dispatcher import Dispatcher
+from bendtrace.dispatcher import Dispatcher, Explanation, Stats
 from bendtrace.errors import InputError
 from bendtrace.interject.gates import running
 from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within, refuse_reading
@@ -34,7 +34,6 @@ from bendtrace.replay.stretches import Finished
 from bendtrace.replay.tree import TraceTree
 from bendtrace.run import name_of_function
 from bendtrace.source.internals import disable_dynamo
-from bendtrace.stats import Explanation, Stats
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.intercepts import opaque
 from bendtrace.torch_rules.owners import named_modules

@@ -9,7 +9,7 @@ The names and their meanings are those of torchbend.
 tensor([0., 6.])
 """
 
-from bendtrace.interject.bends.bend import Bend, CallbackChain
+from bendtrace.interject.bends.bend import Bend, BendingParameter, CallbackChain
 from bendtrace.interject.bends.bending import Bending
 from bendtrace.interject.bends.callbacks import (
     Affine,
@@ -27,7 +27,6 @@ from bendtrace.interject.bends.callbacks import (
     ThresholdPermute,
 )
 from bendtrace.interject.bends.config import BendingConfig
-from bendtrace.interject.bends.parameter import BendingParameter
 
 __all__ = [
     "Affine",

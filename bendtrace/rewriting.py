@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from bendtrace.errors import InputError, InterjectionError, NeverFiredWarning
 from bendtrace.interject.gates import of_this_run
-from bendtrace.interject.insertion import Insertion, What, as_interjection
+from bendtrace.interject.insertion import Insertion, Report, What, as_interjection
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass, PassNumbers
-from bendtrace.interject.leaves import leaves_in, outside
 from bendtrace.interject.plan import forms_of
 from bendtrace.interject.registry import InsertionRegistry
-from bendtrace.interject.report import Report
 from bendtrace.interject.resolver import describe_where
+from bendtrace.interject.selectors.naming import leaves_in, outside
 from bendtrace.interject.structure import assemble, describe, take_apart, version_of
 from bendtrace.interject.where import Where, near_misses
 from bendtrace.module import BendedModule

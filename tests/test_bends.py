@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import bendtrace as bt
 from bendtrace.errors import BendError, BendShapeError, InputError, NeverFiredWarning
-from bendtrace.interject.bends.bend import Bend, CallbackChain
+from bendtrace.interject.bends.bend import Bend, BendingParameter, CallbackChain, Expression
 from bendtrace.interject.bends.bending import Bending
 from bendtrace.interject.bends.callbacks import (
     Affine,
@@ -42,7 +42,6 @@ from bendtrace.interject.bends.callbacks import (
     ThresholdPermute,
 )
 from bendtrace.interject.bends.config import BendingConfig
-from bendtrace.interject.bends.parameter import BendingParameter, Expression
 from bendtrace.interject.interjection import Inputs, NodePass
 from tests.promise import bits, footprint, state
 

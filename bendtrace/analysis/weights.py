@@ -22,8 +22,8 @@ from bendtrace.analysis.spectra import Spectrum, check_tolerances, epsilon
 from bendtrace.analysis.streaming import Statistic
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, NodePass
-from bendtrace.interject.leaves import outside
 from bendtrace.interject.resolver import describe_where
+from bendtrace.interject.selectors.naming import outside
 from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
 from bendtrace.rewriting import unrun_modules

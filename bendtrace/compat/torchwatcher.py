@@ -32,10 +32,14 @@ from bendtrace.interject.executions import Execution, Repeated, numbered_name, s
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.insertion import as_interjection
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.leaves import leaf_names, leaves_in, outside
 from bendtrace.interject.native import Attached, Counts
 from bendtrace.interject.plan import forms_of
-from bendtrace.interject.selectors.naming import matches_module_class
+from bendtrace.interject.selectors.naming import (
+    leaf_names,
+    leaves_in,
+    matches_module_class,
+    outside,
+)
 from bendtrace.module import BendedModule
 from bendtrace.rewriting import replace_module, replace_module_native, shared_copy
 from bendtrace.torch_rules.owners import is_leaf_module, modules_in

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.compiled.attempts import CompiledFunction, Quiet, Result, State
-from bendtrace.compiled.eligible import why_not
 from bendtrace.compiled.expressions import Expressions, wide_dtype
-from bendtrace.compiled.probing import Extents, Findings, Refusal, Unknown, probe
+from bendtrace.compiled.probing import Extents, Findings, Refusal, Unknown, probe, why_not
 from bendtrace.compiled.settings import Settings, dynamo
 from bendtrace.compiled.splices import Splice, Spliced, differs
 from bendtrace.recording.recorder import Recording

@@ -21,12 +21,12 @@ from torch import Tensor
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import Place, Span
-from bendtrace.source.syntax import source_file, span_of
+from bendtrace.source.statements import source_file, span_of
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Instance, build
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, Tape, TensorMeta
 from bendtrace.torch_rules.functions import name_of
-from bendtrace.view.outline.source import Choice
+from bendtrace.view.outline.walks import Choice
 
 __all__ = ["Asked", "Course", "Formula", "Margin", "Recorded", "formula_of", "recorded_in"]
 

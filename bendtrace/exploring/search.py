@@ -39,8 +39,14 @@ from bendtrace.replay.tree import TraceTree
 from bendtrace.source.sites import PACKAGE, TORCH, Place, Site, place_at
 from bendtrace.tape.tape import Guard, ModuleCall, Test, leaves_in
 from bendtrace.view.outline.coverage import Taken, is_standard, sides_seen
-from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of, loops_around
-from bendtrace.view.outline.walks import PathEvents
+from bendtrace.view.outline.walks import (
+    Choice,
+    PathEvents,
+    choices_in,
+    decided_by,
+    function_of,
+    loops_around,
+)
 
 __all__ = ["Exploration", "explore"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.compiled.eligible import why_not_op
 from bendtrace.compiled.expressions import Expressions, wide_dtype
+from bendtrace.compiled.probing import why_not_op
 from bendtrace.errors import ExportError
 from bendtrace.export import picked
 from bendtrace.export.conditions import fact_of

@@ -24,9 +24,9 @@ from bendtrace.harvesting.filling import Filling, require_place
 from bendtrace.harvesting.paths import Path, PathNames
 from bendtrace.history.copies import copied
 from bendtrace.interject.gates import of_this_run
-from bendtrace.interject.group import InsertionGroup
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes
+from bendtrace.interject.registry import InsertionGroup
 from bendtrace.interject.resolver import describe_where
 from bendtrace.module import BendedModule
 from bendtrace.recording.recorder import Recording

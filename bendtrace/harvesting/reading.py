@@ -516,7 +516,7 @@ class Taken:
         return sample in self.ids
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(repr, self.ids[:_SHOWN_IDS])) + ", ..." * (len(self.ids) > _SHOWN)
+        shown = ", ".join(map(repr, self.ids[:_SHOWN_IDS])) + ", ..." * (len(self.ids) > _SHOWN_IDS)
         many = len(self.batches)
         batches = f"{many} batch{'es' * (many != 1)}"
         return f"<{len(self.ids)} sample{'s' * (len(self.ids) != 1)} of {batches}: {shown}>"

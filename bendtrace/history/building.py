@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from bendtrace.flow import FlowSteps, steps_of
-from bendtrace.graph.control import control_of
+from bendtrace.flow import FlowSteps, control_of, steps_of
 from bendtrace.history.entries import (
     Layer,
     LayerEntry,

@@ -11,7 +11,7 @@ from bendtrace.flow import FlowStep, FlowSteps, steps_of
 from bendtrace.interject.selectors.source import Branch, branches_around
 from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.recorder import Recording
-from bendtrace.source.syntax import (
+from bendtrace.source.statements import (
     BRANCHES,
     SourceFile,
     closes_block,

@@ -20,10 +20,9 @@ from bendtrace.history.copies import copied
 from bendtrace.history.sizes import counted
 from bendtrace.interject.bends.catalogue import NamedActivations, leaves_of
 from bendtrace.interject.bends.handle import compiled
-from bendtrace.interject.group import Bended
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
-from bendtrace.interject.registry import InsertionRegistry
+from bendtrace.interject.registry import Bended, InsertionRegistry
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.interject.where import Where

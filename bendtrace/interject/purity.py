@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bendtrace.compiled.eligible import why_not_op
-from bendtrace.compiled.probing import Refusal
+from bendtrace.compiled.probing import Refusal, why_not_op
 from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
 from bendtrace.recording.run import Signature, record

@@ -30,11 +30,11 @@ from bendtrace.interject.cut_points import (
     values_for,
 )
 from bendtrace.interject.gates import running
-from bendtrace.interject.group import Bended
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
+from bendtrace.interject.registry import Bended
 from bendtrace.interject.resolver import by_path, node_meant, text_of
 from bendtrace.interject.splicer import recorded
 from bendtrace.interject.structure import assemble, take_apart

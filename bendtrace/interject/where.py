@@ -7,12 +7,13 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import nn
 
 from bendtrace._lazy import LazyModule
@@ -20,7 +21,7 @@ from bendtrace._places import place_text
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import near_names
-from bendtrace.interject.aliases import Alias
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import Location, State
 from bendtrace.interject.resolver import Meant, Runs, meant_by, name_of
 from bendtrace.paths.candidates import (
@@ -42,6 +43,8 @@ else:
     naming = LazyModule("bendtrace.interject.selectors.naming")
 
 __all__ = [
+    "Alias",
+    "Aliases",
     "AtPath",
     "AtPaths",
     "Known",
@@ -49,10 +52,422 @@ __all__ = [
     "OfModule",
     "Target",
     "Where",
+    "alias_of",
     "near_misses",
+    "require_equal",
     "targets_named",
     "targets_of",
+    "transformer_lens_aliases",
 ]
+
+
+# Other names for activations: those of TransformerLens's hooks, and the user's own.
+
+
+@dataclass(frozen=True)
+class Alias:
+    """The location that an alias names.
+
+    Attributes:
+        where: a module's path with `.output` or `.input`, or a node path.
+        pick: a function from the value there to the named value; None for the value itself.
+        why: why the two are equal.
+        put: a function from the value there, and another named value, to the value with that in
+            it; None if the named value can only be read.
+
+    Wherever `interject` takes a location, it takes an alias, too: what is inserted there receives
+    the named value, and what it returns is put in its place.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> first = bt.workflows.Alias("0.output", pick=lambda value: value[0])
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh())
+        >>> x = torch.ones(1, 2)
+        >>> _, cache = bt.workflows.run_with_cache(model, x, aliases={"first": first})
+        >>> cache["0.output"].shape, cache["first"].shape
+        (torch.Size([1, 2]), torch.Size([2]))
+        >>> bended = bt.BendedModule(model)
+        >>> last = bt.workflows.Alias(
+        ...     "0.output", pick=lambda value: value[:, 1:],
+        ...     put=lambda value, new: torch.cat([value[:, :1], new], 1),
+        ... )
+        >>> with bended.interject(last, torch.zeros_like):
+        ...     bended(x)
+        tensor([[0.7616, 0.0000]])
+    """
+
+    where: str
+    pick: Callable[[Any], Any] | None = field(default=None, repr=False)
+    why: str = ""
+    put: Callable[[Any, Any], Any] | None = field(default=None, repr=False)
+
+    def around(self, what: Interjection) -> Interjection:
+        """Return an interjection for the value there, which calls one for the named value.
+
+        Raises:
+            InputError: the named value can only be read, or the interjection works around a node.
+        """
+        if self.pick is None:
+            return what
+        if what._forms() - {"after"}:
+            raise InputError(
+                f"{what.label} works around a node, but an alias of a part of a value, such as at "
+                f"{self.where!r}, has only a value"
+            )
+        if self.put is None and not what.observes:
+            raise InputError(
+                f"the alias at {self.where!r} can only be read: pass Alias(put=...), which puts a "
+                "new value into the one that it was picked from"
+            )
+        return _OfPart(what, self)
+
+
+class _OfPart(Interjection):
+    def __init__(self, what: Interjection, alias: Alias) -> None:
+        self._what = what
+        self._alias = alias
+        for name in ("observes", "wants_inputs", "late", "self_contained", "needs_paths"):
+            setattr(self, name, getattr(what, name))
+
+    @property
+    def label(self) -> str:
+        return self._what.label
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        pick, put = self._alias.pick, self._alias.put
+        assert pick is not None
+        part = pick(output)
+        made = self._what.after(at, inputs, part)
+        if made is None or made is part or self.observes:
+            return None if self.observes or made is None else output
+        assert put is not None
+        return put(output, made)
+
+
+_OF_LAYER = re.compile(r"blocks\.(\d+)\.(?:(\w+)\.)?hook_(\w+)")
+
+
+class Aliases(Mapping[str, Alias]):
+    r"""Other names for the values of nodes.
+
+    Args:
+        names: an `Alias` for each name, or just its `where`.
+        unequal: names without an equal value here, as regular expressions that match them in full,
+            with the reasons.
+
+    Raises:
+        InputError: a name or an alias is of another type.
+
+    Example:
+        >>> import bendtrace as bt
+        >>> mine = bt.workflows.Aliases(
+        ...     {"residual": "layers.0.output"}, {r"residual_\d+": "there is one"}
+        ... )
+        >>> mine["residual"].where
+        'layers.0.output'
+        >>> mine.why_not("residual_7")
+        'there is one'
+        >>> sorted(mine | {"logits": "head.output"})
+        ['logits', 'residual']
+    """
+
+    def __init__(
+        self,
+        names: Mapping[str, str | Alias] | None = None,
+        unequal: Mapping[str, str] | None = None,
+    ) -> None:
+        self._names: dict[str, Alias] = {}
+        for name, alias in (names or {}).items():
+            if not isinstance(name, str) or not isinstance(alias, (str, Alias)):
+                raise InputError(
+                    f"an alias maps a name to a path or an Alias, not {name!r} to {alias!r}"
+                )
+            self._names[name] = Alias(alias) if isinstance(alias, str) else alias
+        self._unequal = dict(unequal or {})
+
+    def __getitem__(self, name: str) -> Alias:
+        return self._names[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def why_not(self, name: str) -> str:
+        """Return why a name has no equal here; "" if there is no entry."""
+        reasons = (why for pattern, why in self._unequal.items() if re.fullmatch(pattern, name))
+        return "" if name in self._names else next(reasons, "")
+
+    def full_name(self, short: Any) -> str | None:
+        """Return the name for one of TransformerLens's short names; None if it is none of them.
+
+        Args:
+            short: `"embed"` for `hook_embed`; or the name, the layer (from the end if negative),
+                and the part of the layer, which can be left out if only one part has the name.
+
+        Example:
+            >>> import bendtrace as bt
+            >>> aliases = bt.workflows.Aliases({"blocks.3.attn.hook_q": "layers.3.q.output"})
+            >>> aliases.full_name(("q", 3)), aliases.full_name(("q", -1, "attn"))
+            ('blocks.3.attn.hook_q', 'blocks.3.attn.hook_q')
+        """
+        if isinstance(short, str):
+            name = f"hook_{short}"
+            return name if name in self._names and short not in self._names else None
+        if not isinstance(short, tuple) or not 2 <= len(short) <= 3:
+            return None
+        found: dict[int, list[str]] = {}
+        for name in self._names:
+            parts = _OF_LAYER.fullmatch(name)
+            if (
+                parts is not None
+                and parts[3] == short[0]
+                and parts[2] in (short[2:] or (parts[2],))
+            ):
+                found.setdefault(int(parts[1]), []).append(name)
+        layer = short[1]
+        if isinstance(layer, int) and layer < 0:
+            layer += 1 + max(found, default=0)
+        names = found.get(layer, [])
+        return names[0] if len(names) == 1 else None
+
+    def __or__(self, other: Mapping[str, str | Alias]) -> Aliases:
+        unequal = {**self._unequal, **(other._unequal if isinstance(other, Aliases) else {})}
+        return Aliases({**self._names, **other}, unequal)
+
+    def __repr__(self) -> str:
+        return f"<Aliases: {len(self)} names>"
+
+    def __str__(self) -> str:
+        wide = max(map(len, self._names), default=0)
+        return "\n".join(f"{name:<{wide}}  {alias.where}" for name, alias in self._names.items())
+
+
+def transformer_lens_aliases(model: Any) -> Aliases:
+    """Return TransformerLens's names of hooks for equal values in a Hugging Face model.
+
+    There are tables for GPT-2 and Llama (and those built like it: Mistral, Qwen 2), chosen by the
+    configuration and the names of modules; they were compared with TransformerLens 4.3.0 on models
+    with random weights. They name the values of a TransformerLens model with the original weights:
+    folding and centring (`enable_compatibility_mode`, once `from_pretrained`) change the values.
+
+    Args:
+        model: the model. For models of other kinds no names are known.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bt.workflows.transformer_lens_aliases(torch.nn.Linear(2, 2))
+        <Aliases: 0 names>
+    """
+    if not isinstance(model, nn.Module):
+        return Aliases()
+    modules = dict(model.named_modules())
+    # Others have modules of the same names and mean other things: Gemma 2, Granite, GPTBigCode.
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    for family in _FAMILIES:
+        for name in modules if kind in family.kinds else ():
+            found = re.fullmatch(rf"((?:.+\.)?){family.block}\.0", name)
+            if found and all(f"{name}.{part}" in modules for part in family.parts):
+                shape = family.heads(modules, f"{name}.{family.attention}")
+                if shape is not None:
+                    return _aliases(family, modules, found[1], shape)
+    return Aliases()
+
+
+def alias_of(where: Any, model: Any) -> Alias | None:
+    """Return the alias that a location is, or names in TransformerLens's words; None for others.
+
+    Raises:
+        NodePathError: it is such a name, and has no equal in the model.
+    """
+    if isinstance(where, Alias):
+        return where
+    if not isinstance(where, str) or "hook_" not in where:
+        return None
+    names = transformer_lens_aliases(model)
+    require_equal(names, where)
+    return names.get(where)
+
+
+def require_equal(aliases: Aliases, name: str) -> None:
+    """Raise if a name is known to have no equal in a model.
+
+    Raises:
+        NodePathError: it has none; the message says why.
+    """
+    if why := aliases.why_not(name):
+        raise NodePathError(f"{name!r} has no equal in this model: {why}", name)
+
+
+class _Family(NamedTuple):
+    """The names of a family of models.
+
+    Attributes:
+        kinds: `model_type` of their configurations.
+        block: the list of blocks.
+        parts: modules that each block has.
+        attention: the module of attention in a block.
+        heads: returns the shape that an axis of all heads has as (heads, size); None if unknown.
+        embed: the module of the embedding of tokens.
+        names: for each hook of a block its place in the block, which part of the value there, and
+            why the two are equal.
+        final: hooks after all blocks, and their places.
+        unequal: as for `Aliases`, with the prefix of the modules for `{prefix}`.
+    """
+
+    kinds: frozenset[str]
+    block: str
+    parts: tuple[str, ...]
+    attention: str
+    heads: Callable[[Mapping[str, nn.Module], str], tuple[int, int] | None]
+    embed: str
+    names: Mapping[str, tuple[str, str, str]]
+    final: Mapping[str, str]
+    unequal: Mapping[str, str]
+
+
+def _aliases(
+    family: _Family, modules: Mapping[str, nn.Module], prefix: str, shape: tuple[int, int]
+) -> Aliases:
+    def split(value: Any) -> Any:
+        return value.unflatten(-1, shape)
+
+    def third(number: int) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+        def put(value: Any, new: Any) -> Any:
+            parts = list(value.chunk(3, -1))
+            parts[number] = new.flatten(-2)
+            return torch.cat(parts, -1)
+
+        return lambda value: split(value.chunk(3, -1)[number]), put
+
+    def first_put(value: Any, new: Any) -> Any:
+        return type(value)((new, *value[1:])) if isinstance(value, (tuple, list)) else new
+
+    picks: dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, Any], Any] | None]] = {
+        "": (None, None),
+        "first": (lambda v: v[0] if isinstance(v, (tuple, list)) else v, first_put),
+        "heads": (split, lambda value, new: new.flatten(-2)),
+        **{name: third(number) for number, name in enumerate("qkv")},
+    }
+    names: dict[str, str | Alias] = {"hook_embed": f"{prefix}{family.embed}.output"}
+    for i in range(len(modules[f"{prefix}{family.block}"])):  # type: ignore[arg-type]
+        at = f"{prefix}{family.block}.{i}"
+        node = re.sub(r"\.(\d+)", r"_\1", at)  # node paths join numbers to the name before
+        for name, (where, pick, why) in family.names.items():
+            place = f"{node}.{where}" if where.endswith(".softmax") else f"{at}.{where}"
+            names[f"blocks.{i}.{name}"] = Alias(place, picks[pick][0], why, picks[pick][1])
+    names |= {name: f"{prefix}{where}" for name, where in family.final.items()}
+    unequal = {name: why.replace("{prefix}", prefix) for name, why in family.unequal.items()}
+    return Aliases(names, {**unequal, **_UNEQUAL})
+
+
+_UNEQUAL = {
+    r"blocks\.\d+\.(attn\.)?hook_(q_input|k_input|v_input|mlp_in|attn_in)": (
+        "TransformerLens can split the input of a layer into one for each head; here there is "
+        "one tensor: use blocks.{i}.hook_resid_pre, or hook_resid_mid"
+    ),
+    r"blocks\.\d+\.attn\.hook_result": (
+        "no tensor of the model holds the contribution of each head: it is "
+        "hook_z @ W_O, head by head"
+    ),
+    r"blocks\.\d+\.attn\.hook_attn_scores": (
+        "masked entries have other numbers there (-inf) than here; use attn.hook_pattern, or "
+        "the node in front of the softmax"
+    ),
+    r".*\.hook_scale": "the norm's scale is inside one operation, and no tensor of the model",
+    r"hook_tokens": "that is the input of the model",
+}
+_STREAM = "both are the residual stream: the sum of the embeddings and of all layers before"
+_NORM = "the norm with its weights"
+
+
+def _shared(attention: str) -> dict[str, tuple[str, str, str]]:
+    eager = "the softmax is an operation by itself only with attn_implementation='eager'"
+    return {
+        "hook_resid_pre": ("input", "", _STREAM),
+        "hook_resid_post": ("output", "first", _STREAM),
+        "hook_attn_out": (f"{attention}.output", "first", "the contribution of attention"),
+        "hook_mlp_out": ("mlp.output", "", "the contribution of the MLP"),
+        "attn.hook_pattern": (f"{attention}.softmax", "", eager),
+    }
+
+
+def _of_gpt2(modules: Mapping[str, nn.Module], attention: str) -> tuple[int, int] | None:
+    heads = getattr(modules[attention], "num_heads", None)
+    return (heads, -1) if isinstance(heads, int) else None
+
+
+def _of_llama(modules: Mapping[str, nn.Module], attention: str) -> tuple[int, int] | None:
+    size = getattr(modules[attention], "head_dim", None)
+    # With norms of queries and keys the names would mean something else.
+    return (-1, size) if isinstance(size, int) and f"{attention}.q_norm" not in modules else None
+
+
+_FAMILIES = (
+    _Family(
+        frozenset({"gpt2"}),
+        "h",
+        ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc"),
+        "attn",
+        _of_gpt2,
+        "wte",
+        {
+            **_shared("attn"),
+            "ln1.hook_normalized": ("ln_1.output", "", _NORM),
+            "attn.hook_q": ("attn.c_attn.output", "q", "by heads"),
+            "attn.hook_k": ("attn.c_attn.output", "k", "by heads"),
+            "attn.hook_v": ("attn.c_attn.output", "v", "by heads"),
+            "attn.hook_z": ("attn.c_proj.input", "heads", "by heads"),
+            "hook_resid_mid": ("ln_2.input", "", _STREAM),
+            "ln2.hook_normalized": ("ln_2.output", "", _NORM),
+            "mlp.hook_pre": ("mlp.c_fc.output", "", "before the activation"),
+            "mlp.hook_post": ("mlp.c_proj.input", "", "after the activation"),
+        },
+        {"ln_final.hook_normalized": "ln_f.output"},
+        {
+            "hook_pos_embed": (
+                "here there is one row for all examples: use {prefix}wpe.output, which has no "
+                "axis for them"
+            ),
+            r"blocks\.\d+\.attn\.hook_rot_[qk]": "GPT-2 rotates nothing",
+            r"blocks\.\d+\.mlp\.hook_pre_linear": "GPT-2's MLP has no gate",
+        },
+    ),
+    _Family(
+        frozenset({"llama", "mistral", "qwen2"}),
+        "layers",
+        ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"),
+        "self_attn",
+        _of_llama,
+        "embed_tokens",
+        {
+            **_shared("self_attn"),
+            "attn.hook_q": ("self_attn.q_proj.output", "heads", "before the rotation"),
+            "attn.hook_k": ("self_attn.k_proj.output", "heads", "before the rotation"),
+            "attn.hook_v": ("self_attn.v_proj.output", "heads", "by heads"),
+            "attn.hook_z": ("self_attn.o_proj.input", "heads", "by heads"),
+            "hook_resid_mid": ("post_attention_layernorm.input", "", _STREAM),
+            "mlp.hook_pre": ("mlp.gate_proj.output", "", "the gate"),
+            "mlp.hook_pre_linear": ("mlp.up_proj.output", "", "the gated values"),
+            "mlp.hook_post": ("mlp.down_proj.input", "", "gated"),
+        },
+        {},
+        {
+            r"blocks\.\d+\.attn\.hook_rot_[qk]": (
+                "the rotated queries and keys are not the output of a module: use the nodes "
+                "self_attn.add and self_attn.add_1, whose axes have another order"
+            ),
+            r"(blocks\.\d+\.ln[12]|ln_final)\.hook_normalized": (
+                "in TransformerLens it is the output of the norm before the product with its "
+                "weights, and the module's output here is that product: use the node in front "
+                "of the last `mul`"
+            ),
+            "hook_pos_embed": "Llama has rotations instead of position embeddings",
+        },
+    ),
+)
+
 
 _Nodes: TypeAlias = OneSelectable | NodeRef | LayerEntry | ModuleEntry | Alias
 # All that `BendedModule.interject` takes as a location.

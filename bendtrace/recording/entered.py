@@ -19,7 +19,7 @@ from typing import Any
 from bendtrace.environment.executed import Ran
 from bendtrace.recording.encoding import scalars_in, without_traced
 from bendtrace.recording.values import Values
-from bendtrace.source.counters import assign
+from bendtrace.source.bytecode import assign
 from bendtrace.source.sites import PACKAGE
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 

@@ -26,6 +26,7 @@ from bendtrace.source.sites import (
     first_offset,
 )
 from bendtrace.source.statements import (
+    Loop,
     Role,
     compares_containers,
     decides,
@@ -33,7 +34,6 @@ from bendtrace.source.statements import (
     role_of,
     walked_from,
 )
-from bendtrace.source.syntax import Loop
 from bendtrace.source.usage import asking_comparisons
 from bendtrace.tape.tape import (
     Guard,

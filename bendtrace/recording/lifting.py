@@ -22,7 +22,7 @@ from torch import Tensor
 from bendtrace.recording.values import TRACED_AS, Values
 from bendtrace.recording.varying import Place
 from bendtrace.recording.writer import Writer
-from bendtrace.source.counters import assign, counters_at, local_in
+from bendtrace.source.bytecode import assign, counters_at, local_in
 from bendtrace.source.sites import PACKAGE
 from bendtrace.source.usage import compares_identity
 from bendtrace.tape.plain_numbers import needs_plain_numbers

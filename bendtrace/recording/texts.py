@@ -22,7 +22,7 @@ import torch
 
 from bendtrace.recording.writer import Writer
 from bendtrace.source.sites import outside_scalars, place_at
-from bendtrace.source.syntax import FUNCTIONS, SourceFile, source_file
+from bendtrace.source.statements import FUNCTIONS, SourceFile, source_file
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import OpKind, Ref, Test

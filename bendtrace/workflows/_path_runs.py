@@ -13,8 +13,8 @@ from torch import Tensor
 from bendtrace.calls import Call, own_copy
 from bendtrace.errors import SiteError
 from bendtrace.history.copies import tensors_in
-from bendtrace.interject.group import InsertionGroup
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.registry import InsertionGroup
 from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
 from bendtrace.preserved_state import PreservedState

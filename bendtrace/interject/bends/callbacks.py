@@ -16,8 +16,7 @@ from torch import Tensor
 
 from bendtrace._checks import refuse_without_arguments
 from bendtrace.errors import BendError, BendShapeError, InputError
-from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.bends.parameter import Expression, Value, fitted, value_of
+from bendtrace.interject.bends.bend import Bend, Expression, Value, fitted, value_of
 from bendtrace.interject.effects import Effect, as_given, as_number, chained, effect_of_value
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.purity import effect_of_function

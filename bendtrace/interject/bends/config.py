@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError
-from bendtrace.interject.bends.bend import Bend, CallbackChain
+from bendtrace.interject.bends.bend import (
+    OPERATORS,
+    Bend,
+    BendingParameter,
+    CallbackChain,
+    Operation,
+)
 from bendtrace.interject.bends.callbacks import DrawingBend
 from bendtrace.interject.bends.handle import BendSpec
-from bendtrace.interject.bends.parameter import OPERATORS, BendingParameter, Operation
 
 __all__ = ["BendingConfig", "read_configs", "write_configs"]
 

@@ -11,8 +11,7 @@ from typing import Any, Self
 
 from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.insertion import Insertion
-from bendtrace.interject.report import Report
+from bendtrace.interject.insertion import Insertion, Report
 
 __all__ = ["BendHandle", "BendSpec", "Restoring", "Source", "compiled"]
 

@@ -9,12 +9,11 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
-from bendtrace.interject.aliases import alias_of
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.patches.base import Patch
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import describe_where, meant_by, name_of
-from bendtrace.interject.where import Where
+from bendtrace.interject.where import Where, alias_of
 from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import Chosen, NodePath, TreeNode
 from bendtrace.paths.view import Node, Tree, find, require_leaf

@@ -14,7 +14,7 @@ from bendtrace.errors import InputError
 from bendtrace.interject.selectors.algebra import Selector
 from bendtrace.paths.candidates import Candidate
 from bendtrace.source.sites import Place
-from bendtrace.source.syntax import (
+from bendtrace.source.statements import (
     BRANCHES,
     COMPREHENSIONS,
     FUNCTIONS,

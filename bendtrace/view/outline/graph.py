@@ -19,8 +19,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.program import Program
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.tape import OpKind, Tape
-from bendtrace.view.outline.program import Chart, joined
-from bendtrace.view.outline.selection import selection, signature_of
+from bendtrace.view.outline.program import Chart, joined, selection, signature_of
 from bendtrace.view.outline.structure import value_text
 from bendtrace.view.outline.walks import End, Event, Walk, key_of_guard, walks_of
 
