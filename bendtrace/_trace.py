@@ -23,8 +23,8 @@ from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotRepl
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log, writes_in_place
 from bendtrace.history.capture import Capture, SaveOptions, Selection, Spec
+from bendtrace.history.entries import counted
 from bendtrace.history.run_log import Facts, Lookup
-from bendtrace.history.sizes import counted
 from bendtrace.paths.naming import Registry
 from bendtrace.paths.view import LazyRoot, Tree
 from bendtrace.recording.recorder import Recording
@@ -38,14 +38,14 @@ from bendtrace.tape.tape import ModuleCall, Op
 
 if TYPE_CHECKING:
     from bendtrace import storage
-    from bendtrace.backward.record import backward
+    from bendtrace.backward import backward
     from bendtrace.graph import fx as conversion
     from bendtrace.graph.mirror import Graph
     from bendtrace.history import validate
     from bendtrace.history.validate import Validation
     from bendtrace.interject.selectors import naming
 else:
-    backward = LazyMethod("bendtrace.backward.record", "backward")
+    backward = LazyMethod("bendtrace.backward", "backward")
     conversion = LazyModule("bendtrace.graph.fx")
     naming = LazyModule("bendtrace.interject.selectors.naming")
     storage = LazyModule("bendtrace.storage")

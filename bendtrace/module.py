@@ -17,9 +17,8 @@ from bendtrace.hooks import HookManager
 from bendtrace.interject.activations import Activations, get_activations, inputs_of
 from bendtrace.interject.bends.bend import Bend, Value
 from bendtrace.interject.bends.bending import Bending, Out
-from bendtrace.interject.bends.catalogue import Filter
+from bendtrace.interject.bends.catalogue import BendHandle, Filter
 from bendtrace.interject.bends.config import BendingConfig
-from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.insertion import Insertion, What
 from bendtrace.interject.interjection import PassNumbers
 from bendtrace.interject.patches.context import PatchContext, Patches

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
 from bendtrace._compare import same_bits
-from bendtrace.backward.graph import BackwardNode
-from bendtrace.backward.record import BackwardPass, _Watch
+from bendtrace.backward import BackwardNode, BackwardPass, _Watch
 
 
 class Reader(nn.Module):

@@ -34,7 +34,7 @@ from bendtrace.dispatcher import Stats
 from bendtrace.errors import BendtraceError, InputError
 from bendtrace.export.exporting import export
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
-from bendtrace.history.sizes import counted, number_text, size_text
+from bendtrace.history.entries import counted, number_text, size_text
 from bendtrace.module import BendedModule
 from bendtrace.recording.run import Signature
 from bendtrace.replay.explain import Mismatch

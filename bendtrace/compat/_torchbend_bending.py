@@ -19,8 +19,15 @@ from bendtrace.compat._torchbend_methods import DEFAULT, ModuleWithMethods
 from bendtrace.compat._torchbend_names import At, Names, split
 from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.bends.bending import ORIGINAL, Bending, written
-from bendtrace.interject.bends.catalogue import Activation, activation_table, near
-from bendtrace.interject.bends.handle import BendHandle, BendSpec, Restoring, compiled
+from bendtrace.interject.bends.catalogue import (
+    Activation,
+    BendHandle,
+    BendSpec,
+    Restoring,
+    activation_table,
+    compiled,
+    near,
+)
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
 from bendtrace.paths.nodes import Text

@@ -18,7 +18,7 @@ from bendtrace.errors import InputError
 from bendtrace.flow import LogicalFlowStep
 from bendtrace.graph.fx import check_guard
 from bendtrace.interject.bends.bending import Bending
-from bendtrace.interject.bends.handle import Source
+from bendtrace.interject.bends.catalogue import Source
 from bendtrace.torch_rules.owners import module_of
 
 __all__ = ["DEFAULT", "ModuleWithMethods"]

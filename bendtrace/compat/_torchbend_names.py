@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.interject.bends.catalogue import Activation, Catalogue, NamedActivations
-from bendtrace.interject.bends.handle import compiled
+from bendtrace.interject.bends.catalogue import Activation, Catalogue, NamedActivations, compiled
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.paths.view import Node, NodePath
 

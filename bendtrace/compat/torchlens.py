@@ -26,8 +26,7 @@ from bendtrace.history.depths import depths
 from bendtrace.history.entries import LayerEntry
 
 if TYPE_CHECKING:
-    from bendtrace.backward.graph import BackwardNode
-    from bendtrace.backward.record import BackwardPass
+    from bendtrace.backward import BackwardNode, BackwardPass
     from bendtrace.view.drawing.picture import Picture
 
 __all__ = [

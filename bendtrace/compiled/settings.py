@@ -24,7 +24,7 @@ import torch
 
 from bendtrace.errors import CompileWarning, InputError, LoadError
 from bendtrace.source.sites import users_level
-from bendtrace.storage.sealed import read_sealed, replace_sealed
+from bendtrace.storage.tensors import read_sealed, replace_sealed
 
 __all__ = ["Artefacts", "Settings", "dynamo", "settings_of"]
 

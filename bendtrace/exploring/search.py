@@ -29,7 +29,7 @@ from bendtrace.exploring.distance import (
     recorded_in,
 )
 from bendtrace.exploring.domain import Candidate, Space
-from bendtrace.history.sizes import counted
+from bendtrace.history.entries import counted
 from bendtrace.preserved_state import PreservedState
 from bendtrace.recording.finish import Recording
 from bendtrace.recording.iterations import running_code, user_code

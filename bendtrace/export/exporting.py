@@ -37,7 +37,7 @@ from bendtrace.export.conditions import (
 )
 from bendtrace.export.machine import Machine, refuse, told
 from bendtrace.export.writer import BODY, Unseen, Written, write
-from bendtrace.history.sizes import counted
+from bendtrace.history.entries import counted
 from bendtrace.preserved_state import PreservedState
 from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.recorder import Recording

@@ -11,8 +11,8 @@ Harvest of 4 samples in 1 shard
 
 from __future__ import annotations
 
+from bendtrace.harvesting.filling import Condition, Path
 from bendtrace.harvesting.harvest import harvest
-from bendtrace.harvesting.paths import Condition, Path
 from bendtrace.harvesting.reading import ActivationBuffer, Column, Harvest, Taken, save_for_sae_lens
 
 __all__ = [

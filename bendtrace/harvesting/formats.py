@@ -19,17 +19,19 @@ from torch.torch_version import TorchVersion
 
 from bendtrace._lazy import required
 from bendtrace.errors import InputError, LoadError
-from bendtrace.harvesting.filling import Filling, Record
-from bendtrace.harvesting.paths import Condition, Path
-from bendtrace.storage.sealed import LOCK, read_sealed, replace_sealed, writing
+from bendtrace.harvesting.filling import Condition, Filling, Path, Record
 from bendtrace.storage.tensors import (
     BINARY,
+    LOCK,
     crc32,
     layout_of,
     packed_header,
+    read_sealed,
+    replace_sealed,
     sync_directory,
     tensor_row,
     write_all,
+    writing,
 )
 
 __all__ = [

@@ -58,8 +58,7 @@ from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule
 from bendtrace.preserved_state import PreservedState, no_model
-from bendtrace.storage.sealed import DirectoryLock, writing
-from bendtrace.storage.tensors import sync_directory
+from bendtrace.storage.tensors import DirectoryLock, sync_directory, writing
 from bendtrace.torch_rules.draws import RandomStates, seed_all
 
 __all__ = ["harvest"]

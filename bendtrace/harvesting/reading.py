@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 from bendtrace._checks import required_int
 from bendtrace._lazy import required, required_pandas
 from bendtrace.errors import InputError, LoadError, NodePathError
+from bendtrace.harvesting.filling import Path
 from bendtrace.harvesting.formats import INDEX, SETTINGS, Held, Shard, form_of, read, shards_in
-from bendtrace.harvesting.paths import Path
 
 __all__ = ["ActivationBuffer", "Column", "Harvest", "Taken", "save_for_sae_lens"]
 

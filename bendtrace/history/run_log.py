@@ -22,7 +22,7 @@ from bendtrace._places import full_place_text
 from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep, ShapeFlowStep
 from bendtrace.history.building import Log
-from bendtrace.history.entries import LayerEntry, ModuleEntry
+from bendtrace.history.entries import LayerEntry, ModuleEntry, counted, listed, size_text
 from bendtrace.history.names import (
     Names,
     ambiguity,
@@ -32,7 +32,6 @@ from bendtrace.history.names import (
     near_names,
     passes_of,
 )
-from bendtrace.history.sizes import counted, listed, size_text
 from bendtrace.history.tables import Table, data_frame, facts_of, hash_of, shape_text, table_of
 from bendtrace.paths.candidates import OneSelectable
 from bendtrace.paths.nodes import TreeNode

@@ -17,9 +17,8 @@ from torch import Tensor
 from bendtrace._checks import required_arguments
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.copies import copied
-from bendtrace.history.sizes import counted
-from bendtrace.interject.bends.catalogue import NamedActivations, leaves_of
-from bendtrace.interject.bends.handle import compiled
+from bendtrace.history.entries import counted
+from bendtrace.interject.bends.catalogue import NamedActivations, compiled, leaves_of
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
 from bendtrace.interject.registry import Bended, InsertionRegistry

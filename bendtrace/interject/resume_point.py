@@ -22,20 +22,22 @@ from bendtrace.errors import (
     NotReplayableError,
 )
 from bendtrace.history.copies import copied
-from bendtrace.interject.cut_points import (
-    Spot,
-    is_named,
-    path_in,
-    spots_of,
-    values_for,
-)
 from bendtrace.interject.gates import running
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.registry import Bended
-from bendtrace.interject.resolver import by_path, node_meant, text_of
+from bendtrace.interject.resolver import (
+    Spot,
+    by_path,
+    is_named,
+    node_meant,
+    path_in,
+    spots_of,
+    text_of,
+    values_for,
+)
 from bendtrace.interject.splicer import recorded
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.paths.view import Node, Tree, find

@@ -24,8 +24,18 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record, uninitialized_in
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.source.sites import Place, Site
-from bendtrace.stepping.looks import Looks, text_of
-from bendtrace.stepping.visit import Edit, Event, Frame, Kept, Start, Visit, cannot, require_tensor
+from bendtrace.stepping.visit import (
+    Edit,
+    Event,
+    Frame,
+    Kept,
+    Looks,
+    Start,
+    Visit,
+    cannot,
+    require_tensor,
+    text_of,
+)
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.tape import ModuleCall, OpKind, Tape

@@ -17,16 +17,20 @@ from bendtrace.interject.bends.bend import Bend, BendingParameter, Value, value_
 from bendtrace.interject.bends.callbacks import Capture, Lambda, checked
 from bendtrace.interject.bends.catalogue import (
     Activation,
+    BendHandle,
+    BendSpec,
     Catalogue,
     Filter,
+    Restoring,
+    Source,
     activation_table,
+    compiled,
     is_bendable_dtype,
     kept,
     near,
     weight_table,
 )
 from bendtrace.interject.bends.config import BendingConfig, read_configs, write_configs
-from bendtrace.interject.bends.handle import BendHandle, BendSpec, Restoring, Source, compiled
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.knowledge import Knowledge

@@ -20,7 +20,7 @@ from bendtrace.interject.bends.bend import (
     Operation,
 )
 from bendtrace.interject.bends.callbacks import DrawingBend
-from bendtrace.interject.bends.handle import BendSpec
+from bendtrace.interject.bends.catalogue import BendSpec
 
 __all__ = ["BendingConfig", "read_configs", "write_configs"]
 

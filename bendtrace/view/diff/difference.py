@@ -21,9 +21,8 @@ from bendtrace._compare import same_bits
 from bendtrace._places import place_text
 from bendtrace.errors import InputError
 from bendtrace.flow import EscapeFlowStep, FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
-from bendtrace.history.entries import LayerEntry
+from bendtrace.history.entries import LayerEntry, counted
 from bendtrace.history.run_log import RunLog
-from bendtrace.history.sizes import counted
 from bendtrace.history.tables import Table
 from bendtrace.torch_rules.functions import UNINITIALIZED
 from bendtrace.view.diff.changes import (

@@ -14,8 +14,14 @@ import torch
 from bendtrace._places import place_text
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, IndexFlowStep, LoopFlowStep
-from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse
-from bendtrace.history.sizes import counted, listed, number_text
+from bendtrace.history.entries import (
+    LayerEntry,
+    ModuleEntry,
+    ParameterUse,
+    counted,
+    listed,
+    number_text,
+)
 from bendtrace.view.drawing.canvas import cut, printable
 from bendtrace.view.drawing.items import (
     Box,

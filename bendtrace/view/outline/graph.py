@@ -13,7 +13,7 @@ import networkx as nx
 from bendtrace._places import place_text
 from bendtrace.errors import InputError
 from bendtrace.flow import _plain_json
-from bendtrace.history.sizes import counted
+from bendtrace.history.entries import counted
 from bendtrace.recording.names import NodeRef
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.program import Program

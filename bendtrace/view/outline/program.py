@@ -12,7 +12,7 @@ from typing import Any
 from bendtrace._lazy import networkx as nx
 from bendtrace._places import place_text
 from bendtrace.flow import steps_of
-from bendtrace.history.sizes import counted
+from bendtrace.history.entries import counted
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import GuardKind

@@ -11,7 +11,7 @@ from typing import Any
 
 from bendtrace._places import place_text
 from bendtrace.flow import _plain_json
-from bendtrace.history.sizes import counted, number_text
+from bendtrace.history.entries import counted, number_text
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.source.sites import Place
 from bendtrace.view.outline.walks import End, Key, is_elif

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from bendtrace._places import path_text
 from bendtrace.flow import FlowStep, LoopFlowStep
-from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source
+from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source, number_text
 from bendtrace.history.run_log import RunLog
-from bendtrace.history.sizes import number_text
 from bendtrace.view.drawing.paint import FILLS, STROKES
 
 __all__ = ["activation_data", "stepped_html", "viewer_data", "viewer_frame", "viewer_html"]
