@@ -14,7 +14,6 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -618,12 +617,7 @@ class Between:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 for insertion in self.insertions:
@@ -782,12 +776,7 @@ class Splice:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self.insertion.warn_if_never_fired(3)

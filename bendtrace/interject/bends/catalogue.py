@@ -10,7 +10,6 @@ from types import (
     BuiltinFunctionType,
     FunctionType,
     MethodDescriptorType,
-    TracebackType,
     WrapperDescriptorType,
 )
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
@@ -542,12 +541,7 @@ class BendHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         reports = self.reports()
         self.remove()
         if kind is not None:

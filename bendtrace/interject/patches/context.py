@@ -7,7 +7,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator
-from types import TracebackType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -233,12 +232,7 @@ class PatchContext(ContextDecorator):
         self._entered.append(handles)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         handles = self._entered.pop()
         try:
             if kind is None:
