@@ -55,7 +55,6 @@ __all__ = [
     "LogicalFlowStep",
     "LoopFlowStep",
     "ShapeFlowStep",
-    "control_of",
 ]
 __dir__ = __all__.copy
 

@@ -41,8 +41,6 @@ __all__ = [
     "replace",
     "replace_module",
     "replace_module_native",
-    "replaced",
-    "shared_copy",
     "splice",
 ]
 __dir__ = __all__.copy
