@@ -7,8 +7,6 @@ from typing import Any
 
 from bendtrace._lazy import imported
 
-__all__ = ["COMPAT", "MODULES", "PLACES", "importer"]
-
 # Public modules, which are names by themselves.
 MODULES = (
     "analysis",

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from bendtrace._trace import Trace
     from bendtrace.view.drawing.picture import Picture
 
-__all__ = ["AutogradGraph", "BackwardNode", "BackwardPass", "backward"]
-
-
 _MOST = 50  # nodes that are printed
 _COLUMNS = (
     "order", "type", "where", "forward", "made_in", "pass_number", "passes", "module", "parameter",

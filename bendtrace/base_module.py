@@ -61,8 +61,6 @@ else:
     outline_graph = LazyModule("bendtrace.view.outline.graph")
     outline_program = LazyModule("bendtrace.view.outline.program")
 
-__all__ = ["BaseModule"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -45,9 +45,6 @@ from bendtrace.view.diff.changes import (
 )
 from bendtrace.view.diff.difference import Difference
 
-__all__ = ["Bisection", "Culprit", "Unable", "again_of", "bisect"]
-
-
 # What rounding in a dtype may do, as in `torch.testing.assert_close`.
 _ROUNDING = {
     torch.float16: (1e-3, 1e-5),

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from bendtrace.auditing import Auditor
     from bendtrace.compiled.speculation import Guess, Speculation
 
-__all__ = ["Dispatcher", "Explanation", "Stats"]
-
 
 class Dispatcher:
     """Serves the calls of one model, and keeps the paths that they take.

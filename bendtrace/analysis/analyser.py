@@ -22,8 +22,6 @@ from bendtrace.interject.structure import version_of
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Analyser", "Batch"]
-
 # One for all, so that an analyser can be copied and pickled. It is entered again by wrappers.
 _lock = threading.RLock()
 

@@ -15,8 +15,6 @@ from bendtrace.analysis.streaming import Count
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, NodePass
 
-__all__ = ["AnalyserList", "PerClassAnalyser", "PerClassVersusAnalyser"]
-
 
 class AnalyserList(Analyser):
     """Several analysers that are inserted, updated, merged and saved together.

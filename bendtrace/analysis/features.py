@@ -25,23 +25,6 @@ from bendtrace.analysis.values import Keep, accumulator, check_keep, rows_of
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Interjection, NodePass
 
-__all__ = [
-    "DeadReLU",
-    "FeatureStatistics",
-    "GradientAccumulation",
-    "GradientAnalyser",
-    "RunningCovariance",
-    "RunningHistogram",
-    "RunningMean",
-    "RunningMinMax",
-    "RunningQuantile",
-    "RunningTopK",
-    "RunningVariance",
-    "UnitAnalyser",
-    "gradients_of",
-    "see_gradients",
-]
-
 
 class UnitAnalyser(Analyser):
     """An analyser of units: the entries along some dimensions of a value.

@@ -27,9 +27,6 @@ from bendtrace.analysis.values import Keep, check_keep
 from bendtrace.errors import InputError
 from bendtrace.history.copies import lazily_copied
 
-__all__ = ["LinearProbe"]
-
-
 # So that a forgotten `train_step` ends with a message, and not with the memory.
 _MOST_WAITING = 4096
 

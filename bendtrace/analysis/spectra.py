@@ -15,9 +15,6 @@ from bendtrace.analysis.streaming import Covariance, Statistic
 from bendtrace.analysis.values import Keep, check_keep, rows_of
 from bendtrace.errors import InputError
 
-__all__ = ["CovarianceSpectrum", "PowerLaw", "Rank", "power_law"]
-
-
 _MODES = ("aTa", "aaT", "a")
 
 

@@ -14,25 +14,6 @@ from bendtrace._checks import required_int
 from bendtrace.analysis.values import accumulator
 from bendtrace.errors import InputError
 
-__all__ = [
-    "Count",
-    "Covariance",
-    "Histogram",
-    "Mean",
-    "MinMax",
-    "Moments",
-    "Quantiles",
-    "Statistic",
-    "Tally",
-    "TopK",
-    "UnitStatistic",
-    "Variance",
-    "decoded",
-    "encoded",
-    "even_edges",
-    "merge_states",
-]
-
 
 class Statistic:
     """A statistic of a stream of rows, in memory that does not grow with the stream.

@@ -33,8 +33,6 @@ from bendtrace.source.internals import Never, internal
 SpectralNorm: Any = internal("torch.nn.utils.spectral_norm.SpectralNorm", Never)
 WeightNorm: Any = internal("torch.nn.utils.weight_norm.WeightNorm", Never)
 
-__all__ = ["LayerWeightRank", "WeightRank", "weight_ranks"]
-
 
 @dataclass(frozen=True, eq=False)
 class WeightRank:

@@ -30,9 +30,6 @@ from bendtrace._lazy import imported, required
 from bendtrace._tracebacks import during
 from bendtrace.errors import InputError
 
-__all__ = ["DTYPES", "MAKERS", "Inputs", "build", "find", "is_tensor_file", "load", "read"]
-
-
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 _SAFETENSORS = ".safetensors"
 

@@ -42,9 +42,6 @@ from bendtrace.source.internals import pytree
 from bendtrace.torch_rules.draws import seed_all
 from bendtrace.workflows.costs import cost
 
-__all__ = ["main"]
-
-
 # Traces a model, calls it again, and compares each call with the model itself.
 
 

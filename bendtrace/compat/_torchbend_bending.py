@@ -34,8 +34,6 @@ from bendtrace.paths.nodes import Text
 from bendtrace.paths.view import Node
 from bendtrace.torch_rules.owners import module_of
 
-__all__ = ["BendingModule", "Bent"]
-
 
 class BendingModule(ModuleWithMethods):
     """A model whose methods are bent together."""

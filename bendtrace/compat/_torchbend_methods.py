@@ -21,8 +21,6 @@ from bendtrace.interject.bends.bending import Bending
 from bendtrace.interject.bends.catalogue import Source
 from bendtrace.torch_rules.owners import module_of
 
-__all__ = ["DEFAULT", "ModuleWithMethods"]
-
 DEFAULT = "_default"
 _OF_OTHERS = (
     "something besides bends is inserted in the model, which takes part in calls of the model, "

@@ -14,8 +14,6 @@ from bendtrace.interject.bends.catalogue import Activation, Catalogue, NamedActi
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.paths.view import Node, NodePath
 
-__all__ = ["At", "Names", "split"]
-
 
 @dataclass(frozen=True)
 class At:

@@ -15,8 +15,6 @@ from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.module import BendedModule
 
-__all__ = ["LinearProbe", "WatchedModule", "is_made"]
-
 
 class LinearProbe(Interjection, nn.Module):
     """TorchWatcher's linear probes: one layer for each node, trained with any criterion.

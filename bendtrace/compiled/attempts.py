@@ -23,19 +23,6 @@ from bendtrace.compiled.settings import Settings
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
 from bendtrace.torch_rules.writes import storage_of
 
-__all__ = [
-    "Backend",
-    "CompiledFunction",
-    "Failed",
-    "Quiet",
-    "Result",
-    "Shortcuts",
-    "State",
-    "now",
-    "unmark",
-]
-
-
 _LONGEST = 500  # letters of a reason
 _WARM = 2  # calls before times are taken
 _TIMED = 6  # calls of either kind whose times are taken

@@ -48,9 +48,6 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.host_io import environ
 
-__all__ = ["FAILED", "CompiledPath", "Served", "Unchecked"]
-
-
 # The path that a call took, and the key of its splices.
 Taken = tuple[Stretch | None, Hashable]
 

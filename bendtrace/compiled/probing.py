@@ -58,18 +58,6 @@ from bendtrace.torch_rules.functions import (
 from bendtrace.torch_rules.host_io import environ
 from bendtrace.torch_rules.writes import storage_of, works_in_place
 
-__all__ = [
-    "Extents",
-    "Findings",
-    "Refusal",
-    "Unknown",
-    "probe",
-    "why_not",
-    "why_not_op",
-    "why_not_under",
-]
-
-
 _NOTHING: Mapping[int, Splice] = {}
 
 

@@ -26,9 +26,6 @@ from bendtrace.errors import CompileWarning, InputError, LoadError
 from bendtrace.source.sites import users_level
 from bendtrace.storage.tensors import read_sealed, replace_sealed
 
-__all__ = ["Artefacts", "Settings", "dynamo", "settings_of"]
-
-
 _DYNAMIC = (None, True, False)
 
 

@@ -44,9 +44,6 @@ from bendtrace.tape.tape import (
 from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["CompiledReport", "Guess", "Speculation"]
-
-
 # What tells calls apart that other paths may lead for: names of the arguments, and what is
 # inserted where.
 _Calls = Hashable

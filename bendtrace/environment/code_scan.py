@@ -59,9 +59,6 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.structure import is_heap_type
 
-__all__ = ["CodeScan", "TooManyError"]
-
-
 # Attributes of functions that no code of a model asks for (the second one is torch.compile's).
 _OF_TOOLS = frozenset({"__wrapped__", "__dynamo_disable"})
 _INTERCEPTED = frozenset(torch.autograd.Function.__mro__)  # a recorder replaces their `apply`

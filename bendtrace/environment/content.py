@@ -50,8 +50,6 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.structure import entries_of, read_partial
 
-__all__ = ["MOST", "Finder", "WatchedContent"]
-
 
 class Finder(Protocol):
     """Receives what watched objects hold that is not watched by content."""

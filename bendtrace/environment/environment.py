@@ -47,8 +47,6 @@ from bendtrace.tape.structure import entries_of, flat, kept_in
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.draws import is_drawn_from, is_module_of_draws, stand_in_for
 
-__all__ = ["Environment"]
-
 
 class Environment(Found):
     """The parts that a run can read, found by scanning from its arguments and its callable.

@@ -28,8 +28,6 @@ from bendtrace.environment.provenance import (
 from bendtrace.source.usage import ADDS, read_names
 from bendtrace.tape.captured import Access, Captured, CaptureKind, module_of
 
-__all__ = ["added_to", "growing_in", "note_added", "reached_as"]
-
 
 def growing_in(found: Found) -> dict[int, Any]:
     """Return the lists and deques, by identity, that code only adds to, or does not name at all.

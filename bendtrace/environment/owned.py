@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from bendtrace.tape.captured import Captured
 
-__all__ = ["Owned"]
-
 
 class Owned:
     """Tells whether a tensor is one that the code of a model may compare others to.

@@ -68,8 +68,6 @@ from bendtrace.torch_rules.functions import ScriptModule
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 from bendtrace.torch_rules.owners import named_modules
 
-__all__ = ["Scan", "reason_of_hooks"]
-
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip

@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SETTINGS"]
-
 
 def _filters(module: Any) -> Any:
     return (*module.filters,)

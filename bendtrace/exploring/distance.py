@@ -28,9 +28,6 @@ from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, Tape, TensorMeta
 from bendtrace.torch_rules.functions import name_of
 from bendtrace.view.outline.walks import Choice
 
-__all__ = ["Asked", "Course", "Formula", "Margin", "Recorded", "formula_of", "recorded_in"]
-
-
 _FAR = 1e6  # where no distance is known
 
 

@@ -48,9 +48,6 @@ from bendtrace.view.outline.walks import (
     loops_around,
 )
 
-__all__ = ["Exploration", "explore"]
-
-
 # The module whose forward asks, and the iteration of each loop around the question.
 _Turn = tuple[str, tuple[int, ...]]
 _BASES = 4  # inputs kept that come to a question

@@ -12,8 +12,6 @@ from bendtrace.errors import ExportError
 from bendtrace.export.conditions import copies_of
 from bendtrace.recording.recorder import Recording
 
-__all__ = ["Inputs", "compare", "difference", "tensors_in"]
-
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 

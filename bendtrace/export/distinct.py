@@ -15,8 +15,6 @@ from torch import fx
 
 from bendtrace.torch_rules.functions import OpOverload
 
-__all__ = ["with_distinct_outputs"]
-
 _ATEN = torch.ops.aten
 _SAME = frozenset({_ATEN.clone.default, _ATEN.alias.default, _ATEN.detach.default})
 _RESHAPED = frozenset({_ATEN.reshape.default, _ATEN.view.default, _ATEN._to_copy.default})

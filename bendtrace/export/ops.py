@@ -41,8 +41,6 @@ from bendtrace.torch_rules.functions import (
     said_of,
 )
 
-__all__ = ["Scope", "SegmentOps"]
-
 
 class Scope:
     """A function under construction.

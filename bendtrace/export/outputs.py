@@ -11,8 +11,6 @@ from bendtrace.export.values import DTYPES, Constant, Number, Several, Static, T
 from bendtrace.tape.structure import Existing, Fixed, Instance
 from bendtrace.tape.tape import Op, Ref
 
-__all__ = ["output_of", "write_output"]
-
 Given: TypeAlias = Callable[[Any, Op | None], Value]
 
 

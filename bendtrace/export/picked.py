@@ -13,8 +13,6 @@ from torch import Tensor
 from bendtrace.export.values import Outdated, Several, Tensors, Value, leaves, rebuilt
 from bendtrace.tape.tape import Op, Ref
 
-__all__ = ["USED_LATE", "WRITTEN", "is_outdated", "is_stored_back", "memory_of", "outdated"]
-
 USED_LATE = (
     "what this index out of a tensor picks is used after that tensor is written to: copy it with "
     "clone()"

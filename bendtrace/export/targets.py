@@ -25,16 +25,6 @@ from bendtrace.export.conditions import arguments_of
 from bendtrace.export.distinct import with_distinct_outputs
 from bendtrace.source.internals import internal, pytree
 
-__all__ = [
-    "OnnxProgram",
-    "open_sizes",
-    "quiet",
-    "save_onnx",
-    "save_package",
-    "save_program",
-    "target_of",
-]
-
 _LOGGERS = ("torch.onnx", "torch._export", "onnxscript", "onnx_ir")
 _SUBGRAPHS = "pkg.torch.__subgraph__"
 _UNSEEN = "bendtrace_unseen"  # the last output of an ONNX model, and the key of its messages

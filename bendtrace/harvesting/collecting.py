@@ -32,9 +32,6 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import is_users_file
 from bendtrace.storage.tensors import crc32
 
-__all__ = ["Collector", "Settings", "fingerprint", "state_of", "sum_of", "told", "told_insertion"]
-
-
 _OUTPUT = "output"  # the node of the whole model, as in the trees of paths
 
 

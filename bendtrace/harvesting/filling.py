@@ -32,24 +32,6 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.storage.tensors import crc32
 from bendtrace.tape.tape import OpKind, TensorMeta
 
-__all__ = [
-    "Batch",
-    "Condition",
-    "Filling",
-    "Ids",
-    "Path",
-    "PathNames",
-    "Record",
-    "Rows",
-    "batches_of",
-    "ids_of",
-    "mark_of",
-    "part_of",
-    "require_place",
-    "size_of",
-    "versions_of",
-]
-
 
 class Rows:
     """The rows of one node, for several batches, in a buffer that is reused.

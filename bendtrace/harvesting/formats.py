@@ -34,23 +34,6 @@ from bendtrace.storage.tensors import (
     writing,
 )
 
-__all__ = [
-    "HARVEST",
-    "INDEX",
-    "SETTINGS",
-    "Form",
-    "Held",
-    "Shard",
-    "ShardFiles",
-    "checksum",
-    "form_of",
-    "is_ours",
-    "read",
-    "replace",
-    "shards_in",
-]
-
-
 _BLOCK = 1 << 16
 _ZARR = "3.0.8"  # earlier ones can delete data
 _CHUNK = 1 << 22  # bytes, about

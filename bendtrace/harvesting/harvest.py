@@ -61,8 +61,6 @@ from bendtrace.preserved_state import PreservedState, no_model
 from bendtrace.storage.tensors import DirectoryLock, sync_directory, writing
 from bendtrace.torch_rules.draws import RandomStates, seed_all
 
-__all__ = ["harvest"]
-
 
 def harvest(
     model: nn.Module | BendedModule | Callable[..., Any],

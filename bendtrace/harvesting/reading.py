@@ -22,9 +22,6 @@ from bendtrace.errors import InputError, LoadError, NodePathError
 from bendtrace.harvesting.filling import Path
 from bendtrace.harvesting.formats import INDEX, SETTINGS, Held, Shard, form_of, read, shards_in
 
-__all__ = ["ActivationBuffer", "Column", "Harvest", "Taken", "save_for_sae_lens"]
-
-
 _KEPT = "kept/"
 _SHOWN = 8
 

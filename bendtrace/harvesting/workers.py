@@ -22,8 +22,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-__all__ = ["Progress", "Workers", "Writer", "peak_memory"]
-
 
 class Workers:
     """The processes that harvest together. An error in one raises in all.

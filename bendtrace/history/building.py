@@ -42,8 +42,6 @@ from bendtrace.tape.tape import (
 from bendtrace.torch_rules.functions import name_of
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["Log", "PassedKey", "build_log", "writes_in_place"]
-
 Key = tuple[int, tuple[Any, ...]]
 PassedKey = tuple[str, str, str]
 

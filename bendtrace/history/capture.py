@@ -45,9 +45,6 @@ from bendtrace.torch_rules.functions import is_torchs_function, name_of
 from bendtrace.torch_rules.owners import modules_in
 from bendtrace.torch_rules.writes import storage_of, version_of
 
-__all__ = ["Capture", "GraphMarks", "SaveOptions", "Selection", "Spec"]
-
-
 Key = tuple[int, tuple[Any, ...]]
 _SMALL = 10_000  # elements
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]

@@ -24,24 +24,6 @@ if TYPE_CHECKING:
 else:
     folded = LazyMethod("bendtrace.view.folded", "entry")
 
-__all__ = [
-    "Layer",
-    "LayerEntry",
-    "ModuleEntry",
-    "Namer",
-    "ParameterUse",
-    "Source",
-    "counted",
-    "layer_type",
-    "layer_type_of",
-    "listed",
-    "nbytes_of",
-    "number_text",
-    "number_type",
-    "size_text",
-    "tensors_of",
-]
-
 
 class About(Protocol):
     """The interface that an entry uses to query its log."""

@@ -18,19 +18,6 @@ from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only, plain
 if TYPE_CHECKING:
     from bendtrace.history.building import Log
 
-__all__ = [
-    "Meaning",
-    "Names",
-    "ambiguity",
-    "call_around",
-    "holders_of",
-    "is_layer_name",
-    "layers_by_name",
-    "near_names",
-    "passes_of",
-    "values_of",
-]
-
 Value = tuple[int, tuple[object, ...]]
 Place = tuple[TreeNode, Chosen]
 _LAYER = re.compile(r"([^\W_]+)_\d+(?:_\d+)?")

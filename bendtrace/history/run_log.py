@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
     from bendtrace.graph.mirror import Graph
 
-__all__ = ["Entries", "Facts", "Form", "Lookup", "RunLog"]
-
-
 _MOST = 50  # layers that are printed
 
 

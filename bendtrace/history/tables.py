@@ -19,18 +19,6 @@ from bendtrace.history.entries import LayerEntry, ModuleEntry, size_text
 if TYPE_CHECKING:
     import pandas
 
-__all__ = [
-    "Table",
-    "data_frame",
-    "facts_of",
-    "hash_of",
-    "in_percent",
-    "in_seconds",
-    "rounded",
-    "shape_text",
-    "table_of",
-]
-
 
 class Table(Sequence[Any]):
     """Rows of a result, which print as a table.

@@ -37,8 +37,6 @@ from bendtrace.torch_rules.functions import (
     name_of,
 )
 
-__all__ = ["MISSING", "Validation", "Validator", "flops_of", "validate"]
-
 
 @dataclass
 class Validation:

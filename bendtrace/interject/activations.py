@@ -29,8 +29,6 @@ from bendtrace.paths.view import Node, NodePath
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.mode_queries import unseen
 
-__all__ = ["Activations", "as_html", "as_text", "get_activations", "inputs_of"]
-
 _SHOWN = 20
 # Characters that occur in regular expressions, but not in node paths.
 _PATTERN = re.compile(r"[\\^$*+?(){}]")

@@ -11,8 +11,6 @@ from torch import Tensor
 from bendtrace.errors import InterjectionError
 from bendtrace.interject.structure import tensors_of, version_of
 
-__all__ = ["Attempt"]
-
 
 class Attempt:
     """An attempt to serve a call by known code, with what gates have returned in it.

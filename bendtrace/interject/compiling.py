@@ -35,8 +35,6 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import Ref, TensorMeta
 
-__all__ = ["inserted_by"]
-
 
 class _Turn(NamedTuple):
     """One insertion at a gate, as far as it is the same in all calls.

@@ -17,8 +17,6 @@ from bendtrace.interject.selectors.algebra import Selector
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.naming import identifier
 
-__all__ = ["Execution", "Repeated", "numbered_name", "split_number"]
-
 
 def split_number(name: str) -> tuple[str, int]:
     """Return a name without its number, and the number."""

@@ -43,26 +43,6 @@ from bendtrace.interject.structure import (
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.mode_queries import unseen
 
-__all__ = [
-    "AfterGate",
-    "BeforeGate",
-    "CountGate",
-    "Gate",
-    "InputsGate",
-    "InsteadGate",
-    "StateGate",
-    "again",
-    "as_inputs",
-    "attempt",
-    "noted",
-    "of_this_run",
-    "passes_of",
-    "raise_caught",
-    "running",
-    "take_back",
-]
-
-
 # The classes that manage the gradients of a node: for hooks, and for other interjections.
 _Watching = tuple[CallGradients | None, CallGradients | None]
 

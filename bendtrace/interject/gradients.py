@@ -39,9 +39,6 @@ from bendtrace.interject.structure import describe
 from bendtrace.source.internals import internal, keeps_version
 from bendtrace.tape.tape import meta_of
 
-__all__ = ["NOT_WRITABLE", "CallGradients", "ChecksGradients", "Gradients"]
-
-
 _engine = internal("torch.autograd.Variable._execution_engine")
 
 

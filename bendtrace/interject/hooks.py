@@ -25,22 +25,6 @@ from bendtrace.interject.structure import tensors_of, with_tensors
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.functions import ScriptModule
 
-__all__ = [
-    "CATEGORIES",
-    "Category",
-    "HookContext",
-    "HookFunction",
-    "HookHandle",
-    "NameTable",
-    "Registered",
-    "check_category",
-    "check_module",
-    "free_name",
-    "interjection_of",
-    "is_same",
-    "short",
-]
-
 Category = Literal["forward_hook", "forward_pre_hook", "backward_hook"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 _T = TypeVar("_T")

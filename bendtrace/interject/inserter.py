@@ -56,17 +56,6 @@ from bendtrace.torch_rules.functions import (
 from bendtrace.torch_rules.owners import is_leaf_module, named_modules, states_of
 from bendtrace.torch_rules.writes import storage_of
 
-__all__ = [
-    "LiveInserter",
-    "Spot",
-    "Within",
-    "is_meant_within",
-    "may_write",
-    "place_of_node",
-    "refuse_reading",
-]
-
-
 Run = Callable[..., Any]
 
 # Kinds without a value that a node of the tree represents.

@@ -24,9 +24,6 @@ from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["Function", "Insertion", "Report", "Tally", "What", "as_interjection", "blaming"]
-
-
 # All that `BendedModule.interject` inserts: a function takes the value, or also the pass.
 What: TypeAlias = Interjection | Callable[[Any], Any] | Callable[[Any, NodePass], Any]
 

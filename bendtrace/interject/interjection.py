@@ -12,8 +12,6 @@ from bendtrace.errors import InputError
 from bendtrace.interject.effects import Effect
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["NO_INPUTS", "Inputs", "Interjection", "NodePass", "PassNumbers", "Passes"]
-
 
 class Inputs(tuple[Any, ...]):
     """The inputs of a node: the positional arguments, as a tuple.

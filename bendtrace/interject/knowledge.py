@@ -26,8 +26,6 @@ else:
     source = LazyModule("bendtrace.interject.selectors.source")
     naming = LazyModule("bendtrace.interject.selectors.naming")
 
-__all__ = ["Knowledge"]
-
 
 class Knowledge:
     """The runs of one model, as insertions query them.

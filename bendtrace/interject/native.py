@@ -35,8 +35,6 @@ from bendtrace.interject.structure import (
 )
 from bendtrace.tape.watchers import current_watcher
 
-__all__ = ["Attached", "Counts"]
-
 _lock = threading.RLock()
 _orders = itertools.count()
 

@@ -14,8 +14,6 @@ from bendtrace.recording.recorder import Recording
 if TYPE_CHECKING:
     from bendtrace.interject.registry import Lookup
 
-__all__ = ["Entry", "Location", "Matcher", "Placed", "Plan", "Slot", "State", "slots_of"]
-
 
 class Matcher(Protocol):
     """A predicate on nodes. Matchers are values: two that select the same nodes are equal."""

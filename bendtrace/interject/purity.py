@@ -30,8 +30,6 @@ from bendtrace.tape.tape import Test
 from bendtrace.torch_rules.functions import is_torchs_function
 from bendtrace.torch_rules.owners import parts_of, states_of
 
-__all__ = ["Lifted", "built", "effect_of_function", "effect_of_pure", "lifted", "why_not_pure"]
-
 
 class _Impure(Exception):
     """The reason why something may not be a function of tensors."""

@@ -26,8 +26,6 @@ from bendtrace.tape.captured import PLAIN_TYPES, Access, Captured, CaptureKind, 
 from bendtrace.torch_rules.functions import OpOverload
 from bendtrace.torch_rules.owners import parts_of
 
-__all__ = ["is_contained", "read_and_changed"]
-
 
 def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
     """Return the attributes that a run changes and an insertion might read: `self.count`.

@@ -27,22 +27,6 @@ from bendtrace.tape.tape import ModuleCall, Op
 from bendtrace.torch_rules.functions import is_gate
 from bendtrace.torch_rules.owners import modules_in, states_of
 
-__all__ = [
-    "Runs",
-    "Spot",
-    "by_path",
-    "describe_where",
-    "flat",
-    "is_named",
-    "meant_by",
-    "name_of",
-    "node_meant",
-    "path_in",
-    "spots_of",
-    "text_of",
-    "values_for",
-]
-
 
 class Runs(Protocol):
     """The runs of a model that names are looked up in."""

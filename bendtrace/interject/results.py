@@ -18,8 +18,6 @@ from bendtrace.interject.structure import (
     version_of,
 )
 
-__all__ = ["Containers", "Observed", "changed", "collect_returned"]
-
 
 class Containers:
     """What the insertions of a gate have done to lists, dicts and objects.

@@ -65,8 +65,6 @@ from bendtrace.tape.tape import (
 from bendtrace.torch_rules.draws import RandomStates
 from bendtrace.torch_rules.functions import is_gate
 
-__all__ = ["from_activations", "told"]
-
 
 @dataclass(eq=False)
 class Left:

@@ -60,8 +60,6 @@ from bendtrace.tape.tape import (
 from bendtrace.torch_rules.functions import OPTIONAL, is_torchs_function
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["Splicer", "has_gates", "recorded"]
-
 
 class Splicer:
     """Gives the code of segments with what is inserted at some places.

@@ -19,30 +19,6 @@ from bendtrace.tape.structure import build, can_build
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.mode_queries import unseen
 
-__all__ = [
-    "Exchange",
-    "Leaf",
-    "Mismatch",
-    "Shape",
-    "assemble",
-    "collect",
-    "count_of",
-    "describe",
-    "differ",
-    "exchangeable",
-    "filled",
-    "has_mutable",
-    "holds_same",
-    "is_uneven",
-    "leaves_of_shape",
-    "part_of",
-    "refilled",
-    "take_apart",
-    "tensors_of",
-    "version_of",
-    "with_tensors",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:

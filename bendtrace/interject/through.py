@@ -16,8 +16,6 @@ from bendtrace.replay.splices import Interrupted, Unfit
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import is_leaf, requires_grad
 
-__all__ = ["Through", "fits", "is_shared", "kind_of"]
-
 
 class Splicing(Protocol):
     """What splices gates into known code (see `splicer.py`)."""

@@ -42,25 +42,6 @@ if TYPE_CHECKING:
 else:
     naming = LazyModule("bendtrace.interject.selectors.naming")
 
-__all__ = [
-    "Alias",
-    "Aliases",
-    "AtPath",
-    "AtPaths",
-    "Known",
-    "LocationText",
-    "OfModule",
-    "Target",
-    "Where",
-    "alias_of",
-    "near_misses",
-    "require_equal",
-    "targets_named",
-    "targets_of",
-    "transformer_lens_aliases",
-]
-
-
 # Other names for activations: those of TransformerLens's hooks, and the user's own.
 
 

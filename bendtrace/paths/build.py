@@ -32,9 +32,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import is_gate, name_of
 
-__all__ = ["Builder", "StepSource", "Visit"]
-
-
 # The code of the tracer itself that runs a function.
 _TRACERS = frozenset(module.__file__ for module in (recorder, scopes, numbers, texts))
 

@@ -22,9 +22,6 @@ from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.torch_rules.owners import named_modules, states_of
 
-__all__ = ["Holders", "LiveNames", "Registry", "dotted", "identifier"]
-
-
 OUTPUT = "output"  # no other node of a graph may take this name
 
 

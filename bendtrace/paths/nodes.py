@@ -11,26 +11,6 @@ import torch
 
 from bendtrace._places import path_text, place_text
 
-__all__ = [
-    "LIMIT",
-    "Chosen",
-    "Kind",
-    "NodePath",
-    "Pass",
-    "Place",
-    "Role",
-    "Step",
-    "Text",
-    "TreeNode",
-    "Variant",
-    "children_of",
-    "describe",
-    "draw",
-    "passes_in",
-    "plain_keys",
-]
-
-
 TIMES = "\N{MULTIPLICATION SIGN}"
 LIMIT = 200  # lines of a tree that are printed without being asked
 

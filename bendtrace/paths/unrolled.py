@@ -13,8 +13,6 @@ from bendtrace.paths.nodes import NodePath, TreeNode, Variant, passes_in
 from bendtrace.paths.view import Tree
 from bendtrace.torch_rules.owners import modules_in
 
-__all__ = ["unrolled"]
-
 
 def unrolled(tree: Tree, model: Any) -> Tree:
     """Return a tree in which each node is one pass, numbered in the order of the run.

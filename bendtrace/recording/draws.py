@@ -8,8 +8,6 @@ from typing import Any
 
 from bendtrace.torch_rules.draws import global_generators, state_of
 
-__all__ = ["Draws"]
-
 
 class Draws:
     """Compares the states of generators with those that the ops of a run have left.

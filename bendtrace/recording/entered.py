@@ -23,8 +23,6 @@ from bendtrace.source.bytecode import assign
 from bendtrace.source.sites import PACKAGE
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 
-__all__ = ["Entered"]
-
 
 class Entered:
     """Makes numbers plain where code begins.

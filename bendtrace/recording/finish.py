@@ -54,8 +54,6 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.functions import is_gate as may_be_gate
 
-__all__ = ["Finish", "Recording", "raised_in"]
-
 T = TypeVar("T")
 
 

@@ -46,15 +46,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import is_gate, name_of
 
-__all__ = [
-    "Iterations",
-    "Mark",
-    "is_inside_comparison",
-    "marks_of",
-    "running_code",
-    "user_code",
-]
-
 Order = tuple[int, int]
 _OF_RESULTS = ("", "metadata")  # guards on what an op gives, not on what was asked of it
 _ASKED = (Test.TRUTH, Test.VALUE)

@@ -29,8 +29,6 @@ from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TracedInt
 from bendtrace.tape.tape import Op, OpKind, Ref, Tape, Test
 
-__all__ = ["Counter", "Lifting", "needed_numbers"]
-
 Counter: TypeAlias = tuple[CodeType, str]
 
 

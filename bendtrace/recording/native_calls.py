@@ -20,8 +20,6 @@ from bendtrace.tape.scalars import RETIRED, TRACED
 from bendtrace.tape.structure import can_build, is_heap_type
 from bendtrace.torch_rules.functions import is_torchs_function
 
-__all__ = ["may_hide"]
-
 
 def may_hide(stack: stacks.Stack, callee: FrameType | None, is_asking: bool) -> bool:
     """Return whether C, called by an instruction, may hold something that cannot be read.

@@ -44,22 +44,6 @@ from bendtrace.torch_rules.collectives import (
 )
 from bendtrace.torch_rules.functions import is_gate
 
-__all__ = [
-    "ENDS",
-    "JointCall",
-    "Settings",
-    "alone",
-    "ask",
-    "can_be_known",
-    "is_joint",
-    "is_one_of_several",
-    "joint_call",
-    "needs_agreement",
-    "ranks_of_process",
-    "recorded_call",
-    "settings",
-]
-
 _distributed = torch.distributed.is_available()
 
 

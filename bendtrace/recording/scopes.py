@@ -21,8 +21,6 @@ from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.torch_rules.collectives import has_joint_hooks, with_joint_hooks
 
-__all__ = ["Scopes"]
-
 # Where `make_fx` and `torch.fx` call modules while they have replaced `nn.Module.__call__`.
 _FX = frozenset(
     os.path.join(os.path.dirname(torch.__file__), "fx", *parts)

@@ -63,8 +63,6 @@ from bendtrace.tape.watchers import Inserter
 from bendtrace.torch_rules.functions import OPERATORS, name_of
 from bendtrace.torch_rules.writes import storage_of
 
-__all__ = ["States"]
-
 
 class States:
     """Reads the states of one run.

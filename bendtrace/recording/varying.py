@@ -32,8 +32,6 @@ from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TRACED, TracedInt
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Test
 
-__all__ = ["Place", "Rounds", "Varying", "place_of"]
-
 Place: TypeAlias = tuple[CodeType, int]
 
 # How Python asks where its result can be traced (see `Guard.how`).

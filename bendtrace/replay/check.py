@@ -20,8 +20,6 @@ from bendtrace.source.versions import version_of
 from bendtrace.tape.captured import Access, Captured, CaptureKind, identical, same_keys
 from bendtrace.tape.structure import entries_of, kept_in
 
-__all__ = ["CheckWriter"]
-
 
 class CheckWriter:
     """Writes `check(A)`: None if all input guards hold, else the number of one that fails.

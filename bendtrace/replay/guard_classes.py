@@ -14,8 +14,6 @@ from bendtrace.replay.analysis import Analysis
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.structure import is_heap_type
 
-__all__ = ["GuardClasses", "may_change_class"]
-
 
 def may_change_class(part: Captured) -> bool:
     """Whether a thing that is known by identity is an object of a class in Python."""

@@ -11,27 +11,6 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-__all__ = [
-    "CONSTANTS",
-    "LOOKS_AT_VARIABLES",
-    "Step",
-    "assign",
-    "branches",
-    "catches_all",
-    "computes_names",
-    "constant_of",
-    "counters_at",
-    "has",
-    "local_in",
-    "named_in",
-    "passed_on",
-    "put_on_globals",
-    "read_later",
-    "single_steps",
-    "steps_of",
-]
-
-
 # The instructions of code, read from its bytes: `dis` takes some twenty times as long.
 #
 # Code is looked at when a model is first traced, and `dis` also finds out about lines, jumps and

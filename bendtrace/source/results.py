@@ -25,9 +25,6 @@ from typing import Any, NamedTuple
 from bendtrace.source.bytecode import single_steps
 from bendtrace.source.stacks import address_of_result, layout, word_at
 
-__all__ = ["COMPUTING", "can_exchange", "exchange", "is_awaited", "is_computation"]
-
-
 _LINE_OF_C = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
 )

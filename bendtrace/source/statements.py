@@ -11,34 +11,6 @@ from dataclasses import dataclass, field
 
 from bendtrace.source.sites import Place, Span
 
-__all__ = [
-    "BRANCHES",
-    "COMPREHENSIONS",
-    "FUNCTIONS",
-    "Loop",
-    "Role",
-    "SourceFile",
-    "asks_for_error",
-    "closes_block",
-    "compares_containers",
-    "conclude_truth",
-    "decides",
-    "follow_truth",
-    "governed",
-    "is_one_of_several",
-    "is_under_handler",
-    "leaves_loop",
-    "needs_all",
-    "part_taken",
-    "rest_of_block",
-    "role_of",
-    "source_file",
-    "span_of",
-    "spans_of",
-    "spans_of_item",
-    "walked_from",
-]
-
 
 @dataclass(frozen=True)
 class Role:

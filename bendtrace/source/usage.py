@@ -24,19 +24,6 @@ from bendtrace.source.bytecode import (
 )
 from bendtrace.source.features import is_off
 
-__all__ = [
-    "ADDS",
-    "Asking",
-    "asking_comparisons",
-    "asks_for_ids",
-    "compares_identity",
-    "compares_items",
-    "only_tests",
-    "read_names",
-    "stores_outside",
-]
-
-
 _IDENTITY = frozenset({"id", "is_", "is_not"})
 _FILLING = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"})
 _ids: dict[int, tuple[CodeType, int | None]] = {}

@@ -41,9 +41,6 @@ from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.tape import ModuleCall, OpKind, Tape
 from bendtrace.view.viewer import stepped_html, viewer_frame
 
-__all__ = ["SteppedRun"]
-
-
 _AROUND = 3  # events that are printed before and after the position
 
 

@@ -43,9 +43,6 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.writes import storage_of, version_of
 
-__all__ = ["Edit", "Event", "Frame", "Kept", "Looks", "Start", "Visit", "cannot", "text_of"]
-
-
 # Requests that compute nothing that anybody would stop at.
 _SILENT = frozenset({*CONTEXT, *METADATA, *SHAPES, *VALUES, *ESCAPES, Tensor.tolist})
 _QUESTIONS = frozenset({"bool", "int", "float", "complex", "index", "len", "in"})

@@ -56,24 +56,6 @@ from bendtrace.storage.tensors import (
     writing,
 )
 
-__all__ = [
-    "FACTS",
-    "LAYERS",
-    "MODULES",
-    "NotSaved",
-    "Rows",
-    "ShardWriter",
-    "StoredTensor",
-    "StoredValue",
-    "draft_in",
-    "load",
-    "read_stream",
-    "read_values",
-    "save",
-    "write_values",
-]
-
-
 T = TypeVar("T")
 
 

@@ -30,36 +30,6 @@ from torch import Tensor, nn
 
 from bendtrace.errors import LoadError, SaveError
 
-__all__ = [
-    "BINARY",
-    "LOCK",
-    "DataFile",
-    "DirectoryLock",
-    "Extent",
-    "Header",
-    "Layout",
-    "TensorFile",
-    "bits_of",
-    "code_of",
-    "free_key",
-    "header_size",
-    "layout_of",
-    "packed_header",
-    "read_json",
-    "read_sealed",
-    "replace_sealed",
-    "row_size",
-    "stored_shape",
-    "sync_directory",
-    "tensor_of",
-    "tensor_row",
-    "why_not",
-    "write_all",
-    "write_json",
-    "writing",
-]
-
-
 # The types that every version of the safetensors package knows. Complex numbers are stored as
 # pairs of what they consist of, all others as bytes.
 _CODES = {

@@ -42,20 +42,6 @@ from bendtrace.source.features import is_off
 from bendtrace.source.sites import PACKAGE, TORCH
 from bendtrace.tape.scalars import TracedBool, TracedFloat, TracedInt
 
-__all__ = [
-    "ASKING",
-    "UNKNOWN",
-    "asks",
-    "function_needs_plain",
-    "is_exact_format",
-    "is_known_code",
-    "is_of_c",
-    "looks_up",
-    "named_in_function",
-    "named_objects",
-    "needs_plain_numbers",
-]
-
 # Functions and types written in C that give for a traced number what they give for a plain one.
 _BUILTINS = (
     abs, all, any, ascii, bin, bool, bytearray, bytes, callable, chr, classmethod, complex, delattr,

@@ -25,30 +25,6 @@ from bendtrace.source.internals import internal, pytree
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.owners import parts_of
 
-__all__ = [
-    "JOINT",
-    "Collective",
-    "Group",
-    "Ranks",
-    "collective_of",
-    "entries_of_ddp",
-    "gathered_names",
-    "group_of",
-    "groups_of",
-    "has_joint_hooks",
-    "hidden_of",
-    "is_joint_hook",
-    "is_wiring",
-    "joint_functions",
-    "layout_properties",
-    "names_collectives",
-    "parameters_reached",
-    "ranks",
-    "with_joint_hooks",
-    "world",
-]
-
-
 # Which things of torch.distributed say who communicates and how.
 
 

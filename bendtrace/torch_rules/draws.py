@@ -22,24 +22,6 @@ import torch
 
 from bendtrace.tape.watchers import current_watcher
 
-__all__ = [
-    "CHANGING",
-    "RandomStates",
-    "entries_of_numpys_draws",
-    "entries_of_pythons_draws",
-    "generator_name",
-    "global_generators",
-    "is_drawn_from",
-    "is_host_generator",
-    "is_module_of_draws",
-    "numpys_random",
-    "restorer_of",
-    "seed_all",
-    "stand_in_for",
-    "state_of",
-    "torchs_generators",
-]
-
 # Methods of `random.Random` that return numbers, or nothing, and what the others draw by.
 _OF_PYTHON = (
     "seed", "random", "getrandbits", "_randbelow", "randrange", "randint", "uniform", "triangular",

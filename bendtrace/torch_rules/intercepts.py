@@ -49,9 +49,6 @@ from bendtrace.torch_rules.functions import ScriptFunction, ScriptMethod
 from bendtrace.torch_rules.host_io import OFTEN_PATCHED, entries_of_outside
 from bendtrace.torch_rules.transforms import as_one_op, entries_of_transforms
 
-__all__ = ["INTERCEPT_CODES", "REPLACED", "is_function_apply", "opaque", "watching"]
-
-
 # Full backward hooks of modules, which each replay sets up on its own.
 #
 # torch hooks the autograd nodes of a module's inputs and outputs, which no function mode sees. So
@@ -211,6 +208,7 @@ _applies: Any = inspect.getattr_static(_APPLIES, "apply")
 
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an autograd function as one op, while a run is recorded."""
     watcher = current_watcher()
     if watcher is None:
         return _applies.__get__(None, cls)(*args, **kwargs)

@@ -12,8 +12,6 @@ from torch import Tensor
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
 
-__all__ = ["Facet", "Facets"]
-
 
 @dataclass(frozen=True)
 class Facet:

@@ -46,8 +46,6 @@ from bendtrace.workflows._sites import (
     replaced,
 )
 
-__all__ = ["AblationStudy", "ablate", "ablation_study"]
-
 How = Literal["zero", "mean", "resample"] | float | Tensor | Callable[[Tensor], Tensor]
 # Returns the replacement of a value, or what can be broadcast to it: of a node, its pass, a value.
 Source = Callable[[str, int, Tensor], Tensor]

@@ -23,8 +23,6 @@ from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["LatentEdit", "SplicedAutoencoder", "splice_autoencoder"]
-
 
 class LatentEdit:
     """A change of the latents, until it is removed; a context manager.

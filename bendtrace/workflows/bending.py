@@ -15,8 +15,6 @@ from bendtrace.interject.bends.bend import Bend, BendingParameter, Value
 from bendtrace.interject.bends.catalogue import BendHandle
 from bendtrace.module import BendedModule
 
-__all__ = ["BendingSession", "Sweep", "bending_session", "sweep"]
-
 
 @dataclass(frozen=True)
 class Sweep:

@@ -36,8 +36,6 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.torch_rules.mode_queries import unseen
 from bendtrace.torch_rules.writes import storage_of
 
-__all__ = ["ActivationCache", "run_with_cache"]
-
 
 class ActivationCache(dict[str, Any]):
     """The values of nodes in one call, by node path and by other names.

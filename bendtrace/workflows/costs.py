@@ -15,8 +15,6 @@ from bendtrace.history.tables import Table, in_percent, in_seconds, rounded
 from bendtrace.tape.tape import refs_in
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["Costs", "cost", "dead_ends", "hot_path", "recomputation"]
-
 
 class CostShare(NamedTuple):
     """What an op, a module or a line cost.

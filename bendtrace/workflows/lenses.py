@@ -22,8 +22,6 @@ from bendtrace.view.heat_map import heat_map
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["LensResult", "TunedLens", "logit_lens"]
-
 
 @dataclass(frozen=True)
 class LensResult:

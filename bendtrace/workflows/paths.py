@@ -27,8 +27,6 @@ from bendtrace.workflows._path_runs import Runs
 from bendtrace.workflows._sites import At, Row, Seen, Sites, differing, listed_sites
 from bendtrace.workflows.patching import Direction, in_order
 
-__all__ = ["PathPatching", "path_patching"]
-
 Places = dict[tuple[int, str], list[int]]  # the passes of nodes, by item and path
 
 

@@ -16,8 +16,6 @@ from bendtrace.errors import InputError
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import Where
 
-__all__ = ["ProbeData", "RidgeProbe", "fit_ridge", "probe_data"]
-
 
 @dataclass(frozen=True)
 class ProbeData:

@@ -21,8 +21,6 @@ from bendtrace.source.statements import conclude_truth, source_file, spans_of
 from bendtrace.tape.tape import OpKind, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES
 
-__all__ = ["Reach", "ancestry", "influence"]
-
 _NO_VALUES = frozenset({*SHAPES, *METADATA})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)

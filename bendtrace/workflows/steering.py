@@ -34,8 +34,6 @@ from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.serving import served_by
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["Steering", "SteeringVectors", "steer", "steering_vector"]
-
 
 @dataclass(frozen=True)
 class SteeringVectors:

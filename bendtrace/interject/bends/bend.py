@@ -19,19 +19,6 @@ from bendtrace.paths.naming import identifier
 from bendtrace.source.internals import pytree
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = [
-    "OPERATORS",
-    "Bend",
-    "BendingParameter",
-    "CallbackChain",
-    "Expression",
-    "Operation",
-    "Value",
-    "bent",
-    "fitted",
-    "value_of",
-]
-
 
 class Bend(Interjection):
     """A callback that changes a tensor: an activation, or a weight.

@@ -41,9 +41,6 @@ from bendtrace.paths.nodes import Text
 from bendtrace.paths.view import Node
 from bendtrace.torch_rules.owners import states_of
 
-__all__ = ["ORIGINAL", "Bending", "Out", "written"]
-
-
 Out: TypeAlias = str | os.PathLike[str] | TextIO | None
 
 

@@ -22,31 +22,6 @@ from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.purity import effect_of_function
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = [
-    "Affine",
-    "Bias",
-    "Capture",
-    "DrawingBend",
-    "InterpolateActivation",
-    "InterpolationFromCapture",
-    "Lambda",
-    "Mask",
-    "Normal",
-    "OrderedMask",
-    "Permute",
-    "Scale",
-    "ThresholdActivation",
-    "ThresholdPermute",
-    "along",
-    "checked",
-    "checked_weights",
-    "chosen_by_score",
-    "fraction",
-    "mixed",
-    "shuffled",
-    "sizes_of",
-]
-
 
 class Bias(Bend):
     """Adds a number.

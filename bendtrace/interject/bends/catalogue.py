@@ -33,25 +33,6 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import OpKind, TensorMeta
 from bendtrace.torch_rules.owners import is_leaf_module, modules_in, states_of
 
-__all__ = [
-    "Activation",
-    "BendHandle",
-    "BendSpec",
-    "Catalogue",
-    "Filter",
-    "NamedActivations",
-    "Restoring",
-    "Source",
-    "activation_table",
-    "compiled",
-    "is_bendable_dtype",
-    "kept",
-    "leaves_of",
-    "near",
-    "weight_table",
-]
-
-
 Level = Literal["whole", "around", "inside"]
 # What patterns never select by name.
 _NAMELESS = "\0"

@@ -22,9 +22,6 @@ from bendtrace.interject.bends.bend import (
 from bendtrace.interject.bends.callbacks import DrawingBend
 from bendtrace.interject.bends.catalogue import BendSpec
 
-__all__ = ["BendingConfig", "read_configs", "write_configs"]
-
-
 _FORMAT = "bendtrace bends"
 _VERSION = 1
 

@@ -19,18 +19,6 @@ from bendtrace.interject.patches.context import Patch, copied_in, described
 from bendtrace.interject.structure import version_of
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = [
-    "AddPatch",
-    "CustomPatch",
-    "ProbePatch",
-    "RecordPatch",
-    "ReplacePatch",
-    "ZeroPatch",
-    "is_constant_index",
-    "with_numbers",
-]
-
-
 # The part of a value that a patch changes.
 
 Number = bool | int | float | complex

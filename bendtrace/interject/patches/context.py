@@ -23,9 +23,6 @@ from bendtrace.paths.nodes import Chosen, NodePath, TreeNode
 from bendtrace.paths.view import Node, Tree, find, require_leaf
 from bendtrace.torch_rules.owners import modules_in
 
-__all__ = ["Patch", "PatchContext", "Patches", "copied_in", "described", "raise_all"]
-
-
 # The base of all patches, which copies what it hands them.
 
 Target = TypeVar("Target")

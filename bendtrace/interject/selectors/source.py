@@ -32,8 +32,6 @@ from bendtrace.tape.tape import Guard
 if TYPE_CHECKING:
     from bendtrace.view.outline.coverage import BranchCoverage
 
-__all__ = ["at_line", "in_loop", "under_branch", "unseen", "why_past"]
-
 
 @dataclass(frozen=True)
 class Mark:

@@ -14,17 +14,6 @@ from bendtrace._places import place_text
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry, Source, number_text
 
-__all__ = [
-    "FlowChange",
-    "LayerChange",
-    "ModuleChange",
-    "Parting",
-    "ValueDifference",
-    "compare_numbers",
-    "compare_tensors",
-    "loop_text",
-]
-
 
 @dataclass(frozen=True)
 class ValueDifference:

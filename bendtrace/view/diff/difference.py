@@ -39,8 +39,6 @@ from bendtrace.view.diff.picture import difference_picture
 from bendtrace.view.diff.text import difference_text, numbers_text
 from bendtrace.view.drawing.picture import Format, Picture
 
-__all__ = ["Difference", "Differences", "diff"]
-
 
 class _Logged(Protocol):
     """What has a log, as a backward pass does."""

@@ -19,8 +19,6 @@ from bendtrace.view.diff.matching import RunIndex
 if TYPE_CHECKING:
     from bendtrace.view.diff.difference import Difference
 
-__all__ = ["difference_text"]
-
 
 @dataclass
 class Row:

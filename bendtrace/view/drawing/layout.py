@@ -14,9 +14,6 @@ from math import ceil
 from statistics import median
 from typing import Literal
 
-__all__ = ["Crossing", "Net", "Plan", "Shape", "Wire", "heights", "place"]
-
-
 _CLOSE = 6.0  # lines nearer to each other than this are taken for one
 _ROUNDS = 40
 

@@ -42,9 +42,6 @@ from bendtrace.view.drawing.items import (
 if TYPE_CHECKING:
     from bendtrace.history.run_log import RunLog
 
-__all__ = ["Edge", "Emitter", "Node", "Scene", "scene"]
-
-
 _NAMED = 30  # nodes of a description
 
 

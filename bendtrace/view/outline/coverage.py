@@ -30,8 +30,6 @@ from bendtrace.view.outline.walks import (
     walks_of,
 )
 
-__all__ = ["BranchCoverage", "Coverage", "Taken", "coverage", "is_standard", "sides_seen"]
-
 # Python's own code, which belongs to no model.
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from bendtrace._trace import Trace
     from bendtrace.view.drawing.picture import Format, Picture
 
-__all__ = ["StateGraph", "state_graph"]
-
 EdgeName = tuple[str, str, str]
 
 

@@ -39,8 +39,6 @@ from bendtrace.view.outline.structure import (
 )
 from bendtrace.view.outline.walks import End, Event, PathEvents, Walk, keys_asked, walks_of
 
-__all__ = ["Chart", "Outline", "joined", "most_divergent", "selection", "signature_of"]
-
 
 def fold(tree: TraceTree) -> list[ProgramOutline]:
     """Fold each program of a tree, in the order in which they were traced."""

@@ -50,26 +50,6 @@ from bendtrace.tape.tape import (
     Test,
 )
 
-__all__ = [
-    "Choice",
-    "End",
-    "Event",
-    "Key",
-    "PathEvents",
-    "Walk",
-    "choices_in",
-    "decided_by",
-    "function_of",
-    "is_elif",
-    "key_of_guard",
-    "keys_asked",
-    "loops_around",
-    "outcome_of",
-    "raised_as",
-    "walks_of",
-]
-
-
 Key = tuple[Any, ...]
 
 

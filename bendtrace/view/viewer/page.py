@@ -21,9 +21,6 @@ from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Sou
 from bendtrace.history.run_log import RunLog
 from bendtrace.view.drawing.paint import FILLS, STROKES
 
-__all__ = ["activation_data", "stepped_html", "viewer_data", "viewer_frame", "viewer_html"]
-
-
 # In the order in which they build on each other.
 _SCRIPTS = (
     "run.js",
