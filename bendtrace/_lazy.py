@@ -21,6 +21,16 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+__all__ = [
+    "LazyMethod",
+    "LazyModule",
+    "imported",
+    "networkx",
+    "required",
+    "required_pandas",
+    "tabulate",
+]
+
 
 def imported(name: str) -> ModuleType:
     """Import a module if necessary, with the garbage collector paused, and return it.

@@ -16,6 +16,16 @@ import torch
 from bendtrace.errors import BendtraceError
 from bendtrace.source import features
 
+__all__ = [
+    "Missing",
+    "Never",
+    "TorchDispatchMode",
+    "disable_dynamo",
+    "internal",
+    "keeps_version",
+    "pytree",
+]
+
 
 class Missing:
     """Stands in for a part of torch that is missing, and raises an error where it is used.
