@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from bendtrace._history import ModelHistory, load
     from bendtrace._trace import Trace, trace
-    from bendtrace.bisecting import Bisection, bisect
+    from bendtrace.bisecting.bisect import Bisection, bisect
     from bendtrace.compat.graphpatch import PatchableGraph
     from bendtrace.compat.torchlens import log_forward_pass, show_model_graph
     from bendtrace.dispatcher import Explanation, Stats

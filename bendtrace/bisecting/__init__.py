@@ -1,0 +1,1 @@
+"""Finding the op that makes two runs differ."""
