@@ -698,7 +698,7 @@ def _named(text: str, known: Known, said: Any) -> tuple[Target, ...]:
             find(tree.data, text)
         except NodePathError as error:
             errors.append(error)
-    if not errors:  # the first run shows it (see `lookup.py`)
+    if not errors:  # the first run shows it (see `registry.py`)
         return (Target(said),)
     path = known.mirror_path(text)
     near = near_names(text, (name for names in known.names() for name in names.listed()))
