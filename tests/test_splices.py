@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.errors import InterjectionError, NeverFiredWarning
 from bendtrace.interject import through
-from bendtrace.interject.attempt import Attempt
+from bendtrace.interject.gates import Attempt
 from bendtrace.interject.splicer import has_gates
 from bendtrace.recording import scopes
 from bendtrace.recording.recorder import Recording
