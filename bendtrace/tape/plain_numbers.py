@@ -8,7 +8,7 @@ code that is known to ask, and a function that names any other C code receives p
 
 Code written in Python only passes numbers on. That of the user, of torch and of packages that use
 torch is read here. Any other (`yaml.dump`) receives plain arguments where it is entered
-(`recording/entered.py`).
+(`recording/recorder.py`).
 """
 
 from __future__ import annotations

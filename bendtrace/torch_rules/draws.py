@@ -5,7 +5,7 @@ methods of `random.Random`, which Python's own functions come down to (`choice` 
 `_randbelow`). Classes of numpy are written in C and cannot be changed: a generator of numpy that
 the model holds is replaced by one of a subclass for the time of the run (`Environment.place`),
 which passes each draw on. What draws past all of these leaves a state that no draw has left, and
-`recording/draws.py` notices it.
+`recording/finish.py` notices it.
 """
 
 from __future__ import annotations
