@@ -32,17 +32,16 @@ if TYPE_CHECKING:
     from bendtrace._trace import Trace, log_forward_pass, show_model_graph, trace
     from bendtrace.bisecting.bisect import Bisection, bisect
     from bendtrace.compat.graphpatch import PatchableGraph
+    from bendtrace.dispatcher import Explanation, Stats
     from bendtrace.errors import BendtraceError
     from bendtrace.exploring.domain import Domain
     from bendtrace.harvesting.harvest import harvest
     from bendtrace.history.entries import LayerEntry
     from bendtrace.hooks import HookManager
     from bendtrace.interject.activations import Activations
-    from bendtrace.interject.insertion import Insertion
+    from bendtrace.interject.insertion import Insertion, Report
     from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-    from bendtrace.interject.report import Report
     from bendtrace.module import BendedModule
-    from bendtrace.stats import Explanation, Stats
     from bendtrace.torch_rules.intercepts import opaque
     from bendtrace.view.diff.difference import Difference, diff
 

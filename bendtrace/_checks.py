@@ -9,17 +9,6 @@ from typing import Any
 
 from bendtrace.errors import InputError
 
-__all__ = [
-    "refuse_without_arguments",
-    "required_arguments",
-    "required_choice",
-    "required_int",
-    "required_kind",
-    "required_model",
-    "required_number",
-    "shown",
-]
-
 
 def refuse_without_arguments(function: Any) -> None:
     """Raise if a function that is called with a value takes none, as far as that is known."""

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["same_bits"]
-
 
 def same_bits(a: Any, b: Any) -> bool:
     """Return whether two values are the same, bit for bit.

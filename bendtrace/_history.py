@@ -24,8 +24,6 @@ else:
     save = LazyMethod("bendtrace.storage", "save")
     viewer_html = LazyMethod("bendtrace.view.viewer", "viewer_html")
 
-__all__ = ["ModelHistory", "load"]
-
 
 class ModelHistory(RunLog):
     """The log of one run: print, look up, draw, view, compare and save it.

@@ -8,18 +8,6 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 
-__all__ = [
-    "add_cells",
-    "cells_among",
-    "file_text",
-    "full_place_text",
-    "is_file",
-    "is_installed",
-    "path_text",
-    "place_text",
-    "read_place",
-]
-
 # The cells of runs that were loaded: the notebook that they ran in may be gone.
 _loaded: dict[str, str] = {}
 _WRITTEN = re.compile(r"(.+\.\w+|(?:Cell )?In\[\d+\]|<.+>):(\d+)", re.DOTALL)

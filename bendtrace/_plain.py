@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["DEVICE", "DTYPE", "TUPLE", "Codec", "Form", "Remembered", "fields_of", "text_of"]
-
 _EXACT = 1 << 53  # JSON readers of other languages keep integers up to this
 _DEEPEST = 100
 _NESTED = frozenset({list, dict})

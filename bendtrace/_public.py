@@ -7,8 +7,6 @@ from typing import Any
 
 from bendtrace._lazy import imported
 
-__all__ = ["COMPAT", "MODULES", "PLACES", "importer"]
-
 # Public modules, which are names by themselves.
 MODULES = (
     "analysis",
@@ -36,7 +34,7 @@ PLACES = {
     "Bisection": "bendtrace.bisecting.bisect",
     "Difference": "bendtrace.view.diff.difference",
     "Domain": "bendtrace.exploring.domain",
-    "Explanation": "bendtrace.stats",
+    "Explanation": "bendtrace.dispatcher",
     "HookManager": "bendtrace.hooks",
     "Inputs": "bendtrace.interject.interjection",
     "Insertion": "bendtrace.interject.insertion",
@@ -45,8 +43,8 @@ PLACES = {
     "ModelHistory": "bendtrace._history",
     "NodePass": "bendtrace.interject.interjection",
     "PatchableGraph": "bendtrace.compat.graphpatch",
-    "Report": "bendtrace.interject.report",
-    "Stats": "bendtrace.stats",
+    "Report": "bendtrace.interject.insertion",
+    "Stats": "bendtrace.dispatcher",
     "Trace": "bendtrace._trace",
     "bisect": "bendtrace.bisecting.bisect",
     "diff": "bendtrace.view.diff.difference",

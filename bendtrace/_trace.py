@@ -23,11 +23,9 @@ from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log, writes_in_place
-from bendtrace.history.capture import Capture, SaveOptions
-from bendtrace.history.lookup import Lookup
-from bendtrace.history.selection import Selection, Spec
-from bendtrace.history.sizes import counted
-from bendtrace.history.text import Facts
+from bendtrace.history.capture import Capture, SaveOptions, Selection, Spec
+from bendtrace.history.entries import counted
+from bendtrace.history.run_log import Facts, Lookup
 from bendtrace.paths.naming import Registry
 from bendtrace.paths.view import LazyRoot, Tree
 from bendtrace.recording.recorder import Recording
@@ -41,7 +39,7 @@ from bendtrace.tape.tape import ModuleCall, Op
 
 if TYPE_CHECKING:
     from bendtrace import storage
-    from bendtrace.backward.running import backward
+    from bendtrace.backward import backward
     from bendtrace.graph import fx as conversion
     from bendtrace.graph.mirror import Graph
     from bendtrace.history import validate
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
     from bendtrace.interject.selectors import naming
     from bendtrace.view.drawing.picture import Picture
 else:
-    backward = LazyMethod("bendtrace.backward.running", "backward")
+    backward = LazyMethod("bendtrace.backward", "backward")
     conversion = LazyModule("bendtrace.graph.fx")
     naming = LazyModule("bendtrace.interject.selectors.naming")
     storage = LazyModule("bendtrace.storage")

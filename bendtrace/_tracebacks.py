@@ -11,8 +11,6 @@ from textwrap import shorten
 
 import torch
 
-__all__ = ["UsersError", "during", "one_line"]
-
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _IMPORTLIB = os.path.dirname(importlib.__file__) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep

@@ -26,8 +26,6 @@ from bendtrace.torch_rules.functions import said_of
 from bendtrace.torch_rules.owners import parts_of
 from bendtrace.torch_rules.writes import storage_of
 
-__all__ = ["Audit", "Auditor"]
-
 
 class Auditor:
     """Chooses replays to be done again.

@@ -16,12 +16,11 @@ from torch import nn
 from bendtrace._checks import required_model
 from bendtrace._lazy import LazyModule
 from bendtrace._trace import OPTIONS, Trace, run_trace
-from bendtrace.dispatcher import Dispatcher
+from bendtrace.dispatcher import Dispatcher, Explanation, Stats
 from bendtrace.errors import InputError
 from bendtrace.interject.gates import running
-from bendtrace.interject.inserter import LiveInserter
+from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within, refuse_reading
 from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.parts import Within, is_meant_within, refuse_reading
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.trees import Trees
 from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
@@ -35,20 +34,17 @@ from bendtrace.replay.stretches import Finished
 from bendtrace.replay.tree import TraceTree
 from bendtrace.run import name_of_function
 from bendtrace.source.internals import disable_dynamo
-from bendtrace.stats import Explanation, Stats
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.intercepts import opaque
 from bendtrace.torch_rules.owners import named_modules
 
 if TYPE_CHECKING:
     from bendtrace import auditing
-    from bendtrace.compiled import report as compiled_report
     from bendtrace.compiled import settings as compiled_settings
     from bendtrace.compiled import speculation as compiled_speculation
-    from bendtrace.compiled.report import CompiledReport
-    from bendtrace.compiled.speculation import Speculation
+    from bendtrace.compiled.speculation import CompiledReport, Speculation
     from bendtrace.exploring import search as exploring_search
-    from bendtrace.exploring.result import Exploration
+    from bendtrace.exploring.search import Exploration
     from bendtrace.view.drawing.picture import Format, Picture
     from bendtrace.view.outline import coverage as outline_coverage
     from bendtrace.view.outline import graph as outline_graph
@@ -58,15 +54,12 @@ if TYPE_CHECKING:
     from bendtrace.view.outline.program import Outline
 else:
     auditing = LazyModule("bendtrace.auditing")
-    compiled_report = LazyModule("bendtrace.compiled.report")
     compiled_settings = LazyModule("bendtrace.compiled.settings")
     compiled_speculation = LazyModule("bendtrace.compiled.speculation")
     exploring_search = LazyModule("bendtrace.exploring.search")
     outline_coverage = LazyModule("bendtrace.view.outline.coverage")
     outline_graph = LazyModule("bendtrace.view.outline.graph")
     outline_program = LazyModule("bendtrace.view.outline.program")
-
-__all__ = ["BaseModule"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -450,7 +443,7 @@ class BaseModule(ModuleProxy[ModelT]):
             no backend: calls are replayed, bit for bit as the model itself
         """
         if self._dispatcher.speculation is None:
-            return compiled_report.CompiledReport(None, ())
+            return compiled_speculation.CompiledReport(None, ())
         return self._dispatcher.speculation.report()
 
     @property

@@ -15,18 +15,6 @@ from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule
 
-__all__ = [
-    "Call",
-    "are_several",
-    "bended_of",
-    "calls_of",
-    "differentiable",
-    "own_copy",
-    "required_bended",
-    "rows_of",
-    "seen_in",
-]
-
 
 @dataclass(frozen=True)
 class Call:

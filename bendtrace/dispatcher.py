@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,9 +22,8 @@ from bendtrace.interject.gates import again, attempt, running
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
-from bendtrace.interject.recorded import has_gates, recorded
-from bendtrace.interject.splicer import Splicer
-from bendtrace.interject.tensors import is_uneven
+from bendtrace.interject.splicer import Splicer, has_gates, recorded
+from bendtrace.interject.structure import is_uneven
 from bendtrace.interject.trees import Trees
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.rank_sync import is_one_of_several
@@ -38,15 +38,12 @@ from bendtrace.replay.splices import Unfit
 from bendtrace.replay.stretches import Divergence, Finished
 from bendtrace.replay.tree import TraceTree
 from bendtrace.source.internals import pytree
-from bendtrace.stats import Explanation, Stats
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.torch_rules.mode_queries import seeing_modes
 
 if TYPE_CHECKING:
     from bendtrace.auditing import Auditor
     from bendtrace.compiled.speculation import Guess, Speculation
-
-__all__ = ["Dispatcher"]
 
 
 class Examples:
@@ -607,3 +604,63 @@ class _Call(NamedTuple):
 _NEAR = 16
 # After this many runs that filled a cache, a cache is taken to be filled by every call.
 _PASSING = 4
+
+
+# How calls were served, and how others would be.
+
+
+@dataclass
+class Stats:
+    """How the calls of a `BendedModule` were served.
+
+    Attributes:
+        traces: paths recorded.
+        replays: calls served from recorded paths alone.
+        retraces: calls that led down a path not recorded before, after the first trace.
+        resumes: those of them that took over what a replay had computed already.
+        live: calls for which the model's own Python ran because no guard could watch it.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+        >>> for value in (1.0, 2.0, -1.0, -2.0):
+        ...     _ = bended(torch.tensor([value]))
+        >>> bended.stats
+        Stats(traces=2, replays=2, retraces=1, resumes=1, live=0)
+    """
+
+    traces: int = 0
+    replays: int = 0
+    retraces: int = 0
+    resumes: int = 0
+    live: int = 0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which traces could serve some inputs, judging by the input guards alone.
+
+    Attributes:
+        serving: traces whose input guards all hold.
+        nearest: if there are none: what fails in the trace that comes nearest.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x.mean(0) if x.shape[0] > 2 else x.sum(0))
+        >>> _ = bended(torch.ones(4, 2))
+        >>> bended.explain(torch.ones(3, 2)).serving
+        (<Trace of <lambda>: 5 ops, 2 flow steps>,)
+        >>> print(bended.explain(torch.ones(2, 2)))  # doctest: +ELLIPSIS
+        would be traced anew: conditional expression `x.shape[0] > 2` at ...:1 was True when traced
+        and is False now
+    """
+
+    serving: tuple[Trace, ...]
+    nearest: Mismatch | None
+
+    def __str__(self) -> str:
+        if self.serving:
+            return "could be served by " + ", ".join(map(repr, self.serving))
+        if self.nearest is None:
+            return "nothing has been traced for these arguments yet"
+        return f"would be traced anew: {self.nearest}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Floor"]
-
 
 class Floor:
     """Decides which calls run the model itself, without looking at what is known of it.

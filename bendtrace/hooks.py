@@ -18,7 +18,7 @@ from torch import nn
 
 from bendtrace.base_module import BaseModule
 from bendtrace.errors import InputError
-from bendtrace.history.sizes import counted
+from bendtrace.history.entries import counted
 from bendtrace.interject.hooks import (
     Category,
     HookContext,

@@ -13,23 +13,21 @@ from torch import Tensor
 from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.base_module import BaseModule, R
 from bendtrace.errors import InputError
-from bendtrace.history.sizes import listed
+from bendtrace.history.entries import listed
 from bendtrace.hooks import HookManager
 from bendtrace.interject.activations import Activations, get_activations, inputs_of
-from bendtrace.interject.bends.bend import Bend
+from bendtrace.interject.bends.bend import Bend, Value
 from bendtrace.interject.bends.bending import Bending, Out
-from bendtrace.interject.bends.catalogue import Filter
+from bendtrace.interject.bends.catalogue import BendHandle, Filter
 from bendtrace.interject.bends.config import BendingConfig
-from bendtrace.interject.bends.handle import BendHandle
-from bendtrace.interject.bends.parameter import Value
 from bendtrace.interject.insertion import Insertion, What
-from bendtrace.interject.passes import PassNumbers
+from bendtrace.interject.interjection import PassNumbers
 from bendtrace.interject.patches.context import PatchContext, Patches
 from bendtrace.interject.restricted import Rows
 from bendtrace.interject.resume_point import from_activations, told
 from bendtrace.interject.where import Where
 from bendtrace.module_proxy import ModelT
-from bendtrace.paths.text import Text
+from bendtrace.paths.nodes import Text
 
 if TYPE_CHECKING:
     from bendtrace.export import exporting

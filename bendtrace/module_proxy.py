@@ -16,8 +16,6 @@ from typing_extensions import TypeVar
 from bendtrace.recording.serving import in_steps, serving
 from bendtrace.torch_rules.owners import module_of
 
-__all__ = ["ModelT", "ModuleProxy", "SignedMethod"]
-
 ModelT = TypeVar("ModelT", bound=Callable[..., Any], covariant=True, default=Any)
 
 

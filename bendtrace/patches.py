@@ -9,7 +9,6 @@ The names and their meanings are those of graphpatch.
 tensor([0., 0.])
 """
 
-from bendtrace.interject.patches.base import Patch
 from bendtrace.interject.patches.builtin import (
     AddPatch,
     CustomPatch,
@@ -18,6 +17,7 @@ from bendtrace.interject.patches.builtin import (
     ReplacePatch,
     ZeroPatch,
 )
+from bendtrace.interject.patches.context import Patch
 
 __all__ = [
     "AddPatch",

@@ -27,8 +27,6 @@ from bendtrace.torch_rules.draws import restorer_of
 from bendtrace.torch_rules.owners import parts_of
 from bendtrace.torch_rules.writes import storage_of, version_of
 
-__all__ = ["ModelState", "PreservedState", "no_model"]
-
 
 def no_model() -> None:
     """Stand for a model that holds nothing."""

@@ -9,27 +9,31 @@ tensor([-0.0000, -0.7616])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+import copy
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from bendtrace.errors import InputError, InterjectionError
-from bendtrace.interject.edges import Between, Edge, Sent
-from bendtrace.interject.insertion import Insertion, What, as_interjection
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.leaves import leaves_in, outside
-from bendtrace.interject.passes import PassNumbers
+from bendtrace.errors import InputError, InterjectionError, NeverFiredWarning
+from bendtrace.interject.gates import of_this_run
+from bendtrace.interject.insertion import Insertion, Report, What, as_interjection
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass, PassNumbers
 from bendtrace.interject.plan import forms_of
+from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import describe_where
-from bendtrace.interject.sharing import replaced, shared_copy
-from bendtrace.interject.splicing import Splice, Spliced
-from bendtrace.interject.structure import describe
+from bendtrace.interject.selectors.naming import leaves_in, outside
+from bendtrace.interject.structure import assemble, describe, take_apart, version_of
 from bendtrace.interject.where import Where, near_misses
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.naming import identifier
 from bendtrace.torch_rules.functions import is_torchs_function
+from bendtrace.torch_rules.owners import parts_of
 
 __all__ = [
     "between",
@@ -40,6 +44,7 @@ __all__ = [
     "splice",
 ]
 __dir__ = __all__.copy
+
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -474,3 +479,418 @@ def _path(name: str, modules: Mapping[str, nn.Module]) -> str:
             segments.append(identifier(relative))
             relative = ""
     return ".".join([*segments, *([identifier(relative)] if relative else [])])
+
+
+# Insertions on the edge from one node to another.
+
+# A weak reference to a tensor, and how often it was written to.
+_Known = tuple["weakref.ref[Tensor]", int]
+
+
+# A tensor that an edge has made, and the original.
+_Made = tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]
+_NOTHING: _Made = (lambda: None, lambda: None)
+
+
+class Sent(Interjection):
+    """Records which tensors a node outputs, after all other insertions there."""
+
+    observes = True
+    late = True
+    self_contained = True
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
+        """Record the tensors."""
+        known = self._known()
+        for tensor in _tensors(output):
+            known[id(tensor)] = weakref.ref(tensor), version_of(tensor)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the node has output this tensor in this call of the model, unchanged since."""
+        known = self._known().get(id(tensor))
+        return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
+
+    def _known(self) -> dict[int, _Known]:
+        known: dict[int, _Known] = of_this_run().setdefault(self, {})
+        return known
+
+
+class Edge(Interjection):
+    """Replaces those inputs of a node that come from another node.
+
+    Args:
+        sent: the record of the other node's outputs.
+        what: returns the new values.
+
+    Attributes:
+        applied: the number of values passed to `what`.
+    """
+
+    late = True
+
+    def __init__(self, sent: Sent, what: Interjection) -> None:
+        self.applied: int = 0
+        self.self_contained = what.self_contained
+        self._sent = sent
+        self._what = what
+
+    @property
+    def label(self) -> str:
+        """The label of `what`."""
+        return self._what.label
+
+    def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
+        """Replace the inputs that come from the node."""
+        shape, found = take_apart((tuple(inputs), inputs.kwargs))
+        # The tensors made by other edges to this node in this pass, with their originals.
+        former: dict[int, _Made] = of_this_run().setdefault((Edge, at.path, at.number), {})
+        made: dict[int, Any] = {}
+        for number, value in enumerate(found):
+            if not isinstance(value, Tensor):
+                continue
+            new, original = former.get(id(value), _NOTHING)
+            sent = original() if new() is value else value
+            if sent is None or not self._sent.has(sent):
+                continue
+            if id(value) not in made:
+                self.applied += 1
+                result = self._what.after(at, Inputs(()), value)
+                made[id(value)] = value if result is None else result
+                if isinstance(result, Tensor):
+                    former[id(result)] = weakref.ref(result), weakref.ref(sent)
+            found[number] = made[id(value)]
+        return Inputs(*assemble(shape, found)) if made else None
+
+    def warn_if_never_applied(self, stacklevel: int, end: Insertion, beginning: Insertion) -> None:
+        """Warn if a run reached both nodes, but no value went from one to the other."""
+        if not self.applied and end.report().fired and beginning.report().fired:
+            warnings.warn(
+                NeverFiredWarning(
+                    f"{self.label} was never applied: no output of "
+                    f"{describe_where(beginning.where)} reached {describe_where(end.where)} "
+                    "unchanged"
+                ),
+                stacklevel=stacklevel + 1,
+            )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for found in take_apart(value)[1]:
+        if isinstance(found, Tensor):
+            yield found
+
+
+class Between:
+    """An insertion on an edge, until it is removed. Also a context manager.
+
+    Attributes:
+        insertions: its insertions in the model, at the end of the edge and at its beginning.
+    """
+
+    def __init__(
+        self, board: InsertionRegistry, edge: Edge, end: Insertion, beginning: Insertion
+    ) -> None:
+        self._board = board
+        self._edge = edge
+        self.insertions: tuple[Insertion, Insertion] = end, beginning
+
+    @property
+    def active(self) -> bool:
+        """Whether it is active."""
+        return self.insertions[0].active
+
+    @property
+    def applied(self) -> int:
+        """The number of values to which it was applied so far."""
+        return self._edge.applied
+
+    def remove(self) -> None:
+        """Remove it. Further calls have no effect."""
+        self._board.remove(*self.insertions)
+
+    def report(self) -> Report:
+        """Return how often a run reached the node at the end, and whether a value was changed."""
+        return self.insertions[0].report()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                for insertion in self.insertions:
+                    insertion.warn_if_never_fired(3)
+                self._edge.warn_if_never_applied(3, *self.insertions)
+        finally:
+            self.remove()
+
+    def __repr__(self) -> str:
+        end, beginning = self.insertions
+        state = "" if self.active else ", removed"
+        return (
+            f"<{end.what.label} between {describe_where(beginning.where)} and "
+            f"{describe_where(end.where)}{state}>"
+        )
+
+
+# Modules that values are passed through.
+
+
+def _picker(select: int | str | Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    if select is None or callable(select):
+        return select
+    if not isinstance(select, str):
+        return operator.itemgetter(select)
+    attribute = operator.attrgetter(select)
+    return lambda result: result[select] if isinstance(result, dict) else attribute(result)
+
+
+class Spliced(Interjection):
+    """Passes a value through a module.
+
+    Args:
+        module: the module.
+        keep_error: whether the value stays as it is.
+        select: selects the part of the module's output that is the value.
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        keep_error: bool,
+        select: int | str | Callable[[Any], Any] | None,
+    ) -> None:
+        self.module = module
+        self.result: Any = None
+        self.error: Tensor | None = None
+        self._keep_error = keep_error
+        self._pick = _picker(select)
+
+    @property
+    def label(self) -> str:
+        """The class of the module."""
+        return str(getattr(self.module, "__name__", type(self.module).__name__))
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Pass the value through the module."""
+        result = self.module(output)
+        made = self._selected(result, at)
+        self.result, self.error = result, None
+        if not isinstance(output, Tensor):
+            if self._keep_error:
+                raise self._refusal(at, f"the value is {describe(output)}, and has no error term")
+            return made
+        if not isinstance(made, Tensor):
+            raise InterjectionError(
+                f"{self.label} at {at.path or '<root>'} returned {describe(made)}: choose the "
+                "part that replaces the value with select=",
+                at.path,
+            )
+        if made.shape == output.shape:
+            if torch.bool not in (made.dtype, output.dtype):  # which cannot be subtracted
+                self.error = (output - made).detach()
+        elif self._keep_error:
+            shapes = f"{tuple(output.shape)} became {tuple(made.shape)}"
+            raise self._refusal(at, f"the value of shape {shapes}")
+        return _Kept.apply(made, output.detach()) if self._keep_error else made
+
+    def _selected(self, result: Any, at: NodePass) -> Any:
+        if self._pick is None:
+            return result
+        try:
+            return self._pick(result)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise InterjectionError(
+                f"{self.label} at {at.path or '<root>'} returned {describe(result)}, in which "
+                f"select= finds nothing ({type(error).__name__}: {error})",
+                at.path,
+            ) from error
+
+    def _refusal(self, at: NodePass, why: str) -> InterjectionError:
+        return InterjectionError(
+            f"{self.label} at {at.path or '<root>'}: keep_error= needs the error term, and {why}",
+            at.path,
+        )
+
+
+class _Kept(torch.autograd.Function):
+    """Continues with a value, and passes the gradient to the module's result for it.
+
+    The same as `made + (value - made).detach()`, but without the rounding.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class Splice:
+    """A module that is spliced in, until it is removed. Also a context manager.
+
+    Attributes:
+        insertion: its insertion in the model.
+    """
+
+    def __init__(self, insertion: Insertion, spliced: Spliced) -> None:
+        self.insertion = insertion
+        self._spliced = spliced
+
+    @property
+    def module(self) -> Any:
+        """The module."""
+        return self._spliced.module
+
+    @property
+    def error(self) -> Tensor | None:
+        """The value minus the reconstruction, of the last pass; None if shapes or dtypes differ."""
+        return self._spliced.error
+
+    @property
+    def result(self) -> Any:
+        """The full output of the module in the last pass, with its autograd graph.
+
+        Use it for a loss, such as one on the features of a sparse autoencoder.
+        """
+        return self._spliced.result
+
+    @property
+    def active(self) -> bool:
+        """Whether it is active."""
+        return self.insertion.active
+
+    def remove(self) -> None:
+        """Remove it, and forget its results. Further calls have no effect."""
+        self.insertion.remove()
+        self._spliced.result = self._spliced.error = None
+
+    def report(self) -> Report:
+        """Return at which nodes and passes it was called, and whether it changed anything."""
+        return self.insertion.report()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.insertion.warn_if_never_fired(3)
+        finally:
+            self.insertion.remove()
+
+    def __repr__(self) -> str:
+        state = "" if self.active else ", removed"
+        where = describe_where(self.insertion.where)
+        return f"<{self._spliced.label} spliced in at {where}{state}>"
+
+
+# A copy of a model's structure that shares its parameters and buffers, with replaced modules.
+
+Create = Callable[[nn.Module], Any]
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """Copy a model without its parameters and buffers, which the copy shares.
+
+    Training one trains the other. Replaced modules and new attributes affect the copy alone.
+
+    Raises:
+        InputError: a part of the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in parts_of(model):
+        for table in (module._parameters, module._buffers):
+            memo.update((id(tensor), tensor) for tensor in table.values() if tensor is not None)
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:  # which copy.deepcopy refuses
+                memo[id(value)] = value
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise InputError(
+            f"the model cannot be copied ({type(error).__name__}: {error}); with clone=False the "
+            "native functions work on the model itself"
+        ) from error
+
+
+def replaced(model: nn.Module, targets: Collection[nn.Module], create: Create) -> nn.Module:
+    """Replace some modules of a model, in all references to them.
+
+    Inner modules come first: the function for an outer module sees its new parts. New modules get
+    the training mode of the modules they replace.
+
+    Args:
+        model: the model, which is changed in place.
+        targets: the modules to replace.
+        create: called with each of them; returns the replacement, which may contain the module.
+
+    Returns:
+        The model, or its replacement.
+
+    Raises:
+        InputError: a replacement is not a module.
+    """
+    wanted = {id(module) for module in targets}
+    known = {id(module): module for module in _inside_out(model, set())}
+    new: dict[int, nn.Module] = {}
+    for module in known.values():
+        if id(module) not in wanted:
+            continue
+        _exchange((part for part in parts_of(module) if id(part) in known), new)
+        made = create(module)
+        if not isinstance(made, nn.Module):
+            raise InputError(
+                f"the replacement of a {type(module).__name__} has to be a module, but "
+                f"create_replacement returned {made!r}"
+            )
+        for part in parts_of(made):
+            if id(part) not in known:
+                part.training = module.training
+        new[id(module)] = made
+    _exchange(known.values(), new)
+    return new.get(id(model), model)
+
+
+def _inside_out(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """Yield a module and all in it, each after all that is in it."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module._modules.values():
+        if child is not None:
+            yield from _inside_out(child, seen)
+    yield module
+
+
+def _exchange(modules: Iterable[nn.Module], new: Mapping[int, nn.Module]) -> None:
+    """Replace references to modules: submodules, and modules in plain attributes."""
+    for module in list(modules) if new else ():
+        seen: set[int] = set()
+        for name, value in list(vars(module).items()):
+            other = _exchanged(value, new, seen)
+            if other is not value:
+                vars(module)[name] = other
+
+
+def _exchanged(value: Any, new: Mapping[int, nn.Module], seen: set[int]) -> Any:
+    if isinstance(value, nn.Module):
+        return new.get(id(value), value)
+    if not isinstance(value, (list, tuple, dict)) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            other = _exchanged(item, new, seen)
+            if other is not item:
+                value[key] = other
+        return value
+    items = [_exchanged(item, new, seen) for item in value]
+    if all(other is item for other, item in zip(items, value, strict=True)):
+        return value
+    if isinstance(value, list):
+        value[:] = items
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 else:
     mirror = LazyModule("bendtrace.graph.mirror")
 
-__all__ = ["Run", "name_of_function"]
-
 
 class Run:
     """The views of one recorded run: each is derived when it is first asked for, and kept.

@@ -33,8 +33,8 @@ MODULES = (
 )
 # What methods return that only bendtrace itself calls.
 INTERNAL = {
-    "bendtrace.analysis.matrices", "bendtrace.analysis.probe", "bendtrace.interject.native",
-    "bendtrace.paths.text",
+    "bendtrace.analysis.spectra", "bendtrace.analysis.probes", "bendtrace.interject.native",
+    "bendtrace.paths.nodes",
 }  # fmt: skip
 # Bases whose members are described elsewhere.
 BASES = ("Module", "BaseException", "Exception", "UserWarning", "Mapping", "Sequence", "Enum",

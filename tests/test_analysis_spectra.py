@@ -24,8 +24,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import bendtrace as bt
 from bendtrace.analysis.composed import PerClassAnalyser
-from bendtrace.analysis.matrices import spectrum
-from bendtrace.analysis.spectra import CovarianceSpectrum, Rank, power_law
+from bendtrace.analysis.spectra import CovarianceSpectrum, Rank, power_law, spectrum
 from bendtrace.analysis.weights import LayerWeightRank, weight_ranks
 from bendtrace.errors import InputError
 from tests.promise import state

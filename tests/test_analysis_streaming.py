@@ -32,8 +32,7 @@ from bendtrace.analysis import (
     TopK,
     Variance,
 )
-from bendtrace.analysis.streaming.orders import even_edges
-from bendtrace.analysis.streaming.statistic import decoded, encoded, merge_states
+from bendtrace.analysis.streaming import decoded, encoded, even_edges, merge_states
 from bendtrace.errors import InputError
 
 MAKERS: dict[str, Callable[[], Any]] = {

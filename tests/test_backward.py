@@ -16,9 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
 from bendtrace._compare import same_bits
-from bendtrace.backward.node import BackwardNode
-from bendtrace.backward.record import BackwardPass
-from bendtrace.backward.running import _Watch
+from bendtrace.backward import BackwardNode, BackwardPass, _Watch
 
 
 class Reader(nn.Module):

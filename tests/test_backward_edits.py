@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace._compare import same_bits
-from bendtrace.backward.graph import AutogradGraph
+from bendtrace.backward import AutogradGraph
 from bendtrace.errors import InputError, LayerKeyError, NeverFiredWarning
 from tests.test_backward import CASES, Torch, gradients, loss_of, made, one, recorded
 

@@ -24,17 +24,24 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import bendtrace as bt
 from bendtrace.errors import BendError, BendShapeError, InputError, NeverFiredWarning
-from bendtrace.interject.bends.affine import Affine, Bias, Scale
-from bendtrace.interject.bends.bend import Bend, CallbackChain
+from bendtrace.interject.bends.bend import Bend, BendingParameter, CallbackChain, Expression
 from bendtrace.interject.bends.bending import Bending
-from bendtrace.interject.bends.capture import Capture, InterpolationFromCapture
+from bendtrace.interject.bends.callbacks import (
+    Affine,
+    Bias,
+    Capture,
+    InterpolateActivation,
+    InterpolationFromCapture,
+    Lambda,
+    Mask,
+    Normal,
+    OrderedMask,
+    Permute,
+    Scale,
+    ThresholdActivation,
+    ThresholdPermute,
+)
 from bendtrace.interject.bends.config import BendingConfig
-from bendtrace.interject.bends.functional import Lambda
-from bendtrace.interject.bends.interpolation import InterpolateActivation
-from bendtrace.interject.bends.mask import Mask, OrderedMask, ThresholdActivation
-from bendtrace.interject.bends.noise import Normal
-from bendtrace.interject.bends.parameter import BendingParameter, Expression
-from bendtrace.interject.bends.permute import Permute, ThresholdPermute
 from bendtrace.interject.interjection import Inputs, NodePass
 from tests.promise import bits, footprint, state
 

@@ -374,7 +374,7 @@ def test_a_fault_of_another_torch_is_named_from_its_log(net: Net, tmp_path: Path
 
 @pytest.mark.parametrize("target", ["torch.hub.load", "torch.os.system", "torch.load", "nothing"])
 def test_a_log_cannot_name_a_function_that_is_no_op(net: Net, tmp_path: Path, target: str) -> None:
-    from bendtrace.bisecting.again import Unable, again_of
+    from bendtrace.bisecting.bisect import Unable, again_of
 
     log = saved(net, tmp_path / "a")
     entry = log["relu_1"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import bendtrace
-from bendtrace.cli import runs
+from bendtrace.cli import main as runs
 from bendtrace.cli.main import main
 
 MODELS = """\

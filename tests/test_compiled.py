@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bendtrace as bt
 from bendtrace.compiled import path as path_module
 from bendtrace.compiled import speculation as speculation_module
-from bendtrace.compiled.shortcuts import Backend, Shortcuts
+from bendtrace.compiled.attempts import Backend, Shortcuts
 from bendtrace.errors import CompileWarning, InputError
 from tests.compiled.common import ALWAYS, assert_promise_with, states
 from tests.compiled.models import Assigned, Experts, Gated, Layered, MaskedExperts

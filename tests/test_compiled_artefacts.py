@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import bendtrace as bt
-from bendtrace.compiled import artefacts as module
-from bendtrace.compiled import settings
-from bendtrace.compiled.artefacts import Artefacts
+from bendtrace.compiled import settings as module
+from bendtrace.compiled.settings import Artefacts
 from bendtrace.errors import CompileWarning, InputError
 from tests.documents import ROOT
 
@@ -187,7 +186,7 @@ def test_a_model_warns_of_what_is_damaged(tmp_path: Path, monkeypatch: pytest.Mo
             for _ in range(3):
                 bended(torch.ones(2, 3))
 
-    monkeypatch.setattr(settings.Settings, "compilers", lambda self, on_cpu: (backend,))
+    monkeypatch.setattr(module.Settings, "compilers", lambda self, on_cpu: (backend,))
     call()
     spoiled(entry(tmp_path), "a damaged library")
     with pytest.warns(CompileWarning, match="is not used, and made anew: "):
@@ -196,7 +195,6 @@ def test_a_model_warns_of_what_is_damaged(tmp_path: Path, monkeypatch: pytest.Mo
 
 SCRIPT = """
 import sys, torch, bendtrace as bt
-from bendtrace.compiled import artefacts
 import torch._inductor.cpp_builder as builder
 runs = []
 build = builder.CppBuilder.build

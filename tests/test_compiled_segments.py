@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import bendtrace as bt
-from bendtrace.compiled import segments as segments_module
+from bendtrace.compiled import speculation as segments_module
 from bendtrace.compiled import speculation as speculation_module
 from bendtrace.errors import CompileWarning, InputError
 from tests.compiled.common import ALWAYS, assert_promise_with

@@ -14,7 +14,7 @@ import bendtrace as bt
 from bendtrace.export.exporting import Exported, difference
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.run import Signature, record
-from bendtrace.source.counters import assign, counters_at, local_in
+from bendtrace.source.bytecode import assign, counters_at, local_in
 from tests.shares import some
 
 INPUTS = [torch.ones(3) * scale for scale in (0.1, 1.0, 3.0, 9.0, 99.0)]

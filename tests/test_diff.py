@@ -18,8 +18,8 @@ from torch import nn
 import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.view.diff.changes import compare_numbers, compare_tensors
+from bendtrace.view.diff.difference import Differences
 from bendtrace.view.diff.matching import align, match
-from bendtrace.view.diff.several import Differences
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.shares import some

@@ -14,8 +14,8 @@ from torch import Tensor
 import bendtrace as bt
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export import targets
-from bendtrace.export.distinct import with_distinct_outputs
 from bendtrace.export.exporting import difference
+from bendtrace.export.targets import with_distinct_outputs
 from tests.export_elsewhere import TARGETS, outcome
 from tests.export_models import MODELS
 from tests.shares import some

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import bendtrace as bt
 from bendtrace.errors import ExportError, InputError
-from bendtrace.export import comparison
+from bendtrace.export import exporting
 from bendtrace.export.exporting import difference
 from tests.documents import ROOT
 from tests.test_exported import assert_equal, exported
@@ -582,7 +582,7 @@ def test_the_rounding_errors_of_the_model_itself_are_accepted_in_files() -> None
 
     def check(off: float, tolerance: float = 1e-5, model: Any = model) -> None:
         calls: Any = [((x,), {})]
-        comparison.compare(lambda x: Run.result + off, calls, [Run], tolerance, model=model)  # type: ignore[list-item]
+        exporting.compare(lambda x: Run.result + off, calls, [Run], tolerance, model=model)  # type: ignore[list-item]
 
     check(0.01)
     for options in ({"model": None}, {"off": 10.0}):

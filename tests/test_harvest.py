@@ -21,7 +21,7 @@ import bendtrace as bt
 from bendtrace.errors import HarvestError, InputError, NodePathError
 from bendtrace.harvesting import Harvest
 from bendtrace.storage import LoadError, SaveError
-from bendtrace.storage.sealed import LOCK, DirectoryLock
+from bendtrace.storage.tensors import LOCK, DirectoryLock
 from tests.promise import bits
 
 ROOT = Path(__file__).parent.parent

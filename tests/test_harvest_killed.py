@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bendtrace as bt
 from bendtrace.harvesting import Harvest
-from bendtrace.storage.sealed import LOCK
+from bendtrace.storage.tensors import LOCK
 
 pytestmark = pytest.mark.all
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.interject.sharing import replaced
+from bendtrace.rewriting import replaced
 from tests.promise import assert_promise, bits, randn_inputs
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.interjection import Inputs, NodePass
-from bendtrace.interject.patches.base import Patch
 from bendtrace.interject.patches.builtin import (
     AddPatch,
     CustomPatch,
@@ -24,6 +23,7 @@ from bendtrace.interject.patches.builtin import (
     ReplacePatch,
     ZeroPatch,
 )
+from bendtrace.interject.patches.context import Patch
 from tests.promise import bits
 
 AT = NodePass("mlp.relu")

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.backward.node import BackwardNode
-from bendtrace.backward.record import BackwardPass
+from bendtrace.backward import BackwardNode, BackwardPass
 from bendtrace.history.entries import ModuleEntry
-from bendtrace.history.lookup import Entries
+from bendtrace.history.run_log import Entries
 from bendtrace.interject.bends.bending import Bending
-from bendtrace.interject.bends.handle import BendHandle
+from bendtrace.interject.bends.catalogue import BendHandle
 from bendtrace.interject.patches.context import PatchContext
 from bendtrace.stepping.run import SteppedRun
 

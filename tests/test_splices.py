@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.errors import InterjectionError, NeverFiredWarning
 from bendtrace.interject import through
-from bendtrace.interject.attempt import Attempt
-from bendtrace.interject.recorded import has_gates
+from bendtrace.interject.gates import Attempt
+from bendtrace.interject.splicer import has_gates
 from bendtrace.recording import scopes
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import Tape

@@ -27,15 +27,8 @@ import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.graph.export import to_node_link
 from bendtrace.history.run_log import RunLog
-from bendtrace.storage import (
-    LoadError,
-    SaveError,
-    ShardWriter,
-    load,
-    save,
-    sealed,
-)
-from bendtrace.storage.directory import draft_in
+from bendtrace.storage import LoadError, SaveError, ShardWriter, load, save, tensors
+from bendtrace.storage.log import draft_in
 from tests.corpus import CASES, Case
 from tests.stored import FullDisk, assert_same, exact, raw
 
@@ -331,7 +324,7 @@ def reseal(path: Path, **changes: Any) -> None:
     """Change a manifest, with a checksum that is right."""
     manifest = json.loads((path / "bendtrace.json").read_text())
     manifest.pop("sha256")
-    sealed.replace_sealed(
+    tensors.replace_sealed(
         str(path / "bendtrace.json"), manifest | changes, str(path.parent / "draft")
     )
 
@@ -379,7 +372,7 @@ def test_rows_that_break_the_rules_are_refused_although_their_checksums_are_righ
         file = path / manifest["data"] / f"{name}.json"
         content = file.read_bytes()
         file.unlink()
-        size, digest = sealed.write_json(str(file), change(json.loads(content)))
+        size, digest = tensors.write_json(str(file), change(json.loads(content)))
         row = {f"{name}.json": {"size": size, "sha256": digest}}
         reseal(path, files=manifest["files"] | row)
         assert "what it says makes no sense" in str(expect_error(path)), name
@@ -470,7 +463,7 @@ def test_one_process_at_a_time_writes_to_a_directory_until_it_is_killed(tmp_path
     os.waitpid(child, 0)
     os.close(reading)
     os.close(writing)
-    assert sealed.LOCK in os.listdir(tmp_path)
+    assert tensors.LOCK in os.listdir(tmp_path)
     ShardWriter(tmp_path).close()
     assert os.listdir(tmp_path) == ["stream.json"]
 

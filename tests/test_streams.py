@@ -191,7 +191,7 @@ def test_a_shard_is_closed_when_it_is_full(tmp_path: Path, monkeypatch: pytest.M
         for number in range(5):
             writer.add(str(number), torch.zeros(100))
     assert len(list((tmp_path / "bytes").glob("*.safetensors"))) == 3
-    monkeypatch.setattr("bendtrace.storage.streams._HEADER", 512)
+    monkeypatch.setattr("bendtrace.storage.log._HEADER", 512)
     names = ["x" * 400, "\udead" * 300, "é\n\t", "", "__metadata__", *map(str, range(20))]
     with ShardWriter(tmp_path / "header") as writer:
         for number, name in enumerate(names):

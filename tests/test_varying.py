@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.recording import varying
-from bendtrace.source.computations import is_computation
-from bendtrace.source.results import can_exchange, exchange
+from bendtrace.source.results import can_exchange, exchange, is_computation
 from tests.promise import bits
 
 pytestmark = pytest.mark.skipif(

@@ -15,6 +15,8 @@ from bendtrace.analysis.evaluation import AnalyserEvaluation, Evaluated
 from bendtrace.analysis.features import (
     DeadReLU,
     FeatureStatistics,
+    GradientAccumulation,
+    GradientAnalyser,
     RunningCovariance,
     RunningHistogram,
     RunningMean,
@@ -24,13 +26,28 @@ from bendtrace.analysis.features import (
     RunningVariance,
     UnitAnalyser,
 )
-from bendtrace.analysis.gradients import GradientAccumulation, GradientAnalyser
-from bendtrace.analysis.matrices import Spectrum, spectrum
 from bendtrace.analysis.probes import LinearProbe
-from bendtrace.analysis.spectra import CovarianceSpectrum, PowerLaw, Rank, power_law
-from bendtrace.analysis.streaming.moments import Covariance, Mean, Moments, Variance
-from bendtrace.analysis.streaming.orders import Histogram, MinMax, Quantiles, TopK
-from bendtrace.analysis.streaming.statistic import Count, Statistic, Tally
+from bendtrace.analysis.spectra import (
+    CovarianceSpectrum,
+    PowerLaw,
+    Rank,
+    Spectrum,
+    power_law,
+    spectrum,
+)
+from bendtrace.analysis.streaming import (
+    Count,
+    Covariance,
+    Histogram,
+    Mean,
+    MinMax,
+    Moments,
+    Quantiles,
+    Statistic,
+    Tally,
+    TopK,
+    Variance,
+)
 from bendtrace.analysis.weights import LayerWeightRank, WeightRank, weight_ranks
 
 __all__ = [

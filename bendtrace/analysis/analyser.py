@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from bendtrace.analysis.streaming.statistic import decoded, encoded, merge_states
+from bendtrace.analysis.streaming import decoded, encoded, merge_states
 from bendtrace.analysis.values import data_frame, parts_of, plain_results
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.tensors import version_of
+from bendtrace.interject.structure import version_of
 
 if TYPE_CHECKING:
     import pandas
-
-__all__ = ["Analyser", "Batch"]
 
 # One for all, so that an analyser can be copied and pickled. It is entered again by wrappers.
 _lock = threading.RLock()

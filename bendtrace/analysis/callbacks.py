@@ -9,8 +9,6 @@ from bendtrace._lazy import required
 if TYPE_CHECKING:
     from bendtrace.analysis.evaluation import AnalyserEvaluation
 
-__all__ = ["lightning_callback", "trainer_callback"]
-
 
 def lightning_callback(evaluation: AnalyserEvaluation) -> Any:
     """Return a `lightning.pytorch.Callback` for `AnalyserEvaluation`.

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from bendtrace.analysis.analyser import Analyser, Batch
-from bendtrace.analysis.gradients import gradients_of, see_gradients
-from bendtrace.analysis.streaming.statistic import Count
+from bendtrace.analysis.features import gradients_of, see_gradients
+from bendtrace.analysis.streaming import Count
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, NodePass
-
-__all__ = ["AnalyserList", "PerClassAnalyser", "PerClassVersusAnalyser"]
 
 
 class AnalyserList(Analyser):

@@ -26,8 +26,6 @@ from bendtrace.preserved_state import PreservedState
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["AnalyserEvaluation", "Evaluated"]
-
 
 @dataclass(frozen=True)
 class Evaluated:

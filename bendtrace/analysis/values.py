@@ -19,16 +19,6 @@ from bendtrace.tape.scalars import TRACED, plain
 if TYPE_CHECKING:
     import pandas
 
-__all__ = [
-    "Keep",
-    "accumulator",
-    "check_keep",
-    "data_frame",
-    "parts_of",
-    "plain_results",
-    "rows_of",
-]
-
 Keep = int | tuple[int, ...] | Literal["units"]
 
 

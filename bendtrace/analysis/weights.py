@@ -18,12 +18,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 
 from bendtrace.analysis.analyser import Analyser
-from bendtrace.analysis.matrices import Spectrum, check_tolerances, epsilon
-from bendtrace.analysis.streaming.statistic import Statistic
+from bendtrace.analysis.spectra import Spectrum, check_tolerances, epsilon
+from bendtrace.analysis.streaming import Statistic
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, NodePass
-from bendtrace.interject.leaves import outside
 from bendtrace.interject.resolver import describe_where
+from bendtrace.interject.selectors.naming import outside
 from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
 from bendtrace.rewriting import unrun_modules
@@ -32,8 +32,6 @@ from bendtrace.source.internals import Never, internal
 # Deprecated; torch has parametrizations that do the same.
 SpectralNorm: Any = internal("torch.nn.utils.spectral_norm.SpectralNorm", Never)
 WeightNorm: Any = internal("torch.nn.utils.weight_norm.WeightNorm", Never)
-
-__all__ = ["LayerWeightRank", "WeightRank", "weight_ranks"]
 
 
 @dataclass(frozen=True, eq=False)

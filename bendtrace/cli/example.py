@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["AdaptiveBlock"]
-
 
 class AdaptiveBlock(nn.Module):
     """Refines its input until a further step changes it only slightly, as equilibrium models do.

@@ -3,33 +3,297 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import inspect
+import json
+import math
 import os
+import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
+from textwrap import dedent, indent, shorten, wrap
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 import bendtrace
+from bendtrace._compare import same_bits
+from bendtrace._lazy import imported, tabulate
 from bendtrace._places import place_text
-from bendtrace._trace import trace
-from bendtrace._tracebacks import UsersError, one_line
+from bendtrace._trace import Trace, trace
+from bendtrace._tracebacks import UsersError, during, one_line
 from bendtrace.cli.example import AdaptiveBlock
-from bendtrace.cli.exports import EPILOG, add_options, exported
-from bendtrace.cli.inputs import Inputs, read
-from bendtrace.cli.report import as_json, as_text
-from bendtrace.cli.runs import run
-from bendtrace.cli.targets import build, find
+from bendtrace.cli.inputs import Inputs, build, find, read
+from bendtrace.dispatcher import Stats
 from bendtrace.errors import BendtraceError, InputError
-from bendtrace.history.sizes import size_text
+from bendtrace.export.exporting import export
+from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
+from bendtrace.history.entries import counted, number_text, size_text
 from bendtrace.module import BendedModule
+from bendtrace.recording.run import Signature
+from bendtrace.replay.explain import Mismatch
+from bendtrace.source.internals import pytree
 from bendtrace.torch_rules.draws import seed_all
 from bendtrace.workflows.costs import cost
 
-__all__ = ["main"]
+# Traces a model, calls it again, and compares each call with the model itself.
+
+
+def check(model: Callable[..., Any], args: Any, kwargs: Any, target: str) -> None:
+    """Raise if a call does not fit the signature.
+
+    Args:
+        model: the function or module to call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        target: the name of the model, for messages.
+
+    Raises:
+        InputError: there are too many, too few or unknown arguments.
+    """
+    try:
+        signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+    except (TypeError, ValueError):  # builtins
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        takes = ", ".join(map(str, signature.parameters.values()))
+        raise InputError(f"{target} takes ({takes}): {error}") from None
+
+
+def describe(model: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, str]:
+    """Return a description of each argument, by name."""
+    bound = Signature(model).bind(args, kwargs)
+    return {name: _described(value) for name, value in bound.items()}
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)) and value:
+        inner = ", ".join(map(_described, value[:4])) + (", ..." if len(value) > 4 else "")
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_described(item)}" for key, item in value.items()) + "}"
+    return shorten(repr(value), 40, placeholder="...")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a model, through its `BendedModule` and directly.
+
+    Attributes:
+        given: the inputs, as written.
+        inputs: descriptions of their values, by argument.
+        how: "trace" for the first; then "replay", "retrace", "resume" or "live".
+        mismatch: why it was not a replay, if a guard failed.
+        equal: whether outputs, changes of inputs, parameters and buffers, and the state of torch's
+            random numbers are the same, bit for bit.
+    """
+
+    given: str
+    inputs: dict[str, str]
+    how: str
+    mismatch: str | None
+    equal: bool
+
+
+@dataclass(frozen=True)
+class CommandRun:
+    """The results for a model.
+
+    Attributes:
+        target: what was traced, as written.
+        fx_error: what goes wrong with torch.fx; None if nothing does.
+        trace: the first call.
+        calls: all calls, including the first.
+        stats: how they were served.
+        why_live: why some calls can never be replays.
+    """
+
+    target: str
+    fx_error: str | None
+    trace: Trace
+    calls: tuple[Call, ...]
+    stats: Stats
+    why_live: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every call returned the model's own outputs, bit for bit."""
+        return all(call.equal for call in self.calls)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, ready for JSON."""
+        return {
+            "target": self.target,
+            "fx_error": self.fx_error,
+            "trace": self.trace.to_dict(),
+            "calls": [vars(call) for call in self.calls],
+            "stats": vars(self.stats),
+            "why_live": list(self.why_live),
+        }
+
+
+def run(
+    target: str,
+    model: Callable[..., Any],
+    calls: Sequence[Inputs],
+    *,
+    seed: int = 0,
+    grad: bool = False,
+) -> CommandRun:
+    """Trace a model on the first inputs, call it on the others, and compare.
+
+    Args:
+        target: the name of the model.
+        model: the model.
+        calls: the inputs. Number `k` is created, and the model run on it, with the seed `seed + k`.
+        seed: seed of the first call.
+        grad: whether autograd records.
+
+    Raises:
+        UsersError: the model raised.
+        BendtraceError: the model runs, but another step fails.
+    """
+    session = _Session(target, model, seed)
+    with torch.set_grad_enabled(grad):
+        done = tuple(session.call(number, inputs) for number, inputs in enumerate(calls))
+    assert session.trace is not None
+    stats, why_live = replace(session.bended.stats), session.bended.why_live
+    return CommandRun(target, session.rival.error, session.trace, done, stats, why_live)
+
+
+class _Session:
+    """A model that is called through bendtrace, and beside it as it is, and through torch.fx."""
+
+    def __init__(self, target: str, model: Callable[..., Any], seed: int) -> None:
+        self.target = target
+        self.seed = seed
+        self.eager = self._copied(model)
+        self.rival = _Rival(self._copied(model))
+        self.bended = BendedModule(model)
+        self.trace: Trace | None = None
+
+    def _copied(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            return copy.deepcopy(model)
+        except Exception as error:
+            raise InputError(
+                f"{self.target} cannot be copied, so there is nothing to compare with: "
+                f"{one_line(error)}"
+            ) from None
+
+    def call(self, number: int, inputs: Inputs) -> Call:
+        seed = self.seed + number
+        args, kwargs = _made(inputs, seed)
+        check(self.eager, args, kwargs, self.target)
+        described = describe(self.eager, args, kwargs)
+        shown = ", ".join(f"{name}: {text}" for name, text in described.items())
+        with during(f"{self.target}, called with {shown or 'no inputs'},"):
+            output = self.eager(*args, **kwargs)
+        wanted = _after(self.eager, output, args, kwargs)
+        self.rival.check(number, *_made(inputs, seed), output)
+        before, old = replace(self.bended.stats), self.bended.last_mismatch
+        args, kwargs = _made(inputs, seed)
+        output = self._bended(args, kwargs)
+        given = _after(self.bended.model, output, args, kwargs)
+        how, new = _how(before, self.bended.stats), self.bended.last_mismatch
+        reason = _reason(how, None if new is old else new)
+        return Call(str(inputs), described, how, reason, same_bits(given, wanted))
+
+    def _bended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            if self.trace is not None:
+                return self.bended(*args, **kwargs)
+            self.trace, output = self.bended.trace(*args, _return_out=True, **kwargs)
+            return output
+        except BendtraceError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = place_text(last.filename, last.lineno)
+            raise BendtraceError(
+                f"{self.target} runs, but not under bendtrace, which is a bug in bendtrace: "
+                f"{one_line(error)} ({where})"
+            ) from error
+
+
+class _Rival:
+    """What torch.fx makes of a model.
+
+    Attributes:
+        error: what is wrong with it, if anything; it may show only when it is called.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.error: str | None = None
+        try:
+            with _silence():
+                self.module = fx.symbolic_trace(model)
+        except Exception as error:
+            self.error = one_line(error)
+
+    def check(self, number: int, args: Any, kwargs: Any, wanted: Any) -> None:
+        if self.error is not None:
+            return
+        try:
+            with _silence():
+                given = self.module(*args, **kwargs)
+        except Exception as error:
+            self.error = f"no error when tracing; in call {number + 1} {one_line(error)}"
+            return
+        # What holds the tensors may be of another type; that is not the point here.
+        if not same_bits(pytree.tree_leaves(given), pytree.tree_leaves(wanted)):
+            self.error = f"no error, but a wrong result in call {number + 1}"
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    with warnings.catch_warnings(action="ignore"), redirect_stdout(StringIO()):
+        yield
+
+
+def _reason(how: str, mismatch: Mismatch | None) -> str | None:
+    if how in ("trace", "replay"):
+        return None
+    if mismatch is None:
+        return "other arguments than before" if how == "retrace" else None
+    reason = str(mismatch)
+    if mismatch.step is None:
+        return reason
+    return reason.replace(mismatch.step.file, os.path.basename(mismatch.step.file))
+
+
+def _how(before: Stats, after: Stats) -> str:
+    if before.traces == 0:
+        return "trace"
+    for how, name in (("live", "live"), ("resume", "resumes"), ("retrace", "retraces")):
+        if getattr(after, name) > getattr(before, name):
+            return how
+    return "replay"
+
+
+def _made(inputs: Inputs, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    seed_all(seed)
+    made = inputs.make()
+    seed_all(seed)  # what the model draws should not depend on how inputs were made
+    return made
+
+
+def _after(model: Callable[..., Any], output: Any, args: Any, kwargs: Any) -> Any:
+    """Return all that a call could have left its mark on."""
+    state: list[Any] = []
+    if isinstance(model, nn.Module):
+        state = [list(model.named_parameters()), list(model.named_buffers())]
+    return [output, args, kwargs, state, torch.get_rng_state()]
 
 
 _EXAMPLE_CALLS = (
@@ -257,3 +521,248 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_options(export)
     return parser
+
+
+# `python -m bendtrace export`: a model written to a file that needs no Python of it.
+
+EPILOG = """\
+The model is run with the inputs, in evaluation mode unless --train is given. Its branches and
+loops become torch.cond and torch.while_loop. The program is compared with the model for each of
+the inputs, before and after it is written. The program has only the sides of branches that some
+input took. A call that reaches another side raises an error that names the branch, so give many
+inputs: --repeat makes random inputs several times.
+
+files
+  model.pt2       for torch.export.load
+  model.aoti.pt2  a package compiled by AOTInductor, for torch._inductor.aoti_load_package
+  model.onnx      for onnxruntime, by bendtrace.export.OnnxProgram; needs the packages
+                  onnx, onnxruntime and onnxscript
+
+exit status
+  0 if the file was written, 2 for errors.
+
+example
+  python -m bendtrace export model.py:Net --input "x=randn(2, 3)" --repeat 50 --to net.pt2
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="what to export, as module:name or file.py:name")
+    add("--input", action="append", default=[], metavar="[NAME=]INPUT", help="one input; repeat")
+    add("--call", action="append", default=[], metavar="INPUTS",
+        help="all inputs of one more call, separated by `;`; repeat")  # fmt: skip
+    add("--repeat", type=int, default=1, metavar="N",
+        help="make the inputs of each call N times, each time at random (default: 1)")  # fmt: skip
+    add("--to", required=True, metavar="FILE", help="the file: .pt2, .aoti.pt2 or .onnx")
+    add("--unseen", choices=("assert", "error"), default="assert",
+        help="if no input took a side of a branch: assert makes the program raise an error there,"
+        " error makes this command fail (default: assert)")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N",
+        help="seed for making the model and the inputs (default: 0)")  # fmt: skip
+    add("--train", action="store_true", help="export the model as it is in training mode")
+
+
+def exported(options: argparse.Namespace) -> str:
+    """Carry out the command, and return its report.
+
+    Raises:
+        InputError: an option is wrong.
+        ExportError: the model cannot be exported.
+    """
+    if options.repeat < 1:
+        raise InputError(f"--repeat takes a positive number, not {options.repeat}")
+    given = [Inputs(tuple(options.input))] if options.input else []
+    given += map(Inputs.split, options.call)
+    if not given:
+        raise InputError("no inputs: give them by --input, or --call")
+    for inputs in given:  # what is written wrong should show before a large model is made
+        inputs.make()
+    target: Any = find(options.target)
+    seed_all(options.seed)
+    model: Callable[..., Any] = build(target, options.target)
+    if isinstance(model, nn.Module):
+        model.train(options.train)
+    calls = [inputs.make() for inputs in given for _ in range(options.repeat)]
+    for args, kwargs in calls:
+        check(model, args, kwargs, options.target)
+    with imported("tqdm").tqdm(
+        total=2 * len(calls) + 2, file=sys.stderr, leave=False, disable=None
+    ) as bar:
+
+        def tell(step: str) -> None:
+            if step == "record" and bar.n >= len(calls):
+                bar.reset()  # it begins anew, with what the first attempt has shown
+            bar.set_description(step)
+            bar.update()
+
+        made = export(model, Signature(model), calls, options.to, options.unseen, tell=tell)
+    return str(made)
+
+
+# The output of the command line.
+
+_INDENT = "  "
+_LINES = 40  # of a section, unless all are asked for
+_NARROWEST = 40
+
+
+def as_json(run: CommandRun) -> str:
+    """Return a run as one JSON object. Numbers that JSON cannot represent become strings."""
+    return json.dumps(_finite(run.to_dict()), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def as_text(run: CommandRun, *, source: bool = False, full: bool = False, width: int = 0) -> str:
+    """Return a run as text for a terminal.
+
+    Args:
+        run: the run to report.
+        source: whether to start with the source of the model's forward.
+        full: whether to print the graph, and every line of long sections.
+        width: columns of the terminal; 0 detects it.
+    """
+    width = max(width or shutil.get_terminal_size((100, 24)).columns, _NARROWEST) - len(_INDENT)
+    trace, steps = run.trace, run.trace.flow_steps
+    flow = ["no branch, loop or index depends on the inputs"]
+    if steps:
+        flow = _cut(_steps(steps, width), full)
+    sections = {
+        "Result": [*_wrapped(_verdict(run), width), *_wrapped(repr(run.stats), width)],
+        f"Flow: {counted(len(steps), 'step')}": flow,
+        "Calls": list(_calls(run, width)),
+        "torch.fx": _wrapped(run.fx_error or "also traces it, and is right on these inputs", width),
+    }
+    graph = f"Graph: {counted(len(trace.graph), 'node')}"
+    if full:
+        sections[graph] = list(_graph(trace, width))
+    elif not source:
+        sections[graph] = ["--full prints them"]
+    if source:
+        sections = {"Model": _source(trace.function), **sections}
+    texts = [f"{head}\n{indent(chr(10).join(body), _INDENT)}" for head, body in sections.items()]
+    return "\n\n".join([_headline(run), *texts])
+
+
+def _headline(run: CommandRun) -> str:
+    inputs = ", ".join(f"{name}: {text}" for name, text in run.calls[0].inputs.items())
+    return f"{run.target}, traced on {inputs or 'no inputs'}"
+
+
+def _source(function: Any) -> list[str]:
+    called = type(function).forward if isinstance(function, nn.Module) else function
+    return dedent(inspect.getsource(called)).rstrip().splitlines()
+
+
+def _graph(trace: Trace, width: int) -> Iterator[str]:
+    for line in (line.strip() for line in str(trace.graph).splitlines()[1:]):
+        shorter = line.replace(", kwargs = {})", ")")
+        head, args, rest = shorter.partition("(args = ")
+        if len(shorter) <= width or not args:
+            yield from _wrapped(shorter, width)
+        else:
+            yield from [*_wrapped(head + "(", width), *_indented(args[1:] + rest, width)]
+
+
+def _steps(steps: FlowSteps, width: int) -> list[str]:
+    rows = [
+        (place_text(step.file, step.line), step.kind, step.text, _value(step),
+         ".".join(map(str, step.iteration)), step.name)
+        for step in steps
+    ]  # fmt: skip
+    headers = ("at", "kind", "source", "value", "iteration", "node")
+    return _table(rows, headers, width, flexible=2, least=4)
+
+
+def _value(step: FlowStep) -> str:
+    if not isinstance(step, LoopFlowStep):
+        return shorten(number_text(step.value), 20, placeholder="...")
+    if step.iterations is None:
+        return "unknown"
+    bound = f" of {step.bound}" if step.bound is not None else ""
+    return f"{counted(step.iterations, 'time')}{bound}"
+
+
+def _calls(run: CommandRun, width: int) -> Iterator[str]:
+    rows = [
+        (str(number), call.given, _shapes(call), call.how, "equal" if call.equal else "DIFFERENT")
+        for number, call in enumerate(run.calls, 1)
+    ]
+    headers = ("", "inputs", "that is", "how", "to eager")
+    lines = _table(rows, headers, width, flexible=1, least=5)
+    yield from lines[: len(lines) - len(rows)]
+    for line, call in zip(lines[len(lines) - len(rows) :], run.calls, strict=True):
+        yield line
+        reason = call.mismatch
+        if reason is None and call.how == "live" and run.why_live:
+            reason = run.why_live[0]
+        if reason is not None:
+            yield from _indented(reason, width)
+
+
+def _shapes(call: Call) -> str:
+    return ", ".join(call.inputs.values())
+
+
+def _verdict(run: CommandRun) -> str:
+    same = sum(call.equal for call in run.calls)
+    return f"{same} of {counted(len(run.calls), 'call')} equal to eager, bit for bit"
+
+
+def _table(
+    rows: Sequence[tuple[str, ...]],
+    headers: tuple[str, ...],
+    width: int,
+    *,
+    flexible: int,
+    least: int,
+) -> list[str]:
+    """Return a table that fits.
+
+    Args:
+        rows: its cells.
+        headers: names of the columns.
+        width: what it has to fit into.
+        flexible: the column that is cut short; it may fill what the others leave.
+        least: number of columns to keep; those after them go if the flexible one needs room.
+    """
+    # tabulate keeps two columns between columns, and makes each two wider than its header.
+    columns = zip(headers, zip(*rows, strict=True), strict=True)
+    widths = [max(len(head) + 2, *map(len, cells)) + 2 for head, cells in columns]
+    while len(widths) > least and sum(widths) > width + 2:
+        widths.pop()
+    room = max(width - sum(widths) + widths[flexible], 12)
+    shown = [
+        tuple(_fit(cell, room) if i == flexible else cell for i, cell in enumerate(row))
+        for row in (row[: len(widths)] for row in rows)
+    ]
+    return tabulate.tabulate(shown, headers[: len(widths)], disable_numparse=True).splitlines()
+
+
+def _fit(text: str, room: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= room else text[: room - 3] + "..."
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _indented(text: str, width: int) -> list[str]:
+    return [" " * 4 + line for line in _wrapped(text, width - 4)]
+
+
+def _cut(lines: list[str], full: bool) -> list[str]:
+    if full or len(lines) <= _LINES:
+        return lines
+    return [*lines[:_LINES], f"... and {len(lines) - _LINES} more: --full shows them"]

@@ -2,34 +2,362 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import os
 import re
+import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph
 
 from bendtrace import bends
-from bendtrace.compat._torchbend_callbacks import BendingConfig, Lambda, flat_callbacks, name_by
-from bendtrace.compat._torchbend_methods import DEFAULT, ModuleWithMethods
-from bendtrace.compat._torchbend_names import At, Names, split
-from bendtrace.errors import InputError, NeverFiredWarning
-from bendtrace.interject.bends.bending import Bending, written
-from bendtrace.interject.bends.catalogue import Activation, activation_table, near
-from bendtrace.interject.bends.handle import BendHandle, Restoring
-from bendtrace.interject.bends.spec import BendSpec, compiled
-from bendtrace.interject.bends.versions import ORIGINAL
+from bendtrace import module as core
+from bendtrace._trace import Trace
+from bendtrace.compat._torchbend_callbacks import (
+    BendingConfig,
+    Lambda,
+    flat_callbacks,
+    name_by,
+    running,
+)
+from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
+from bendtrace.export.exporting import Exported
+from bendtrace.flow import LogicalFlowStep
+from bendtrace.graph.fx import check_guard
+from bendtrace.interject.bends.bending import ORIGINAL, Bending, written
+from bendtrace.interject.bends.catalogue import (
+    Activation,
+    BendHandle,
+    BendSpec,
+    Catalogue,
+    NamedActivations,
+    Restoring,
+    Source,
+    activation_table,
+    compiled,
+    near,
+)
+from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
-from bendtrace.paths.text import Text
-from bendtrace.paths.view import Node
+from bendtrace.paths.nodes import Text
+from bendtrace.paths.view import Node, NodePath
 from bendtrace.torch_rules.owners import module_of
 
-__all__ = ["BendingModule", "Bent"]
+# The methods of one model, called along paths of their own.
+
+DEFAULT = "_default"
+_OF_OTHERS = (
+    "something besides bends is inserted in the model, which takes part in calls of the model, "
+    "and not of {!r}: remove it, or wrap that method by itself"
+)
+
+
+class ModuleWithMethods(core.BendedModule):
+    """A `bendtrace.BendedModule` of which other methods are recorded and bent, too."""
+
+    _untraced = core.BendedModule._untraced | {
+        "_parts", "_state", "_holder", "_latest", "_inputs"
+    }  # fmt: skip
+    _own = core.BendedModule._own | {"version", "config"}
+
+    def __init__(self, model: Any, _wrapped_methods: Iterable[str] = (), **options: Any) -> None:
+        holder = None
+        if not callable(model) and module_of(model) is not None:
+            holder = model
+            model = model.forward if hasattr(model, "forward") else _NoForward(model)
+        super().__init__(model, **options)
+        self._begin(holder, tuple(_wrapped_methods))
+
+    def _begin(self, holder: Any, wrapped: tuple[str, ...]) -> None:
+        attributes = self.__dict__
+        attributes["_holder"] = holder
+        attributes["_latest"] = {}  # traces of other methods
+        attributes["_inputs"] = {}  # of the latest traces, by method
+        attributes["_parts"] = {}  # what the other methods are called through, by name
+        attributes["_state"] = {
+            "wrapped": wrapped, "configs": {}, "config": DEFAULT, "saved": {}, "bent": {},
+        }  # fmt: skip
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        holder = self.__dict__.get("_holder")
+        if holder is None or name in self._own or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(holder, name, value)
+
+    @property
+    def module(self) -> Any:
+        """The model, or the object that holds the modules."""
+        return self._model if self._holder is None else self._holder
+
+    wrapped_module = module
+
+    # Methods
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__.get("_state")
+        if state is None or name.startswith("__"):
+            return super().__getattr__(name)
+        if name in state["saved"]:
+            saved, names, fn = state["saved"][name]
+            return functools.partial(getattr(self, saved), *names, fn=fn)
+        holder = self._holder
+        found = super().__getattr__(name) if holder is None else getattr(holder, name)
+        method = getattr(self.module, name, None)
+        if not isinstance(method, types.MethodType) or method.__self__ is not self.module:
+            return found
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._has_part(name):
+                return found(*args, **kwargs)
+            part = self._part(name)
+            with running(name):
+                return part(*args, **kwargs)
+
+        return call
+
+    def _has_part(self, fn: str) -> bool:
+        """Whether calls of a method go along paths of their own."""
+        owner, bent = self.module, bool(self._bending.callbacks or self._is_versioned())
+        if self._has_others():
+            if self._is_used(fn) and (bent or self._parts[fn].bending.callbacks):
+                raise InputError(_OF_OTHERS.format(fn))
+            if self._holder is not None:
+                raise InputError(_OF_OTHERS.format(fn))
+            return False
+        listed = (*self._state["wrapped"], *getattr(type(owner), "__bended_methods__", ()))
+        if self._is_used(fn) or fn in listed or (self._holder is not None and bent):
+            return True
+        # A method that runs as it is gets the bends of what it calls, not of what it reads.
+        bending = self._bending
+        keys = [k for s in bending._sources if not s.spec.activations for k in bending._keys(s)]
+        read = [key for key in (*keys, *bending.versions.needed) if "." not in key]
+        if read and any(source.spec.activations for source in bending._sources):
+            raise InputError(
+                f"{read[0]!r} is bent, and {fn!r} may read it itself: call bended.trace({fn!r}, "
+                "...) first, so that it is bent there, or call the method of bended.module"
+            )
+        return bool(read)
+
+    def _has_others(self) -> bool:
+        sources = self._bending._sources
+        ours = {id(made) for source in sources for made in source.insertions}
+        ours.add(id(sources._version))
+        return any(id(made) not in ours for made in self.insertions)
+
+    def _methods(self) -> list[str]:
+        """Return the methods that bends apply to."""
+        own = [] if type(self._model) is _NoForward else ["forward"]
+        return own + [fn for fn in self._parts if self._is_used(fn)]
+
+    def _is_used(self, fn: str) -> bool:
+        """Whether another method was traced, or activations of it are bent."""
+        part = self._parts.get(fn)
+        return part is not None and (
+            self.is_traced(fn) or any(s.spec.activations for s in part.bending._sources)
+        )
+
+    def _is_versioned(self) -> bool:
+        return bool(self._bending.versions.needed)
+
+    def _part(self, fn: str, *, align: bool = True) -> core.BendedModule:
+        """Return what a method is called through, with the bends of the weights."""
+        if fn == "forward":
+            return self
+        part: core.BendedModule | None = self._parts.get(fn)
+        if part is None:
+            method = getattr(self.module, fn, None)
+            if not callable(method):
+                kind = type(self.module).__name__
+                raise InputError(f"fn= is the name of a method of the model; {kind} has no {fn!r}")
+            speculation = self._dispatcher.speculation
+            options = {} if speculation is None else speculation.settings.arguments
+            part = core.BendedModule(method, max_traces=self._trees.limit, **options)
+            self._parts[fn] = part
+        if align:
+            self._align(part.bending)
+        return part
+
+    def _align(self, part: Bending) -> None:
+        """Give a method the bends of the weights, and their version."""
+        own, sources = self._bending, part._sources
+        if part.versions._weights is not own.versions._weights:
+            part.versions._weights = own.versions._weights
+        if part.versions.mixture != own.versions.mixture:
+            part.versions.mixture = dict(own.versions.mixture)
+        there = [(s.spec, s.without) for s in sources if not s.spec.activations]
+        wanted = [(s.spec, s.without) for s in own._sources if not s.spec.activations]
+        if there != wanted:
+            made = [Source(spec, True) for spec, _ in wanted]
+            for source, (_, without) in zip(made, wanted, strict=True):
+                source.without = without
+            others = [source for source in sources if source.spec.activations]
+            sources.set((*made, *others))
+        sources.change_version()
+
+    def _all(self) -> dict[str, Bending]:
+        """Return the bends of each method."""
+        return {"forward": self._bending} | {fn: p.bending for fn, p in self._parts.items()}
+
+    def is_traced(self, fn: str = "forward") -> bool:
+        """Whether a method was traced."""
+        part = self if fn == "forward" else self._parts.get(fn)
+        return part is not None and part._dispatcher.latest is not None
+
+    def _traced(self, fn: str) -> core.BendedModule:
+        if not self.is_traced(fn):
+            raise InputError(f"{fn!r} was not traced: call bended.trace({fn!r}, ...) first")
+        return self._part(fn)
+
+    def trace(
+        self, *args: Any, _return_out: bool = False, fn: str | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the model, or another method of it, under the tracer.
+
+        Before the positional arguments of the method stands its name, if it is not `forward`, and
+        if the model does not take text; `fn=` and `func=` name it, too.
+
+        Returns:
+            The graph of the run, whose `flow_steps` are a list of the taken branches. With
+            `_return_out`, a pair of that and a tuple of the outputs, with one item if the model
+            returns one value.
+        """
+        if fn is not None and "fn" in self._signature.parameters:
+            kwargs["fn"], fn = fn, None
+        named = kwargs.get("func")
+        if fn is None and isinstance(named, str) and "func" not in self._signature.parameters:
+            fn = kwargs.pop("func")
+        if fn is None and args and isinstance(args[0], str) and hasattr(self.module, args[0]):
+            fn, args = args[0], args[1:]
+        fn = fn or "forward"
+        if fn == "forward":
+            trace = super().trace(*args, **kwargs)
+        elif self._has_others() and not self._has_part(fn):
+            trace = super().trace(*args, fn=fn, **kwargs)
+        else:
+            part = self._part(fn)
+            with running(fn):
+                trace = part.trace(*args, **kwargs)
+        self._latest[fn], self._inputs[fn] = trace, (args, kwargs)
+        if not _return_out:
+            return _graph(trace)
+        return _graph(trace), trace.output if type(trace.output) is tuple else (trace.output,)
+
+    def graph(self, fn: str = "forward") -> Graph:  # type: ignore[override]
+        """Return the graph of a method's latest trace, one of torch.fx, with its `flow_steps`.
+
+        Args:
+            fn: the name of the method.
+
+        Raises:
+            InputError: the method was not traced.
+        """
+        return _graph(self._trace_of(fn))
+
+    def graph_module(self, fn: str = "forward") -> Any:
+        """Return the latest trace of a method as a module of torch.fx; nothing is bent in it."""
+        return self._trace_of(fn).to_fx(fold=True)
+
+    def _trace_of(self, fn: str) -> Trace:
+        if fn == "forward":
+            return self.latest_trace
+        if fn not in self._latest:
+            raise InputError(f"{fn!r} was not traced: call bended.trace({fn!r}, ...) first")
+        found: Trace = self._latest[fn]
+        return found
+
+    def script(self, *inputs: Any, fn: str = "forward", **options: Any) -> Scripted:
+        """Return a method as a program without Python, in place of torchbend's TorchScript.
+
+        Args:
+            *inputs: see `bendtrace.BendedModule.export`; none for those of the latest trace.
+            fn: the name of the method.
+            **options: those of `bendtrace.BendedModule.export`.
+
+        Raises:
+            ExportError: something has no form without Python.
+            InputError: the method was not traced, or something is inserted that no program can
+                call.
+        """
+        part = self._traced(fn)
+        inputs = inputs or (self._inputs[fn],)
+        return Scripted(functools.partial(part.export, *inputs, **options))
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._holder is None else f"BendedModule({self._holder!r})"
+
+    # Copies
+
+    def _carried(self, memo: dict[int, Any] | None) -> dict[str, Any]:
+        carried = super()._carried(memo)
+        state = self._state if memo is None else copy.deepcopy(self._state, memo)
+        parts = {fn: part._carried(memo) for fn, part in self._parts.items()}
+        return carried | {"torchbend": (self._holder is not None, state, parts)}
+
+    def _take_over(self, carried: dict[str, Any]) -> None:
+        is_object, state, parts = carried["torchbend"]
+        model: Any = self._model
+        self._begin(getattr(model, "holder", None) or model.__self__ if is_object else None, ())
+        self.__dict__["_state"] = state
+        super()._take_over(carried)
+        for fn, kept in parts.items():
+            self._part(fn, align=False)._take_over(kept)
+
+
+class Scripted:
+    """A method as a program without Python; a call of it is one of the method.
+
+    Args:
+        export: makes the program, and writes it `to` a file.
+
+    Attributes:
+        exported: the program.
+    """
+
+    def __init__(self, export: Callable[..., Exported]) -> None:
+        self._export = export
+        self.exported: Exported = export()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.exported(*args, **kwargs)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the program: to `.pt2`, `.aoti.pt2` or `.onnx`."""
+        self._export(to=path)
+
+    def __repr__(self) -> str:
+        return repr(self.exported)
+
+
+class _NoForward:
+    """Stands for the `forward` of an object that has none."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+        vars(self).update({k: v for k, v in vars(holder).items() if isinstance(v, nn.Module)})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        kind = type(self.holder).__name__
+        raise InputError(f"{kind} has no forward: call a method of it, as in bended.encode(x)")
+
+
+def _graph(trace: Trace) -> Graph:
+    made: Graph = trace.to_fx(fold=True).graph
+    for node in reversed(list(made.nodes)):
+        if node.target is check_guard:  # a graph of torchbend is that of one path
+            made.erase_node(node)
+    made.flow_steps = list(trace.flow_steps.of(LogicalFlowStep))  # type: ignore[attr-defined]
+    return made
 
 
 class BendingModule(ModuleWithMethods):
@@ -502,3 +830,151 @@ def _listed(pairs: Iterable[tuple[str, bends.Bend]]) -> dict[str, list[bends.Ben
 
 def _version(name: str | None) -> str:
     return ORIGINAL if name in (None, DEFAULT) else str(name)
+
+
+# The names that torchbend gives activations, and patterns for them.
+
+
+@dataclass(frozen=True)
+class At:
+    """Something in one method of a model.
+
+    Attributes:
+        fn: the name of the method.
+        what: a pattern or another location.
+    """
+
+    fn: str
+    what: Any
+
+
+def split(item: Any) -> tuple[str | None, Any]:
+    """Return the method that a location names, `"encode:conv"`, and the location in it."""
+    if isinstance(item, At):
+        return item.fn, item.what
+    if isinstance(item, str) and (named := re.fullmatch(r"([A-Za-z_]\w*):(.+)", item, re.S)):
+        return named[1], named[2]
+    return None, item
+
+
+class Names:
+    """The activations of one method by name.
+
+    A name is the qualified name with underscores, `blocks_0_relu`. A function in a module is also
+    known by the name that torch.fx gives it, `relu`. What the latest trace has repeated is several
+    activations, numbered as in a graph of torch.fx: `relu` is the first round of a loop.
+
+    Args:
+        known: the recorded runs of the method.
+
+    Attributes:
+        every: the activations, and the modules that may return some.
+        by_name: those that a run has reached, by name.
+        by_path: their names by node path.
+        aliases: the other names of some.
+    """
+
+    def __init__(self, known: Knowledge) -> None:
+        self._known = known
+        self.every = Catalogue(known).activations()
+        self.by_name: dict[str, Activation] = {}
+        self.aliases: dict[str, Activation] = {}
+        whole = {a.name: a for a in self.every if a.level == "whole" and a.shape is not None}
+        self._passes = self._repeated(whole)
+        for found in whole.values():
+            for name, one in self._passes.get(found.name, ()):
+                self.by_name[name] = one
+            if found.name not in self._passes:
+                wish = found.names[-1].replace(".", "_")
+                self.by_name[_free(wish, self.by_name)] = found
+                if found.op.startswith("call_") and found.op != "call_module":
+                    self.aliases[_free(_base(found), self.aliases)] = found
+        self.by_path = {found.name: name for name, found in self.by_name.items()}
+
+    def _repeated(self, whole: dict[str, Activation]) -> dict[str, list[tuple[str, Activation]]]:
+        """Return the names of what the latest run has called again, for all of one kind."""
+        recordings = self._known.recordings()
+        runs = self._known.run(recordings[0]).nodes.executions if recordings else []
+        order = [path for path in runs if path in whole]
+        counts = Counter(order)
+        kinds = {_base(whole[path]) for path, count in counts.items() if count > 1}
+        found: dict[str, list[tuple[str, Activation]]] = {}
+        taken = dict.fromkeys(a.name for a in whole.values() if a.op == "placeholder")
+        for path in order:
+            activation = whole[path]
+            if (base := _base(activation)) in kinds:
+                name, several = _free(base, taken), found.setdefault(path, [])
+                taken[name] = None
+                of_pass = f"{path}:{len(several) + 1}" if counts[path] > 1 else path
+                several.append((name, activation._replace(name=of_pass, names=(name,))))
+        return found
+
+    def at(self, path: str) -> list[str]:
+        """Return the names of what is at a node path, in all its passes."""
+        path = path.strip("'")  # as a node is described
+        names = [name for name, _ in self._passes.get(path, ())]
+        return names or [self.by_path.get(path, path)]
+
+    def keys(self, item: Any, bent: list[str]) -> list[Any]:
+        """Return what `reset` has to be given for a name or pattern of rounds, or what was given.
+
+        Raises:
+            InputError: something is bent in all rounds, of which some are named.
+        """
+        found = []
+        for key in bent if isinstance(item, (str, re.Pattern)) else ():
+            names = self.at(key) if key.strip("'").partition(":")[0] in self._passes else []
+            hits = [name for name in names if name == item or compiled(item).fullmatch(name)]
+            if hits and len(hits) < len(names):
+                raise InputError(f"{', '.join(names)} are bent together: reset all of them")
+            found += [key] if hits else []
+        return found or [item]
+
+    def matching(self, pattern: str | re.Pattern[str]) -> Iterator[tuple[str, Activation]]:
+        """Yield what a pattern matches from the start of a name, as torchbend does, by name."""
+        expression = compiled(pattern)
+        done = set()
+        for name, found in (*self.by_name.items(), *self.aliases.items()):
+            names = (name,) if self.aliases.get(name) is found else (name, *found.names)
+            if found.name not in done and any(map(expression.match, names)):
+                done.add(found.name)
+                yield (name if name == pattern else self.by_path[found.name]), found
+
+    def patterns(self, pattern: str | re.Pattern[str]) -> list[Any]:
+        """Return what selects in a `bendtrace.BendedModule` what a pattern means here."""
+        expression = compiled(pattern)
+        selector = NamedActivations((expression,), frozenset())
+        means = [found for found in self.every if selector.means(found.level, found.names)]
+        known = {found.name for found in means}
+        matched = {found.name for _, found in self.matching(pattern)}
+        of_site = {p: {one.name for _, one in several} for p, several in self._passes.items()}
+        whole = {path for path, passes in of_site.items() if passes <= matched}
+        some = [path for path, passes in of_site.items() if path not in whole and passes & matched]
+        if not some and known & of_site.keys() == whole:
+            others = sorted(matched.difference(known, *of_site.values()))
+            return ([pattern] if means else []) + [f"{re.escape(path)}$" for path in others]
+        # Names of rounds are no names of the model, which may have others of the same spelling.
+        paths = matched.difference(*(of_site[path] for path in whole)) | whole
+        paths |= known - of_site.keys()
+        return [self._node(path) for path in sorted(paths)]
+
+    def _node(self, path: str) -> Node:
+        for tree in self._known.trees():
+            with suppress(NodePathError):
+                return tree.resolve(NodePath(path), leaf=False)
+        raise InputError(f"no known run has reached {path!r}: trace the method first")
+
+
+def _base(found: Activation) -> str:
+    """Return what torch.fx calls the first activation of a kind."""
+    if found.op == "call_module":
+        return found.names[-1].replace(".", "_")
+    return re.sub(r"_\d+$", "", found.name.rpartition(".")[2])
+
+
+def _free(wish: str, taken: Any) -> str:
+    name, count = wish, 0
+    while name in taken:
+        count += 1
+        name = f"{wish}_{count}"
+    return name

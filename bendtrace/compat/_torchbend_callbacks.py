@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from bendtrace import bends
 from bendtrace.errors import InputError
-from bendtrace.interject.bends.interpolation import mixed
-from bendtrace.interject.bends.parameter import Value, value_of
+from bendtrace.interject.bends.bend import Value, value_of
+from bendtrace.interject.bends.callbacks import mixed
 from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import NodePass
 from bendtrace.tape.tape import TensorMeta

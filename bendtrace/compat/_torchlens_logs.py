@@ -13,13 +13,11 @@ from bendtrace._lazy import required_pandas
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.history.depths import depths
-from bendtrace.history.entries import LayerEntry
-from bendtrace.history.sizes import size_text
+from bendtrace.history.entries import LayerEntry, size_text
 from bendtrace.tape.tape import OpKind, map_refs
 
 if TYPE_CHECKING:
-    from bendtrace.backward.node import BackwardNode
-    from bendtrace.backward.record import BackwardPass
+    from bendtrace.backward import BackwardNode, BackwardPass
     from bendtrace.view.drawing.picture import Picture
 
 __all__ = ["Accessor", "Log", "Op", "with_names"]

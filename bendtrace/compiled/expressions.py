@@ -15,8 +15,6 @@ from bendtrace.tape.structure import Instance
 from bendtrace.tape.tape import Op, OpKind
 from bendtrace.torch_rules.functions import name_of
 
-__all__ = ["Expressions", "wide_dtype"]
-
 
 class Expressions(Source):
     """Writes ops so that torch.compile knows them: as methods, operators and literals."""

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from bendtrace.compiled.attempts import CompiledFunction, Quiet, State
-from bendtrace.compiled.eligible import why_not
-from bendtrace.compiled.probing import Refusal, Unknown, probe
+from bendtrace.compiled.attempts import CompiledFunction, Quiet, Result, State
+from bendtrace.compiled.expressions import Expressions, wide_dtype
+from bendtrace.compiled.probing import Extents, Findings, Refusal, Unknown, probe, why_not
 from bendtrace.compiled.settings import Settings, dynamo
-from bendtrace.compiled.shortcuts import Result
-from bendtrace.compiled.splices import Spliced
-from bendtrace.compiled.straight import Straight
+from bendtrace.compiled.splices import Splice, Spliced, differs
 from bendtrace.recording.recorder import Recording
-from bendtrace.replay.analysis import Analysis
+from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import write_run
 from bendtrace.replay.program import Program
 from bendtrace.replay.schedule import Schedule
-from bendtrace.replay.source import Code, Source
+from bendtrace.replay.source import INFIX, Code, Source, needed_for
 from bendtrace.replay.stretches import Stretch
-from bendtrace.tape.tape import TensorMeta, Test, refs_in
-from bendtrace.torch_rules.functions import name_of
+from bendtrace.tape.contexts import Context
+from bendtrace.tape.tape import (
+    Guard,
+    Op,
+    OpKind,
+    Ref,
+    TensorMeta,
+    Test,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import (
+    METADATA,
+    SHAPES,
+    VALUES,
+    name_of,
+    said_of,
+)
 from bendtrace.torch_rules.host_io import environ
-
-__all__ = ["FAILED", "CompiledPath", "Served", "Unchecked"]
 
 # The path that a call took, and the key of its splices.
 Taken = tuple[Stretch | None, Hashable]
@@ -407,3 +423,503 @@ _BY_TYPE = frozenset(
     }
 )  # fmt: skip
 _CAPTURES = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
+
+
+# Writing a path as one straight function of tensors that torch.compile can compile whole.
+#
+# The function returns one boolean tensor that says whether all data guards of the path hold, and
+# the tensors that the output consists of. It never branches on a data guard. Only types and
+# sizes, which are known during compilation, are tested at once; if they differ from the recorded
+# ones, the function returns None.
+
+# Integers up to here are exact as a float64 too, and so are sums and products of those below
+# the square root as an int64.
+_EXACT = 1 << 53
+_SMALL = 1 << 31
+
+
+class _Kind(Enum):
+    """Where a number comes from."""
+
+    STATIC = 0  # from sizes and arguments: known while the function is compiled
+    SIZE = 1  # from a size that depends on values
+    VALUE = 2  # out of a tensor
+
+
+class Straight(Expressions):
+    """The function of a path.
+
+    Args:
+        recording: the path.
+        analysis: its guards, sorted.
+        findings: the findings of a probe.
+        entry: the grad mode, autocast state etc. at its start.
+        leaves: the ops whose tensors the output consists of.
+        exactly: whether all value-dependent sizes must equal the recorded ones.
+        splices: the insertions at its gates.
+
+    Attributes:
+        text: the source of the function.
+        function: the function.
+        inputs: the ops of its arguments, in order: inputs and state.
+        tested: the numbers of the guards that it tests with a tensor, in order.
+        picked: the value-dependent sizes that it tests, by op.
+        is_dynamic: whether it contains sizes or numbers that depend on values.
+        kept: the number of observed tensors that it returns after the leaves; if gates have
+            functions, a tensor follows that says which of them changed their values.
+
+    Raises:
+        Refusal: something cannot be tested with a tensor.
+        Unknown: a value-dependent size cannot be tested, unless it must equal the recorded one.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        analysis: Analysis,
+        findings: Findings,
+        entry: Context,
+        leaves: Iterable[int],
+        exactly: bool = False,
+        splices: Mapping[int, Splice] | None = None,
+    ) -> None:
+        super().__init__()
+        self._splices = splices or {}
+        self._kept: list[str] = []
+        self._changed: list[str] = []
+        self._given = 0  # tensors of splices so far
+        self._exactly = exactly
+        self._extents = Extents(recording, findings)
+        self._tape = recording.tape
+        self._analysis = analysis
+        self._findings = findings
+        self._entry = entry
+        self._leaves = tuple(leaves)
+        self._kinds: dict[int, _Kind] = {}
+        self._lifted: dict[int, str] = {}
+        self._conditions: list[str] = []
+        self._counts: dict[int, str] = {}
+        self.picked: dict[int, Any] = {}
+        self.tested: list[int] = []
+        self.is_dynamic: bool = bool(findings.dynamic)
+        for op in self._tape.ops:
+            self._sort(op)
+        guards: dict[int, Guard] = {}
+        tested: set[tuple[int, Test]] = set()
+        for number, guard in self._data_guards():
+            if (guard.index, guard.test) not in tested:
+                tested.add((guard.index, guard.test))
+                guards[number] = guard
+        needed = self._find_needed()
+        self._schedule = Schedule(recording, analysis, entry, guards, needed=needed)
+        self.inputs: list[int] = [
+            op.index for op in self._tape.ops if op.is_given and op.index in needed
+        ]
+        self._write()
+        self.text: str = "\n".join(self.lines) + "\n"
+        # By file and name torch.compile remembers which sizes of a function were seen to change.
+        self.kept: int = len(self._kept)
+        exec(compile(self.text, f"<bendtrace straight {next(_serials)}>", "exec"), self.names)
+        self.function: Callable[..., Any] = self.names["straight"]
+
+    # What is a number, and which
+
+    def _sort(self, op: Op) -> None:
+        """Record where the number that an op returns comes from, if it returns one."""
+        refs = op.operands
+        if op.kind is OpKind.INPUT and not isinstance(op.meta, TensorMeta):
+            self._kinds[op.index] = _Kind.STATIC
+        elif op.kind is OpKind.CALL and (op.target in SHAPES or op.target is Tensor.__len__):
+            depends = any(index in self._extents.varying for index in refs)
+            self._kinds[op.index] = _Kind.SIZE if depends else _Kind.STATIC
+        elif op.kind is OpKind.CALL and (op.target in METADATA or op.target is environ):
+            self._kinds[op.index] = _Kind.STATIC
+        elif op.kind is OpKind.CALL and (op.target in VALUES or op.target is Tensor.tolist):
+            self._kinds[op.index] = _Kind.VALUE
+        elif op.kind is OpKind.CALL and type(op.meta) in (bool, int, float):
+            self._kinds[op.index] = _Kind.VALUE  # `item`, `equal`, ...
+        elif op.kind is OpKind.SCALAR and type(op.meta) is bool and op.operands[0] in self._splices:
+            self._kinds[op.index] = _Kind.STATIC  # whether containers were changed themselves
+        elif op.kind is OpKind.SCALAR and not _is_tensor(op):
+            kinds = [self._kinds[index] for index in refs if index in self._kinds]
+            if len(kinds) == len(refs):
+                # A counter begins with a constant.
+                most = max(kinds, key=lambda kind: kind.value, default=_Kind.STATIC)
+                self._kinds[op.index] = most
+
+    def _find_needed(self) -> set[int]:
+        """Find the ops that the function runs, and the inputs and state among them."""
+        waiting = list(self._leaves)
+        for op in self._tape.ops:
+            if op.is_work and op.index not in self._kinds:
+                waiting.append(op.index)
+        for _, guard in self._data_guards():
+            waiting += self._roots(guard.index)
+        return needed_for(self._tape.ops, waiting)
+
+    def _roots(self, index: int) -> Iterable[int]:
+        """Return the origins of a tested value, as tensors or during compilation."""
+        kind, op = self._kinds.get(index), self._tape.ops[index]
+        if kind is not _Kind.VALUE and not (kind is _Kind.SIZE and type(op.meta) is bool):
+            return (index,)
+        refs = op.operands
+        if op.kind is OpKind.CALL:
+            return refs
+        return [root for ref in refs for root in self._roots(ref)]
+
+    def _data_guards(self) -> Iterable[tuple[int, Guard]]:
+        for number, guard in enumerate(self._tape.guards):
+            if self._analysis.kinds[number] is GuardKind.DATA:
+                is_variable = self._tape.ops[guard.index].target is environ
+                if not (guard.is_on_identity or is_variable):  # see `CompiledPath`
+                    yield number, guard
+
+    # Writing
+
+    def _write(self) -> None:
+        count = sum(len(splice.tensors) for splice in self._splices.values())
+        names = [*(f"v{index}" for index in self.inputs), *(f"p{slot}" for slot in range(count))]
+        self.begin(f"straight({', '.join(names)})")
+        grad = self._entry.grad
+        for _, guards, op in self._schedule.steps():
+            for number, guard in guards:
+                self._test(number, guard)
+            if op is None:
+                continue
+            if op.kind is OpKind.CALL and op.context.grad != grad:
+                grad = op.context.grad
+                self.line(f"torch._C._set_grad_enabled({grad})")
+            self._carry_out(op)
+        if grad != self._entry.grad:
+            self.line(f"torch._C._set_grad_enabled({self._entry.grad})")
+        if self._exactly:
+            self._test_roots()
+        given = [*(f"v{index}" for index in self._leaves), *self._kept]
+        if self._changed:
+            given.append(self._new(f"torch.stack([{', '.join(self._changed)}])"))
+        self.line(f"return {self._conjunction()}, ({''.join(f'{name}, ' for name in given)})")
+
+    def _conjunction(self) -> str:
+        if not self._conditions:
+            return "None"
+        if len(self._conditions) == 1:
+            return self._conditions[0]
+        return f"torch.stack([{', '.join(self._conditions)}]).all()"
+
+    def _carry_out(self, op: Op) -> None:
+        if op.index in self._splices:
+            self._through(op, self._splices[op.index])
+            return
+        if self._kinds.get(op.index) is not None and self._kinds[op.index] is not _Kind.STATIC:
+            self.is_dynamic = True
+        if op.index in self._extents.varying and op.target in (Tensor.unbind, torch.unbind):
+            # How many there are has to be known before they are taken apart.
+            for _, guard in self._schedule.guards.get(op.index + 1, ()):
+                if guard.index == op.index and guard.test is Test.LENGTH:
+                    tensor, dim = (*op.args, op.kwargs.get("dim", 0))[:2]
+                    if not self._exactly:
+                        raise Unknown("what depends on values is taken apart", op)
+                    size = f"{self.value(tensor)}.size({self.value(dim)})"
+                    self.line(f"torch._check({size} == {guard.expected})")
+        call = self.call(op)
+        is_statement = op.target is Tensor.__setitem__
+        self.line(call if is_statement else f"v{op.index} = {call}")
+
+    def _through(self, op: Op, splice: Splice) -> None:
+        """Write the insertions at a gate."""
+        values = [self.value(value) for value in op.args]
+        for step in splice.steps:
+            if step.function is None:
+                self._kept += [self._to_keep(values[slot], op) for slot in step.slots]
+                continue
+            (slot,) = step.slots
+            before = values[slot]
+            tensors = [f"p{self._given + number}" for number in range(len(step.tensors))]
+            self._given += len(tensors)
+            made = self._new(f"{self.constant(step.function)}({', '.join([before, *tensors])})")
+            if step.kept:
+                self._kept += [self._new(f"{made}[{1 + n}]") for n in range(step.kept)]
+                made = f"{made}[0]"
+            values[slot] = self._new(f"{before} if {made} is None else {made}")
+            self._changed.append(self._new(f"{self.constant(differs)}({before}, {values[slot]})"))
+        result = splice.given(values)
+        items = (
+            [item if type(item) is str else repr(item) for item in result]
+            if type(result) is tuple
+            else None
+        )
+        given = result if items is None else f"({''.join(f'{item}, ' for item in items)})"
+        self.line(f"v{op.index} = {given}")
+
+    def _to_keep(self, value: str, op: Op) -> str:
+        """Return the name of a value as it is now, without a graph of autograd."""
+        if op.context.grad:
+            value = self._new(f"{value}.detach()")
+        return self._new(f"{value}.clone()") if self._findings.writes else value
+
+    # Guards
+
+    def _test(self, number: int, guard: Guard) -> None:
+        kind = self._kinds.get(guard.index)
+        if guard.test is Test.KIND:
+            raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
+        if guard.test is Test.RANK:
+            self.line(f"if v{guard.index}.dim() != {guard.expected}: return None")
+        elif guard.test is Test.LENGTH:
+            self._test_length(guard)
+        elif kind is _Kind.STATIC:
+            self._test_static(guard)
+        elif kind is _Kind.SIZE and self._exactly:
+            if guard.test is Test.VALUE and type(guard.expected) is int:
+                # What follows was recorded with the number in place of the size.
+                self.line(f"torch._check(v{guard.index} == {guard.expected})")
+        elif kind is _Kind.SIZE and guard.test is Test.VALUE:
+            raise Unknown("a size that depends on values is used as a number", self._op(guard))
+        elif kind is None:
+            raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
+        else:
+            self.tested.append(number)
+            self._conditions.append(self._condition(guard))
+
+    def _op(self, guard: Guard) -> Op:
+        return self._tape.ops[guard.index]
+
+    def _test_length(self, guard: Guard) -> None:
+        op = self._op(guard)
+        if self._kinds.get(guard.index) is _Kind.VALUE:  # of a list of numbers
+            size = f"{self.value(op.args[0])}.size(0)"
+            if op.target is not Tensor.tolist:
+                raise Refusal("a guard is on the length of a list out of a tensor")
+            if op.operands[0] in self._extents.varying:
+                if not self._exactly:
+                    raise Unknown("a list of numbers is as long as values say")
+            else:
+                self.line(f"if {size} != {guard.expected}: return None")
+        else:
+            self.line(f"if len(v{guard.index}) != {guard.expected}: return None")
+
+    def _test_static(self, guard: Guard) -> None:
+        name, expected = f"v{guard.index}", guard.expected
+        if guard.test is Test.TRUTH:
+            self.line(f"if {'not ' * expected}{name}: return None")
+        elif type(expected) in (int, bool, str, type(None), *_TORCHS):
+            self.line(f"if {name} != {self.constant(expected)}: return None")
+        else:
+            raise Refusal(f"a guard is on the value {expected!r}")
+
+    def _condition(self, guard: Guard) -> str:
+        """Return the name of a boolean tensor that says whether a guard holds."""
+        value, expected = self._lift(Ref(guard.index)), guard.expected
+        if guard.test is Test.TRUTH:
+            if self._type(guard.index) is not bool:
+                value = f"({value} != 0)"
+            return self._new(value if expected else f"{value}.logical_not()")
+        if type(expected) is bool:
+            return self._new(value if expected else f"{value}.logical_not()")
+        if type(expected) is float and math.isnan(expected):
+            return self._new(f"{value}.isnan()")
+        if type(expected) is float and expected == 0:
+            sign = f"{value}.signbit()"
+            negative = math.copysign(1.0, expected) < 0
+            sign = sign if negative else f"{sign}.logical_not()"
+            return self._new(f"({value} == 0).logical_and({sign})")
+        if type(expected) in (int, float):
+            if type(expected) is int and abs(expected) >= 1 << 63:
+                raise Refusal(f"a guard is on the value {expected}")
+            return self._new(f"({value} == {self.constant(expected)})")
+        if type(expected) is list and self._op(guard).target is Tensor.tolist:
+            return self._listed(self._op(guard), expected)
+        raise Refusal(f"a guard is on the value {expected!r}")
+
+    def _listed(self, op: Op, expected: list[Any]) -> str:
+        """Compare a tensor with the recorded list of numbers."""
+        ref = op.args[0]
+        meta = self._tape.ops[ref.index].meta
+        if meta.dtype.is_floating_point or meta.dtype.is_complex or meta.device.type != "cpu":
+            raise Refusal("a guard is on a long list of numbers")
+        if ref.index in self._extents.varying:
+            raise Refusal("a guard is on a list of numbers whose length depends on values")
+        self.line(f"if tuple(v{ref.index}.shape) != {tuple(meta.shape)}: return None")
+        content = f"torch.tensor({expected!r}, dtype={meta.dtype})"
+        return self._new(f"(v{ref.index} == {content}).all()")
+
+    # Numbers as tensors
+
+    def _type(self, index: int) -> type:
+        op = self._tape.ops[index]
+        return bool if op.target is Tensor.__bool__ else type(op.meta)
+
+    def _new(self, expression: str) -> str:
+        name = f"t{len(self.lines)}"
+        self.line(f"{name} = {expression}")
+        return name
+
+    def _lift(self, value: Any) -> str:
+        """Return an expression for a number as a tensor without dimensions, exact."""
+        if type(value) is not Ref:
+            if type(value) is int and abs(value) >= _EXACT:
+                raise Refusal(f"it computes with {value} and a number out of a tensor")
+            if type(value) not in (bool, int, float):
+                raise Refusal(f"it compares a number out of a tensor with {value!r}")
+            return self.constant(value)
+        if value.index not in self._lifted:
+            self._lifted[value.index] = self._new(self._lifting(self._tape.ops[value.index]))
+        return self._lifted[value.index]
+
+    def _lifting(self, op: Op) -> str:
+        kind = self._kinds.get(op.index)
+        if kind is _Kind.STATIC:
+            return f"v{op.index}"
+        if kind is _Kind.SIZE:
+            if type(op.meta) is not int:
+                return self._arithmetic(op)
+            return self._counted(op)
+        if op.kind is OpKind.CALL:
+            return self._out_of(op)
+        if op.target is operator.getitem:
+            return self._element(op)
+        return self._arithmetic(op)
+
+    def _counted(self, op: Op) -> str:
+        """A size that depends on values, counted in the mask that it comes from."""
+        dims: Iterable[int]
+        read = op
+        if op.kind is OpKind.SCALAR and op.target is operator.getitem:
+            read = self._tape.ops[op.args[0].index]
+        tensor = read.args[0].index
+        rank = len(self._tape.ops[tensor].meta.shape)
+        name = name_of(read.target)
+        if read is not op and name in ("shape", "size") and type(op.args[1]) is int:
+            dims = (op.args[1],)
+        elif read is op and name == "__len__":
+            dims = (0,)
+        elif read is op and name == "size" and type(read.args[-1]) is int:
+            dims = (read.args[-1],)
+        elif read is op and name in ("numel", "nelement"):
+            dims = range(rank)
+        else:
+            raise Unknown(f"{name} of what depends on values is asked for", op)
+        factors: list[str] = []
+        for dim in dims:
+            root = self._extents.origin(tensor, dim)
+            factors.append(f"v{tensor}.size({dim})" if root is None else self._count(root))
+        return " * ".join(sorted(factors, key=lambda factor: factor.startswith("v"))) or "1"
+
+    def _count(self, root: int) -> str:
+        mask = self._extents.mask(root)
+        if mask not in self._counts:
+            self._counts[mask] = self._new(f"torch.count_nonzero(v{mask})")
+        return self._counts[mask]
+
+    def _test_roots(self) -> None:
+        """Test that all value-dependent sizes equal the recorded ones."""
+        for root, extent in self._findings.roots.items():
+            op = self._tape.ops[root]
+            if self._kinds.get(root) is not _Kind.VALUE:
+                self.picked[root] = extent
+                while type(extent[0]) is tuple:  # of several, which are as long as each other
+                    extent = extent[0]
+                self._conditions.append(self._new(f"({self._count(root)} == {extent[0]})"))
+            elif root in self._schedule.needed:
+                self.picked[root] = extent
+                wanted = Guard(root, root, Test.VALUE, op.meta, "", op.scope, op.site)
+                self._conditions.append(self._condition(wanted))
+
+    def _out_of(self, op: Op) -> str:
+        """A tensor of one element, as the number that Python receives for it."""
+        if op.target in _COMPARED:
+            return self._compared(op)
+        if len(op.args) != 1 or type(op.args[0]) is not Ref:
+            raise Refusal(f"{said_of(op.target)} takes more than a tensor")
+        name = f"v{op.args[0].index}"
+        dtype = self._tape.ops[op.args[0].index].meta.dtype
+        if op.target is Tensor.__bool__:
+            return f"{name if dtype is torch.bool else f'({name} != 0)'}.reshape(())"
+        wide = wide_dtype(dtype)
+        wanted = {int: torch.int64, float: torch.float64, bool: torch.bool}.get(type(op.meta))
+        if op.target not in _NUMBERS or wide is None or wide is not wanted:
+            raise Refusal(f"{said_of(op.target)} of a tensor of {dtype} is asked for")
+        return f"{name}.reshape(()).to({wide})"
+
+    def _compared(self, op: Op) -> str:
+        """Whether two tensors are equal, as a tensor."""
+        named = [f"{key}={self.value(value)}" for key, value in op.kwargs.items()]
+        given = [*map(self.value, op.args), *named]
+        if name_of(op.target) == "allclose":
+            return f"torch.isclose({', '.join(given)}).all()"
+        metas = [self._tape.ops[index].meta for index in op.operands]
+        dynamic = not self._extents.varying.isdisjoint(op.operands)
+        if len(given) != 2 or metas[0].shape != metas[1].shape or dynamic:
+            raise Refusal("tensors of other sizes are compared")
+        self.line(f"if {given[0]}.shape != {given[1]}.shape: return None")
+        return f"({given[0]} == {given[1]}).all()"
+
+    def _element(self, op: Op) -> str:
+        """An element of what `tolist` gave."""
+        keys: list[str] = []
+        while op.target is operator.getitem:
+            keys.insert(0, self.value(op.args[1]))
+            op = self._tape.ops[op.args[0].index]
+        if op.target is not Tensor.tolist:
+            raise Refusal(f"an element of what {said_of(op.target)} gives is tested")
+        ref = op.args[0]
+        wide = wide_dtype(self._tape.ops[ref.index].meta.dtype)
+        if wide is None:
+            raise Refusal("a list of numbers of an unusual dtype is tested")
+        return f"v{ref.index}[{', '.join(keys)}].to({wide})"
+
+    def _arithmetic(self, op: Op) -> str:
+        name = INFIX.get(op.target)
+        types_ = [self._type(a.index) if type(a) is Ref else type(a) for a in op.args]
+        if op.target in _COMPARISONS:
+            if {int, float} <= set(types_):  # torch compares the two as float64
+                self._bound(op, types_)
+            left, right = map(self._lift, op.args)
+            return f"({left} {name} {right})"
+        if op.target in _UNARY and types_ in ([int], [float]):
+            self._bound(op, types_)
+            return f"{_UNARY[op.target]}({self._lift(op.args[0])})"
+        if op.target in (operator.add, operator.sub, operator.mul):
+            if types_ == [float, float]:
+                left, right = map(self._lift, op.args)
+                return f"({left} {name} {right})"
+            if types_ == [int, int]:
+                self._bound(op, types_)
+                left, right = map(self._lift, op.args)
+                return f"({left} {name} {right})"
+        if op.target is operator.truediv and types_ == [float, float]:
+            left, right = map(self._lift, op.args)
+            if type(op.args[1]) is Ref:
+                self._conditions.append(self._new(f"({right} != 0)"))
+            return f"({left} / {right})"
+        if op.target in (operator.and_, operator.or_, operator.xor) and types_ == [bool, bool]:
+            left, right = map(self._lift, op.args)
+            return f"({left} {name} {right})"
+        raise Refusal(f"{said_of(op.target)} of numbers out of tensors decides where it goes")
+
+    def _bound(self, op: Op, types_: list[type]) -> None:
+        """Make sure that integers are small enough to be neither rounded nor to overflow."""
+        for argument, kind in zip(op.args, types_, strict=True):
+            if kind is int and type(argument) is Ref:
+                if self._kinds.get(argument.index) is _Kind.STATIC:
+                    continue
+                number = self._lift(argument)  # (not by `abs`, which the smallest has none of)
+                within = f"({number} < {_SMALL}).logical_and({number} > -{_SMALL})"
+                self._conditions.append(self._new(within))
+
+
+def _is_tensor(op: Op) -> bool:
+    """Return whether an op returns a tensor, or several."""
+    return isinstance(op.meta, TensorMeta) or (
+        isinstance(op.meta, tuple) and any(isinstance(item, TensorMeta) for item in op.meta)
+    )
+
+
+_serials = itertools.count()
+_TORCHS = (torch.dtype, torch.device, torch.layout)
+_COMPARED = frozenset({torch.equal, Tensor.equal, torch.allclose, Tensor.allclose})
+_NUMBERS = frozenset({Tensor.item, Tensor.__int__, Tensor.__index__, Tensor.__float__})
+_COMPARISONS = frozenset(
+    {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
+)
+_UNARY = {operator.neg: "-", operator.pos: "+", abs: "abs", operator.abs: "abs"}

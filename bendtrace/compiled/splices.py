@@ -17,8 +17,6 @@ from torch import Tensor
 
 from bendtrace.recording.recorder import Recording
 
-__all__ = ["Inserted", "Splice", "Spliced", "Step", "applied", "differs"]
-
 
 @dataclass(frozen=True, eq=False)
 class Step:

@@ -14,22 +14,6 @@ from bendtrace.source.bytecode import catches_all, computes_names, named_in
 from bendtrace.source.features import names_off
 from bendtrace.torch_rules.draws import CHANGING
 
-__all__ = [
-    "ASKING",
-    "UNDETECTABLE",
-    "CodeFacts",
-    "cells_of",
-    "codes_in",
-    "facts_in",
-    "functions_of",
-    "line_naming",
-    "names_in",
-    "other_names_in",
-    "place_naming",
-    "undetectable_in",
-]
-
-
 # Names in code that may ask for attributes which are not there.
 ASKING = frozenset(
     {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -16,13 +17,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bendtrace.environment.code_facts import codes_in
 from bendtrace.environment.findings import Found, Places
 from bendtrace.environment.growing import added_to, growing_in
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
-from bendtrace.environment.owned import Owned
 from bendtrace.environment.provenance import is_installed_file
 from bendtrace.environment.scan import Scan
 from bendtrace.environment.scan_cache import CachedScan, latest_walk, remember
@@ -46,8 +46,6 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.structure import entries_of, flat, kept_in
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.draws import is_drawn_from, is_module_of_draws, stand_in_for
-
-__all__ = ["Environment"]
 
 
 class Environment(Found):
@@ -486,3 +484,45 @@ _LET_GO = (
     CaptureKind.OBJECT,
 )
 _own_attributes = attrgetter("__dict__")
+
+
+# Telling whether a tensor is one that a model holds.
+
+
+class Owned:
+    """Tells whether a tensor is one that the code of a model may compare others to.
+
+    A guard on what an insertion returns: the code sees whether it is a tensor that the model
+    holds, and Python reports no such test.
+
+    Args:
+        parts: what the model can read.
+    """
+
+    __name__ = "owned"
+
+    def __init__(self, parts: Iterable[Captured]) -> None:
+        # By their types: a proxy is no object that a weak reference can be made to.
+        values: list[Any] = [part.value for part in parts if not part.is_argument]
+        self._tensors = [weakref.ref(one) for one in values if issubclass(type(one), Tensor)]
+        self._modules = [weakref.ref(one) for one in values if issubclass(type(one), nn.Module)]
+
+    def __call__(self, tensor: Tensor, *others: Tensor) -> bool:
+        """Return whether the model holds a tensor, or it is one of others."""
+        return (
+            any(one is tensor for one in others)
+            or any(ref() is tensor for ref in self._tensors)
+            or any(
+                one is tensor
+                for ref in self._modules
+                if (module := ref()) is not None
+                for held in (module._parameters, module._buffers, vars(module))
+                for one in held.values()
+            )
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Owned)
+
+    def __hash__(self) -> int:
+        return hash(Owned)

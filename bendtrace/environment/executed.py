@@ -34,17 +34,6 @@ from bendtrace.torch_rules.mode_queries import (
     put_back,
 )
 
-__all__ = [
-    "OWN_NUMBER",
-    "Ran",
-    "forbidden_in",
-    "key_of",
-    "learn",
-    "learned_of",
-    "ran",
-]
-
-
 # Which code a run reaches, noted while it runs.
 #
 # What a run can read is estimated from the names in its code. Whether the estimate was right is

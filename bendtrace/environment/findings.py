@@ -15,15 +15,6 @@ from bendtrace.environment.content import WatchedContent
 from bendtrace.source.versions import Depends, all_same
 from bendtrace.tape.captured import Access, AttributeKey, Captured, CaptureKind, child_label
 
-__all__ = [
-    "WHOLE",
-    "Contents",
-    "Found",
-    "Places",
-    "Route",
-]
-
-
 # What containers hold, read into flat lists that are compared in one go.
 #
 # A model consists of some hundred dicts, and code names some hundred globals. Looking at each by

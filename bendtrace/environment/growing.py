@@ -25,10 +25,8 @@ from bendtrace.environment.provenance import (
     is_torchs,
     is_users_class,
 )
-from bendtrace.source.adding import ADDS, read_names
+from bendtrace.source.usage import ADDS, read_names
 from bendtrace.tape.captured import Access, Captured, CaptureKind, module_of
-
-__all__ = ["added_to", "growing_in", "note_added", "reached_as"]
 
 
 def growing_in(found: Found) -> dict[int, Any]:

@@ -16,16 +16,6 @@ from bendtrace.source.bytecode import CONSTANTS, Step, single_steps
 from bendtrace.tape.plain_numbers import is_of_c, looks_up, named_objects
 from bendtrace.torch_rules.host_io import MEASURES
 
-__all__ = [
-    "OF_GENERATORS",
-    "OF_TORCH",
-    "is_steady",
-    "is_steady_type",
-    "owner_of",
-    "types_of_outside",
-    "uses_standard_codec",
-]
-
 # Functions of torch's that are recorded where they are asked for as attributes of torch, which is
 # not so where forward has them under a name of its own; and those that tell how busy a GPU is.
 OF_GENERATORS = frozenset(

@@ -24,23 +24,6 @@ from bendtrace.tape.structure import can_build
 from bendtrace.torch_rules.collectives import is_wiring
 from bendtrace.torch_rules.owners import parts_of
 
-__all__ = [
-    "asks_for_plain",
-    "code_of",
-    "container_kind",
-    "definitions",
-    "hides_attributes",
-    "is_constant",
-    "is_plain_object",
-    "is_settings",
-    "is_value",
-    "is_watched",
-    "judge_of",
-    "package_of",
-    "packages_of",
-    "tells_numbers_apart",
-]
-
 _DEEP = 8  # plain objects nested deeper than this are guarded by identity
 
 

@@ -23,22 +23,6 @@ if TYPE_CHECKING:
 else:
     metadata = LazyModule("importlib.metadata")
 
-__all__ = [
-    "CONSTANT",
-    "is_constant_namespace",
-    "is_finished",
-    "is_finished_code",
-    "is_installed",
-    "is_installed_file",
-    "is_installed_space",
-    "is_standard",
-    "is_torchs",
-    "is_torchs_function",
-    "is_users_class",
-    "is_users_module",
-]
-
-
 # The user's code is followed, and what it holds is guarded. All other code is *finished*: it is
 # taken to stay as it is. This is judged by names of modules and by files.
 

@@ -37,15 +37,6 @@ from bendtrace.source.versions import CodeVersion, Depends, Named
 from bendtrace.tape.captured import module_of
 from bendtrace.tape.plain_numbers import function_needs_plain
 
-__all__ = [
-    "DESCRIBED",
-    "Reachable",
-    "members_of",
-    "namespace_of",
-    "reachable_from",
-]
-
-
 # What the code of a module's forward, or of a function, can read besides its arguments.
 #
 # This is a static estimate, which judges by the names that code uses. So the globals, class

@@ -41,23 +41,6 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.structure import has_state_of_c, is_heap_type, read_partial
 
-__all__ = [
-    "PYTHONS",
-    "SWITCHES",
-    "content_reader",
-    "is_opaque",
-    "position_reader",
-    "read_added_to_tensors",
-    "read_items",
-    "read_keys",
-    "read_logger",
-    "read_members",
-    "read_names",
-    "read_slots",
-    "read_switched",
-    "table_of",
-]
-
 
 def read_items(value: Any) -> tuple[Any, ...]:
     """Return the keys and values of a dict."""

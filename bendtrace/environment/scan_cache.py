@@ -43,8 +43,6 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 
-__all__ = ["CachedScan", "Notes", "facts_of", "latest_walk", "remember"]
-
 _values = methodcaller("values")
 _about = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _facts = attrgetter("dtype", "device", "ndim", "requires_grad", "layout")

@@ -14,8 +14,6 @@ from torch import Tensor
 from bendtrace.errors import InputError
 from bendtrace.recording.run import Signature
 
-__all__ = ["Candidate", "Domain", "Space"]
-
 
 class Domain:
     """Which values one input of a model may have.

@@ -5,25 +5,48 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from textwrap import shorten
+from types import CodeType
+from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bendtrace._checks import required_int, required_number
+from bendtrace._lazy import tabulate
+from bendtrace._places import place_text
 from bendtrace.errors import InputError
-from bendtrace.exploring.distance import Asked, Course
+from bendtrace.exploring.distance import (
+    Asked,
+    Course,
+    Formula,
+    Margin,
+    Recorded,
+    formula_of,
+    recorded_in,
+)
 from bendtrace.exploring.domain import Candidate, Space
-from bendtrace.exploring.plain import Formula
-from bendtrace.exploring.result import Exploration, Find, Unfound
-from bendtrace.exploring.subject import CandidateRun, Key, Subject
-from bendtrace.recording.run import Signature
+from bendtrace.history.entries import counted
+from bendtrace.preserved_state import PreservedState
+from bendtrace.recording.finish import Recording
+from bendtrace.recording.iterations import running_code, user_code
+from bendtrace.recording.rank_sync import alone
+from bendtrace.recording.run import Signature, record
 from bendtrace.replay.tree import TraceTree
-from bendtrace.view.outline.coverage import Taken, sides_seen
-from bendtrace.view.outline.source import Choice, choices_in, loops_around
-
-__all__ = ["explore"]
+from bendtrace.source.sites import PACKAGE, TORCH, Place, Site, place_at
+from bendtrace.tape.tape import Guard, ModuleCall, Test, leaves_in
+from bendtrace.view.outline.coverage import Taken, is_standard, sides_seen
+from bendtrace.view.outline.walks import (
+    Choice,
+    PathEvents,
+    choices_in,
+    decided_by,
+    function_of,
+    loops_around,
+)
 
 # The module whose forward asks, and the iteration of each loop around the question.
 _Turn = tuple[str, tuple[int, ...]]
@@ -477,3 +500,372 @@ def _numeric(value: Any, has_slope: bool) -> Any:
     if type(value) in (int, float):
         return torch.tensor(float(value), dtype=torch.float64, requires_grad=has_slope)
     return value
+
+
+# What a search has found.
+
+
+@dataclass(frozen=True)
+class Unfound:
+    """A side of a branch that no input is known to take; that does not say that there is none.
+
+    Attributes:
+        kind: "if", "while", "assert", ...; see `BranchCoverage`.
+        text: source of the condition.
+        file: the file it is in.
+        line: its line, counted from 1.
+        side: which side, True or False.
+        module_path: the module whose forward asks; "" for the model itself.
+        iteration: in loops over things, the iteration of each loop around it, counted from 0.
+        watched: whether something that the inputs decide leads to it. Else plain Python values
+            decide it, or no run has come to it.
+    """
+
+    kind: str
+    text: str
+    file: str
+    line: int
+    side: bool
+    module_path: str
+    iteration: tuple[int, ...]
+    watched: bool
+
+    def _row(self) -> tuple[str, ...]:
+        text = shorten(self.text, 60, placeholder=" ...")
+        where = place_text(self.file, self.line)
+        iteration = ".".join(map(str, self.iteration))
+        return (self.kind, text, where, self.module_path, iteration, str(self.side))
+
+
+@dataclass(frozen=True, eq=False)
+class Find(Unfound):
+    """A side of a branch, and an input with which the model has taken it.
+
+    Attributes:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        raised: the name of the error that the model raised with them; "" for none.
+        run: the number of the run that took it, counted from 1.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    raised: str
+    run: int
+
+
+_SHOWN = 40
+
+
+class Exploration(Sequence[Find]):
+    """What a search has found: a list of finds that prints as a table.
+
+    Attributes:
+        not_found: the sides that are left. That an input was not found does not say that there is
+            none.
+        runs: how often the model was run.
+        seconds: how long the search took.
+    """
+
+    def __init__(
+        self, finds: Sequence[Find], not_found: Sequence[Unfound], runs: int, seconds: float
+    ) -> None:
+        self._finds = list(finds)
+        self.not_found: list[Unfound] = list(not_found)
+        self.runs = runs
+        self.seconds = seconds
+
+    @property
+    def inputs(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The inputs, as (args, kwargs), each once, without those with which the model raises."""
+        found = {find.run: (find.args, find.kwargs) for find in self if not find.raised}
+        return list(found.values())
+
+    @overload
+    def __getitem__(self, index: int) -> Find: ...
+    @overload
+    def __getitem__(self, index: slice) -> Exploration: ...
+    def __getitem__(self, index: int | slice) -> Find | Exploration:
+        if isinstance(index, slice):
+            return Exploration(self._finds[index], self.not_found, self.runs, self.seconds)
+        return self._finds[index]
+
+    def __len__(self) -> int:
+        return len(self._finds)
+
+    @property
+    def _head(self) -> str:
+        sides = counted(len(self) + sum(left.watched for left in self.not_found), "side")
+        return (
+            f"inputs found for {len(self)} of {sides} never taken "
+            f"({counted(self.runs, 'run')} of the model)"
+        )
+
+    def _tables(self, form: str) -> list[tuple[str, str]]:
+        names = ("branch", "source", "at", "module", "iteration", "side")
+        found = [(*find._row(), f"raises {find.raised}" if find.raised else "") for find in self]
+        tables = []
+        for title, columns, rows in (
+            ("found", (*names, ""), found),
+            ("not found, which does not say that no input takes them", names,
+             [left._row() for left in self.not_found if left.watched]),
+        ):  # fmt: skip
+            if rows:
+                kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+                cells = [[row[i] for i in kept] for row in rows[:_SHOWN]]
+                heads = [columns[i] for i in kept]
+                text = tabulate.tabulate(cells, heads, tablefmt=form, disable_numparse=True)
+                more = len(rows) - _SHOWN
+                tables.append((title, f"{text}\n... and {more} more" if more > 0 else str(text)))
+        return tables
+
+    @property
+    def _foot(self) -> list[str]:
+        """Say in a line what is not listed."""
+        count = sum(not left.watched for left in self.not_found)
+        which = "that plain Python values decide, or that no run has come to"
+        return [f"not found either: {counted(count, 'side')} {which}"] if count else []
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        parts = [f"{title}:\n{table}" for title, table in self._tables("simple")]
+        return "\n\n".join([self._head, *parts, *self._foot])
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{title}</p>{table}" for title, table in self._tables("html")]
+        foot = [f"<p>{line}</p>" for line in self._foot]
+        return "".join([f"<p>{self._head}</p>", *parts, *foot])
+
+
+# The model that is searched: a copy that runs on candidates, and what its runs show.
+
+_OCCURRENCES = 64  # of one question in one module and run; a loop asks it again and again
+
+# What makes questions of several runs the same one.
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A truth that a run asked for.
+
+    Attributes:
+        key: the same in all runs that asked it at the same place, as often before.
+        guard: what was recorded of it.
+        around: the places that led to it, with the keys of the running functions.
+        path: the module whose forward asked.
+        iteration: which iteration of each loop around it that was, as far as that is counted.
+        decides: whether the answer decides a branch. Comparing containers asks as well.
+    """
+
+    key: Key
+    guard: Guard
+    around: tuple[tuple[Place, object], ...]
+    path: str
+    iteration: tuple[int, ...]
+    decides: bool
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """The op that is asked."""
+        return (self.guard.index,)
+
+    def truth(self, course: Course) -> Margin:
+        """Return the distance, given a course that has come to it."""
+        return course.truth(course.value(self.guard.index))
+
+    def sides(self, answer: bool) -> list[Taken]:
+        """Return what an answer decides."""
+        decided = decided_by(self.around[0][0], answer) if self.decides else ()
+        return [
+            (choice, self.path, self.iteration[: loops_around(choice)], side)
+            for choice, side in decided
+        ]
+
+    def leads_to(self, other: Question | Formula) -> bool:
+        """Whether a later question is only asked because of the answer to this one."""
+        mine, running = self.around[0]
+        if mine == other.around[0][0] and running == other.around[0][1]:
+            return True  # a loop has come to it again
+        spans = [
+            span
+            for choice, side in decided_by(mine, self.guard.expected)
+            for span in (choice.if_true if side else choice.if_false)
+        ]
+        return any(
+            place.file == mine.file and key == running and any(s.holds(place.span) for s in spans)
+            for place, key in other.around
+        )
+
+
+@dataclass(eq=False)
+class CandidateRun:
+    """What running the model on a candidate has shown.
+
+    Attributes:
+        candidate: the input.
+        recording: the run; None if it raised.
+        raised: the name of the error.
+        questions: the truths that it asked for, in order.
+        taken: the sides that questions decided.
+        under: the sides under which something happened, as the source has it; their iterations are
+            not known.
+        formulas: conditions that were read from the source.
+    """
+
+    candidate: Candidate
+    recording: Recording | None = None
+    raised: str = ""
+    questions: dict[Key, Question] = field(default_factory=dict)
+    taken: set[Taken] = field(default_factory=set)
+    under: set[tuple[Choice, str, bool]] = field(default_factory=set)
+    formulas: dict[Key, Formula | None] = field(default_factory=dict)
+    _recorded: Recorded | None = None
+
+    def asked(self, key: Key) -> Question | Formula | None:
+        """Return a question; None if the run did not come to it.
+
+        Args:
+            key: of a question, or a branch that no question decides and the function it is in.
+        """
+        if self.recording is None or type(key[0]) is not Choice:
+            return self.questions.get(key)
+        if key not in self.formulas:
+            self._recorded = self._recorded or recorded_in(self.recording)
+            self.formulas[key] = formula_of(key[0], key[1], self.recording, self._recorded)
+        return self.formulas[key]
+
+
+class Subject:
+    """A model, which each run finds as it was at the beginning. A context manager.
+
+    Args:
+        model: the model.
+        space: the inputs, of which the constants of the model's code are told.
+
+    Raises:
+        InputError: the model holds something that cannot be restored.
+    """
+
+    def __init__(self, model: Callable[..., Any], space: Space) -> None:
+        self._model = model
+        self._space = space
+        self._signature = Signature(model)
+        self._sites: dict[tuple[int, str], tuple[Site, set[tuple[Choice, str, bool]]]] = {}
+        self._codes: set[CodeType] = set()
+        self.functions: dict[tuple[str, Any], None] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Subject:
+        self._stack.enter_context(alone("a search for inputs"))
+        self._before = self._stack.enter_context(PreservedState(self._model))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def run(self, candidate: Candidate) -> CandidateRun:
+        """Run the model itself on a candidate, and see which sides it takes."""
+        self._before.rewind()
+        args, kwargs = candidate.copied()
+        run = CandidateRun(candidate)
+        try:
+            recording = record(self._model, args, kwargs, self._signature)
+            recording.result = None
+            self._read(run, recording)
+        except InputError:
+            raise
+        except Exception as error:
+            run.raised = type(error).__name__
+            run.under |= self._under_at(error)
+        return run
+
+    def _read(self, run: CandidateRun, recording: Recording) -> None:
+        run.recording, tape = recording, recording.tape
+        asked: dict[Key, int] = {}
+        events = {event.number: event for event in PathEvents(recording).events}
+        for number, guard in enumerate(tape.guards):
+            self._see(run, guard.scope, guard.site)
+            if guard.test is not Test.TRUTH or guard.site is None:
+                continue
+            if guard.how in ("", "metadata", "type"):
+                continue
+            key = (guard.site.identity, guard.scope.path)
+            asked[key] = asked.get(key, 0) + 1
+            around = tuple(running_code(guard.scope, guard.site))
+            if not around or asked[key] > _OCCURRENCES:
+                continue
+            place, running, scope = user_code(guard.scope, guard.site)
+            event = events.get(number)
+            decides = event is not None and event.is_condition
+            question = Question(
+                (*key, asked[key]), guard, ((place, running), *around[1:]), scope.path,
+                event.iteration if event is not None else (), decides,
+            )  # fmt: skip
+            run.questions[question.key] = question
+            run.taken.update(question.sides(bool(guard.expected)))
+        for op in tape.ops:
+            self._see(run, op.scope, op.site)
+            for value in leaves_in((op.args, op.kwargs)) if op.is_work else ():
+                if type(value) in (int, float) and len(self._space.numbers) < 256:
+                    self._space.numbers[value] = None
+        for call in tape.calls:
+            if call.parent is not None:
+                self._see(run, call.parent, call.site)
+
+    def _see(self, run: CandidateRun, scope: ModuleCall, site: Site | None) -> None:
+        """Note the sides under which something at a site happened."""
+        if site is None:
+            return
+        known = self._sites.get((id(site), scope.path))
+        if known is None:
+            taken: set[tuple[Choice, str, bool]] = set()
+            for (code, _), place in zip(site.chain, site.places, strict=True):
+                if not place.in_torch:
+                    taken |= self._under(place, scope.path)
+                    self._read_constants(code)
+            known = self._sites[id(site), scope.path] = site, taken
+        run.under |= known[1]
+
+    def _under(self, place: Place, path: str) -> set[tuple[Choice, str, bool]]:
+        function = None if is_standard(place.file) else function_of(place)
+        if function is None:
+            return set()
+        self.functions[place.file, function] = None
+        return {
+            (choice, path, side)
+            for choice in choices_in(place.file, function)
+            for side in (True, False)
+            if any(s.holds(place.span) for s in (choice.if_true if side else choice.if_false))
+        }
+
+    def _under_at(self, error: Exception) -> set[tuple[Choice, str, bool]]:
+        """Return the sides under which an error was raised."""
+        taken: set[tuple[Choice, str, bool]] = set()
+        trace, path = error.__traceback__, ""
+        modules = {}
+        if isinstance(self._model, nn.Module):
+            modules = {id(module): name for name, module in self._model.named_modules()}
+        while trace is not None:
+            code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
+            path = modules.get(id(owner), path)
+            place = place_at(code, trace.tb_lasti)
+            if not place.file.startswith((TORCH, PACKAGE)):
+                taken |= self._under(place, path)
+                function = function_of(place)
+                if trace.tb_next is None and function and isinstance(error, AssertionError):
+                    taken |= {
+                        (choice, path, False)
+                        for choice in choices_in(place.file, function)
+                        if choice.kind == "assert" and place.line == choice.line
+                    }
+            trace = trace.tb_next
+        return taken
+
+    def _read_constants(self, code: CodeType) -> None:
+        if code not in self._codes:
+            self._codes.add(code)
+            numbers: Iterator[Any] = (n for n in code.co_consts if type(n) in (int, float))
+            self._space.numbers.update(dict.fromkeys(numbers))

@@ -29,24 +29,6 @@ from bendtrace.tape.tape import Guard, Op
 from bendtrace.torch_rules.functions import METADATA, name_of
 from bendtrace.torch_rules.writes import storage_of
 
-__all__ = [
-    "Fact",
-    "arguments_of",
-    "common_sizes",
-    "compares_identity",
-    "conditions_in_files",
-    "conditions_on",
-    "copies_of",
-    "empty_sizes",
-    "fact_of",
-    "fixed_at_one",
-    "require_constant",
-    "require_plain",
-    "separate_copies_of",
-    "share",
-]
-
-
 # Copies
 
 

@@ -29,8 +29,6 @@ from bendtrace.export.values import (
 from bendtrace.tape.captured import Access, Captured, CaptureKind, identical
 from bendtrace.tape.tape import Op
 
-__all__ = ["OWN", "Functions", "Unseen", "order", "said", "shared_in", "unaliased"]
-
 # What operators are given; what has another letter is closed over.
 _VARIABLE = re.compile(r"\b_[vnspaqfr]\d+\b")
 # Names that torch.export gives to what it adds to a program (2.13).

@@ -21,9 +21,9 @@ from bendtrace.interject.inserter import LiveInserter, Spot
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Entry, Plan
-from bendtrace.interject.recorded import recorded
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import describe_where
+from bendtrace.interject.splicer import recorded
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recorder, Recording
 from bendtrace.recording.run import Signature, record

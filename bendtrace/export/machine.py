@@ -23,8 +23,6 @@ from bendtrace.tape.captured import identical
 from bendtrace.tape.tape import Guard, Op, Test
 from bendtrace.torch_rules.functions import name_of
 
-__all__ = ["END", "AnalysedRun", "Loop", "Machine", "Question", "View", "Way", "refuse", "told"]
-
 
 class _End:
     """The state in which all runs end."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from bendtrace.tape.tape import Op, OpKind, Tape, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES, name_of
 
-__all__ = ["Kind", "Numbers", "gives_tensors"]
-
 
 class Kind(Enum):
     """The origin of a number."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bendtrace.compiled.eligible import why_not_op
 from bendtrace.compiled.expressions import Expressions, wide_dtype
+from bendtrace.compiled.probing import why_not_op
 from bendtrace.errors import ExportError
-from bendtrace.export import picked
 from bendtrace.export.conditions import fact_of
 from bendtrace.export.machine import AnalysedRun, told
 from bendtrace.export.numbers import Kind
@@ -21,11 +20,13 @@ from bendtrace.export.values import (
     DTYPES,
     Constant,
     Number,
+    Outdated,
     Several,
     Static,
     Tensors,
     Value,
     leaves,
+    rebuilt,
 )
 from bendtrace.recording.effects import makes_anew
 from bendtrace.replay.schedule import Schedule
@@ -40,8 +41,6 @@ from bendtrace.torch_rules.functions import (
     name_of,
     said_of,
 )
-
-__all__ = ["Scope", "SegmentOps", "refusal_of"]
 
 
 class Scope:
@@ -154,8 +153,8 @@ class SegmentOps(Expressions):
         """Return the value of an op; compute it, if it was left out before."""
         op = self._ops[index]
         if index in self.known:
-            if picked.is_outdated(self.known[index]):
-                raise ExportError(picked.USED_LATE, told(op))
+            if is_outdated(self.known[index]):
+                raise ExportError(USED_LATE, told(op))
             return self.known[index]
         if op.is_given:
             found = self._part(op.target, op)
@@ -306,7 +305,7 @@ class SegmentOps(Expressions):
         memory = self._memory(op)
         self._outdate(op)
         if is_picked:
-            self.names["__picked__"] |= memory - picked.memory_of(self.value_of(op.args[0].index))
+            self.names["__picked__"] |= memory - memory_of(self.value_of(op.args[0].index))
         if op.writes and isinstance(op.meta, TensorMeta):
             first = op.args[0] if op.args else None
             if type(first) is Ref and first.index in op.writes:  # it gives that very tensor back
@@ -349,11 +348,11 @@ class SegmentOps(Expressions):
             written_to = (op.args[0].index,)  # not its views among the other arguments
         copied = self.names["__picked__"]
         for target in written_to if copied else ():
-            written = picked.memory_of(self.value_of(target))
-            if written & copied and not picked.is_stored_back(op, self._ops):
-                raise ExportError(picked.WRITTEN, told(op))
+            written = memory_of(self.value_of(target))
+            if written & copied and not is_stored_back(op, self._ops):
+                raise ExportError(WRITTEN, told(op))
             for index, value in self.known.items():
-                self.known[index] = picked.outdated(value, written, copied)
+                self.known[index] = outdated(value, written, copied)
 
     # Numbers among the arguments of functions
 
@@ -648,3 +647,60 @@ _PLAIN_ARITHMETIC = frozenset(
         "imul", "itruediv", "rdiv", "idiv",
     }
 )  # fmt: skip
+
+
+# Copies in the place of views: what an index that comes out of a tensor picks.
+#
+# In the model, `x[n]` is a view of `x`. In a program it is a copy, as its index is a tensor.
+# Nothing tells them apart until one of them is written to in place.
+
+USED_LATE = (
+    "what this index out of a tensor picks is used after that tensor is written to: copy it with "
+    "clone()"
+)
+WRITTEN = (
+    "it writes in place to what an index out of a tensor picks: compute a new value, and assign "
+    "it to that index"
+)
+
+
+def memory_of(value: Value) -> frozenset[int]:
+    """Return what the tensors in a value may share memory with."""
+    return frozenset().union(*(one.memory for one in leaves(value) if isinstance(one, Tensors)))
+
+
+def outdated(value: Value, written: frozenset[int], picked: set[int]) -> Value:
+    """Return a value after a write, in which copies of what was written are outdated.
+
+    Args:
+        value: the value before.
+        written: the memory that is written to.
+        picked: the memory of all copies.
+    """
+
+    def after(leaf: Value) -> Value:
+        if isinstance(leaf, Tensors) and leaf.memory & written and leaf.memory & picked - written:
+            return Outdated()
+        return leaf
+
+    return rebuilt(value, after)
+
+
+def is_outdated(value: Value) -> bool:
+    """Return whether a part of a value is a copy of what was written to since."""
+    return isinstance(value, Outdated) or (
+        isinstance(value, Several) and any(isinstance(leaf, Outdated) for leaf in leaves(value))
+    )
+
+
+def is_stored_back(op: Op, ops: Sequence[Op]) -> bool:
+    """Return whether an in-place op is that of an augmented assignment, such as `x[n] += 1`."""
+    taken, after = op.args[0] if op.args else None, ops[op.index + 1 : op.index + 2]
+    if type(taken) is not Ref or not after or after[0].target is not Tensor.__setitem__:
+        return False
+    read, store = ops[taken.index], after[0]
+    return (
+        read.target is Tensor.__getitem__
+        and repr(read.args[:2]) == repr(store.args[:2])
+        and store.args[2] in (Ref(op.index), Ref(taken.index))
+    )

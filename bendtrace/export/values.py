@@ -12,19 +12,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = [
-    "DTYPES",
-    "Constant",
-    "Number",
-    "Outdated",
-    "Several",
-    "Static",
-    "Tensors",
-    "Value",
-    "leaves",
-    "rebuilt",
-]
-
 DTYPES: dict[type, torch.dtype] = {
     int: torch.int64, float: torch.float64, bool: torch.bool,
 }  # fmt: skip

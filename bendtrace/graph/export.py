@@ -28,17 +28,6 @@ from bendtrace.source.sites import Place, Span
 from bendtrace.tape.contexts import Autocast, Context
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = [
-    "GRAPH_CODEC",
-    "flow_rows",
-    "flow_steps_of",
-    "from_node_link",
-    "to_dot",
-    "to_graphml",
-    "to_node_link",
-]
-
-
 GRAPH_CODEC = Codec(
     (Autocast, Context, TensorMeta),
     {"node": (NodeRef, lambda ref: ref.name, lambda name: NodeRef(name))},

@@ -56,8 +56,6 @@ from bendtrace.tape.tape import (
 from bendtrace.torch_rules.intercepts import is_function_apply
 from bendtrace.torch_rules.owners import is_leaf_module
 
-__all__ = ["from_fx", "to_fx"]
-
 
 def to_fx(
     graph: Graph,

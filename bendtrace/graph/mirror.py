@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 from torch import Tensor
 
-from bendtrace.flow import FlowSteps, steps_of
-from bendtrace.graph.control import control_of
+from bendtrace.flow import FlowSteps, control_of, steps_of
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.names import NodeRef, target_name
 from bendtrace.recording.recorder import Recording

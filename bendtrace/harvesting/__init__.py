@@ -11,11 +11,9 @@ Harvest of 4 samples in 1 shard
 
 from __future__ import annotations
 
-from bendtrace.harvesting.column import Column, Taken
-from bendtrace.harvesting.feeding import ActivationBuffer, save_for_sae_lens
+from bendtrace.harvesting.filling import Condition, Path
 from bendtrace.harvesting.harvest import harvest
-from bendtrace.harvesting.paths import Condition, Path
-from bendtrace.harvesting.reading import Harvest
+from bendtrace.harvesting.reading import ActivationBuffer, Column, Harvest, Taken, save_for_sae_lens
 
 __all__ = [
     "ActivationBuffer",

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+import tempfile
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bendtrace._lazy import required_pandas
+from bendtrace._checks import required_int
+from bendtrace._lazy import required, required_pandas
 from bendtrace.errors import InputError, LoadError, NodePathError
-from bendtrace.harvesting.column import Column, Piece, Taken
-from bendtrace.harvesting.formats import Held, form_of
-from bendtrace.harvesting.paths import Path
-from bendtrace.harvesting.shards import INDEX, SETTINGS, Shard, read, shards_in
-
-__all__ = ["Harvest"]
+from bendtrace.harvesting.filling import Path
+from bendtrace.harvesting.formats import INDEX, SETTINGS, Held, Shard, form_of, read, shards_in
 
 _KEPT = "kept/"
 _SHOWN = 8
@@ -435,3 +435,465 @@ def _is_meant(text: str, file: str, line: int, branch: str | int) -> bool:
     if isinstance(branch, str):
         return branch in (f"{file}:{line}",) or " ".join(branch.split()) == text
     return line == branch
+
+
+# The rows of one node for the samples of a harvest, read from disk as needed.
+
+_SHOWN_IDS = 6
+
+
+class Piece(NamedTuple):
+    """The rows of one batch.
+
+    Attributes:
+        shard: the shard.
+        start: the index of their first element in the shard.
+        shape: the shape of all rows together.
+        first: the number of rows of the column before them.
+        position: the number of samples before the batch; for a row per batch, the number of
+            batches.
+    """
+
+    shard: Shard
+    start: int
+    shape: torch.Size
+    first: int
+    position: int
+
+    @property
+    def rest(self) -> torch.Size:
+        """The shape of each row."""
+        return self.shape[1:]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.shape[0]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The samples of all batches that took a path, or had some outcome of a branch.
+
+    A branch on a batch is a property of the batch; if `per_sample` is True, it is a property of
+    each sample.
+
+    Attributes:
+        ids: the samples' ids.
+        positions: their positions in the harvest: int64 of shape (samples,).
+        batches: the numbers of the batches, counted from 0: int64 of shape (batches,).
+        per_sample: whether all these batches have one sample.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> def model(x):
+        ...     return x.exp() if x.sum() > 0 else x
+        >>> data = [torch.tensor([4.0]), torch.tensor([-0.5]), torch.tensor([2.0])]
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     found = bt.harvest(model, data, where="exp", out=directory, progress=False)
+        ...     taken = found.took("x.sum() > 0", True)
+        ...     taken, taken.positions, taken.per_sample
+        ...     found["exp"][taken].shape
+        (<2 samples of 2 batches: 0, 2>, tensor([0, 2]), True)
+        torch.Size([2])
+    """
+
+    ids: list[Any]
+    positions: Tensor = field(repr=False, compare=False)
+    batches: Tensor = field(repr=False, compare=False)
+    per_sample: bool
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.ids)
+
+    def __contains__(self, sample: object) -> bool:
+        return sample in self.ids
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self.ids[:_SHOWN_IDS])) + ", ..." * (len(self.ids) > _SHOWN_IDS)
+        many = len(self.batches)
+        batches = f"{many} batch{'es' * (many != 1)}"
+        return f"<{len(self.ids)} sample{'s' * (len(self.ids) != 1)} of {batches}: {shown}>"
+
+
+class Column:
+    """The rows of one node, as a sequence.
+
+    `column[3]` and `column[2:5]` read only these rows; `tensor()` reads all.
+
+    Attributes:
+        name: the name of the node in the files.
+        dtype: dtype of the elements.
+        per_sample: whether there is a row for each sample, or one for each batch.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> data = torch.arange(6.0).reshape(3, 2, 1)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     found = bt.harvest(torch.neg, data, where="neg", out=directory, progress=False)
+        ...     column = found["neg"]
+        ...     column, len(column), column[2:4].flatten()
+        (<neg: float32[6, 1]>, 6, tensor([-2., -3.]))
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        per_sample: bool,
+        pieces: Sequence[Piece],
+        opened: Callable[[Shard], Held],
+    ) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.per_sample = per_sample
+        self._pieces = pieces
+        self._opened = opened
+        self._firsts = [piece.first for piece in pieces]
+        self._elements: tuple[Shard, Tensor] | None = None
+
+    def __len__(self) -> int:
+        last = self._pieces[-1]
+        return last.first + last.rows
+
+    @cached_property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of all rows together: (rows, ...); None if the rows have different shapes."""
+        rest = {piece.rest for piece in self._pieces if piece.rows}
+        if len(rest) > 1:
+            return None
+        return (len(self), *(rest.pop() if rest else self._pieces[0].rest))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The sample of each row, counted from 0; for rows per batch, the batch.
+
+        An int64 tensor of shape (rows,). Some numbers are missing if not all batches reached the
+        node.
+        """
+        parts = [torch.arange(p.position, p.position + p.rows) for p in self._pieces]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def __getitem__(self, which: int | slice | Sequence[int] | Tensor | Taken) -> Any:
+        """Return one row, or several: as one tensor, or as a list if they have different shapes.
+
+        The result is a copy that the caller may write to.
+
+        Args:
+            which: number of a row, a slice, numbers, a mask with an entry for each row, or samples
+                that took a path; samples without a row are skipped.
+
+        Raises:
+            IndexError: the row does not exist, or a mask has another length.
+            InputError: `which` has an unsupported type.
+        """
+        if isinstance(which, Taken):
+            which = self._rows_of(which)
+        if isinstance(which, slice):
+            return self._several(range(len(self))[which])
+        if isinstance(which, (str, bytes, tuple)):
+            raise InputError(
+                f"{self.name!r} is indexed by rows: pass a number, a slice, numbers or a mask, "
+                f"not {which!r}"
+            )
+        try:
+            rows = torch.as_tensor(which)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"{which!r} are not row numbers: {error}") from error
+        if rows.dtype is torch.bool:
+            if rows.shape != (len(self),):
+                raise IndexError(
+                    f"a mask for {self.name!r} needs an entry for each of its {len(self)} "
+                    f"rows, but has shape {tuple(rows.shape)} (`positions` lists the samples "
+                    "that have a row)"
+                )
+            rows = rows.nonzero().flatten()
+        elif rows.dim() > 1 or (rows.numel() and (rows.is_floating_point() or rows.is_complex())):
+            raise InputError(
+                f"rows of {self.name!r} are selected by one number, or a list of numbers, not "
+                f"by {rows.dtype} of shape {tuple(rows.shape)}"
+            )
+        return self._one(int(rows)) if rows.dim() == 0 else self._several(rows.tolist())
+
+    def _rows_of(self, taken: Taken) -> Tensor:
+        wanted = taken.positions if self.per_sample else taken.batches
+        return torch.isin(self.positions, wanted).nonzero().flatten()
+
+    def _one(self, row: int) -> Tensor:
+        number = row + len(self) if row < 0 else row
+        if not 0 <= number < len(self):
+            raise IndexError(f"{self.name!r} has {len(self)} rows, and no row {row}")
+        piece = self._pieces[bisect_right(self._firsts, number) - 1]
+        return self._of(piece)[number - piece.first].clone()
+
+    def _several(self, rows: Sequence[int]) -> Any:
+        if self.shape is None:
+            return [self._one(row) for row in rows]
+        if isinstance(rows, range) and rows.step == 1:
+            return self._range(rows)
+        made = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
+        for number, row in enumerate(rows):
+            made[number] = self._one(row)
+        return made
+
+    def _range(self, rows: range) -> Tensor:
+        assert self.shape is not None
+        first = max(0, bisect_right(self._firsts, rows.start) - 1)
+        made = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
+        for piece in self._pieces[first:]:
+            begin, end = max(piece.first, rows.start), min(piece.first + piece.rows, rows.stop)
+            if piece.first >= rows.stop:
+                break
+            if begin < end:
+                found = self._of(piece)[begin - piece.first : end - piece.first]
+                made[begin - rows.start : end - rows.start] = found
+        return made
+
+    def _of(self, piece: Piece) -> Tensor:
+        """Return the rows of one batch, in the memory of the file, which must not be written to."""
+        if self._elements is None or self._elements[0] is not piece.shard:
+            elements = self._opened(piece.shard).elements(self.name, self.dtype)
+            self._elements = piece.shard, elements
+        stop = piece.start + piece.shape.numel()
+        return self._elements[1][piece.start : stop].view(piece.shape)
+
+    def tensor(self) -> Tensor:
+        """Read all rows, as one tensor of shape (rows, ...).
+
+        Raises:
+            InputError: they have different shapes.
+        """
+        if self.shape is None:
+            shapes = sorted({piece.rest for piece in self._pieces})
+            raise InputError(
+                f"the rows of {self.name!r} have different shapes ({str(shapes)[1:-1]:.80}), "
+                "and do not form a tensor: read them one by one, or by batch with batches()"
+            )
+        return self._range(range(len(self)))
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield for each batch the positions of its samples, and their rows.
+
+        Rows of one batch have the same shape: int64 of shape (rows,), and (rows, ...).
+        """
+        for piece in self._pieces:
+            positions = torch.arange(piece.position, piece.position + piece.rows)
+            yield positions, self._of(piece).clone()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for piece in self._pieces:
+            yield from self._of(piece).clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_elements": None}
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        each = "" if self.per_sample else ", one for each batch"
+        if self.shape is None:
+            return f"<{self.name}: {len(self)} rows of {dtype}, with several shapes{each}>"
+        return f"<{self.name}: {dtype}{list(self.shape)}{each}>"
+
+
+# Harvested activations in the forms that trainers of sparse autoencoders read.
+
+
+class ActivationBuffer:
+    """An iterator over batches of single vectors, as dictionary_learning's `trainSAE` reads them.
+
+    All axes of a row but the last are flattened. In each epoch, every vector comes once: rows are
+    read in random order, `rows` at a time, and the vectors of these are shuffled.
+
+    Args:
+        column: the rows of a node, with shape (..., size) each; their shapes may differ otherwise.
+        batch_size: how many vectors a batch has. The last batch may have fewer.
+        mask: a column with a row of the same leading shape for each sample, such as an attention
+            mask that was kept; vectors where it is 0 are left out.
+        rows: how many rows to read at a time.
+        epochs: how often to go over the column; None for endlessly.
+        seed: of the order.
+        dtype: the dtype to convert the vectors to; None to leave it.
+        device: where to put them.
+
+    Raises:
+        InputError: an argument is invalid. Later, if a row has no vectors of floating point
+            numbers, or the mask has another shape.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> data = torch.arange(12.0).reshape(1, 2, 3, 2)  # a batch of 2 samples of 3 positions
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     found = bt.harvest(torch.exp, data, where="exp", out=directory, progress=False)
+        ...     buffer = bt.harvesting.ActivationBuffer(found["exp"], 4, epochs=1)
+        ...     [tuple(batch.shape) for batch in buffer]
+        [(4, 2), (2, 2)]
+    """
+
+    def __init__(
+        self,
+        column: Column,
+        batch_size: int,
+        *,
+        mask: Column | None = None,
+        rows: int = 1024,
+        epochs: int | None = None,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        for name, number in (("batch_size", batch_size), ("rows", rows)):
+            required_int(name, number, 1)
+        if epochs is not None:
+            required_int("epochs", epochs, 1)
+        if not isinstance(column, Column) or not len(column):
+            raise InputError(f"a column of a harvest with rows is needed, not {column!r}")
+        if mask is not None:
+            _check_samples(mask, column)
+        self.batch_size = batch_size
+        self._column = column
+        self._mask = mask
+        self._rows = rows
+        self._epochs = epochs
+        self._seed = seed
+        self._dtype = dtype
+        self._device = device
+        self._running = self._batches()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Where the vectors come from, as plain values, for the trainer's config.json."""
+        return {
+            "node": self._column.name, "out_batch_size": self.batch_size, "seed": self._seed,
+            "mask": None if self._mask is None else self._mask.name, "epochs": self._epochs,
+        }  # fmt: skip
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Tensor:
+        return next(self._running)
+
+    def _batches(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self._seed)
+        rest: list[Tensor] = []
+        epoch = 0
+        while self._epochs is None or epoch < self._epochs:
+            epoch += 1
+            order = torch.randperm(len(self._column), generator=generator)
+            some = False
+            for numbers in order.split(self._rows):
+                read = torch.cat(rest + [self._vectors(int(number)) for number in numbers])
+                some = some or len(read) > sum(map(len, rest))
+                read = read[torch.randperm(len(read), generator=generator)]
+                whole = len(read) - len(read) % self.batch_size
+                for batch in read[:whole].split(self.batch_size) if whole else ():
+                    yield batch.to(self._device, self._dtype)
+                rest = [read[whole:]]
+            if not some:
+                raise InputError(f"the mask {self._mask!r} leaves no vectors")
+        if rest and len(rest[0]):
+            yield rest[0].to(self._device, self._dtype)
+
+    def _vectors(self, number: int) -> Tensor:
+        row: Tensor = self._column[number]
+        if row.dim() == 0 or not row.is_floating_point():
+            raise InputError(
+                f"the rows of {self._column.name!r} are no vectors of floating point numbers, but "
+                f"{row.dtype} of shape {tuple(row.shape)}"
+            )
+        if self._mask is None:
+            return row.reshape(-1, row.shape[-1])
+        kept = _row_at(self._mask, self._column.positions[number]) != 0
+        if kept.shape != row.shape[:-1]:
+            raise InputError(
+                f"the mask {self._mask.name!r} has shape {tuple(kept.shape)} where "
+                f"{self._column.name!r} has {tuple(row.shape)}"
+            )
+        return row[kept]
+
+
+def save_for_sae_lens(
+    column: Column,
+    out: str | os.PathLike[str],
+    *,
+    hook_name: str,
+    tokens: Column | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a column as the data set that SAE-Lens reads as cached activations.
+
+    This is a data set of the library datasets, on the disk: a column called `hook_name` with an
+    array of (context, size) for each sample, and `token_ids`. SAE-Lens reads it with
+    `use_cached_activations=True`, `cached_activations_path=out`, and the same `hook_name`.
+
+    Args:
+        column: the rows of a node, with shape (context, size) each, or (size,), which is a context
+            of length 1.
+        out: the folder to write, which does not exist or is empty.
+        hook_name: the `hook_name` of SAE-Lens's settings.
+        tokens: the token ids of each sample, with shape (context,), such as a column that was kept.
+        dtype: the dtype to convert the rows to; None to leave it. bfloat16 is not supported.
+
+    Raises:
+        InputError: the rows have other shapes or dtypes, or the folder holds something.
+        ImportError: datasets is not installed.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> data = torch.zeros(1, 2, 3, 4)  # a batch of 2 samples of 3 positions
+        >>> with tempfile.TemporaryDirectory() as directory:  # doctest: +SKIP
+        ...     found = bt.harvest(torch.exp, data, where="exp", out=directory, progress=False)
+        ...     bt.harvesting.save_for_sae_lens(found["exp"], "cached", hook_name="blocks.0.hook")
+    """
+    datasets = required("datasets", "a data set of SAE-Lens")
+    shape = column.shape
+    kind = str(dtype or column.dtype).removeprefix("torch.")
+    if shape is None or len(shape) not in (2, 3):
+        raise InputError(
+            f"the rows of {column.name!r} have shape {None if shape is None else shape[1:]}: one "
+            "shape (context, size) is needed"
+        )
+    if kind not in ("float16", "float32", "float64"):
+        raise InputError(f"{kind} cannot be written: pass dtype=torch.float32")
+    context = shape[1] if len(shape) == 3 else 1
+    features: dict[str, Any] = {hook_name: datasets.Array2D((context, shape[-1]), kind)}
+    if tokens is not None:
+        features["token_ids"] = datasets.Sequence(datasets.Value("int32"), length=context)
+        if tokens.shape is None or tokens.shape[1:] != shape[1:-1]:
+            raise InputError(
+                f"the rows of {tokens.name!r} need the shape ({context},) of a context, not "
+                f"{None if tokens.shape is None else tuple(tokens.shape[1:])}"
+            )
+        _check_samples(tokens, column)
+    if os.path.isdir(out) and os.listdir(out):
+        raise InputError(f"{os.fspath(out)!r} is not empty: pass a new folder")
+
+    def samples() -> Iterator[dict[str, Any]]:
+        for position, row in zip(column.positions, column, strict=True):
+            given = {hook_name: row.to(dtype).reshape(context, -1).numpy()}
+            if tokens is not None:
+                given["token_ids"] = _row_at(tokens, position).reshape(context).numpy()
+            yield given
+
+    # The library writes it twice: once as it comes, and once where it is wanted.
+    with tempfile.TemporaryDirectory() as cache:
+        made = datasets.Dataset.from_generator(
+            samples, features=datasets.Features(features), cache_dir=cache
+        )
+        made.save_to_disk(os.fspath(out))
+
+
+def _check_samples(other: Column, column: Column) -> None:
+    if other.per_sample != column.per_sample or not (
+        torch.isin(column.positions, other.positions).all()
+    ):
+        raise InputError(f"{other.name!r} has no row for some samples of {column.name!r}")
+
+
+def _row_at(column: Column, position: Tensor) -> Tensor:
+    """Return the row of a sample."""
+    row: Tensor = column[int(torch.searchsorted(column.positions, position))]
+    return row

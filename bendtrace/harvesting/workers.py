@@ -15,14 +15,12 @@ from tqdm import TqdmWarning
 
 from bendtrace.errors import BendtraceError
 from bendtrace.harvesting.filling import Filling
-from bendtrace.harvesting.shards import ShardFiles
+from bendtrace.harvesting.formats import ShardFiles
 
 with warnings.catch_warnings():
     # In a notebook without its widgets, it would say that there are none.
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
-
-__all__ = ["Progress", "Workers", "Writer", "peak_memory"]
 
 
 class Workers:

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from bendtrace.flow import FlowSteps, steps_of
-from bendtrace.graph.control import control_of
+from bendtrace.flow import FlowSteps, control_of, steps_of
 from bendtrace.history.entries import (
     Layer,
     LayerEntry,
@@ -42,8 +41,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import name_of
 from bendtrace.torch_rules.writes import works_in_place
-
-__all__ = ["Log", "PassedKey", "build_log", "writes_in_place"]
 
 Key = tuple[int, tuple[Any, ...]]
 PassedKey = tuple[str, str, str]

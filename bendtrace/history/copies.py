@@ -16,16 +16,6 @@ from bendtrace.source.internals import internal
 from bendtrace.tape.captured import requires_grad
 from bendtrace.torch_rules.mode_queries import unseen
 
-__all__ = [
-    "Gradients",
-    "copied",
-    "lazily_copied",
-    "lazily_copied_unless",
-    "materialize",
-    "tensors_in",
-]
-
-
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _LAZY = frozenset(
     {

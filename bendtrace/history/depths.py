@@ -7,8 +7,6 @@ from typing import TypeAlias
 
 from bendtrace.history.entries import LayerEntry
 
-__all__ = ["depths"]
-
 Distance: TypeAlias = tuple[int | None, int | None]
 
 

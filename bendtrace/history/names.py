@@ -12,25 +12,11 @@ from typing import TYPE_CHECKING, Literal
 from bendtrace.errors import NodePathError
 from bendtrace.history.entries import LayerEntry
 from bendtrace.paths.naming import dotted
-from bendtrace.paths.nodes import Pass, TreeNode
-from bendtrace.paths.text import Chosen, children_of
+from bendtrace.paths.nodes import Chosen, Pass, TreeNode, children_of
 from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only, plain_path
 
 if TYPE_CHECKING:
     from bendtrace.history.building import Log
-
-__all__ = [
-    "Meaning",
-    "Names",
-    "ambiguity",
-    "call_around",
-    "holders_of",
-    "is_layer_name",
-    "layers_by_name",
-    "near_names",
-    "passes_of",
-    "values_of",
-]
 
 Value = tuple[int, tuple[object, ...]]
 Place = tuple[TreeNode, Chosen]

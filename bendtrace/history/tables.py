@@ -14,23 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from bendtrace._checks import required_choice
 from bendtrace._lazy import required_pandas, tabulate
 from bendtrace.flow import FlowSteps, LoopFlowStep
-from bendtrace.history.entries import LayerEntry, ModuleEntry
-from bendtrace.history.sizes import size_text
+from bendtrace.history.entries import LayerEntry, ModuleEntry, size_text
 
 if TYPE_CHECKING:
     import pandas
-
-__all__ = [
-    "Table",
-    "data_frame",
-    "facts_of",
-    "hash_of",
-    "in_percent",
-    "in_seconds",
-    "rounded",
-    "shape_text",
-    "table_of",
-]
 
 
 class Table(Sequence[Any]):

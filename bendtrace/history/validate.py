@@ -15,8 +15,7 @@ from bendtrace._compare import same_bits
 from bendtrace.errors import InputError
 from bendtrace.history.capture import Capture, State
 from bendtrace.history.copies import copied
-from bendtrace.history.entries import tensors_of
-from bendtrace.history.sizes import counted, listed
+from bendtrace.history.entries import counted, listed, tensors_of
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.structure import Existing
@@ -37,8 +36,6 @@ from bendtrace.torch_rules.functions import (
     known_as,
     name_of,
 )
-
-__all__ = ["MISSING", "Validation", "Validator", "flops_of", "validate"]
 
 
 @dataclass

@@ -17,22 +17,17 @@ from torch import Tensor
 from bendtrace._checks import required_arguments
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.copies import copied
-from bendtrace.history.sizes import counted
-from bendtrace.interject.bends.catalogue import NamedActivations, leaves_of
-from bendtrace.interject.bends.spec import compiled
-from bendtrace.interject.group import Bended
+from bendtrace.history.entries import counted
+from bendtrace.interject.bends.catalogue import NamedActivations, compiled, leaves_of
 from bendtrace.interject.insertion import Insertion
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.passes import Passes, PassNumbers
-from bendtrace.interject.registry import InsertionRegistry
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
+from bendtrace.interject.registry import Bended, InsertionRegistry
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.interject.where import Where
 from bendtrace.paths.view import Node, NodePath
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.mode_queries import unseen
-
-__all__ = ["Activations", "as_html", "as_text", "get_activations", "inputs_of"]
 
 _SHOWN = 20
 # Characters that occur in regular expressions, but not in node paths.

@@ -41,8 +41,6 @@ from bendtrace.torch_rules.functions import ScriptModule
 from bendtrace.torch_rules.intercepts import INTERCEPT_CODES
 from bendtrace.torch_rules.owners import named_modules
 
-__all__ = ["Beside", "beside"]
-
 _KEY = "_compiled_call_impl"  # nn.Module.__call__ checks it first, as in `intercepts`
 _WRAPPED: Any = internal("torch.nn.Module._wrapped_call_impl.__code__", None, "calls of modules")
 # Forms of an insertion that need nothing but a tensor that a module returns.

@@ -26,16 +26,14 @@ from bendtrace.interject.gates import (
     as_inputs,
     noted,
 )
+from bendtrace.interject.insertion import Tally
 from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
 from bendtrace.interject.plan import Entry, Plan
 from bendtrace.interject.purity import effect_of_pure
-from bendtrace.interject.report import Tally
 from bendtrace.interject.structure import Leaf, Shape, assemble, leaves_of_shape, part_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import Ref, TensorMeta
-
-__all__ = ["inserted_by"]
 
 
 class _Turn(NamedTuple):

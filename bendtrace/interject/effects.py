@@ -12,11 +12,6 @@ from torch import Tensor, nn
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = [
-    "Effect", "Steady", "as_given", "as_number", "can_cast", "chained", "depends_on",
-    "effect_of_value",
-]  # fmt: skip
-
 
 class Effect(NamedTuple):
     """The change of a tensor by an insertion in one call.

@@ -12,7 +12,7 @@ import copy
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -23,46 +23,328 @@ from torch import Tensor
 
 from bendtrace._places import place_text
 from bendtrace.errors import InterjectionError
-from bendtrace.interject.attempt import Attempt
 from bendtrace.interject.gradients import CallGradients, ChecksGradients
 from bendtrace.interject.interjection import NO_INPUTS, Inputs, NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot
-from bendtrace.interject.results import Containers, Observed, changed, collect_returned
 from bendtrace.interject.structure import (
     Leaf,
+    Mismatch,
     Shape,
     assemble,
+    collect,
     count_of,
     describe,
+    differ,
     exchangeable,
     has_mutable,
+    holds_same,
     part_of,
     take_apart,
+    tensors_of,
+    version_of,
 )
-from bendtrace.interject.tensors import differ, version_of
 from bendtrace.tape.blocks import KEEPERS
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.mode_queries import unseen
 
-__all__ = [
-    "AfterGate",
-    "BeforeGate",
-    "CountGate",
-    "Gate",
-    "InputsGate",
-    "InsteadGate",
-    "StateGate",
-    "again",
-    "as_inputs",
-    "attempt",
-    "is_repeated",
-    "noted",
-    "of_this_run",
-    "passes_of",
-    "raise_caught",
-    "running",
-    "take_back",
-]
+# What an insertion has returned: whether it fits, and what it has changed.
+
+
+class Containers:
+    """What the insertions of a gate have done to lists, dicts and objects.
+
+    Attributes:
+        are_kept: whether an insertion has returned those that it was given.
+        are_changed: whether one of these has changed them.
+        others: the structures of which others were returned.
+    """
+
+    are_changed: bool
+
+    are_kept: bool
+
+    def __init__(self) -> None:
+        self.are_kept = self.are_changed = False
+        self.others: list[Any] = []
+
+    def settle(
+        self, shapes: tuple[Any, ...], given: tuple[Any, ...], results: tuple[Any, ...],
+        found: list[Any], at: NodePass, entry: Entry,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Note whether lists and dicts that an insertion was given have to be updated in place.
+
+        Args:
+            shapes: the structures of the values that it was given.
+            given: these values.
+            results: what it returned in their place.
+            found: the tensors and numbers of these values, as they were before it was called.
+            at: the pass.
+            entry: the insertion.
+
+        Returns:
+            The results, and what was given for those that are None.
+
+        Raises:
+            InterjectionError: it has changed some in place, and returned others.
+        """
+        results = tuple(
+            value if result is None and type(shape) is Shape else result
+            for shape, value, result in zip(shapes, given, results, strict=False)
+        )
+        are_kept = all(map(holds_same, shapes, given, results))
+        now = list(found)
+        try:
+            for shape, value in zip(shapes, given, strict=True):
+                collect(shape, value, now)
+            is_changed = any(new is not old for new, old in zip(now, found, strict=True))
+        except Mismatch:
+            is_changed = True
+        if not are_kept:
+            self.others.append(shapes)
+        elif self.others and all(other != shapes for other in self.others):
+            are_kept = False
+        self.are_kept = self.are_kept or are_kept
+        if is_changed and are_kept and not self.others:
+            self.are_changed = True
+        if (is_changed or self.are_changed) and not are_kept:
+            raise InterjectionError(
+                f"{entry.what.label} at {at.path or '<root>'} changed a list, dict or object that "
+                "it was given in place, and returned another one: return the one that it changed, "
+                "or change none",
+                at.path,
+            )
+        return results
+
+
+class Observed:
+    """A node that an insertion may or may not call, and the outcome.
+
+    Args:
+        call: the node.
+        given: its original arguments.
+    """
+
+    def __init__(self, call: Callable[..., Any], given: Inputs) -> None:
+        self.given = given
+        self._call = call
+        self._versions = _versions((given, given.kwargs))
+        self._calls = 0
+        self._gave: tuple[Any, list[int]] | None = None  # in a call with just what was given
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the node."""
+        self._calls += 1
+        mine, theirs = self.given.kwargs, (*args, *kwargs.values())
+        is_as_given = (
+            len(args) == len(self.given)
+            and list(kwargs) == list(mine)
+            and all(
+                new is old for new, old in zip(theirs, (*self.given, *mine.values()), strict=True)
+            )
+            and _versions((self.given, mine)) == self._versions
+        )
+        result = self._call(*args, **kwargs)
+        self._gave = (result, _versions(result)) if is_as_given else None
+        return result
+
+    def gave(self, value: Any) -> bool:
+        """Whether a value is what the node gave, called once with just what was given."""
+        if self._gave is None or self._calls > 1:
+            return False
+        return value is self._gave[0] and _versions(value) == self._gave[1]
+
+
+def collect_returned(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Entry) -> None:
+    """Put the tensors and numbers that an insertion returned in the place of those it was given.
+
+    Raises:
+        InterjectionError: the value does not fit.
+    """
+    try:
+        collect(shape, result, found)
+    except Mismatch as error:
+        part, hint = f"{at.path}{'' if at.module is None else '.output'}|sub_0".lstrip("."), ""
+        if isinstance(shape, Shape) and shape.kind in (tuple, list):
+            hint = f"; to change one part of it, name the part: {part!r}"
+        said = f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace"
+        raise InterjectionError(f"{said} the node's value: {error}{hint}", at.path) from None
+
+
+def changed(
+    entry: Entry, at: NodePass, before: list[Any], found: list[Any], versions: list[int]
+) -> bool:
+    """Return whether an insertion has returned another value, or changed one in place."""
+    written = any(version_of(old) != version for old, version in zip(before, versions, strict=True))
+    other = [(old, new) for old, new in zip(before, found, strict=True) if new is not old]
+    if entry.what.observes and (written or other):
+        raise InterjectionError(
+            f"{entry.what.label} at {at.path or '<root>'} declares observes=True, but changed "
+            "a value",
+            at.path,
+        )
+    if written or entry.insertion.is_known_to_change(at.path):
+        return written or bool(other)
+    return any(differ(old, new) for old, new in other)
+
+
+def _versions(value: Any) -> list[int]:
+    return [version_of(tensor) for tensor in take_apart(value, objects=False)[1]]
+
+
+# What gates have returned in a call, in case that the call has to begin again.
+
+
+class Attempt:
+    """An attempt to serve a call by known code, with what gates have returned in it.
+
+    The model's own Python may have to take over from the start of the call. Nothing that is
+    inserted is called a second time then: the gates return what they have returned before.
+
+    Attributes:
+        answers: for a call that begins again, what gates return, by node and pass; None for the
+            value that they receive, and an error for one that they raise.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[str, int], Any] = {}
+        self._returned: dict[tuple[str, int], _Returned | None] = {}
+        self._met: dict[int, weakref.ref[Tensor]] = {}
+        self._given: tuple[Any, ...] = ()
+        self._place: tuple[int, int, int] | None = None
+        self._here: list[tuple[Any, str, int]] = []
+
+    def receives(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the arguments of the call."""
+        self._given = args, dict(kwargs)
+
+    def has_met(self, tensor: Tensor) -> bool:
+        """Whether the model may have a tensor already, as an argument or from another gate."""
+        known = self._met.get(id(tensor))
+        if known is not None and known() is tensor:
+            return True
+        return any(one is tensor for one in tensors_of(self._given))
+
+    def note(self, path: str, number: int, given: Tensor, keeps: bool, may_change: bool) -> None:
+        """Note what a gate has returned.
+
+        Args:
+            path: the node.
+            number: the pass.
+            given: what was returned.
+            keeps: whether to keep it alive.
+            may_change: whether the model may change it in place.
+        """
+        self.meets(given)
+        self._returned[path, number] = _Returned(path, given, keeps, may_change)
+
+    def note_unchanged(self, path: str, number: int) -> None:
+        """Note that a gate has returned the value that it was given, as it was."""
+        self._returned[path, number] = None
+
+    def refuse(self, path: str, number: int) -> None:
+        """Note that a gate has done something that it cannot do again."""
+        self._returned[path, number] = _Returned(path, None, True, True)
+
+    def meets(self, tensor: Tensor) -> None:
+        """Note that the model has a tensor from a gate."""
+        self._met[id(tensor)] = weakref.ref(tensor)
+
+    def comes_to(self, place: tuple[int, int, int], gate: Any, path: str, number: int) -> None:
+        """Note that a gate is called at a place in known code.
+
+        Args:
+            place: the run, and how many of its ops and guards come before.
+            gate: the gate.
+            path: its node.
+            number: the pass.
+        """
+        if place != self._place or any(one is gate for one, *_ in self._here):
+            self._place, self._here = place, []
+        self._here.append((gate, path, number))
+
+    def hands_on(self, given: Any) -> list[Any]:
+        """Have the gates at the latest place return once more what they have returned.
+
+        The model's Python takes over behind the op before that place, and comes to all of them.
+
+        Args:
+            given: what the last of them has returned, or the error that it has raised; None for the
+                value that it received.
+
+        Returns:
+            The gates.
+        """
+        for _, path, number in self._here:
+            self.answers[path, number] = None  # the others: what they gave is the value by now
+        _, path, number = self._here[-1]
+        self.answers[path, number] = given
+        return [gate for gate, *_ in self._here]
+
+    def can_begin_again(self) -> bool:
+        """Whether gates could return what they have returned."""
+        return all(value is None or value.why_not() == "" for value in self._returned.values())
+
+    def begin_again(self) -> None:
+        """Have gates return what they have returned.
+
+        Raises:
+            InterjectionError: that is gone, or was changed since.
+        """
+        returned, self._returned, self._met = self._returned, {}, {}
+        self.answers = {
+            at: None if value is None else value.found() for at, value in returned.items()
+        }
+
+
+class _Returned:
+    """What a gate has returned.
+
+    Args:
+        path: the node.
+        given: what was returned; None if it cannot be returned again.
+        keeps: whether to keep it alive.
+        may_change: whether the model may change it in place.
+    """
+
+    def __init__(self, path: str, given: Tensor | None, keeps: bool, may_change: bool) -> None:
+        self._path = path
+        self._kept: Any = given if keeps or given is None else weakref.ref(given)
+        self._may_change = may_change
+        self._version = version_of(given)
+
+    def found(self) -> Tensor:
+        """Return it.
+
+        Raises:
+            InterjectionError: it is gone, or may have been changed since.
+        """
+        why = self.why_not()
+        if not why:
+            given = self._found()
+            assert given is not None
+            return given
+        raise InterjectionError(
+            f"what is inserted at {self._path!r} has been called, and {why}; but the call has to "
+            "begin again, since something inserted has returned another kind of value than in "
+            "earlier calls: call the model again",
+            self._path,
+        )
+
+    def why_not(self) -> str:
+        """Return why it cannot be returned once more; "" if it can."""
+        given = self._found()
+        if given is None:
+            return "what it returned is gone"
+        return "what it returned was changed" if self._was_changed(given) else ""
+
+    def _found(self) -> Tensor | None:
+        found = self._kept() if isinstance(self._kept, weakref.ref) else self._kept
+        return found if isinstance(found, Tensor) else None
+
+    def _was_changed(self, given: Tensor) -> bool:
+        if given.is_inference():  # whose changes torch does not count
+            return self._may_change
+        return version_of(given) != self._version
 
 
 # The classes that manage the gradients of a node: for hooks, and for other interjections.

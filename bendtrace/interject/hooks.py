@@ -17,30 +17,13 @@ from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar, get_args
 from torch import Tensor, nn
 
 from bendtrace.errors import HookNameError, InputError
-from bendtrace.interject.gradients import ChecksGradients
+from bendtrace.interject.gradients import ChecksGradients, Gradients
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.native import Attached
-from bendtrace.interject.steps import Gradients
-from bendtrace.interject.tensors import tensors_of, with_tensors
+from bendtrace.interject.structure import tensors_of, with_tensors
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.functions import ScriptModule
-
-__all__ = [
-    "CATEGORIES",
-    "Category",
-    "HookContext",
-    "HookFunction",
-    "HookHandle",
-    "NameTable",
-    "Registered",
-    "check_category",
-    "check_module",
-    "free_name",
-    "interjection_of",
-    "is_same",
-    "short",
-]
 
 Category = Literal["forward_hook", "forward_pre_hook", "backward_hook"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, MappingProxyType
-from typing import Any, Protocol
+from types import FrameType, MappingProxyType, MethodType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bendtrace._places import place_text
-from bendtrace.errors import InterjectionError
+from bendtrace.environment.code_facts import names_in
+from bendtrace.environment.provenance import is_torchs
+from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.gates import (
     AfterGate,
     BeforeGate,
@@ -18,23 +22,19 @@ from bendtrace.interject.gates import (
     Gate,
     InputsGate,
     InsteadGate,
+    StateGate,
     attempt,
     noted,
     take_back,
 )
+from bendtrace.interject.gradients import NOT_WRITABLE
 from bendtrace.interject.interjection import NodePass
-from bendtrace.interject.parts import Within
 from bendtrace.interject.plan import Entry, Plan, Slot
-from bendtrace.interject.states import States
-from bendtrace.interject.steps import NOT_WRITABLE
-from bendtrace.interject.structure import filled, refilled, take_apart
-from bendtrace.interject.tensors import version_of
+from bendtrace.interject.structure import Leaf, filled, refilled, take_apart, version_of
 from bendtrace.interject.through import fits, is_shared, kind_of
-from bendtrace.interject.writing import may_write, overlaps, written_by
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.events import bound, parameters_of
-from bendtrace.paths.live import LiveNames
-from bendtrace.paths.naming import Registry, identifier
+from bendtrace.paths.naming import LiveNames, Registry, dotted, identifier
 from bendtrace.recording.names import base_name_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import Site, user_place
@@ -50,11 +50,11 @@ from bendtrace.torch_rules.functions import (
     SETTERS,
     SHAPES,
     VALUES,
+    is_named_in_place,
     name_of,
 )
-from bendtrace.torch_rules.owners import named_modules
-
-__all__ = ["LiveInserter", "Spot", "place_of_node"]
+from bendtrace.torch_rules.owners import is_leaf_module, named_modules, states_of
+from bendtrace.torch_rules.writes import storage_of
 
 Run = Callable[..., Any]
 
@@ -777,3 +777,247 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif type(value) is dict:
         for item in value.values():
             yield from _tensors_in(item)
+
+
+# Replacing the parameters and buffers of a model while it runs.
+
+
+class Host(Protocol):
+    """The inserter of a run.
+
+    Attributes:
+        stage: the run.
+        names: the names of its nodes.
+        entry: the grad mode and other modes at the start of the run.
+    """
+
+    stage: Stage
+    names: LiveNames
+    entry: Context
+
+    def put(self, gate: Gate, values: Sequence[Any], frame: FrameType) -> Any:
+        """Put a gate on the tape."""
+
+    def require_once(self, path: str) -> None:
+        """Raise if the backward pass will run the current code again."""
+
+    def qualified(self, scope: ModuleCall | None) -> str:
+        """Return the qualified name of the module of a call, in the whole model."""
+
+
+class States:
+    """The parameters and buffers with insertions.
+
+    Args:
+        plan: the insertions of the run.
+        model: the model.
+        host: the inserter.
+
+    Attributes:
+        slots: the insertions at them, by qualified name.
+        made: what the run has replaced so far, and goes on using: names, grad modes and tensors.
+    """
+
+    def __init__(self, plan: Plan, model: Callable[..., Any], host: Host) -> None:
+        self.slots: dict[str, tuple[Slot, ...]] = plan.states()
+        self._plan = plan
+        self._host = host
+        self._names = _state_names(model) if self.slots else {}
+        self._known: dict[tuple[tuple[Slot, ...], Context], Tensor] = {}
+        self.made: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.slots)
+
+    def exchanged(self, value: Any, frame: FrameType, scope: ModuleCall | None = None) -> Any:
+        """Replace the parameters and buffers in arguments that have insertions."""
+        kind = type(value)
+        if kind is tuple or kind is list:
+            items = [self.exchanged(item, frame, scope) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return kind(items)
+        if kind is slice:
+            parts = (value.start, value.stop, value.step)
+            new = self.exchanged(parts, frame, scope)
+            return value if new is parts else slice(*new)
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            items = [self.exchanged(item, frame, scope) for item in value]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            return value if same else kind(*items)
+        if kind is dict:
+            items = [self.exchanged(item, frame, scope) for item in value.values()]
+            if all(new is old for new, old in zip(items, value.values(), strict=True)):
+                return value
+            return dict(zip(value, items, strict=True))
+        if not isinstance(value, Tensor):
+            return value
+        slots = self._slots_of(value, scope or self._host.stage.scope)
+        if not slots:
+            return value
+        now = current_context()
+        key = slots, now._replace(grad=now.grad or self._host.entry.grad)
+        known = self._known.get(key)
+        if known is None:
+            shown = next((slot.place.shown for slot in slots if slot.place.shown), "")
+            at = NodePass(shown or slots[0].place.matcher.name)
+            gate = StateGate(at, slots, Leaf(Tensor, 0), self._plan)
+            with torch.set_grad_enabled(key[1].grad and not now.inference):
+                known = self._known[key] = self._host.put(gate, (value,), frame)
+            self.made += at.path, key[1].grad, known
+        else:
+            self._host.require_once(slots[0].place.matcher.name)
+        return known
+
+    def _slots_of(self, tensor: Tensor, scope: ModuleCall) -> tuple[Slot, ...]:
+        """Return the slots at a parameter or buffer used in the code of a call."""
+        every = self._names.get(id(tensor), ())
+        part = self._host.stage.state(tensor)
+        label = "" if part is None else dotted(str(part.label).removeprefix("self."))
+        # Of several names, that of the call in which the running module has it.
+        here = self._host.qualified(scope)
+        called = next((n for n in every if n.rpartition(".")[0] == here), *every[:1] or (label,))
+        path = self._host.names.path(scope)
+        return tuple(
+            slot
+            for name in dict.fromkeys((*every, label))
+            for slot in self.slots.get(name, ())
+            if slot.place.matcher.holder is None
+            or (name in (called, label) and _is_held(slot.place.matcher.holder, path))
+        )
+
+
+def _is_held(holder: str | None, here: str) -> bool:
+    """Return whether code uses a parameter as that of a call: the call's own, or that around it."""
+    return holder is None or holder == here or not here or holder.startswith(f"{here}.")
+
+
+def _state_names(function: Callable[..., Any]) -> dict[int, tuple[str, ...]]:
+    """Return the qualified names of the parameters and buffers of a model, by identity."""
+    found: dict[int, tuple[str, ...]] = {}
+    for name, tensor in states_of(function) if isinstance(function, nn.Module) else ():
+        found[id(tensor)] = (*found.get(id(tensor), ()), name)
+    return found
+
+
+# Nodes that work in place, and their targets: insertions there have to update that tensor.
+
+
+def overlaps(tensor: Tensor, args: tuple[Any, ...]) -> bool:
+    """Return whether another argument shares memory with a tensor, which torch may refuse."""
+    with torch._C.DisableTorchFunction():
+        place = storage_of(tensor)
+        return any(
+            isinstance(arg, Tensor) and arg is not tensor and storage_of(arg) == place
+            for arg in args
+        )
+
+
+def may_write(
+    module: nn.Module | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return whether a call may write to its arguments: torch's own modules say so by a flag."""
+    if module is None:
+        return _works_in_place(function, args, kwargs) or "out" in kwargs
+    return not is_leaf_module(module) or bool(getattr(module, "inplace", False))
+
+
+def written_by(node: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the tensor that a node works on in place; None if it does not."""
+    if node.module is not None:
+        of_torch = type(node.module).__module__.startswith("torch.nn.")
+        if not of_torch or not getattr(node.module, "inplace", False):
+            return None
+    elif not _works_in_place(node.function, args, kwargs):
+        return None
+    given = args[0] if args else kwargs.get("input")
+    if not isinstance(given, Tensor):
+        return None
+    with torch._C.DisableTorchFunction():
+        base = given if given._base is None else given._base
+        is_leaf = torch.is_grad_enabled() and base.is_leaf and base.requires_grad
+        if is_leaf and getattr(node.function, "__name__", "") not in _TAKES_LEAVES:
+            return None  # which torch refuses, and so it shall
+    return given
+
+
+# Whether a leaf is one is another thing after these: a run that goes on from there sees it so.
+_TAKES_LEAVES = frozenset({"detach_", "requires_grad_"})
+
+
+def _works_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function, judging by its name and flags, returns its argument, changed."""
+    if is_named_in_place(getattr(function, "__name__", "")):
+        return True
+    position = _flag_position(function)
+    if position is None:
+        return False
+    flag = args[position] if position < len(args) else kwargs.get("inplace", False)
+    return flag is True
+
+
+@functools.cache
+def _flag_position(function: Any) -> int | None:
+    """Return the position of the flag `inplace` among the arguments of a torch function."""
+    try:
+        return list(inspect.signature(function).parameters).index("inplace")
+    except (TypeError, ValueError):
+        return None
+
+
+# Insertions where only a part of a model is called: a module of it, or a method.
+
+
+class Within(NamedTuple):
+    """The position in a model of a part that is run separately.
+
+    Attributes:
+        model: the model.
+        name: qualified name of the part.
+        path: its node path.
+    """
+
+    model: Callable[..., Any]
+    name: str
+    path: str
+
+
+def refuse_reading(plan: Plan, method: MethodType) -> None:
+    """Raise if a method of the model reads a weight itself at which something is inserted.
+
+    Raises:
+        InputError: it does, and what is inserted there would not be called.
+    """
+    code: Any = getattr(method.__func__, "__code__", None)
+    is_users = code is not None and not is_torchs(getattr(method, "__module__", None))
+    names = names_in(code) if is_users else frozenset()
+    for slot in plan.slots:
+        weight = slot.place.matcher.name if slot.place.role == "state" else ""
+        if weight and names.issuperset(weight.split(".")):
+            raise InputError(
+                f"{method.__name__} reads {weight} itself, and what is inserted there is called "
+                "in calls of the model and of its modules only: use "
+                f"bended.trace(fn={method.__name__!r}, ...).output, or remove the insertion"
+            )
+
+
+def is_meant_within(plan: Plan, module: nn.Module, within: Within) -> bool:
+    """Whether insertions of a plan apply, or may apply, to the calls of a part of a model."""
+    for slot in plan.slots:
+        matcher = slot.place.matcher
+        if slot.place.role == "state":
+            if matcher.name.startswith(f"{within.name}."):
+                return True
+            continue
+        paths = getattr(matcher, "paths", (getattr(matcher, "path", None),))
+        if getattr(matcher, "is_broad", False) or any(
+            path is not None and f"{path}.".startswith(f"{within.path}.") for path in paths
+        ):
+            return True
+        for name, inner in named_modules(module, within.name):
+            path = ".".join(map(identifier, name.split(".")))
+            base = path.rpartition(".")[2]
+            scope = name.rpartition(".")[0]
+            if matcher.matches(Candidate(path, base, inner, name, None, None, scope)):
+                return True
+    return False

@@ -20,14 +20,11 @@ from bendtrace.run import Run
 from bendtrace.torch_rules.owners import module_of, modules_in
 
 if TYPE_CHECKING:
-    from bendtrace.interject import absence
-    from bendtrace.interject.selectors import naming
+    from bendtrace.interject.selectors import naming, source
     from bendtrace.view.outline.coverage import Coverage
 else:
-    absence = LazyModule("bendtrace.interject.absence")
+    source = LazyModule("bendtrace.interject.selectors.source")
     naming = LazyModule("bendtrace.interject.selectors.naming")
-
-__all__ = ["Knowledge"]
 
 
 class Knowledge:
@@ -173,7 +170,7 @@ class Knowledge:
         found = [
             branch
             for branch in self._coverage()
-            if any(re.search(rf"\b{re.escape(base)}\b", text) for text in absence.unseen(branch))
+            if any(re.search(rf"\b{re.escape(base)}\b", text) for text in source.unseen(branch))
         ]
         if not base or not found:
             return ""
@@ -197,7 +194,7 @@ class Knowledge:
         nodes = {node.path: node for node in self.candidates() or ()}
         if not others:
             return ""
-        return absence.why_past(path, nodes, others, runs)
+        return source.why_past(path, nodes, others, runs)
 
     def count_passes(self, path: str, run: Recording) -> int:
         """Return how often a run reached a node."""

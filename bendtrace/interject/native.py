@@ -22,14 +22,18 @@ from torch.utils.hooks import RemovableHandle
 
 from bendtrace.errors import InterjectionError
 from bendtrace.interject.gradients import CallGradients
+from bendtrace.interject.inserter import may_write
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import forms_of
-from bendtrace.interject.structure import Mismatch, collect, take_apart
-from bendtrace.interject.tensors import Exchange, tensors_of, with_tensors
-from bendtrace.interject.writing import may_write
+from bendtrace.interject.structure import (
+    Exchange,
+    Mismatch,
+    collect,
+    take_apart,
+    tensors_of,
+    with_tensors,
+)
 from bendtrace.tape.watchers import current_watcher
-
-__all__ = ["Attached", "Counts"]
 
 _lock = threading.RLock()
 _orders = itertools.count()

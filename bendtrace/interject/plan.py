@@ -7,15 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from bendtrace.floor import Floor
-from bendtrace.interject.interjection import Interjection, NodePass
-from bendtrace.interject.passes import Passes
+from bendtrace.interject.interjection import Interjection, NodePass, Passes
 from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.recorder import Recording
 
 if TYPE_CHECKING:
-    from bendtrace.interject.lookup import Lookup
-
-__all__ = ["Entry", "Location", "Matcher", "Placed", "Plan", "Slot", "State", "slots_of"]
+    from bendtrace.interject.registry import Lookup
 
 
 class Matcher(Protocol):

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bendtrace.compiled.eligible import why_not_op
-from bendtrace.compiled.probing import Refusal
+from bendtrace.compiled.probing import Refusal, why_not_op
 from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
 from bendtrace.recording.run import Signature, record
@@ -30,8 +29,6 @@ from bendtrace.tape.contexts import current_context
 from bendtrace.tape.tape import Test
 from bendtrace.torch_rules.functions import is_torchs_function
 from bendtrace.torch_rules.owners import parts_of, states_of
-
-__all__ = ["Lifted", "built", "effect_of_function", "effect_of_pure", "lifted", "why_not_pure"]
 
 
 class _Impure(Exception):

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import re
+import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any, NamedTuple
 
-from bendtrace.environment.code_facts import codes_in, functions_of, names_in
+import torch
+from torch import Tensor, nn
+
+from bendtrace.environment.code_facts import cells_of, codes_in, functions_of, names_in
 from bendtrace.environment.provenance import is_installed, is_installed_file
-from bendtrace.interject.contained import ANY
+from bendtrace.interject.insertion import Function
+from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.plan import Plan
-from bendtrace.interject.reached import Reached, is_users, reached_by, stores_in
 from bendtrace.recording.one_op import assigned_in
 from bendtrace.recording.recorder import Recording
-from bendtrace.tape.captured import Access, Captured, CaptureKind, Change
-
-__all__ = ["read_and_changed"]
+from bendtrace.tape.captured import PLAIN_TYPES, Access, Captured, CaptureKind, Change
+from bendtrace.torch_rules.functions import OpOverload
+from bendtrace.torch_rules.owners import parts_of
 
 
 def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
@@ -248,3 +255,278 @@ _CHANGING = frozenset(
 )  # fmt: skip
 _ASSIGNING = frozenset({"setattr", "delattr", "__setattr__", "__dict__", "vars"})
 _MAKING = frozenset({"__init__", "__new__", "__post_init__"})  # assign to new objects
+
+
+# What the code of an insertion names, and what it holds under names of its own.
+
+
+class Reached(NamedTuple):
+    """What the code of one insertion reaches.
+
+    Attributes:
+        what: the insertion.
+        codes: its code, and whether other code calls it: see `stores_in`.
+        held: the containers, objects, modules and tensors that it holds, by identity.
+        numbers: the globals with plain values that it names.
+        is_contained: whether it can read nothing of the model but its arguments, unless the model
+            has some of what it holds, too.
+    """
+
+    what: Interjection
+    codes: Mapping[types.CodeType, bool]
+    held: Mapping[int, Any]
+    numbers: frozenset[str]
+    is_contained: bool
+
+
+def reached_by(what: Interjection, own: Container[int]) -> Reached:
+    """Return what an insertion reaches.
+
+    Args:
+        what: the insertion.
+        own: identities of the model's own modules, which do what they do.
+    """
+    codes: dict[types.CodeType, bool] = {}
+    _add_codes(what, codes, set(), own, _DEPTH)
+    holding = _Holding(own)
+    holding.add(what, _DEPTH + 1)
+    contained = isinstance(what, Function) and is_contained(what.function, own)
+    return Reached(what, codes, holding.found, frozenset(holding.numbers), contained)
+
+
+class _Holding:
+    def __init__(self, own: Container[int]) -> None:
+        self.found: dict[int, Any] = {}
+        self.numbers: set[str] = set()
+        self._own = own
+
+    def add(self, thing: Any, depth: int) -> None:
+        """Add what an insertion holds, and what can be reached from there."""
+        if id(thing) in self.found or depth < 0 or isinstance(thing, _NOTHING_IN):
+            return
+        self.found[id(thing)] = thing
+        if isinstance(thing, Tensor) or id(thing) in self._own:
+            return
+        inner: list[Any]
+        if isinstance(thing, types.FunctionType):
+            if is_installed_file(thing.__code__.co_filename) or not is_users(thing):
+                return
+            space, names = thing.__globals__, names_in(thing.__code__) & thing.__globals__.keys()
+            self.numbers.update(name for name in names if type(space[name]) in PLAIN_TYPES)
+            defaults = (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
+            inner = [*map(space.get, names), *cells_of(thing), *defaults]
+        elif isinstance(thing, types.MethodType):
+            inner = [thing.__func__, thing.__self__]
+        elif isinstance(thing, functools.partial):
+            inner = [thing.func, thing.args, thing.keywords]
+        elif isinstance(thing, (tuple, list, set, frozenset)):
+            inner = list(islice(thing, _MOST))
+        elif isinstance(thing, dict):
+            inner = list(islice(thing.values(), _MOST))
+        elif type(thing).__module__.startswith(_OURS) and not isinstance(thing, Interjection):
+            return
+        else:
+            hook = getattr(getattr(thing, "handle", None), "hook_fn", None)
+            inner = list(getattr(thing, "__dict__", {}).values())
+            inner += [] if hook is None else [hook.function]
+            for base in filter(is_users, type(thing).__mro__):
+                inner += [v for name, v in vars(base).items() if name not in UNCALLED]
+        for item in inner:
+            self.add(item, depth - 1)
+
+
+_NOTHING_IN = (
+    type(None), bool, int, float, complex, str, bytes, type, types.ModuleType,
+    types.BuiltinFunctionType,
+)  # fmt: skip
+_OURS = __name__.partition(".")[0] + "."
+_MOST = 256  # items of a container
+
+
+def _add_codes(
+    thing: Any,
+    codes: dict[types.CodeType, bool],
+    seen: set[int],
+    own: Container[int],
+    depth: int,
+    is_helper: bool = False,
+) -> None:
+    """Add the code of users that may run when something is called, and whether other code calls it.
+
+    The first argument of a helper may be anything; that of the others is the insertion, or a value.
+    """
+    if id(thing) in seen or id(thing) in own or depth < 0:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, types.MethodType):
+        _add_codes(thing.__func__, codes, seen, own, depth)
+        _add_codes(thing.__self__, codes, seen, own, depth - 1)
+    elif isinstance(thing, functools.partial):
+        for item in (thing.func, *thing.args, *thing.keywords.values()):
+            _add_codes(item, codes, seen, own, depth - 1)
+    elif isinstance(thing, types.FunctionType):
+        if is_installed_file(thing.__code__.co_filename) or not is_users(thing):
+            return
+        codes[thing.__code__] = is_helper
+        space = thing.__globals__
+        for name in names_in(thing.__code__):
+            if callable(held := space.get(name)):
+                _add_codes(held, codes, seen, own, depth - 1, True)
+        for cell in thing.__closure__ or ():
+            with suppress(ValueError):
+                if callable(cell.cell_contents):
+                    _add_codes(cell.cell_contents, codes, seen, own, depth - 1, True)
+    elif isinstance(thing, type):
+        for base in thing.__mro__:
+            if is_users(base):
+                for name, member in vars(base).items():
+                    member = getattr(member, "__func__", member)
+                    if name in UNCALLED:
+                        continue
+                    if isinstance(member, property):
+                        _add_codes(member.fget, codes, seen, own, depth)
+                    elif isinstance(member, types.FunctionType):
+                        _add_codes(member, codes, seen, own, depth)
+    elif not isinstance(thing, (Tensor, types.ModuleType)):
+        _add_codes(type(thing), codes, seen, own, depth)
+        hook = getattr(getattr(thing, "handle", None), "hook_fn", None)
+        if hook is not None:
+            _add_codes(hook.function, codes, seen, own, depth)
+        for value in list(getattr(thing, "__dict__", {}).values()):
+            for item in value if type(value) in (list, tuple) else (value,):
+                if callable(item):
+                    _add_codes(item, codes, seen, own, depth - 1)
+
+
+def is_users(thing: Any) -> bool:
+    """Whether a function or class is of no package that is known to keep to its arguments."""
+    package = str(getattr(thing, "__module__", "")).split(".")[0]
+    ours = package == __name__.partition(".")[0]
+    return not ours and package not in KNOWN and package not in sys.stdlib_module_names
+
+
+@functools.lru_cache(1024)
+def stores_in(code: types.CodeType, is_helper: bool) -> tuple[frozenset[str], bool]:
+    """Return the attributes and globals that code assigns, and whether it assigns items.
+
+    Those of the first argument do not count, except in helpers.
+    """
+    found: set[str] = set()
+    items, owner = False, None
+    first = code.co_varnames[0] if code.co_argcount and not is_helper else ""
+    for step in dis.get_instructions(code):
+        if step.opname in ("STORE_ATTR", "DELETE_ATTR") and owner != first:
+            found.add(step.argval)
+        elif step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            found.add(step.argval)
+        elif step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+            items = True
+        value = step.argval if step.opname.startswith("LOAD_FAST") else None
+        owner = value[-1] if isinstance(value, tuple) else value
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            inner, also = stores_in(value, is_helper)
+            found |= inner
+            items = items or also
+    return frozenset(found), items
+
+
+_DEPTH = 3
+
+
+# Whether what is inserted can read anything of a model but its arguments.
+
+# With these, code can read an attribute without writing out its name.
+ANY = frozenset(
+    {"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "eval", "exec", "globals"}
+)
+
+
+def is_contained(function: Any, own: Container[int] | None = None) -> bool:
+    """Return whether a function, or a module, can read nothing of the model but its arguments.
+
+    Args:
+        function: the function.
+        own: identities of the model's own modules; None if unknown.
+    """
+    return _is_plain(function, _Search(own))
+
+
+class _Search:
+    """What has been scanned already, and the model's own modules."""
+
+    def __init__(self, own: Container[int] | None) -> None:
+        self.seen: set[int] = set()
+        self.own = own
+
+
+def _is_plain(thing: Any, search: _Search) -> bool:
+    """Return whether an object leads only to tensors, numbers and torch's own functions."""
+    if id(thing) in search.seen:
+        return True
+    search.seen.add(id(thing))
+    if isinstance(thing, (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype)):
+        return True
+    if isinstance(thing, types.ModuleType):
+        return thing.__name__.split(".")[0] in KNOWN
+    if isinstance(thing, type):
+        return thing.__module__.split(".")[0] in KNOWN
+    if isinstance(thing, nn.Module):
+        return all(_is_plain_module(inner, search) for inner in parts_of(thing))
+    if isinstance(thing, types.MethodType):
+        return _is_plain(thing.__func__, search) and _is_plain(thing.__self__, search)
+    if isinstance(thing, functools.partial):
+        return all(
+            _is_plain(t, search) for t in (thing.func, *thing.args, *thing.keywords.values())
+        )
+    if isinstance(thing, (tuple, list)):
+        return all(_is_plain(item, search) for item in thing)
+    if isinstance(thing, types.FunctionType):
+        if (thing.__module__ or "").split(".")[0] in KNOWN:
+            return True
+        names = names_in(thing.__code__)
+        if names & ANY:
+            return False
+        space = thing.__globals__
+        found = [space[name] for name in names if name in space]
+        try:
+            found += [cell.cell_contents for cell in thing.__closure__ or ()]
+        except ValueError:  # a name that is assigned only later
+            return False
+        found += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+        return all(_is_plain(item, search) for item in found)
+    return isinstance(thing, (types.BuiltinFunctionType, OpOverload))
+
+
+def _is_plain_module(module: nn.Module, search: _Search) -> bool:
+    """Return the same for a module itself: its methods, and attributes other than its parts."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if type(module).__module__.startswith("torch.nn."):
+        return True
+    if search.own is None or id(module) in search.own:
+        return False
+    held = [value for name, value in vars(module).items() if name not in _TABLES]
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("torch.nn.") or cls is object:
+            continue
+        for name, member in vars(cls).items():
+            if isinstance(member, (staticmethod, classmethod)):
+                member = member.__func__
+            elif isinstance(member, property):
+                held += [member.fget, member.fset]
+                continue
+            if name not in UNCALLED:
+                held.append(member)
+    return all(_is_plain(value, search) for value in held)
+
+
+_TABLES = frozenset(vars(nn.Module()))
+# Attributes that are not called by calling a module, and those of every class.
+UNCALLED = frozenset(
+    {
+        "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__init__", "__module__",
+        "__static_attributes__", "__weakref__", "__annotate_func__", "__annotations_cache__",
+    }
+)  # fmt: skip
+KNOWN = frozenset({"torch", "math", "builtins", "operator"})

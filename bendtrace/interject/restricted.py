@@ -11,8 +11,7 @@ from torch import Tensor
 
 from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.gates import of_this_run
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.passes import Passes, PassNumbers
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
 
 __all__ = ["InCalls", "OfRows", "Restricted", "Rows"]
 

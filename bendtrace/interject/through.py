@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from bendtrace.interject.gates import AfterGate, attempt, is_repeated, passes_of, take_back
-from bendtrace.interject.tensors import is_uneven, version_of
+from bendtrace.interject.structure import is_uneven, version_of
 from bendtrace.replay.splices import Interrupted, Unfit
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import is_leaf, requires_grad
-
-__all__ = ["Through", "fits", "is_shared", "kind_of"]
 
 
 class Splicing(Protocol):

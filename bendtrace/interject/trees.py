@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 else:
     outlines = LazyModule("bendtrace.view.outline.program")
 
-__all__ = ["Trees"]
-
 _MOST = 64  # sets of places that paths are kept for
 
 

@@ -7,12 +7,13 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import nn
 
 from bendtrace._lazy import LazyModule
@@ -20,9 +21,10 @@ from bendtrace._places import place_text
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import near_names
-from bendtrace.interject.aliases import Alias
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import Location, State
 from bendtrace.interject.resolver import Meant, Runs, meant_by, name_of
+from bendtrace.interject.restricted import Restricted
 from bendtrace.paths.candidates import (
     Candidate,
     CandidateGraph,
@@ -41,18 +43,476 @@ if TYPE_CHECKING:
 else:
     naming = LazyModule("bendtrace.interject.selectors.naming")
 
-__all__ = [
-    "AtPath",
-    "AtPaths",
-    "Known",
-    "LocationText",
-    "OfModule",
-    "Target",
-    "Where",
-    "near_misses",
-    "targets_named",
-    "targets_of",
-]
+# Other names for activations: those of TransformerLens's hooks, and the user's own.
+
+
+@dataclass(frozen=True)
+class Alias:
+    """The location that an alias names.
+
+    Attributes:
+        where: a module's path with `.output` or `.input`, or a node path.
+        pick: a function from the value there to the named value; None for the value itself.
+        why: why the two are equal.
+        put: a function from the value there, and another named value, to the value with that in
+            it; None if the named value can only be read.
+
+    Wherever `interject` takes a location, it takes an alias, too: what is inserted there receives
+    the named value, and what it returns is put in its place.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> first = bt.workflows.Alias("0.output", pick=lambda value: value[0])
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh())
+        >>> x = torch.ones(1, 2)
+        >>> _, cache = bt.workflows.run_with_cache(model, x, aliases={"first": first})
+        >>> cache["0.output"].shape, cache["first"].shape
+        (torch.Size([1, 2]), torch.Size([2]))
+        >>> bended = bt.BendedModule(model)
+        >>> last = bt.workflows.Alias(
+        ...     "0.output", pick=lambda value: value[:, 1:],
+        ...     put=lambda value, new: torch.cat([value[:, :1], new], 1),
+        ... )
+        >>> with bended.interject(last, torch.zeros_like):
+        ...     bended(x)
+        tensor([[0.7616, 0.0000]])
+    """
+
+    where: str
+    pick: Callable[[Any], Any] | None = field(default=None, repr=False)
+    why: str = ""
+    put: Callable[[Any, Any], Any] | None = field(default=None, repr=False)
+
+    def around(self, what: Interjection) -> Interjection:
+        """Return an interjection for the value there, which calls one for the named value.
+
+        Raises:
+            InputError: the named value can only be read, or the interjection works around a node.
+        """
+        if self.pick is None:
+            return what
+        if what._forms() - {"after"}:
+            raise InputError(
+                f"{what.label} works around a node, but an alias of a part of a value, such as at "
+                f"{self.where!r}, has only a value"
+            )
+        if self.put is None and not what.observes:
+            raise InputError(
+                f"the alias at {self.where!r} can only be read: pass Alias(put=...), which puts a "
+                "new value into the one that it was picked from"
+            )
+        return _OfPart(what, self)
+
+
+class _OfPart(Restricted):
+    def __init__(self, what: Interjection, alias: Alias) -> None:
+        super().__init__(what)
+        self._alias = alias
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        pick, put = self._alias.pick, self._alias.put
+        assert pick is not None
+        part = pick(output)
+        made = self.what.after(at, inputs, part)
+        if made is None or made is part or self.observes:
+            return None if self.observes or made is None else output
+        assert put is not None
+        return put(output, made)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream of a model, by TransformerLens's names.
+
+    Attributes:
+        layers: the number of layers.
+        positions: the node path of the embeddings of positions; None if there are none.
+        norms: for each layer the norms before attention and before the MLP.
+        final: the norm after all layers.
+        unembed: the module that makes logits of the stream; None if there is none.
+    """
+
+    layers: int
+    positions: str | None
+    norms: tuple[tuple[nn.Module, nn.Module], ...]
+    final: nn.Module
+    unembed: nn.Module | None
+
+    def key(self, layer: int, is_mid: bool) -> tuple[str, int]:
+        """Return the short name of the stream before a layer, or before its MLP."""
+        if layer == self.layers:
+            return "resid_post", layer - 1
+        return "resid_mid" if is_mid else "resid_pre", layer
+
+
+_OF_LAYER = re.compile(r"blocks\.(\d+)\.(?:(\w+)\.)?hook_(\w+)")
+
+
+class Aliases(Mapping[str, Alias]):
+    r"""Other names for the values of nodes.
+
+    Args:
+        names: an `Alias` for each name, or just its `where`.
+        unequal: names without an equal value here, as regular expressions that match them in full,
+            with the reasons.
+
+    Attributes:
+        stream: the residual stream that the names are about; None if it is unknown.
+
+    Raises:
+        InputError: a name or an alias is of another type.
+
+    Example:
+        >>> import bendtrace as bt
+        >>> mine = bt.workflows.Aliases(
+        ...     {"residual": "layers.0.output"}, {r"residual_\d+": "there is one"}
+        ... )
+        >>> mine["residual"].where
+        'layers.0.output'
+        >>> mine.why_not("residual_7")
+        'there is one'
+        >>> sorted(mine | {"logits": "head.output"})
+        ['logits', 'residual']
+    """
+
+    def __init__(
+        self,
+        names: Mapping[str, str | Alias] | None = None,
+        unequal: Mapping[str, str] | None = None,
+    ) -> None:
+        self._names: dict[str, Alias] = {}
+        for name, alias in (names or {}).items():
+            if not isinstance(name, str) or not isinstance(alias, (str, Alias)):
+                raise InputError(
+                    f"an alias maps a name to a path or an Alias, not {name!r} to {alias!r}"
+                )
+            self._names[name] = Alias(alias) if isinstance(alias, str) else alias
+        self._unequal = dict(unequal or {})
+        self.stream: Stream | None = None
+
+    def __getitem__(self, name: str) -> Alias:
+        return self._names[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def why_not(self, name: str) -> str:
+        """Return why a name has no equal here; "" if there is no entry."""
+        reasons = (why for pattern, why in self._unequal.items() if re.fullmatch(pattern, name))
+        return "" if name in self._names else next(reasons, "")
+
+    def full_name(self, short: Any) -> str | None:
+        """Return the name for one of TransformerLens's short names; None if it is none of them.
+
+        Args:
+            short: `"embed"` for `hook_embed`; or the name, the layer (from the end if negative),
+                and the part of the layer, which can be left out if only one part has the name.
+
+        Example:
+            >>> import bendtrace as bt
+            >>> aliases = bt.workflows.Aliases({"blocks.3.attn.hook_q": "layers.3.q.output"})
+            >>> aliases.full_name(("q", 3)), aliases.full_name(("q", -1, "attn"))
+            ('blocks.3.attn.hook_q', 'blocks.3.attn.hook_q')
+        """
+        if isinstance(short, str):
+            name = f"hook_{short}"
+            return name if name in self._names and short not in self._names else None
+        if not isinstance(short, tuple) or not 2 <= len(short) <= 3:
+            return None
+        found: dict[int, list[str]] = {}
+        for name in self._names:
+            parts = _OF_LAYER.fullmatch(name)
+            if (
+                parts is not None
+                and parts[3] == short[0]
+                and parts[2] in (short[2:] or (parts[2],))
+            ):
+                found.setdefault(int(parts[1]), []).append(name)
+        layer = short[1]
+        if isinstance(layer, int) and layer < 0:
+            layer += 1 + max(found, default=0)
+        names = found.get(layer, [])
+        return names[0] if len(names) == 1 else None
+
+    def __or__(self, other: Mapping[str, str | Alias]) -> Aliases:
+        unequal = {**self._unequal, **(other._unequal if isinstance(other, Aliases) else {})}
+        made = Aliases({**self._names, **other}, unequal)
+        made.stream = self.stream
+        return made
+
+    def __repr__(self) -> str:
+        return f"<Aliases: {len(self)} names>"
+
+    def __str__(self) -> str:
+        wide = max(map(len, self._names), default=0)
+        return "\n".join(f"{name:<{wide}}  {alias.where}" for name, alias in self._names.items())
+
+
+def transformer_lens_aliases(model: Any) -> Aliases:
+    """Return TransformerLens's names of hooks for equal values in a Hugging Face model.
+
+    There are tables for GPT-2 and Llama (and those built like it: Mistral, Qwen 2), chosen by the
+    configuration and the names of modules; they were compared with TransformerLens 4.3.0 on models
+    with random weights. They name the values of a TransformerLens model with the original weights:
+    folding and centring (`enable_compatibility_mode`, once `from_pretrained`) change the values.
+
+    Args:
+        model: the model. For models of other kinds no names are known.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bt.workflows.transformer_lens_aliases(torch.nn.Linear(2, 2))
+        <Aliases: 0 names>
+    """
+    if not isinstance(model, nn.Module):
+        return Aliases()
+    modules = dict(model.named_modules())
+    # Others have modules of the same names and mean other things: Gemma 2, Granite, GPTBigCode.
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    for family in _FAMILIES:
+        for name in modules if kind in family.kinds else ():
+            found = re.fullmatch(rf"((?:.+\.)?){family.block}\.0", name)
+            if found and all(f"{name}.{part}" in modules for part in family.parts):
+                shape = family.heads(modules, f"{name}.{family.attention}")
+                if shape is not None:
+                    return _aliases(family, modules, found[1], shape)
+    return Aliases()
+
+
+def alias_of(where: Any, model: Any) -> Alias | None:
+    """Return the alias that a location is, or names in TransformerLens's words; None for others.
+
+    Raises:
+        NodePathError: it is such a name, and has no equal in the model.
+    """
+    if isinstance(where, Alias):
+        return where
+    if not isinstance(where, str) or "hook_" not in where:
+        return None
+    names = transformer_lens_aliases(model)
+    require_equal(names, where)
+    return names.get(where)
+
+
+def require_equal(aliases: Aliases, name: str) -> None:
+    """Raise if a name is known to have no equal in a model.
+
+    Raises:
+        NodePathError: it has none; the message says why.
+    """
+    if why := aliases.why_not(name):
+        raise NodePathError(f"{name!r} has no equal in this model: {why}", name)
+
+
+class _Family(NamedTuple):
+    """The names of a family of models.
+
+    Attributes:
+        kinds: `model_type` of their configurations.
+        block: the list of blocks.
+        parts: modules that each block has.
+        attention: the module of attention in a block.
+        heads: returns the shape that an axis of all heads has as (heads, size); None if unknown.
+        embed: the module of the embedding of tokens.
+        positions: that of positions; "" if there is none.
+        norms: the modules of the norms in a block, and after all blocks.
+        names: for each hook of a block its place in the block, which part of the value there, and
+            why the two are equal.
+        final: hooks after all blocks, and their places.
+        unequal: as for `Aliases`, with the prefix of the modules for `{prefix}`.
+    """
+
+    kinds: frozenset[str]
+    block: str
+    parts: tuple[str, ...]
+    attention: str
+    heads: Callable[[Mapping[str, nn.Module], str], tuple[int, int] | None]
+    embed: str
+    positions: str
+    norms: tuple[str, str, str]
+    names: Mapping[str, tuple[str, str, str]]
+    final: Mapping[str, str]
+    unequal: Mapping[str, str]
+
+
+def _aliases(
+    family: _Family, modules: Mapping[str, nn.Module], prefix: str, shape: tuple[int, int]
+) -> Aliases:
+    def split(value: Any) -> Any:
+        return value.unflatten(-1, shape)
+
+    def third(number: int) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+        def put(value: Any, new: Any) -> Any:
+            parts = list(value.chunk(3, -1))
+            parts[number] = new.flatten(-2)
+            return torch.cat(parts, -1)
+
+        return lambda value: split(value.chunk(3, -1)[number]), put
+
+    def scores_put(value: Any, new: Any) -> Any:
+        return torch.where((new == -torch.inf) & _is_masked(value), value, new)
+
+    def results_of(projection: nn.Module) -> Callable[[Any], Any]:
+        def results(value: Any) -> Any:
+            weight: Any = projection.weight.detach().to(value)  # type: ignore[operator]
+            weight = weight.T if isinstance(projection, nn.Linear) else weight
+            return torch.einsum("...hd,hdm->...hm", split(value), weight.unflatten(0, shape))
+
+        return results
+
+    def first_put(value: Any, new: Any) -> Any:
+        return type(value)((new, *value[1:])) if isinstance(value, (tuple, list)) else new
+
+    picks: dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, Any], Any] | None]] = {
+        "": (None, None),
+        "first": (lambda v: v[0] if isinstance(v, (tuple, list)) else v, first_put),
+        "heads": (split, lambda value, new: new.flatten(-2)),
+        "swapped": (lambda v: v.transpose(1, 2), lambda value, new: new.transpose(1, 2)),
+        "scores": (lambda v: v.masked_fill(_is_masked(v), -torch.inf), scores_put),
+        **{name: third(number) for number, name in enumerate("qkv")},
+    }
+    names: dict[str, str | Alias] = {"hook_embed": f"{prefix}{family.embed}.output"}
+    layers = len(modules[f"{prefix}{family.block}"])  # type: ignore[arg-type]
+    unequal = {name: why.replace("{prefix}", prefix) for name, why in family.unequal.items()}
+    for i in range(layers):
+        at = f"{prefix}{family.block}.{i}"
+        node = re.sub(r"\.(\d+)", r"_\1", at)  # node paths join numbers to the name before
+        for name, (where, pick, why) in family.names.items():
+            is_module = where.rpartition(".")[2] in ("input", "output")
+            place = f"{at if is_module else node}.{where}"
+            if pick == "results":
+                projection = modules[f"{at}.{where.removesuffix('.input')}"]
+                if type(projection).__name__ in ("Linear", "Conv1D"):  # nothing that wraps one
+                    names[f"blocks.{i}.{name}"] = Alias(place, results_of(projection), why)
+                continue
+            names[f"blocks.{i}.{name}"] = Alias(place, picks[pick][0], why, picks[pick][1])
+    names |= {name: f"{prefix}{where}" for name, where in family.final.items()}
+    made = Aliases(names, {**unequal, **_UNEQUAL})
+    first, second, final = family.norms
+    norms = ((modules[f"{at}.{first}"], modules[f"{at}.{second}"]) for at in (
+        f"{prefix}{family.block}.{i}" for i in range(layers)
+    ))  # fmt: skip
+    made.stream = Stream(
+        layers, f"{prefix}{family.positions}.output" if family.positions else None, tuple(norms),
+        modules[f"{prefix}{final}"], modules.get("lm_head"),
+    )  # fmt: skip
+    return made
+
+
+def _is_masked(scores: Any) -> Any:
+    """Return where scores are masked: by the smallest number here, by -inf in TransformerLens."""
+    return scores <= torch.finfo(scores.dtype).min / 2
+
+
+_UNEQUAL = {
+    r"blocks\.\d+\.(attn\.)?hook_(q_input|k_input|v_input|mlp_in|attn_in)": (
+        "TransformerLens can split the input of a layer into one for each head; here there is "
+        "one tensor: use blocks.{i}.hook_resid_pre, or hook_resid_mid"
+    ),
+    r"blocks\.\d+\.attn\.hook_result": (
+        "it is hook_z @ W_O, head by head, and the output projection is no plain linear layer"
+    ),
+    r".*\.hook_scale": "the norm's scale is inside one operation, and no tensor of the model",
+    r"hook_tokens": "that is the input of the model",
+}
+_STREAM = "both are the residual stream: the sum of the embeddings and of all layers before"
+_NORM = "the norm with its weights"
+_ROTATED = "after the rotation, where it consists of operations of torch"
+
+
+def _shared(attention: str, scores: str, out: str) -> dict[str, tuple[str, str, str]]:
+    eager = "the softmax is an operation by itself only with attn_implementation='eager'"
+    return {
+        "hook_resid_pre": ("input", "", _STREAM),
+        "hook_resid_post": ("output", "first", _STREAM),
+        "hook_attn_out": (f"{attention}.output", "first", "the contribution of attention"),
+        "hook_mlp_out": ("mlp.output", "", "the contribution of the MLP"),
+        "attn.hook_pattern": (f"{attention}.softmax", "", eager),
+        "attn.hook_attn_scores": (f"{attention}.{scores}", "scores", eager),
+        "attn.hook_result": (f"{attention}.{out}.input", "results", "hook_z @ W_O, by heads"),
+    }
+
+
+def _of_gpt2(modules: Mapping[str, nn.Module], attention: str) -> tuple[int, int] | None:
+    heads = getattr(modules[attention], "num_heads", None)
+    return (heads, -1) if isinstance(heads, int) else None
+
+
+def _of_llama(modules: Mapping[str, nn.Module], attention: str) -> tuple[int, int] | None:
+    size = getattr(modules[attention], "head_dim", None)
+    # With norms of queries and keys the names would mean something else.
+    return (-1, size) if isinstance(size, int) and f"{attention}.q_norm" not in modules else None
+
+
+_FAMILIES = (
+    _Family(
+        frozenset({"gpt2"}),
+        "h",
+        ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc"),
+        "attn",
+        _of_gpt2,
+        "wte",
+        "wpe",
+        ("ln_1", "ln_2", "ln_f"),
+        {
+            **_shared("attn", "add", "c_proj"),
+            "ln1.hook_normalized": ("ln_1.output", "", _NORM),
+            "attn.hook_q": ("attn.c_attn.output", "q", "by heads"),
+            "attn.hook_k": ("attn.c_attn.output", "k", "by heads"),
+            "attn.hook_v": ("attn.c_attn.output", "v", "by heads"),
+            "attn.hook_z": ("attn.c_proj.input", "heads", "by heads"),
+            "hook_resid_mid": ("ln_2.input", "", _STREAM),
+            "ln2.hook_normalized": ("ln_2.output", "", _NORM),
+            "mlp.hook_pre": ("mlp.c_fc.output", "", "before the activation"),
+            "mlp.hook_post": ("mlp.c_proj.input", "", "after the activation"),
+        },
+        {"ln_final.hook_normalized": "ln_f.output"},
+        {
+            "hook_pos_embed": (
+                "here there is one row for all examples: use {prefix}wpe.output, which has no "
+                "axis for them"
+            ),
+            r"blocks\.\d+\.attn\.hook_rot_[qk]": "GPT-2 rotates nothing",
+            r"blocks\.\d+\.mlp\.hook_pre_linear": "GPT-2's MLP has no gate",
+        },
+    ),
+    _Family(
+        frozenset({"llama", "mistral", "qwen2"}),
+        "layers",
+        ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"),
+        "self_attn",
+        _of_llama,
+        "embed_tokens",
+        "",
+        ("input_layernorm", "post_attention_layernorm", "norm"),
+        {
+            **_shared("self_attn", "add_2", "o_proj"),
+            "attn.hook_rot_q": ("self_attn.add", "swapped", _ROTATED),
+            "attn.hook_rot_k": ("self_attn.add_1", "swapped", _ROTATED),
+            "attn.hook_q": ("self_attn.q_proj.output", "heads", "before the rotation"),
+            "attn.hook_k": ("self_attn.k_proj.output", "heads", "before the rotation"),
+            "attn.hook_v": ("self_attn.v_proj.output", "heads", "by heads"),
+            "attn.hook_z": ("self_attn.o_proj.input", "heads", "by heads"),
+            "hook_resid_mid": ("post_attention_layernorm.input", "", _STREAM),
+            "mlp.hook_pre": ("mlp.gate_proj.output", "", "the gate"),
+            "mlp.hook_pre_linear": ("mlp.up_proj.output", "", "the gated values"),
+            "mlp.hook_post": ("mlp.down_proj.input", "", "gated"),
+        },
+        {},
+        {
+            r"(blocks\.\d+\.ln[12]|ln_final)\.hook_normalized": (
+                "in TransformerLens it is the output of the norm before the product with its "
+                "weights, and the module's output here is that product: use the node in front "
+                "of the last `mul`"
+            ),
+            "hook_pos_embed": "Llama has rotations instead of position embeddings",
+        },
+    ),
+)
+
 
 _Nodes: TypeAlias = OneSelectable | NodeRef | LayerEntry | ModuleEntry | Alias
 # All that `BendedModule.interject` takes as a location.
@@ -302,7 +762,7 @@ def _named(text: str, known: Known, said: Any) -> tuple[Target, ...]:
             find(tree.data, text)
         except NodePathError as error:
             errors.append(error)
-    if not errors:  # the first run shows it (see `lookup.py`)
+    if not errors:  # the first run shows it (see `registry.py`)
         return (Target(said),)
     path = known.mirror_path(text)
     near = near_names(text, (name for names in known.names() for name in names.listed()))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Hashable
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Hashable
+from enum import Enum
+from keyword import iskeyword
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from bendtrace.flow import FlowStep, LoopFlowStep, steps_of
-from bendtrace.paths.body import Body
-from bendtrace.paths.code import call_text, module_expression, value_text
 from bendtrace.paths.events import Events, items_of, result_type, type_name
 from bendtrace.paths.naming import Holders, Registry, identifier
 from bendtrace.paths.nodes import Kind, Pass, Place, Role, Step, TreeNode, Variant
 from bendtrace.recording import numbers, recorder, scopes, texts
-from bendtrace.recording.names import base_name
+from bendtrace.recording.names import base_name, target_name
 from bendtrace.source.sites import Site
-from bendtrace.tape.structure import Existing, Made
+from bendtrace.tape.captured import Captured
+from bendtrace.tape.structure import Existing, Instance, Made, existing_in
 from bendtrace.tape.tape import (
     ModuleCall,
     Op,
@@ -27,10 +30,7 @@ from bendtrace.tape.tape import (
     TensorMeta,
     refs_in,
 )
-from bendtrace.torch_rules.functions import is_gate
-
-__all__ = ["Builder", "StepSource", "Visit"]
-
+from bendtrace.torch_rules.functions import is_gate, name_of
 
 # The code of the tracer itself that runs a function.
 _TRACERS = frozenset(module.__file__ for module in (recorder, scopes, numbers, texts))
@@ -530,3 +530,522 @@ def _outcome(step: FlowStep) -> str:
     if isinstance(step, LoopFlowStep):
         return step.how_often
     return repr(step.value)
+
+
+# The code that a module ran, as Python expressions with the names of its nodes.
+
+Name = Callable[[Ref], str]
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "div": "/", "floordiv": "//", "mod": "%",
+    "matmul": "@", "pow": "**", "lshift": "<<", "rshift": ">>", "and": "&", "or": "|",
+    "xor": "^", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+}  # fmt: skip
+_PREFIX = {"neg": "-", "invert": "~"}
+_LONG = 60  # characters of a constant that are written out
+_LONG_OBJECT = 200  # characters of what an object holds
+_KEPT = re.compile(r"(\w+)_passes\[-(\d+)\](.*)")
+_FEW = 3  # so many values of one variable are written out
+
+
+def value_text(value: Any, name: Name) -> str:
+    """Return recorded arguments as source text.
+
+    Args:
+        value: the recorded object.
+        name: returns the text for a value of the run.
+    """
+    kind = type(value)
+    if kind is Ref:
+        return name(value)
+    if kind is tuple:
+        inner = _joined([value_text(item, name) for item in value])
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if kind is list:
+        return f"[{_joined([value_text(item, name) for item in value])}]"
+    if isinstance(value, dict):
+        items = (f"{_plain(key)}: {value_text(item, name)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if kind is slice:
+        return f"slice({', '.join(value_text(part, name) for part in _bounds(value))})"
+    if kind is Instance:
+        return _instance_text(value, name)
+    if kind is Made:
+        refs = list(refs_in(value))
+        return name(refs[0]) if len(refs) == 1 else f"<{value.maker.__name__}>"
+    if kind is Existing:
+        return str(value.part.label)
+    return _plain(value)
+
+
+def _joined(texts: list[str]) -> str:
+    """Join items; a run of the values of one variable becomes a slice of what is kept of it."""
+    found: list[str] = []
+    position = 0
+    while position < len(texts):
+        match = _KEPT.fullmatch(texts[position])
+        end = position + 1
+        if match is not None:
+            name, lag, access = match[1], int(match[2]), match[3]
+            while end < len(texts) and lag > 1:
+                lag -= 1
+                older = f"{kept_name(name)}[-{lag}]{access}"
+                if texts[end] != (older if lag > 1 else name + access):
+                    lag += 1
+                    break
+                end += 1
+            if end - position > _FEW:
+                stop = "" if lag == 1 else str(1 - lag)
+                held = f"{kept_name(name)}[-{match[2]}:{stop}]"
+                found.append(f"*[each{access} for each in {held}]" if access else f"*{held}")
+                position = end
+                continue
+        found.append(texts[position])
+        position += 1
+    return ", ".join(found)
+
+
+def call_text(op: Op, name: Name) -> str:
+    """Return the expression for an op."""
+    target, args = op.target, op.args
+    if isinstance(target, Captured) or target is None:
+        return "<unknown>" if target is None else str(target.label)
+    word = name_of(target)
+    bare = word.strip("_") if word.startswith("__") else word
+    setter = getattr(target, "__name__", "")
+    if setter == "__get__" and args:
+        return f"{value_text(args[0], name)}.{word}"
+    if setter == "__set__" and len(args) == 2:
+        return f"{value_text(args[0], name)}.{word} = {value_text(args[1], name)}"
+    if bare in ("getitem", "setitem") and len(args) >= 2:
+        item = f"{value_text(args[0], name)}[{_index_text(args[1], name)}]"
+        return item if bare == "getitem" else f"{item} = {value_text(args[2], name)}"
+    is_python = getattr(target, "__module__", "") == "_operator" or word.startswith("__")
+    is_method = _is_method(target, word) and bool(args) and type(args[0]) is Ref
+    if len(args) == 2 and not op.kwargs and (is_python or is_method):
+        left, right = (_operand(value, name) for value in args)
+        if bare in _INFIX:
+            return f"{left} {_INFIX[bare]} {right}"
+        if bare[0] in "ri" and bare[1:] in _INFIX and is_python | (bare[0] == "r"):
+            swap = bare[0] == "r"
+            first, second = (right, left) if swap else (left, right)
+            return f"{first} {_INFIX[bare[1:]]}{'' if swap else '='} {second}"
+    if len(args) == 1 and is_python and bare in _PREFIX:
+        return f"{_PREFIX[bare]}{_operand(args[0], name)}"
+    given = [value_text(value, name) for value in (args[1:] if is_method else args)]
+    given += [
+        f"{key}={value_text(value, name)}"
+        if key.isidentifier() and not iskeyword(key)
+        else f"**{{{key!r}: {value_text(value, name)}}}"
+        for key, value in op.kwargs.items()
+    ]
+    if is_method:
+        return f"{value_text(args[0], name)}.{word}({', '.join(given)})"
+    return f"{target_name(target)}({', '.join(given)})"
+
+
+def _operand(value: Any, name: Name) -> str:
+    text = value_text(value, name)
+    return f"({text})" if text.startswith("-") else text
+
+
+def _is_method(target: Any, word: str) -> bool:
+    return getattr(Tensor, word, None) is target or getattr(target, "__objclass__", None) in (
+        Tensor, torch._C.TensorBase,
+    )  # fmt: skip
+
+
+def _bounds(value: slice) -> tuple[Any, Any, Any]:
+    return value.start, value.stop, value.step
+
+
+def _index_text(value: Any, name: Name) -> str:
+    if isinstance(value, slice):
+        start, stop, step = (
+            "" if bound is None else value_text(bound, name) for bound in _bounds(value)
+        )
+        return f"{start}:{stop}:{step}" if step else f"{start}:{stop}"
+    if type(value) is tuple and value:
+        inner = ", ".join(_index_text(item, name) for item in value)
+        return f"{inner}," if len(value) == 1 else inner
+    return "..." if value is ... else value_text(value, name)
+
+
+def _instance_text(value: Instance, name: Name) -> str:
+    if isinstance(value.items, dict):
+        given = [f"{key}={value_text(item, name)}" for key, item in value.items.items()]
+    elif value.items is not None:
+        given = [value_text(item, name) for item in value.items]
+    else:
+        held = value.attributes.items()
+        given = [f"{key}={value_text(item, name)}" for key, item in held]
+        if sum(map(len, given)) > _LONG_OBJECT:
+            return f"<{value.cls.__name__}>"
+    return f"{value.cls.__name__}({', '.join(given)})"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Enum):
+        return str(value)
+    if isinstance(value, (type, type(_plain), type(len))):
+        return getattr(value, "__qualname__", repr(value))
+    text = " ".join(repr(value).split())
+    if len(text) > _LONG or " at 0x" in text:
+        return f"<{type(value).__qualname__}>"
+    return text
+
+
+def module_expression(relative: str, module: nn.Module | None = None) -> str:
+    """Return the expression for a submodule, parameter or buffer in the code of a module.
+
+    Args:
+        relative: its name in that module.
+        module: the module whose code it is.
+
+    Example:
+        >>> [module_expression(name) for name in ("linear", "layers.8", "0", "a b")]
+        ['self.linear', 'self.layers[8]', 'self[0]', "getattr(self, 'a b')"]
+        >>> module_expression("0", nn.ModuleDict({"0": nn.ReLU()}))
+        "self['0']"
+    """
+    text = "self"
+    for part in filter(None, relative.split(".")):
+        if isinstance(module, nn.ModuleDict) and part in module:
+            text += f"[{part!r}]"
+        elif part.isdigit() and (module is None or hasattr(type(module), "__getitem__")):
+            text += f"[{part}]"
+        elif part.isidentifier() and not iskeyword(part):
+            text += f".{part}"
+        else:
+            text = f"getattr({text}, {part!r})"
+        module = getattr(module, part, None)
+    return text
+
+
+# The code of one module call while it is written, and its layout as lines of Python.
+
+# Whole numbers that stand by themselves; `#` cannot be in what is written here otherwise.
+_NUMBER = re.compile(r"(?<![\w.'\"#-])\d+(?![\w.'\"])")
+_MAX_PERIOD = 48  # lines of the longest repeated stretch that is looked for
+
+
+class Line(NamedTuple):
+    """One statement.
+
+    Attributes:
+        text: the statement.
+        target: the name it assigns; "" for none.
+        used: the names in it, in order.
+        leaves: whether it is the last one, after which nothing needs to be freed.
+        within: the context managers that it runs under; "" for none.
+    """
+
+    text: str
+    target: str
+    used: tuple[str, ...]
+    leaves: bool = False
+    within: str = ""
+
+
+def kept_name(name: str) -> str:
+    """Return the name of the list with a variable's values, if earlier ones are needed."""
+    return f"{name}_passes"
+
+
+def layout(lines: list[Line], given: Collection[str] = (), kept: Collection[str] = ()) -> list[str]:
+    """Return statements as text, with variables freed after their last use and repetitions folded.
+
+    Args:
+        lines: the statements.
+        given: the arguments.
+        kept: variables whose earlier values are still needed after reassignment.
+    """
+    lines = _keeping(lines, kept)
+    taken = {line.target for line in lines}.union(given)
+    freed = [[name for name in names if name in taken] for names in _freed(lines)]
+    found: list[str] = []
+    start = 0
+    while start < len(lines):
+        within, stop = lines[start].within, start + 1
+        while stop < len(lines) and lines[stop].within == within:
+            stop += 1
+        block = _folded(lines[start:stop], freed[start:stop], taken)
+        if within:
+            found.append(f"with {within}:")
+            block = [f"    {text}" for text in block]
+        found += block
+        start = stop
+    return found
+
+
+def _folded(lines: list[Line], freed: list[list[str]], taken: Collection[str]) -> list[str]:
+    """Return lines as text, with those that repeat as loops."""
+    forms = [_Form(line) for line in lines]
+    numbers: dict[str, int] = {}
+    code = [numbers.setdefault(form.template, len(numbers)) for form in forms]
+    found: list[str] = []
+    position = 0
+    while position < len(lines):
+        period, count = _repetition(code, forms, position)
+        end = position + period * count
+        if count < 2:
+            found.append(_with_freed(lines[position].text, freed[position]))
+            position += 1
+            continue
+        body = _Body(forms, position, period, count, taken)
+        found.append(body.header)
+        after: list[str] = []
+        for offset in range(period):
+            each = [freed[i] for i in range(position + offset, end, period)]
+            last = each[-1]
+            always = [name for name in last if all(name in names for names in each)]
+            after += [name for name in last if name not in always]
+            found.append("    " + _with_freed(body.text(offset), always))
+        if after:
+            found.append(f"{' = '.join(after)} = None")
+        position = end
+    return found
+
+
+def _keeping(lines: list[Line], kept: Collection[str]) -> list[Line]:
+    """Add to lines what keeps the values of some variables in lists."""
+    if not kept:
+        return lines
+    assigned = {line.target for line in lines}
+    found = []
+    for name in sorted(kept):
+        start = "[]" if name in assigned else f"[{name}]"
+        first = f"{kept_name(name)} = {start}"
+        found.append(Line(first, kept_name(name), () if start == "[]" else (name,)))
+    for line in lines:
+        found.append(line)
+        if line.target in kept:
+            text = f"{kept_name(line.target)}.append({line.target})"
+            used = kept_name(line.target), line.target
+            found.append(Line(text, "", used, within=line.within))
+    return found
+
+
+class _Form:
+    """A line apart from the whole numbers in it."""
+
+    def __init__(self, line: Line) -> None:
+        self.numbers = [int(digits) for digits in _NUMBER.findall(line.text)]
+        self.template = _NUMBER.sub("#", line.text)
+
+
+class _Body:
+    """Lines that repeat, as a loop."""
+
+    def __init__(
+        self, forms: list[_Form], start: int, period: int, count: int, taken: Collection[str]
+    ) -> None:
+        self._forms = forms[start : start + period]
+        self._deltas = [
+            [b - a for a, b in zip(one.numbers, next_.numbers, strict=True)]
+            for one, next_ in zip(self._forms, forms[start + period :], strict=False)
+        ]
+        varying = (
+            (number, delta)
+            for form, deltas in zip(self._forms, self._deltas, strict=True)
+            for number, delta in zip(form.numbers, deltas, strict=True)
+            if delta
+        )
+        self._first, step = next(varying, (0, 0))
+        self._variable = next(n for n in ("i", "j", "k", "i_", "j_", "k_") if n not in taken)
+        stop = self._first + step * count
+        if not step:
+            self.header = f"for _ in range({count}):"
+        elif step != 1:
+            self.header = f"for {self._variable} in range({self._first}, {stop}, {step}):"
+        else:
+            first = f"{self._first}, " if self._first else ""
+            self.header = f"for {self._variable} in range({first}{stop}):"
+
+    def text(self, offset: int) -> str:
+        form, deltas = self._forms[offset], iter(self._deltas[offset])
+        numbers = iter(form.numbers)
+
+        def written(match: re.Match[str]) -> str:
+            number, delta = next(numbers), next(deltas)
+            if not delta:
+                return str(number)
+            ahead = number - self._first
+            if not ahead:
+                return self._variable
+            text = f"{self._variable} {'+' if ahead > 0 else '-'} {abs(ahead)}"
+            around = form.template[match.start() - 1], form.template[match.end() :][:1]
+            return text if around[0] in "[(" and around[1] in "])" else f"({text})"
+
+        return re.sub("#", written, form.template)
+
+
+def _repetition(code: list[int], forms: list[_Form], start: int) -> tuple[int, int]:
+    """Return the length and number of the stretches from `start` on that repeat the first.
+
+    They may differ in numbers that go up, or down, by the same amount each time.
+    """
+    for period in range(1, min(_MAX_PERIOD, (len(code) - start) // 2) + 1):
+        if code[start] != code[start + period]:
+            continue
+        block, count = code[start : start + period], 1
+        while code[start + count * period : start + (count + 1) * period] == block:
+            count += 1
+        count = min(count, _steady(forms, start, period, count))
+        if count > 1:
+            return period, count
+    return 1, 1
+
+
+def _steady(forms: list[_Form], start: int, period: int, count: int) -> int:
+    """Return for how many stretches the numbers in them go on as from the first to the second."""
+    if count < 2:
+        return count
+
+    def numbers(number: int) -> list[int]:
+        first = start + number * period
+        return [n for form in forms[first : first + period] for n in form.numbers]
+
+    before, now = numbers(0), numbers(1)
+    deltas = [b - a for a, b in zip(before, now, strict=True)]
+    if len({delta for delta in deltas if delta}) > 1:
+        return 1
+    steady = 2
+    while steady < count:
+        before, now = now, numbers(steady)
+        if [b - a for a, b in zip(before, now, strict=True)] != deltas:
+            break
+        steady += 1
+    return steady if steady > 2 or not any(deltas) else 1
+
+
+def _freed(lines: list[Line]) -> list[list[str]]:
+    """Return, for each line, the names whose values nothing after it needs."""
+    live: set[str] = set()
+    freed: list[list[str]] = []
+    for line in reversed(lines):
+        dead = []
+        if line.target and line.target not in live and not line.leaves:
+            dead.append(line.target)
+        live.discard(line.target)
+        for name in line.used:
+            if name not in live and name not in dead and name != line.target and not line.leaves:
+                dead.append(name)
+            live.add(name)
+        freed.append(dead)
+    return freed[::-1]
+
+
+def _with_freed(text: str, names: list[str]) -> str:
+    return f"{text};  {' = '.join(names)} = None" if names else text
+
+
+class _Local(NamedTuple):
+    """What a value is called.
+
+    Attributes:
+        name: the variable.
+        version: how often that had been assigned when the value was.
+        access: what to write after it.
+    """
+
+    name: str
+    version: int
+    access: str = ""
+
+
+class Body:
+    """The body of a function that is written line by line.
+
+    Args:
+        builder: builds the tree.
+
+    Attributes:
+        arguments: names of the arguments.
+        within: the context managers that the next lines run under.
+    """
+
+    def __init__(self, builder: Builder) -> None:
+        self.arguments: list[str] = []
+        self.within = ""
+        self._builder = builder
+        self._lines: list[Line] = []
+        self._names: dict[tuple[int, tuple[Any, ...]], _Local] = {}
+        self._versions: dict[str, int] = {}
+        self._older: set[str] = set()
+
+    def text(self) -> list[str]:
+        """Return the lines."""
+        return layout(self._lines, self.arguments, self._older)
+
+    def knows(self, index: int) -> bool:
+        """Return whether the result of an op has a name."""
+        return (index, ()) in self._names
+
+    def name(self, ref: Ref) -> str:
+        """Return the name of a value here."""
+        index, keys = self._builder.events.origin(ref.index)
+        for length in range(len(keys), -1, -1):
+            local = self._names.get((index, keys[:length]))
+            if local is not None:
+                text = local.name
+                behind = self._versions.get(text, 0) - local.version
+                if behind:  # the name stands for a later pass by now
+                    self._older.add(text)
+                    text = f"{kept_name(text)}[{-1 - behind}]"
+                return text + local.access + "".join(f"[{key!r}]" for key in keys[length:])
+        elsewhere = self._builder.paths.get(index)
+        return f"<{elsewhere or base_name(self._builder.events.ops[index])}>"
+
+    def used(self, value: Any) -> tuple[str, ...]:
+        """Return the variables used in the text of a recorded object."""
+        texts = [self.name(ref) for ref in refs_in(value)]
+        texts += [thing.part.label for thing in existing_in(value)]
+        found = (re.match(r"\w+", text) for text in texts)
+        return tuple(dict.fromkeys(match[0] for match in found if match is not None))
+
+    def assign(self, name: str, text: str, used: tuple[str, ...] = ()) -> None:
+        """Add a line that assigns a value to a variable; none if it is the same variable."""
+        if text == name:
+            return
+        self._lines.append(Line(f"{name} = {text}", name, used, within=self.within))
+        self._versions[name] = self._versions.get(name, 0) + 1
+
+    def statement(self, text: str, used: tuple[str, ...], leaves: bool = False) -> None:
+        """Add a line that assigns nothing."""
+        self._lines.append(Line(text, "", used, leaves, self.within))
+
+    def call_it(self, index: int, element: tuple[Any, ...], name: str) -> None:
+        """Record the variable that holds a value."""
+        self._names[index, element] = self._local(name)
+
+    def call_argument(self, child: TreeNode) -> None:
+        """Record the names of the values in an argument."""
+        self._call_parts(child, self._local(child.name))
+
+    def call_results(self, value: Any, name: str) -> None:
+        """Record the names of the values in the output of a call, which has a variable."""
+        self._call_items(value, self._local(name))
+
+    def _local(self, name: str) -> _Local:
+        return _Local(name, self._versions.get(name, 0))
+
+    def _call_parts(self, child: TreeNode, local: _Local) -> None:
+        if child.kind in ("tensor", "number"):
+            made = child.passes[-1]
+            assert made.index is not None
+            self._names.setdefault((made.index, made.element), local)
+        for inner in child.children.values():
+            if inner.passes[-1].parent == len(child.passes) - 1:
+                access = f"[{inner.key!r}]"
+                if child.type not in ("tuple", "list", "dict") and isinstance(inner.key, str):
+                    access = f".{inner.key}" if inner.key.isidentifier() else access
+                self._call_parts(inner, local._replace(access=local.access + access))
+
+    def _call_items(self, value: Any, local: _Local) -> None:
+        value = self._builder.plain(value)
+        if isinstance(value, Ref):
+            self._names[self._builder.events.origin(value.index)] = local
+            return
+        for item in items_of(value, self._builder.events) or ():
+            self._call_items(item.value, local._replace(access=local.access + item.access))

@@ -27,16 +27,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES
 
-__all__ = [
-    "Candidate",
-    "CandidateGraph",
-    "NodeSelector",
-    "OneSelectable",
-    "RunNodes",
-    "Selectable",
-    "candidates_of",
-]
-
 
 @dataclass(eq=False)
 class Candidate:

@@ -31,9 +31,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 
-__all__ = ["Events", "bound", "items_of", "parameters_of", "result_type", "type_name"]
-
-
 Origin = tuple[int, tuple[Any, ...]]
 
 

@@ -13,8 +13,19 @@ import torch
 
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.paths.build import StepSource
-from bendtrace.paths.nodes import NodePath, Pass, TreeNode, plain_keys
-from bendtrace.paths.text import LIMIT, Chosen, Text, children_of, describe, draw, passes_in
+from bendtrace.paths.nodes import (
+    LIMIT,
+    Chosen,
+    NodePath,
+    Pass,
+    Text,
+    TreeNode,
+    children_of,
+    describe,
+    draw,
+    passes_in,
+    plain_keys,
+)
 
 __all__ = [
     "LazyRoot",

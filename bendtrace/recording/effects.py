@@ -27,8 +27,6 @@ from bendtrace.torch_rules.functions import (
 from bendtrace.torch_rules.host_io import environ
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["HARMLESS", "Effects", "makes_anew", "sets_nothing"]
-
 # Arithmetic that cannot raise on the numbers it was recorded for.
 HARMLESS = frozenset(
     {

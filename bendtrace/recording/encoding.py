@@ -54,16 +54,6 @@ from bendtrace.tape.tape import Ref, Tape
 from bendtrace.torch_rules.collectives import is_wiring
 from bendtrace.torch_rules.functions import OPERATORS, tells_sizes_from_tuples
 
-__all__ = [
-    "Encoder",
-    "holds",
-    "make_keys_plain",
-    "make_plain",
-    "with_items_of",
-    "with_numbers",
-    "without_traced",
-]
-
 
 class Values(Protocol):
     """The mapping from values to the ops that returned them."""

@@ -54,8 +54,6 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.monkeypatches import may_be_patched
 
-__all__ = ["NOT_TAKEN", "FastPath", "fast_path_for", "hooks_around"]
-
 FastPath = Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any]
 
 

@@ -20,15 +20,14 @@ from bendtrace.environment.growing import note_added, reached_as
 from bendtrace.environment.kinds import is_value
 from bendtrace.environment.provenance import is_finished
 from bendtrace.environment.reachability import reachable_from
-from bendtrace.recording.draws import Draws
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.recording.names import node_names
 from bendtrace.recording.one_op import assigned_in
 from bendtrace.recording.varying import Place
 from bendtrace.recording.writer import Writer
-from bendtrace.source.adding import read_names
-from bendtrace.source.computations import is_computation
 from bendtrace.source.internals import internal
+from bendtrace.source.results import is_computation
+from bendtrace.source.usage import read_names
 from bendtrace.tape.captured import Access, CaptureKind, Change
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED
@@ -43,8 +42,13 @@ from bendtrace.tape.tape import (
     refs_in,
 )
 from bendtrace.torch_rules.arrays import overlap
-from bendtrace.torch_rules.distributed_forward import JOINT
-from bendtrace.torch_rules.draws import generator_name, state_of, torchs_generators
+from bendtrace.torch_rules.collectives import JOINT
+from bendtrace.torch_rules.draws import (
+    generator_name,
+    global_generators,
+    state_of,
+    torchs_generators,
+)
 from bendtrace.torch_rules.functions import (
     OpOverload,
     OpOverloadPacket,
@@ -53,8 +57,6 @@ from bendtrace.torch_rules.functions import (
     said_of,
 )
 from bendtrace.torch_rules.functions import is_gate as may_be_gate
-
-__all__ = ["Finish", "Recording", "raised_in"]
 
 T = TypeVar("T")
 
@@ -592,3 +594,41 @@ def raised_in(ops: list[Op]) -> str:
     module = f" of {op.scope.path}" if op.scope.path else ""
     where = "" if op.site is None else f" at {op.site.place}"
     return f" in {said_of(op.target)}({', '.join(tensors)}){module}{where}"
+
+
+# The generators of Python and numpy during a run: whether only its ops have moved them.
+
+
+class Draws:
+    """Compares the states of generators with those that the ops of a run have left.
+
+    An op that draws is called by each replay, which draws the same.
+
+    Args:
+        held: the generators that the model holds, or is given.
+    """
+
+    def __init__(self, held: list[Any]) -> None:
+        # The run may be the first to import numpy; what it has drawn before its first op is
+        # unknown, as numpy's generator begins with a seed of the system's.
+        self._generators = [*global_generators(), *held]
+        self._states = [*map(state_of, self._generators)]
+        self._moved: set[int] = set()
+
+    def begin(self) -> None:
+        """Note which generators have moved since the last op."""
+        now = map(state_of, self._generators)
+        differ = map(operator.ne, now, self._states)
+        self._moved.update(n for n, is_moved in enumerate(differ) if is_moved)
+
+    def end(self) -> None:
+        """Take the states that an op has left."""
+        self._states = [*map(state_of, self._generators)]
+
+    def unseen(self) -> Iterator[Any]:
+        """Yield the generators that something else has moved as well."""
+        self.begin()
+        yield from (self._generators[number] for number in sorted(self._moved))
+        for generator in global_generators():
+            if all(one is not generator for one in self._generators):
+                yield generator

@@ -26,6 +26,7 @@ from bendtrace.source.sites import (
     first_offset,
 )
 from bendtrace.source.statements import (
+    Loop,
     Role,
     compares_containers,
     decides,
@@ -33,7 +34,6 @@ from bendtrace.source.statements import (
     role_of,
     walked_from,
 )
-from bendtrace.source.syntax import Loop
 from bendtrace.source.usage import asking_comparisons
 from bendtrace.tape.tape import (
     Guard,
@@ -45,15 +45,6 @@ from bendtrace.tape.tape import (
     Test,
 )
 from bendtrace.torch_rules.functions import is_gate, name_of
-
-__all__ = [
-    "Iterations",
-    "Mark",
-    "is_inside_comparison",
-    "marks_of",
-    "running_code",
-    "user_code",
-]
 
 Order = tuple[int, int]
 _OF_RESULTS = ("", "metadata")  # guards on what an op gives, not on what was asked of it

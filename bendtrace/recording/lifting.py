@@ -22,14 +22,12 @@ from torch import Tensor
 from bendtrace.recording.values import TRACED_AS, Values
 from bendtrace.recording.varying import Place
 from bendtrace.recording.writer import Writer
-from bendtrace.source.counters import assign, counters_at, local_in
+from bendtrace.source.bytecode import assign, counters_at, local_in
 from bendtrace.source.sites import PACKAGE
 from bendtrace.source.usage import compares_identity
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TracedInt
 from bendtrace.tape.tape import Op, OpKind, Ref, Tape, Test
-
-__all__ = ["Counter", "Lifting", "needed_numbers"]
 
 Counter: TypeAlias = tuple[CodeType, str]
 

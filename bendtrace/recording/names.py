@@ -10,8 +10,6 @@ from typing import Any
 from bendtrace.tape.tape import Op, OpKind, Tape
 from bendtrace.torch_rules.functions import name_of
 
-__all__ = ["NodeRef", "base_name", "base_name_of", "mapped", "node_names", "target_name"]
-
 
 class NodeRef:
     """A reference in a node's arguments to the value of another node.

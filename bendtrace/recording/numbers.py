@@ -26,8 +26,6 @@ from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
 from bendtrace.tape.tape import Guard, OpKind, Raised, Ref, Test, refs_in
 from bendtrace.tape.watchers import Inserter, current_watcher
 
-__all__ = ["Numbers", "error_of", "plain_in"]
-
 
 class Numbers:
     """Records what is asked of the traced scalars of a run, and what is computed with them.

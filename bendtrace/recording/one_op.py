@@ -24,8 +24,6 @@ from bendtrace.tape.structure import can_build, held_by
 from bendtrace.torch_rules.draws import is_host_generator
 from bendtrace.torch_rules.functions import is_torchs_function
 
-__all__ = ["Given", "assigned_in"]
-
 
 class Given:
     """The containers that a function can reach through its arguments and its closure.

@@ -46,16 +46,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import name_of
 
-__all__ = [
-    "TORCH_PROBES",
-    "look_at_flow_once",
-    "look_once",
-    "probe_flow",
-    "probe_python",
-    "probe_torch",
-    "warn_of",
-]
-
 
 def look_once() -> None:
     """Run the probes that a trace needs, once; warn of features that are switched off."""

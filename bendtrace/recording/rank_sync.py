@@ -33,30 +33,16 @@ from bendtrace.tape.tape import Op, Tape
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.collectives import (
     Collective,
+    Group,
+    Ranks,
     collective_of,
     groups_of,
     names_collectives,
     parameters_reached,
+    ranks,
     world,
 )
 from bendtrace.torch_rules.functions import is_gate
-from bendtrace.torch_rules.ranks import Group, Ranks, ranks
-
-__all__ = [
-    "ENDS",
-    "JointCall",
-    "Settings",
-    "alone",
-    "ask",
-    "can_be_known",
-    "is_joint",
-    "is_one_of_several",
-    "joint_call",
-    "needs_agreement",
-    "ranks_of_process",
-    "recorded_call",
-    "settings",
-]
 
 _distributed = torch.distributed.is_available()
 

@@ -24,8 +24,6 @@ from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.torch_rules.mode_queries import seeing_modes, without
 from bendtrace.torch_rules.owners import states_of
 
-__all__ = ["Signature", "Uninitialized", "record", "uninitialized_in"]
-
 
 class Uninitialized(InputError):
     """A model has lazy modules that have not been called yet, or its code reaches some.

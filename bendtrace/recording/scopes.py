@@ -19,9 +19,7 @@ from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Inserter, Observer
-from bendtrace.torch_rules.distributed_forward import has_joint_hooks, with_joint_hooks
-
-__all__ = ["Scopes"]
+from bendtrace.torch_rules.collectives import has_joint_hooks, with_joint_hooks
 
 # Where `make_fx` and `torch.fx` call modules while they have replaced `nn.Module.__call__`.
 _FX = frozenset(

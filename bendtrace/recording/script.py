@@ -45,8 +45,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import said_of
 
-__all__ = ["Follower", "Script", "Section", "counts"]
-
 Name: TypeAlias = Any
 
 

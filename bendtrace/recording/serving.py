@@ -14,8 +14,6 @@ from torch import nn
 
 from bendtrace.recording.rank_sync import ENDS, is_joint, joint_call
 
-__all__ = ["call_itself", "in_steps", "served_by", "serving"]
-
 _KEY = "_compiled_call_impl"  # nn.Module.__call__ checks it first, as in `intercepts`
 _lock = threading.Lock()
 

@@ -22,17 +22,10 @@ import torch
 
 from bendtrace.recording.writer import Writer
 from bendtrace.source.sites import outside_scalars, place_at
-from bendtrace.source.syntax import FUNCTIONS, SourceFile, source_file
+from bendtrace.source.statements import FUNCTIONS, SourceFile, source_file
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import OpKind, Ref, Test
-
-__all__ = [
-    "Texts",
-    "goes_to_screen",
-    "has_marks",
-    "shows",
-]
 
 _MARK = "\ue0b7{}\ue0b8"  # characters for private use, which nothing else has
 _MARKS = re.compile("\ue0b7([0-9]+)\ue0b8")

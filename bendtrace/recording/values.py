@@ -58,8 +58,6 @@ from bendtrace.torch_rules.functions import (
 from bendtrace.torch_rules.intercepts import is_function_apply
 from bendtrace.torch_rules.writes import storage_of, version_of, works_in_place
 
-__all__ = ["LOOKS", "TRACED_AS", "Values"]
-
 TRACED_AS = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 
 

@@ -24,16 +24,13 @@ from bendtrace.recording.values import TRACED_AS, Values
 from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
 from bendtrace.source.bytecode import single_steps
-from bendtrace.source.computations import COMPUTING, is_computation
-from bendtrace.source.results import can_exchange, exchange, is_awaited
+from bendtrace.source.results import COMPUTING, can_exchange, exchange, is_awaited, is_computation
 from bendtrace.source.sites import TORCH, TRACER, instruction_at
 from bendtrace.source.usage import compares_identity
 from bendtrace.tape.captured import identical
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TRACED, TracedInt
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Test
-
-__all__ = ["Place", "Rounds", "Varying", "place_of"]
 
 Place: TypeAlias = tuple[CodeType, int]
 

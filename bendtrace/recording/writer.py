@@ -33,8 +33,6 @@ from bendtrace.tape.tape import (
 from bendtrace.torch_rules.functions import reads_metadata, said_of
 from bendtrace.torch_rules.writes import Writes
 
-__all__ = ["Known", "Writer"]
-
 
 class Known(weakref.ref[Tensor]):
     """A tensor on the tape, and its value number; weak, so that tracing keeps nothing alive."""

@@ -33,8 +33,6 @@ from bendtrace.torch_rules.functions import (
 )
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["Analysis", "GuardKind", "counts", "is_read", "tested_by"]
-
 
 class GuardKind(Enum):
     """When a guard can be tested."""

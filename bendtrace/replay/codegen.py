@@ -45,8 +45,6 @@ from bendtrace.torch_rules.direct_calls import (
     plain_values,
 )
 
-__all__ = ["RunWriter", "SegmentWriter", "write_run"]
-
 # Seen in 2.13 to 2.15; test_direct_calls notices.
 
 

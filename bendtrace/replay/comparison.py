@@ -20,8 +20,6 @@ from bendtrace.tape.captured import identical
 from bendtrace.tape.tape import Op, OpKind, Ref, Tape, map_refs
 from bendtrace.torch_rules.functions import name_of
 
-__all__ = ["Names", "agree", "does_something"]
-
 
 def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
     """Compare what a run did after an answer with what is known to follow it.

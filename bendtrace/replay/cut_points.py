@@ -21,8 +21,6 @@ from bendtrace.tape.tape import (
 from bendtrace.torch_rules.functions import is_gate, known_as
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["Cut", "Cuts", "Lack", "Memory", "argument_of"]
-
 
 @dataclass(frozen=True)
 class Cut:

@@ -26,8 +26,6 @@ from bendtrace.tape.tape import (
     meta_of,
 )
 
-__all__ = ["GuardTable", "Mismatch", "explain_check", "explain_divergence", "explain_guard"]
-
 
 @dataclass(frozen=True)
 class Mismatch:

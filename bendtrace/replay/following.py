@@ -10,8 +10,6 @@ from bendtrace.replay.nodes import Exit, Node
 from bendtrace.tape.captured import identical
 from bendtrace.tape.tape import Guard, State, Tape
 
-__all__ = ["Following"]
-
 
 class Following:
     """Knows the states of a run from the first one on that is in the graph.

@@ -19,8 +19,6 @@ from bendtrace.tape.contexts import (
 )
 from bendtrace.torch_rules.monkeypatches import Monkeypatches, monkeypatches
 
-__all__ = ["GlobalState"]
-
 
 class GlobalState(NamedTuple):
     """Grad mode, autocast, default dtype, function modes, global hooks and the like.

@@ -27,8 +27,6 @@ from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import State, Tape
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["Graph"]
-
 
 class Graph:
     """The states that runs of one program have been in.

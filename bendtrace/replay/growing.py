@@ -32,8 +32,6 @@ from bendtrace.tape.contexts import Hold
 from bendtrace.tape.structure import existing_in
 from bendtrace.tape.tape import Op, OpKind, Ref
 
-__all__ = ["Growth", "Holes", "growths_of", "places_of"]
-
 _CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
 
 # How a thing is reached from an argument or a fixed object: the same in all runs of a program.

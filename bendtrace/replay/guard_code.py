@@ -27,8 +27,6 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.torch_rules.arrays import overlap
 
-__all__ = ["AliasGuards", "Check", "GuardCode"]
-
 
 @dataclass(frozen=True)
 class Check:

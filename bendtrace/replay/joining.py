@@ -14,8 +14,6 @@ from bendtrace.tape.tape import Op, OpKind, State, Tape, refs_in
 from bendtrace.torch_rules.functions import known_as
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["know_states", "may_write_to", "unread_in"]
-
 
 def know_states(recording: Recording, analysis: Analysis, joins: bool = True) -> None:
     """Give questions whose states were not read states that are equal only to themselves.

@@ -21,8 +21,6 @@ from bendtrace.replay.source import Code
 from bendtrace.replay.splices import Splice
 from bendtrace.tape.captured import identical
 
-__all__ = ["Exit", "Node", "Piece", "Trip"]
-
 
 class Piece:
     """A part of a recorded run that nothing else covers.

@@ -40,8 +40,6 @@ from bendtrace.tape.captured import Captured
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import Guard, Test
 
-__all__ = ["Program", "Splicer"]
-
 # Gives the code of an exit with values passed through something; raises `Unfit` if there is none.
 Splicer: TypeAlias = Callable[[Exit], Code]
 

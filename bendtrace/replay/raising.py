@@ -9,8 +9,6 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.source import Code, Departure
 from bendtrace.tape.tape import raised_by
 
-__all__ = ["departure_by", "frame_of", "place_of", "values_in"]
-
 
 def departure_by(error: Exception, recording: Recording, code: Code) -> Departure | None:
     """Turn what an op raised into a departure; None if it was not an op that raised it."""

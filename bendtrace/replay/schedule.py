@@ -35,15 +35,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import FLEETING, VALUES, known_as
 
-__all__ = [
-    "Schedule",
-    "Unlinked",
-    "is_droppable",
-    "is_freed",
-    "may_be_caught",
-    "same_as_given",
-]
-
 
 class Unlinked(Exception):
     """A segment needs a value that its state does not hold."""

@@ -48,20 +48,6 @@ from bendtrace.tape.tape import (
 from bendtrace.torch_rules.direct_calls import Asked, Call
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 
-__all__ = [
-    "INFIX",
-    "Code",
-    "Departure",
-    "Source",
-    "counted",
-    "define",
-    "fails",
-    "gives_nothing",
-    "needed_for",
-    "outcome",
-    "test_of",
-]
-
 INFIX: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
     operator.floordiv: "//", operator.mod: "%", operator.lshift: "<<", operator.rshift: ">>",

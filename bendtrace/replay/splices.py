@@ -8,8 +8,6 @@ from typing import Any
 
 from bendtrace.tape.contexts import Context
 
-__all__ = ["Interrupted", "Splice", "Unfit"]
-
 
 @dataclass(frozen=True, eq=False)
 class Splice:

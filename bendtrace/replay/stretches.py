@@ -15,15 +15,6 @@ from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import Guard
 
-__all__ = [
-    "Divergence",
-    "Failure",
-    "Finished",
-    "Path",
-    "Side",
-    "Stretch",
-]
-
 # The name of an exception's type, and the file and line where the model raised it.
 Failure = tuple[str, str, int]
 

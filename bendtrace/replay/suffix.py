@@ -34,8 +34,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["Rest", "Suffix", "write_rest"]
-
 
 class Suffix:
     """What is left of a recorded run once some values are given.

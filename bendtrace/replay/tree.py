@@ -40,8 +40,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import name_of
 
-__all__ = ["ProgramIndex", "TraceTree"]
-
 # Calls in a row without a change after which a value is taken to change no more. Of those that
 # come after a wait (see `Floor`), each counts for several: the waits differ in length, so that a
 # value which comes round again does not look the same.

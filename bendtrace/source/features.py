@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["is_off", "missed", "names_off", "reasons", "switch_off", "switch_on"]
-
 _off: dict[str, str] = {}
 _names: dict[str, str] = {}
 _unreported: list[str] = []

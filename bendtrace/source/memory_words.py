@@ -29,8 +29,6 @@ from torch import Tensor
 
 from bendtrace.source.versions import TELLS_CHANGES, tells_changes, version_of
 
-__all__ = ["Entries", "Offsets", "Reader", "Unreadable", "Words", "offsets", "reader_of_versions"]
-
 _WORD = 8
 _HEADER = object.__basicsize__
 _HAS_DICT_BEFORE = 1 << 4  # of classes whose objects have their dict before them (since 3.11)

@@ -11,16 +11,19 @@ notice a change.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import functools
+import math
+import operator
 import sys
-from collections.abc import Callable
-from types import FrameType
+import types
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from bendtrace.source.bytecode import single_steps
 from bendtrace.source.stacks import address_of_result, layout, word_at
-
-__all__ = ["can_exchange", "exchange", "is_awaited"]
 
 _LINE_OF_C = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
@@ -134,3 +137,74 @@ def can_exchange() -> bool:
     fits = found[0] is other and found[1] is other and found[2:] == [1, 3]
     found.clear()
     return fits and sys.getrefcount(other) == count and number.ended == [True] * 3
+
+
+# Functions that only compute: what they return follows from what they receive.
+
+# Functions of C that make one number of numbers, and do nothing else.
+COMPUTING: frozenset[Any] = frozenset(
+    {
+        int, float, operator.index, math.acos, math.asin, math.atan, math.atan2, math.cbrt,
+        math.ceil, math.comb, math.copysign, math.cos, math.cosh, math.degrees, math.erf, math.exp,
+        math.exp2, math.expm1, math.fabs, math.factorial, math.floor, math.fmod, math.gcd,
+        math.hypot, math.isqrt, math.lcm, math.log, math.log10, math.log1p, math.log2, math.pow,
+        math.radians, math.remainder, math.sin, math.sinh, math.sqrt, math.tan, math.tanh,
+        math.trunc,
+    }
+)  # fmt: skip
+# Builtins that keep nothing and read nothing but what they receive.
+_HARMLESS: frozenset[Any] = frozenset(
+    {
+        abs, all, any, bool, dict, divmod, enumerate, filter, float, frozenset, int, isinstance,
+        len, list, map, max, min, range, repr, reversed, round, set, sorted, str, sum, tuple, zip,
+    }
+)  # fmt: skip
+_STORING = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT", "YIELD")
+_PLAIN = (bool, int, float, str)
+_DEEPEST = 4
+
+
+def is_computation(function: Any) -> bool:
+    """Return whether a function of Python only computes: it calls no code but other such ones.
+
+    It may still change what it receives.
+    """
+    return isinstance(function, types.FunctionType) and _computes(function, 0)
+
+
+def _computes(function: types.FunctionType, depth: int) -> bool:
+    if function.__closure__ or function.__kwdefaults__:
+        return False
+    if not all(value is None or type(value) in _PLAIN for value in function.__defaults__ or ()):
+        return False
+    return _only_computes(function.__code__, function.__globals__, depth)
+
+
+def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool:
+    if depth > _DEEPEST:
+        return False
+    for step in single_steps(code):
+        if step.name.startswith(_STORING):
+            return False
+        if step.name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = space.get(step.value, getattr(builtins, str(step.value), None))
+            if not _may_be_used(value, depth):
+                return False
+    return all(
+        _only_computes(inner, space, depth + 1)
+        for inner in code.co_consts
+        if isinstance(inner, CodeType)
+    )
+
+
+def _may_be_used(value: Any, depth: int) -> bool:
+    if isinstance(value, types.FunctionType):
+        return _computes(value, depth + 1)
+    if isinstance(value, type) and issubclass(value, Exception):
+        return True
+    if value is None or type(value) in _PLAIN or value is math:
+        return True
+    try:
+        return value in _HARMLESS or value in COMPUTING
+    except TypeError:
+        return type(value).__module__ == "typing"

@@ -22,31 +22,6 @@ from torch import nn
 from bendtrace._places import full_place_text
 from bendtrace.source.features import is_off
 
-__all__ = [
-    "BEHIND",
-    "MACHINERY",
-    "PACKAGE",
-    "TORCH",
-    "TRACER",
-    "Place",
-    "Site",
-    "SiteTable",
-    "Span",
-    "assigns",
-    "definition",
-    "first_offset",
-    "instruction_at",
-    "is_covered",
-    "is_users_file",
-    "outside_scalars",
-    "place_at",
-    "user_place",
-    "users_code",
-    "users_frame",
-    "users_level",
-]
-
-
 # Where in the model a run is, judging by the frames on the stack.
 
 

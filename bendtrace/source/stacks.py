@@ -22,18 +22,6 @@ from collections.abc import Iterator
 from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
 
-__all__ = [
-    "EMPTY",
-    "Layout",
-    "Number",
-    "Stack",
-    "address_of_result",
-    "layout",
-    "read",
-    "suspended",
-    "word_at",
-]
-
 EMPTY = object()  # a slot without a value
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)

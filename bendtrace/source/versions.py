@@ -11,17 +11,6 @@ from typing import Any
 
 from bendtrace.source.internals import internal
 
-__all__ = [
-    "TELLS_CHANGES",
-    "CodeVersion",
-    "Depends",
-    "Named",
-    "all_same",
-    "tells_changes",
-    "version_of",
-]
-
-
 # Versions of dicts: whether one has been written to since it was looked at.
 
 

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bendtrace._places import place_text
+from bendtrace._places import is_file, place_text, read_place
 from bendtrace._trace import Trace
-from bendtrace.errors import BendtraceError, InputError
+from bendtrace.errors import BendtraceError, InputError, NodePathError
+from bendtrace.flow import FlowStep
 from bendtrace.history.copies import copied, materialize, tensors_in
-from bendtrace.interject.resolver import describe_where
+from bendtrace.history.entries import Source
+from bendtrace.history.names import Names, call_around, holders_of, near_names, passes_of
+from bendtrace.interject.resolver import describe_where, meant_by, name_of
 from bendtrace.paths.naming import Registry
+from bendtrace.paths.nodes import Pass, TreeNode
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record, uninitialized_in
 from bendtrace.replay.global_state import GlobalState
-from bendtrace.stepping.kept import Kept
-from bendtrace.stepping.looks import Looks
-from bendtrace.stepping.page import Version, stepped_data
-from bendtrace.stepping.places import Line, Places, place_of
-from bendtrace.stepping.start import Start, cannot
-from bendtrace.stepping.visit import Edit, Event, Frame, Visit, require_tensor
+from bendtrace.source.sites import Place, Site
+from bendtrace.stepping.visit import (
+    Edit,
+    Event,
+    Frame,
+    Kept,
+    Looks,
+    Start,
+    Visit,
+    cannot,
+    require_tensor,
+    text_of,
+)
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.contexts import ContextSwitch
-from bendtrace.tape.tape import OpKind
+from bendtrace.tape.tape import ModuleCall, OpKind, Tape
 from bendtrace.view.viewer import stepped_html, viewer_frame
-
-__all__ = ["SteppedRun"]
 
 _AROUND = 3  # events that are printed before and after the position
 
@@ -588,3 +598,410 @@ class SteppedRun:
 def _require_budget(budget: int, of: str) -> None:
     if type(budget) is not int or budget < 0:
         raise InputError(f"budget has to be a number of {of}, not {budget!r}")
+
+
+# What the page of a stepped run has: events, what is seen at each, changes, and other sides.
+
+
+class Version(NamedTuple):
+    """A run that was gone through once more, to look at each position.
+
+    Attributes:
+        recording: its record.
+        events: its events.
+        edits: its changes, by the number of the event.
+        own_answers: what the values would answer to the questions that are answered by hand.
+        looks: what was seen.
+        output: its output.
+    """
+
+    recording: Recording
+    events: Sequence[Event]
+    edits: Mapping[int, Edit]
+    own_answers: Mapping[int, Any]
+    looks: Looks
+    output: Any
+
+    def answer(self, number: int) -> Any:
+        """Return the answer to a question."""
+        if number in self.edits:
+            return self.edits[number].value
+        return self.recording.tape.guards[self.events[number].index].answer
+
+
+def stepped_data(
+    version: Version, steps: Sequence[FlowStep], sides: Mapping[int, Sequence[Version]], budget: int
+) -> dict[str, Any]:
+    """Return what the viewer needs, besides the log, to go through a run.
+
+    Args:
+        version: the run.
+        steps: its flow steps.
+        sides: for questions, by their number, the runs in which they had another answer.
+        budget: how many characters the texts of a page may have.
+    """
+    rows = _Rows(steps)
+    events = rows.of(version, 0, {})
+    others = [
+        {
+            "at": number,
+            "answer": text_of(side.answer(number)),
+            "events": rows.of(side, number + 1, _lines(side, number)),
+            "end": _end(side),
+        }
+        for number, found in sides.items()
+        for side in found
+    ]
+    return {
+        "budget": budget,
+        "events": events,
+        "end": _end(version),
+        "sides": others,
+        "frames": rows.frames,
+        "texts": rows.texts,
+    }
+
+
+def _end(version: Version) -> dict[str, str]:
+    error = version.recording.error
+    if error is not None:
+        return {"error": f"{type(error).__name__}: {error}"[:1000]}
+    return {"output": text_of(version.output)}
+
+
+class _Rows:
+    """Events as plain values; frames and texts are tables that they share.
+
+    Args:
+        steps: the flow steps of the run that is shown.
+    """
+
+    def __init__(self, steps: Sequence[FlowStep]) -> None:
+        self._steps: dict[int | None, list[tuple[int, FlowStep]]] = {}
+        for number, step in enumerate(steps):
+            self._steps.setdefault(step.guard, []).append((number, step))
+        self._places: dict[Any, int] = {}
+        self.frames: list[dict[str, Any]] = []
+        self.texts: list[str] = []
+
+    def of(
+        self, version: Version, first: int, lines: Mapping[int, str | None]
+    ) -> list[dict[str, Any]]:
+        """Return the events of a run from some event on.
+
+        Args:
+            version: the run.
+            first: the event.
+            lines: Python that makes changes of the run, by their numbers; None for a change that
+                the page cannot repeat.
+        """
+        found = []
+        for number in range(first, len(version.events)):
+            row = self._row(version, number)
+            before = [line for n, line in lines.items() if n < number]
+            if None in before:
+                del row["go"]
+                row.pop("change", None)
+            elif before:
+                said = "; ".join(map(str, before))
+                row |= {key: f"{said}; {row[key]}" for key in ("go", "change") if key in row}
+            found.append(row)
+        return found
+
+    def _row(self, version: Version, number: int) -> dict[str, Any]:
+        event, looks, tape = version.events[number], version.looks, version.recording.tape
+        place = place_of(event, tape)
+        row: dict[str, Any] = {"kind": event.kind, "go": f"run.goto({number})"}
+        if place is not None:
+            row["source"] = Source(place.file, place.line, place.function, place.text, "")
+        if event.kind == "op":
+            row |= {"name": version.recording.names[event.index], "op": event.index}
+            if hasattr(tape.ops[event.index].meta, "shape"):
+                row["change"] = f"run.set({number}, torch.zeros_like(run.value({number})))"
+        else:
+            answer = version.answer(number)
+            # A number has many others, so the present one is there to be edited.
+            other = not answer if type(answer) is bool else answer
+            row |= {
+                "name": "" if place is None else place.text,
+                "answer": text_of(answer),
+                "change": f"run.answer({number}, {_written(other)})",
+                "step": next(
+                    (n for n, step in self._steps.get(event.index, ()) if is_of(step, event, tape)),
+                    None,
+                ),
+            }
+        if number in version.edits:
+            row["given"] = text_of(version.edits[number].value)
+        if number in version.own_answers:
+            row["own"] = text_of(version.own_answers[number])
+        if number in looks.frames:
+            row["frames"] = tuple(map(self._frame, looks.frames[number]))
+        if number in looks.results:
+            row["result"] = self._number(self.texts, looks.results[number])
+        return row
+
+    def _frame(self, frame: Any) -> int:
+        if frame not in self._places:
+            self._places[frame] = len(self.frames)
+            self.frames.append(
+                {
+                    "source": Source(frame.file, frame.line, frame.function, "", ""),
+                    "variables": tuple(
+                        (name, self._number(self.texts, text)) for name, text in frame.variables
+                    ),
+                }
+            )
+        return self._places[frame]
+
+    def _number(self, rows: list[str], text: str) -> int:
+        if text not in self._places:
+            self._places[text] = len(rows)
+            rows.append(text)
+        return self._places[text]
+
+
+def _lines(side: Version, number: int) -> dict[int, str | None]:
+    """Return the lines that lead from the run that is shown to the other side of a question."""
+    later = [n for n in sorted(side.edits) if n > number]
+    return {
+        n: f"run.answer({n}, {_written(side.answer(n))})"
+        if side.events[n].kind == "question"
+        else None
+        for n in (number, *later)
+    }
+
+
+def _written(answer: Any) -> str:
+    """Return the answer to a question as Python."""
+    if type(answer) is float and not math.isfinite(answer):
+        return f"float({str(answer)!r})"
+    return repr(answer)
+
+
+# What the places of a stepped run are called: questions, lines, nodes, modules and layers.
+
+
+class Line(NamedTuple):
+    """A line of a file, or of any file if `file` is ""."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else f"line {self.line}"
+
+
+def places_of(event: Event, tape: Tape) -> tuple[Place, ...]:
+    """Return where an event is, out to the code of the model that called it."""
+    records: Sequence[Any] = tape.ops if event.kind == "op" else tape.guards
+    site: Site | None = records[event.index].site
+    scope: ModuleCall | None = records[event.index].scope
+    places: list[Place] = []
+    while True:
+        places += () if site is None else site.places
+        if scope is None:
+            return tuple(places)
+        site, scope = scope.site, scope.parent
+
+
+def place_of(event: Event, tape: Tape) -> Place | None:
+    """Return where an event is in the code of the model, or else in torch's; None if unknown."""
+    places = places_of(event, tape)
+    return next((each for each in places if not each.in_torch), places[0] if places else None)
+
+
+def is_of(step: FlowStep, event: Event, tape: Tape) -> bool:
+    """Return whether an event is the question of a flow step."""
+    if event.kind != "question" or event.index != step.guard:
+        return False
+    # Not by the instruction: the test of a `while` is compiled twice, and the step has the first.
+    asked = (step.place.file, step.place.function, step.place.line)
+    places = places_of(event, tape)
+    return not places or any((each.file, each.function, each.line) == asked for each in places)
+
+
+class Places:
+    """Finds the events of a place in a run.
+
+    Args:
+        function: the model.
+        trace: the run.
+        events: its events.
+    """
+
+    def __init__(self, function: Callable[..., Any], trace: Trace, events: list[Event]) -> None:
+        self._known = _Known(function, trace)
+        self._trace = trace
+        self._tape = trace._recording.tape
+        self._events = events
+
+    def numbers(self, place: Any) -> list[int]:
+        """Return the events of a place in order; at least one.
+
+        Raises:
+            InputError: there is none.
+            NodePathError: the run has no such node.
+        """
+        if isinstance(place, FlowStep):
+            return self._questions(place)
+        line = _line(place)
+        if line is None:
+            calls = self._calls(place)
+            return calls or [number for number, _ in self._values(place, is_value=False)]
+        found = [
+            number
+            for number, event in enumerate(self._events)
+            if any(
+                each.line == line.line and (not line.file or is_file(each.file, line.file))
+                for each in places_of(event, self._tape)
+            )
+        ]
+        if not found:
+            raise InputError(f"no event of the run is at {place}")
+        return found
+
+    def values(self, place: Any, kind: str = "") -> list[tuple[int, tuple[Any, ...]]]:
+        """Return the events whose values a place stands for, and where in their results.
+
+        Args:
+            place: the place.
+            kind: which kind of events to prefer at a line.
+
+        Raises:
+            InputError: there is none.
+            NodePathError: the run has no such node.
+        """
+        if not isinstance(place, FlowStep) and _line(place) is None:
+            return self._values(place)
+        numbers = self.numbers(place)
+        if kind:
+            numbers = [n for n in numbers if self._events[n].kind == kind] or numbers
+        return [(number, ()) for number in numbers]
+
+    def _questions(self, step: FlowStep) -> list[int]:
+        for number, event in enumerate(self._events):
+            if is_of(step, event, self._tape):
+                return [number]
+        raise InputError(f"{step!r} is no question of this run that can be answered")
+
+    def _calls(self, place: Any) -> list[int]:
+        """Return the first event of each selected call of a module; nothing if it is no module."""
+        found = []
+        for _, node, chosen in self._meant(place):
+            if node.kind != "graph" or not node.module:
+                return []
+            calls = self._tape.calls
+            for number in range(len(node.passes)) if chosen is None else chosen:
+                found.append(self._first_in(calls[node.passes[number].index]))
+        return sorted(found)
+
+    def _first_in(self, call: ModuleCall) -> int:
+        for number, event in enumerate(self._events):
+            records: Sequence[Any] = self._tape.ops if event.kind == "op" else self._tape.guards
+            scope = records[event.index].scope
+            while scope is not None and scope is not call:
+                scope = scope.parent
+            # A call without events is before the next op: it has asked nothing itself.
+            if scope is call or (event.kind == "op" and event.position >= call.stop):
+                return number
+        return len(self._events)
+
+    def _values(self, place: Any, *, is_value: bool = True) -> list[tuple[int, tuple[Any, ...]]]:
+        """Return the events that compute the values of a node, and where in their results.
+
+        Args:
+            place: the node.
+            is_value: whether the value itself is asked for, and not only when it was computed.
+        """
+        tree = self._trace._run.tree
+        numbers = {e.index: number for number, e in enumerate(self._events) if e.kind == "op"}
+        found = set()
+        for _, node, chosen in self._meant(place):
+            for data, made in passes_of(node, chosen):
+                assert made.index is not None
+                index, element = tree.origin(made.index, made.element)
+                if index not in numbers:
+                    raise InputError(
+                        f"{describe_where(place)} is no op of the run: what existed before it, "
+                        "sizes and numbers cannot be gone to, or set"
+                    )
+                if node.kind == "graph":
+                    self._require_last(place, node.module, index)
+                if is_value and data.role in ("input", "output"):
+                    self._require_unwritten(place, data, made)
+                found.add((numbers[index], tuple(element)))
+        return sorted(found)
+
+    def _require_last(self, place: Any, module: str, index: int) -> None:
+        """Raise if the output of a module is not its own, or is used in it as well."""
+        tape = self._tape
+        calls = [call for call in tape.calls if call.path == module]
+        for call in calls:
+            if call.start <= index < call.stop:
+                inside = tape.ops[index + 1 : call.stop]
+                if not any(index in op.operands for op in inside):
+                    return
+        raise InputError(
+            f"the output of {describe_where(place)} is also used inside of it, or computed "
+            "elsewhere: name the op"
+        )
+
+    def _require_unwritten(self, place: Any, data: TreeNode, made: Pass) -> None:
+        """Raise if what a call received or returned is no longer what the op had returned."""
+        tape, tree, index = self._tape, self._trace._run.tree, made.index
+        number = call_around(holders_of(tree.data), data, made)
+        assert index is not None
+        value = tree.origin(index, made.element)
+        names = {op.index for op in tape.ops[index:] if tree.origin(op.index, ()) == value}
+        stop = len(tape.ops)
+        if number is not None:
+            call = tape.calls[number]
+            stop = call.start if data.role == "input" else call.stop
+        wrote = [op.index for op in tape.ops[index + 1 : stop] if not names.isdisjoint(op.writes)]
+        # The first op that read it afterwards knows if something wrote under another name.
+        later = (op.reads for op in tape.ops[stop:] if not names.isdisjoint(op.operands))
+        reads = next(later, self._trace._recording.output_reads)
+        wrote += [reads[name] for name in names & reads.keys() if reads[name] < stop]
+        if wrote:
+            name = self._trace.names[max(wrote)]
+            raise InputError(
+                f"{describe_where(place)} was written to in place by {name!r} after its op "
+                "returned it: name the op"
+            )
+
+    def _meant(self, place: Any) -> Sequence[Any]:
+        name = name_of(place, self._known)
+        if name is None:
+            raise InputError(f"{place!r} is no place in a run")
+        meant = meant_by(name, self._known)
+        if meant is None or not meant.places:
+            near = near_names(name, self._trace._run.naming.listed())
+            said = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            raise NodePathError(f"this run has no {name!r}{said}", name, tuple(near))
+        return meant.places
+
+
+def _line(place: Any) -> Line | None:
+    if isinstance(place, Line):
+        return place
+    found = read_place(place) if isinstance(place, str) else None
+    # `layers.relu:2` is a pass of an op.
+    return Line(*found) if found and found[0].endswith((".py", ">", "]")) else None
+
+
+class _Known:
+    """What is known of the model, as names are resolved: this run alone."""
+
+    def __init__(self, model: Callable[..., Any], trace: Trace) -> None:
+        self.model = model
+        self._trace = trace
+
+    def names(self) -> list[Names]:
+        """Return the names in the run."""
+        return [self._trace._run.naming]
+
+    def mirror_path(self, name: str) -> str:
+        """Return the path of a node of the mirror of the run."""
+        run = self._trace._run
+        return run.tree.path_of(run.names.index(name)) if name in run.names else ""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bendtrace.errors import LoadError, SaveError
-from bendtrace.storage.log import load, save
-from bendtrace.storage.streams import NotSaved, ShardWriter, StoredTensor, read_stream
+from bendtrace.storage.log import NotSaved, ShardWriter, StoredTensor, load, read_stream, save
 
 __all__ = [
     "LoadError",

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
+import shutil
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,7 +21,7 @@ from torch import Tensor
 import bendtrace
 from bendtrace._places import add_cells, cells_among
 from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, fields_of
-from bendtrace.errors import BendtraceError, InputError, LoadError
+from bendtrace.errors import BendtraceError, InputError, LoadError, SaveError
 from bendtrace.graph.export import (
     GRAPH_CODEC,
     flow_rows,
@@ -24,41 +31,30 @@ from bendtrace.graph.export import (
 )
 from bendtrace.history.building import Log, PassedKey
 from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source
-from bendtrace.history.run_log import RunLog
-from bendtrace.history.text import Facts
+from bendtrace.history.run_log import Facts, RunLog
 from bendtrace.paths.view import Tree
-from bendtrace.storage.directory import Draft, Opened, draft_in, open_manifest
-from bendtrace.storage.streams import (
-    NotSaved,
-    StoredTensor,
-    open_files,
-    row_of,
-    stored_of,
-    undisturbed,
-)
 from bendtrace.storage.tensors import (
+    LOCK,
     DataFile,
+    DirectoryLock,
+    Extent,
     Header,
     Layout,
     TensorFile,
+    code_of,
     free_key,
     header_size,
     layout_of,
+    read_json,
+    read_sealed,
+    replace_sealed,
+    row_size,
+    stored_shape,
+    sync_directory,
     why_not,
+    write_json,
+    writing,
 )
-
-__all__ = [
-    "FACTS",
-    "LAYERS",
-    "MODULES",
-    "Rows",
-    "StoredValue",
-    "load",
-    "read_values",
-    "save",
-    "write_values",
-]
-
 
 T = TypeVar("T")
 
@@ -526,3 +522,587 @@ def _tree_of(flat: dict[str, Any]) -> Tree:
             rows[holder].setdefault("children", []).append(row)
         rows.append(row)
     return Tree.from_dict(flat | {"root": rows[0]})
+
+
+# The directory of a save: how it is exchanged as a whole, and what is recognised as ours.
+#
+# A save consists of `bendtrace.json` and one folder `data-...` that it names. A new save is
+# written to a folder of its own, and takes effect in one step: when its `bendtrace.json` takes
+# the place of the old one. At no moment is there neither the old nor the new.
+
+MANIFEST = "bendtrace.json"
+FORMAT = "bendtrace log"
+VERSION = 1
+_DATA = re.compile(r"data-[0-9a-f]{12}")
+
+
+class Draft:
+    """A save that is being written.
+
+    Attributes:
+        folder: where its files go.
+        files: for each file what is known of it.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.files: dict[str, dict[str, Any]] = {}
+
+    def path(self, name: str) -> str:
+        """Return where a file of the save goes."""
+        return os.path.join(self.folder, name)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Add a file of JSON."""
+        size, sha256 = write_json(self.path(name), value)
+        self.files[name] = {"size": size, "sha256": sha256}
+
+    def add_tensors(self, name: str, header: str) -> None:
+        """Note a file of tensors that was written.
+
+        Args:
+            name: its name.
+            header: the checksum of its header.
+        """
+        size = os.path.getsize(self.path(name))
+        self.files[name] = {"size": size, "header_sha256": header}
+
+
+@contextmanager
+def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
+    """Write a save: the body fills it, and at the end it takes the place of the one before.
+
+    If the body fails, what was saved before is as it was.
+
+    Args:
+        directory: where to.
+        about: what to write in `bendtrace.json`; may be added to by the body.
+
+    Raises:
+        SaveError: if the directory holds other things, somebody else saves there, or it cannot
+            be written to.
+    """
+    with writing(directory):
+        _require_ours(directory)
+        with _made(directory), ExitStack() as stack:
+            stack.callback(DirectoryLock(directory).release)
+            _require_ours(directory)
+            _clean(directory)
+            draft = Draft(os.path.join(directory, f"data-{secrets.token_hex(6)}"))
+            try:
+                os.mkdir(draft.folder)
+                yield draft
+                _commit(directory, draft, about)
+            except BaseException:
+                if not _is_current(directory, draft):
+                    shutil.rmtree(draft.folder, ignore_errors=True)
+                raise
+            _clean(directory)
+
+
+def _commit(directory: str, draft: Draft, about: dict[str, Any]) -> None:
+    sync_directory(draft.folder)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        **about,
+        "data": os.path.basename(draft.folder),
+        "files": draft.files,
+    }
+    replace_sealed(os.path.join(directory, MANIFEST), manifest, draft.path(MANIFEST))
+
+
+@contextmanager
+def _made(directory: str) -> Iterator[None]:
+    """Make a directory and those above it. If the body fails, remove those that are empty."""
+    missing: list[str] = []
+    path = directory
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        os.mkdir(path)
+        sync_directory(os.path.dirname(path))
+    try:
+        yield
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):
+                os.rmdir(path)
+        raise
+
+
+def _require_ours(directory: str) -> None:
+    """Refuse what was not made by saving.
+
+    Raises:
+        SaveError: if the directory holds something else.
+    """
+    if not os.path.lexists(directory):
+        return
+    if not os.path.isdir(directory):
+        raise SaveError(directory, "it is a file; a save is a directory")
+    names = os.listdir(directory)
+    if MANIFEST in names:
+        try:
+            _manifest(directory)
+        except LoadError as error:
+            if not error.is_newer:
+                raise SaveError(
+                    directory, f"its {MANIFEST} is no save, or damaged; delete it first"
+                ) from error
+    elif others := [n for n in names if not _DATA.fullmatch(n) and not is_streamed(n)]:
+        shown = ", ".join(sorted(others)[:3]) + ", ..." * (len(others) > 3)
+        raise SaveError(
+            directory, f"it is no save and holds other files ({shown}); choose another directory"
+        )
+
+
+def _manifest(directory: str) -> dict[str, Any]:
+    manifest = read_sealed(os.path.join(directory, MANIFEST), FORMAT, VERSION)
+    if not _DATA.fullmatch(str(manifest.get("data"))) or type(manifest.get("files")) is not dict:
+        raise LoadError(os.path.join(directory, MANIFEST), "the file is damaged")
+    return manifest
+
+
+def _is_current(directory: str, draft: Draft) -> bool:
+    try:
+        return bool(_manifest(directory)["data"] == os.path.basename(draft.folder))
+    except LoadError:
+        return False
+
+
+def _clean(directory: str) -> None:
+    """Delete what dead saves have left, and the save that was replaced."""
+    current = None
+    if os.path.lexists(os.path.join(directory, MANIFEST)):
+        try:
+            current = _manifest(directory)["data"]
+        except LoadError:
+            return  # a newer version may have folders of its own
+    for name in os.listdir(directory):
+        if _DATA.fullmatch(name) and name != current:
+            shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
+
+
+class Opened:
+    """A save that is being read.
+
+    Attributes:
+        directory: where it is.
+        manifest: what `bendtrace.json` says.
+    """
+
+    def __init__(self, directory: str, manifest: dict[str, Any]) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.folder: str = os.path.join(directory, manifest["data"])
+
+    def read_json(self, name: str) -> Any:
+        """Return what a file of JSON holds.
+
+        Raises:
+            LoadError: if it is not there, or not what was written.
+        """
+        row = self.manifest["files"].get(name)
+        path = os.path.join(self.folder, name)
+        if row is None:
+            raise LoadError(path, "the file is missing")
+        return read_json(path, row["size"], row["sha256"])
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """For each file of tensors the checksum of its header."""
+        files = self.manifest["files"].items()
+        return {name: row["header_sha256"] for name, row in files if "header_sha256" in row}
+
+
+def open_manifest(directory: str) -> Opened:
+    """Find the save in a directory.
+
+    Raises:
+        LoadError: if there is none, or it is foreign, newer or damaged.
+    """
+    if not os.path.isdir(directory):
+        if os.path.lexists(directory):
+            raise LoadError(directory, "it is a file; a save is a directory")
+        raise LoadError(directory, f"there is no such directory{_near(directory)}")
+    names = os.listdir(directory)
+    if MANIFEST in names:
+        return Opened(directory, _manifest(directory))
+    if STREAM in names and is_unfinished(directory):
+        raise LoadError(
+            directory,
+            "a run was writing its activations there and did not finish; nothing was saved",
+        )
+    if STREAM in names:
+        raise LoadError(
+            directory,
+            f"it holds a {STREAM_FORMAT} of activations, but the log was not saved there;"
+            " bendtrace.storage.read_stream reads the activations",
+        )
+    if names and all(name == LOCK or _DATA.fullmatch(name) for name in names):
+        raise LoadError(directory, "the first save to it was interrupted: nothing is complete")
+    raise LoadError(directory, f"it is no save of bendtrace: there is no {MANIFEST}")
+
+
+def _near(directory: str) -> str:
+    folder, name = os.path.split(directory)
+    if not os.path.isdir(folder):
+        return f", nor {folder!r}"
+    near = get_close_matches(name, sorted(os.listdir(folder)), n=3)
+    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+
+
+# Activations on disk while a run is going on, and handles that read them back.
+
+
+@dataclass(frozen=True)
+class NotSaved:
+    """Stands for a value that could not be stored.
+
+    Attributes:
+        reason: why.
+    """
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"not saved: {self.reason}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StoredTensor:
+    """A tensor on disk.
+
+    Attributes:
+        name: what it is called.
+        layout: its dtype, shape and strides.
+        device: where it was when it was stored.
+        file: the file that it is in.
+        extent: where in the file.
+        to: the device that it is read to; None for the CPU.
+    """
+
+    name: str
+    layout: Layout
+    device: torch.device
+    file: DataFile
+    extent: Extent
+    to: torch.device | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.layout.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes on disk."""
+        return self.layout.nbytes
+
+    def read(self, device: torch.device | str | None = None) -> Tensor:
+        """Read it: each call gives a new tensor, which needs no gradient.
+
+        Args:
+            device: where to; None for `to`.
+
+        Raises:
+            LoadError: if the file was damaged since.
+        """
+        with undisturbed():
+            tensor = self.file.tensor(self.extent, self.layout)
+            device = self.to if device is None else device
+            return tensor if device is None else tensor.to(device)
+
+    def __repr__(self) -> str:
+        about = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"<StoredTensor {self.name!r}: {about} in {os.path.basename(self.file.path)}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensor:
+        return self  # nothing about it can change
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep modes of torch, such as a recording run, from taking part in what is done here."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def row_of(path: str, extent: Extent, layout: Layout, device: torch.device) -> dict[str, Any]:
+    """Return what is written down of a stored tensor, ready for JSON."""
+    return {
+        "file": os.path.basename(path),
+        "key": extent.key,
+        "crc32": extent.checksum,
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "shape": list(layout.shape),
+        "strides": list(layout.strides),
+        "device": str(device),
+    }
+
+
+def open_files(directory: str, checksums: Mapping[str, str]) -> dict[str, tuple[DataFile, Header]]:
+    """Open files of tensors and examine their headers.
+
+    Args:
+        directory: where they are.
+        checksums: for the name of each file, the checksum of its header.
+
+    Raises:
+        LoadError: if one is missing, or is not the file that was written.
+    """
+    files = {}
+    for name, checksum in checksums.items():
+        if os.path.basename(name) != name:
+            raise LoadError(directory, f"it names a file outside: {name!r}")
+        file = DataFile(os.path.join(directory, name))
+        header = file.header()
+        if header.sha256 != checksum:
+            raise LoadError(file.path, "the file is damaged: its header has changed")
+        files[name] = file, header
+    return files
+
+
+def stored_of(
+    name: str,
+    row: Mapping[str, Any],
+    files: Mapping[str, tuple[DataFile, Header]],
+    to: torch.device | None = None,
+) -> StoredTensor | NotSaved:
+    """Return the handle that a row of `row_of` describes.
+
+    Raises:
+        LookupError: if something is missing.
+        ValueError: if the row and the file do not go together.
+        TypeError: if a value is of the wrong type.
+    """
+    if "not_saved" in row:
+        return NotSaved(row["not_saved"])
+    dtype = getattr(torch, row["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        return NotSaved(f"it is of type {row['dtype']}, which this torch does not have")
+    layout = Layout(dtype, tuple(row["shape"]), tuple(row["strides"]))
+    numbers = (*layout.shape, *layout.strides)
+    if len(layout.shape) != len(layout.strides) or not all(
+        type(number) is int and number >= 0 for number in numbers
+    ):
+        raise ValueError(f"{name!r} has the shape {row['shape']} and strides {row['strides']}")
+    file, header = files[row["file"]]
+    code, shape, start, stop = header.extents[row["key"]]
+    found = code, shape, stop - start
+    if found != (code_of(dtype), stored_shape(layout), layout.nbytes):
+        raise ValueError(f"what is said of {name!r} is not what the file holds")
+    extent = Extent(row["key"], start, layout.nbytes, row["crc32"])
+    return StoredTensor(name, layout, _device(row["device"]), file, extent, to)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError:  # of a kind that this torch does not have
+        return torch.device("cpu")
+
+
+STREAM = "stream.json"
+STREAM_FORMAT = "bendtrace stream"
+STREAM_VERSION = 1
+_HEADER = 1 << 18  # room for about 2000 tensors; a shard is closed when it is used up
+
+
+class ShardWriter:
+    """Writes tensors to disk as they come, and keeps none of them in memory.
+
+    The directory then holds `shard-00001.safetensors` and so on, and `stream.json`, which tells
+    what is where. As long as the writer is not closed, it says that the stream is unfinished.
+
+    Args:
+        directory: where to. It is made if there is none, and must be empty, or hold nothing but
+            what is left of a stream that was interrupted.
+        max_bytes: a shard is closed, and the next one begun, before it grows beyond this.
+
+    Raises:
+        SaveError: if the directory holds something else, or cannot be written to.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from bendtrace.storage import ShardWriter
+        >>> with tempfile.TemporaryDirectory() as directory, ShardWriter(directory) as writer:
+        ...     stored = writer.add("relu_1", torch.ones(2, 3).relu())
+        ...     stored.read().sum()
+        tensor(6.)
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, max_bytes: int = 1 << 32) -> None:
+        if type(max_bytes) is not int or max_bytes < 1:
+            raise InputError(f"max_bytes has to be a positive number of bytes, not {max_bytes!r}")
+        self.directory: str = os.path.abspath(os.fspath(directory))
+        self._max_bytes = max_bytes
+        self._lock = threading.RLock()
+        self._file: TensorFile | None = None
+        self._reader: DataFile | None = None
+        self._headers: dict[str, str] = {}
+        self._rows: dict[str, Any] = {}
+        self._closed = False
+        with writing(self.directory):
+            os.makedirs(self.directory, exist_ok=True)
+            self._held = DirectoryLock(self.directory)
+            try:
+                _make_room(self.directory)
+                self._mark("open")
+            except BaseException:
+                self._held.release()
+                raise
+
+    def add(self, name: str, tensor: Tensor) -> StoredTensor | NotSaved:
+        """Write a tensor.
+
+        Args:
+            name: what to call it: a name that was not used yet.
+            tensor: what to write. It is not changed, nor kept.
+
+        Returns:
+            A handle that reads it back, also before the writer is closed; or why it cannot be
+            stored: it is sparse, quantised, nested, on the meta device, or of a subclass.
+
+        Raises:
+            InputError: if the name was used before, or the writer is closed.
+            SaveError: if the file cannot be written, such as on a full disk.
+        """
+        with self._lock, undisturbed():
+            if self._closed:
+                raise InputError(f"the stream to {self.directory!r} is closed")
+            if name in self._rows:
+                raise InputError(f"{name!r} was already written to {self.directory!r}")
+            reason = why_not(tensor)
+            if reason is not None:
+                self._rows[name] = {"not_saved": reason}
+                return NotSaved(reason)
+            layout = layout_of(tensor)
+            with writing(self.directory):
+                file, reader = self._room_for(name, layout)
+                extent = file.add(free_key(name, file), layout, tensor)
+            self._rows[name] = row_of(reader.path, extent, layout, tensor.device)
+            return StoredTensor(name, layout, tensor.device, reader, extent)
+
+    def close(self) -> None:
+        """Finish the files; a second call does nothing.
+
+        Raises:
+            SaveError: if they cannot be written. The directory then says that it is unfinished.
+        """
+        with self._lock:
+            if not self._closed:
+                with writing(self.directory):
+                    self._close_shard()
+                    self._mark("closed", files=self._headers, tensors=self._rows)
+                self._closed = True
+                self._held.release()
+
+    def _room_for(self, name: str, layout: Layout) -> tuple[TensorFile, DataFile]:
+        file = self._file
+        # Room for a name that has to be made unique is left in any case.
+        key = f"{name}#{len(self._rows)}".encode("unicode_escape").decode()
+        if file is not None and len(file):
+            full = file.size + layout.nbytes > self._max_bytes or not file.takes(key, layout)
+            if full:
+                self._close_shard()
+                file = None
+        if file is None or self._reader is None:
+            path = os.path.join(self.directory, f"shard-{len(self._headers) + 1:05d}.safetensors")
+            file = self._file = TensorFile(path, max(_HEADER, 2 * row_size(key, layout)))
+            self._reader = DataFile(path)
+        return file, self._reader
+
+    def _close_shard(self) -> None:
+        if self._file is not None:
+            self._headers[os.path.basename(self._file.path)] = self._file.close()
+            self._file = self._reader = None
+
+    def _mark(self, state: str, **content: Any) -> None:
+        marker = {"format": STREAM_FORMAT, "version": STREAM_VERSION, "state": state, **content}
+        path = os.path.join(self.directory, STREAM)
+        replace_sealed(path, marker, f"{path}.new")
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the directory goes on saying that it is unfinished
+            self._held.release()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<ShardWriter to {self.directory!r}: {len(self._rows)} tensors, {state}>"
+
+
+def _make_room(directory: str) -> None:
+    names = [name for name in os.listdir(directory) if name != LOCK]
+    if not names:
+        return
+    if not is_unfinished(directory) or not all(map(is_streamed, names)):
+        what = "a finished stream" if STREAM in names else "other files"
+        raise SaveError(directory, f"it is not empty but holds {what}; choose another directory")
+    for name in names:
+        os.remove(os.path.join(directory, name))
+
+
+def is_streamed(name: str) -> bool:
+    """Whether a file in a directory is one that a `ShardWriter` writes."""
+    is_shard = name.startswith("shard-") and name.endswith(".safetensors")
+    return is_shard or name in (STREAM, f"{STREAM}.new", LOCK)
+
+
+def is_unfinished(directory: str) -> bool:
+    """Whether a directory holds a stream that was interrupted, or is still being written."""
+    try:
+        marker = read_sealed(os.path.join(directory, STREAM), STREAM_FORMAT, STREAM_VERSION)
+    except LoadError:
+        return False
+    return marker.get("state") == "open"
+
+
+def read_stream(directory: str | os.PathLike[str]) -> dict[str, StoredTensor | NotSaved]:
+    """Return what a `ShardWriter` wrote, by name.
+
+    Args:
+        directory: where it wrote to.
+
+    Raises:
+        LoadError: if there is no stream, or it was interrupted, or is damaged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from bendtrace.storage import ShardWriter, read_stream
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with ShardWriter(directory) as writer:
+        ...         _ = writer.add("relu_1", torch.ones(2, 3).relu())
+        ...     read_stream(directory)["relu_1"].read()
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
+    directory = os.path.abspath(os.fspath(directory))
+    path = os.path.join(directory, STREAM)
+    marker = read_sealed(path, STREAM_FORMAT, STREAM_VERSION)
+    if marker.get("state") != "closed":
+        raise LoadError(directory, "a run was writing its activations there and did not finish")
+    try:
+        files = open_files(directory, marker["files"])
+        return {name: stored_of(name, row, files) for name, row in marker["tensors"].items()}
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, LoadError):
+            raise
+        raise LoadError(path, f"the file is damaged: {error}") from None

@@ -15,39 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "COPIED",
-    "PLAIN_TYPES",
-    "UNSET",
-    "Access",
-    "Added",
-    "Array",
-    "AttributeKey",
-    "CaptureKind",
-    "Captured",
-    "Change",
-    "TensorFacts",
-    "attributes_of",
-    "bits_of",
-    "child_label",
-    "content_of",
-    "has_attributes",
-    "holds_number",
-    "identical",
-    "is_array",
-    "is_as_copied",
-    "is_exchangeable",
-    "is_leaf",
-    "is_scalar",
-    "is_told_by_identity",
-    "module_of",
-    "put",
-    "requires_grad",
-    "same_keys",
-    "slot_of",
-    "slots_of",
-]
-
 PLAIN_TYPES: frozenset[type] = frozenset(
     {
         type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented),

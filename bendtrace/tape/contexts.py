@@ -11,22 +11,6 @@ from torch.nn.utils import parametrize
 
 from bendtrace.source.internals import internal
 
-__all__ = [
-    "Autocast",
-    "Context",
-    "ContextSwitch",
-    "Hold",
-    "any_autocast",
-    "cudnn",
-    "current_context",
-    "current_settings",
-    "dispatch_modes",
-    "forget_casts",
-    "function_modes",
-    "mkldnn",
-    "precision",
-]
-
 
 class Autocast(NamedTuple):
     """Autocast state of one device type."""

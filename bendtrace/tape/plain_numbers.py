@@ -8,7 +8,7 @@ code that is known to ask, and a function that names any other C code receives p
 
 Code written in Python only passes numbers on. That of the user, of torch and of packages that use
 torch is read here. Any other (`yaml.dump`) receives plain arguments where it is entered
-(`recording/entered.py`).
+(`recording/recorder.py`).
 """
 
 from __future__ import annotations
@@ -41,20 +41,6 @@ from bendtrace.source.bytecode import constant_of, has, single_steps, steps_of
 from bendtrace.source.features import is_off
 from bendtrace.source.sites import PACKAGE, TORCH
 from bendtrace.tape.scalars import TracedBool, TracedFloat, TracedInt
-
-__all__ = [
-    "ASKING",
-    "UNKNOWN",
-    "asks",
-    "function_needs_plain",
-    "is_exact_format",
-    "is_known_code",
-    "is_of_c",
-    "looks_up",
-    "named_in_function",
-    "named_objects",
-    "needs_plain_numbers",
-]
 
 # Functions and types written in C that give for a traced number what they give for a plain one.
 _BUILTINS = (

@@ -16,18 +16,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = [
-    "RETIRED",
-    "TRACED",
-    "TracedBool",
-    "TracedFloat",
-    "TracedInt",
-    "TracedScalar",
-    "plain",
-    "put_source",
-    "retire",
-]
-
 
 class Origin(Protocol):
     """The interface that a traced scalar reports to: the recorder of its run."""

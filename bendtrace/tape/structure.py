@@ -16,31 +16,6 @@ import torch
 from bendtrace.tape.captured import PLAIN_TYPES, AttributeKey, Captured
 from bendtrace.tape.tape import Container, leaves_in
 
-__all__ = [
-    "SAID_OF_FUNCTIONS",
-    "Existing",
-    "Fixed",
-    "Instance",
-    "Made",
-    "Opaque",
-    "build",
-    "can_build",
-    "entries_of",
-    "existing_in",
-    "flat",
-    "has_state_of_c",
-    "held_by",
-    "is_heap_type",
-    "items_in",
-    "kept_in",
-    "make_function",
-    "make_partial",
-    "read_partial",
-    "refill",
-    "tagged",
-]
-
-
 # Creating objects from their content, bypassing their constructors.
 
 

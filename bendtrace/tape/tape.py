@@ -16,33 +16,6 @@ from bendtrace.source.statements import asks_for_error, is_under_handler
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
 
-__all__ = [
-    "NOTHING",
-    "Checkpoint",
-    "Container",
-    "Guard",
-    "ModuleCall",
-    "Op",
-    "OpKind",
-    "Raised",
-    "Ref",
-    "Settings",
-    "State",
-    "Tape",
-    "TensorMeta",
-    "Test",
-    "is_handled",
-    "kind_of",
-    "leaves_in",
-    "map_leaves",
-    "map_refs",
-    "meta_of",
-    "raised_by",
-    "ref_to",
-    "refs_in",
-]
-
-
 # Nothing else is written during a run. The graph, the flow steps, the guards and the replay
 # function are all derived from the tape afterwards.
 

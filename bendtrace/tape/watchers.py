@@ -14,20 +14,6 @@ from bendtrace.source.sites import Site
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall, Op
 
-__all__ = [
-    "Inserter",
-    "Observer",
-    "Stage",
-    "StopRun",
-    "Watcher",
-    "current_watcher",
-    "note_call",
-    "set_around",
-    "set_watcher",
-    "unwatched",
-]
-
-
 # Receives what the calling thread reaches: its recorder, while it is recording.
 
 

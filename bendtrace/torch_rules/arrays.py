@@ -24,8 +24,6 @@ from bendtrace.tape.tape import Op, Tape
 from bendtrace.torch_rules.functions import SHARING
 from bendtrace.torch_rules.writes import storage_of
 
-__all__ = ["SharedArrays", "may_share", "overlap"]
-
 
 def may_share(function: Any) -> bool:
     """Return whether a torch function, or class, may return a tensor in the memory of an array."""

@@ -19,8 +19,6 @@ from torch import nn
 from bendtrace.source.internals import Never, internal
 from bendtrace.tape.watchers import current_watcher
 
-__all__ = ["GONE", "LEGACY", "entries_of_constructors"]
-
 # What an attribute is exchanged for that is not there while a run is recorded.
 GONE: Any = object()
 

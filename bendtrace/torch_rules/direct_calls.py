@@ -29,8 +29,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 
-__all__ = ["ENTRIES", "Asked", "Call", "Entry", "cheapest", "plain_values"]
-
 
 class Call(NamedTuple):
     """A call that is equivalent to another one.

@@ -5,7 +5,7 @@ methods of `random.Random`, which Python's own functions come down to (`choice` 
 `_randbelow`). Classes of numpy are written in C and cannot be changed: a generator of numpy that
 the model holds is replaced by one of a subclass for the time of the run (`Environment.place`),
 which passes each draw on. What draws past all of these leaves a state that no draw has left, and
-`recording/draws.py` notices it.
+`recording/finish.py` notices it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,6 @@ from typing import Any
 import torch
 
 from bendtrace.tape.watchers import current_watcher
-
-__all__ = [
-    "CHANGING",
-    "RandomStates",
-    "entries_of_numpys_draws",
-    "entries_of_pythons_draws",
-    "generator_name",
-    "global_generators",
-    "is_drawn_from",
-    "is_host_generator",
-    "is_module_of_draws",
-    "numpys_random",
-    "restorer_of",
-    "seed_all",
-    "stand_in_for",
-    "state_of",
-    "torchs_generators",
-]
 
 # Methods of `random.Random` that return numbers, or nothing, and what the others draw by.
 _OF_PYTHON = (

@@ -17,49 +17,6 @@ from bendtrace.tape.tape import Op
 from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.transforms import REGISTERS
 
-__all__ = [
-    "CALLS_PYTHON",
-    "CONTEXT",
-    "DESCEND",
-    "ESCAPES",
-    "FLEETING",
-    "GIVES_BACK",
-    "GRAD_FN",
-    "IN_PLACE_OPERATORS",
-    "METADATA",
-    "OPERATORS",
-    "OPTIONAL",
-    "RANK_DEPENDS_ON_NUMBERS",
-    "RESHAPES_IN_PLACE",
-    "SETTERS",
-    "SHAPES",
-    "SHARING",
-    "SPECIAL",
-    "UNINITIALIZED",
-    "VALUES",
-    "OpOverload",
-    "OpOverloadPacket",
-    "ScriptFunction",
-    "ScriptMethod",
-    "ScriptModule",
-    "entered",
-    "is_foreign",
-    "is_gate",
-    "is_loose",
-    "is_named_in_place",
-    "is_pure",
-    "is_simple",
-    "is_torchs_function",
-    "known_as",
-    "may_vary",
-    "name_of",
-    "overloads",
-    "reads_metadata",
-    "said_of",
-    "tells_sizes_from_tuples",
-]
-
-
 # The classes of operators, of their overloads, of either, and of scripts.
 OpOverloadPacket: Any = type(torch.ops.aten.add)
 OpOverload: Any = type(torch.ops.aten.add.Tensor)

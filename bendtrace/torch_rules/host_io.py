@@ -23,8 +23,6 @@ import torch
 
 from bendtrace.tape.watchers import Watcher, current_watcher
 
-__all__ = ["MEASURES", "OFTEN_PATCHED", "entries_of_outside", "environ"]
-
 # Whoever puts something of their own here wants that to be asked: it is what `__wrapped__` of
 # those that are exchanged is set to.
 OFTEN_PATCHED = (time, builtins, io, random, random.Random)

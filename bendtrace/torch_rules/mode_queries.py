@@ -25,19 +25,6 @@ from bendtrace.source.internals import Never, internal
 from bendtrace.source.sites import PACKAGE, TORCH
 from bendtrace.tape.contexts import function_modes
 
-__all__ = [
-    "QUESTIONS",
-    "RecordingMode",
-    "carried_out",
-    "hide_recorder",
-    "is_active",
-    "is_answered_without",
-    "put_back",
-    "seeing_modes",
-    "unseen",
-    "without",
-]
-
 
 class RecordingMode(TorchFunctionMode):
     """A mode that the code which runs under it does not see.

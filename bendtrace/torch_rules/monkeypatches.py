@@ -30,9 +30,6 @@ from bendtrace.source.sites import TORCH
 from bendtrace.source.versions import TELLS_CHANGES, version_of
 from bendtrace.torch_rules.intercepts import REPLACED
 
-__all__ = ["Monkeypatches", "asked", "may_be_patched", "monkeypatches"]
-
-
 # Whether what a mode is asked about may stand in for a function of torch's: these cannot.
 _NATIVE = frozenset(
     {

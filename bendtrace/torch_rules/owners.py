@@ -12,16 +12,6 @@ from torch import Tensor, nn
 
 from bendtrace.errors import InputError
 
-__all__ = [
-    "is_leaf_module",
-    "module_of",
-    "modules_in",
-    "named_modules",
-    "parts_of",
-    "states_of",
-    "unhooked",
-]
-
 
 def module_of(model: Any) -> nn.Module | None:
     """Return the module that has what a model has, under the names that paths begin with.

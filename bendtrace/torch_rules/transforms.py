@@ -12,14 +12,6 @@ from torch.utils.hooks import RemovableHandle
 from bendtrace.source.internals import internal
 from bendtrace.tape.watchers import current_watcher
 
-__all__ = [
-    "REGISTERS",
-    "HandleOfRun",
-    "as_one_op",
-    "entries_of_transforms",
-    "registers",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -176,6 +168,7 @@ def registers(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 @as_one_op
 def remove(carrier: Any) -> None:
+    """Remove the hook that a carrier holds the handle of."""
     carrier.handle.remove()
 
 

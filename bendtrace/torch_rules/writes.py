@@ -23,8 +23,6 @@ from bendtrace.torch_rules.functions import (
     known_as,
 )
 
-__all__ = ["Writes", "storage_of", "version_of", "works_in_place"]
-
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from bendtrace.history.entries import LayerEntry
     from bendtrace.module import BendedModule
 
-__all__ = ["bended_model", "entry", "log"]
-
 
 def log(log: ModelHistory, path: str | None, subtree_renderer: Any) -> Any:
     """Return a log as nested calls of modules, with the entries that they computed."""

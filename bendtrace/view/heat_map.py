@@ -14,8 +14,6 @@ from bendtrace.view.drawing.overlay import color, color_around_zero, ink
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["heat_map", "plotted", "shortened", "text_table"]
-
 _MOST_ROWS, _MOST_COLUMNS = 40, 12
 
 

@@ -9,7 +9,7 @@ tensor([0., 2.])
 
 from bendtrace.calls import Call
 from bendtrace.history.tables import Table
-from bendtrace.interject.aliases import Alias, Aliases, transformer_lens_aliases
+from bendtrace.interject.where import Alias, Aliases, transformer_lens_aliases
 from bendtrace.workflows.ablation import AblationStudy, ablate, ablation_study
 from bendtrace.workflows.attribution import Attribution, attribution_patching
 from bendtrace.workflows.autoencoder import LatentEdit, SplicedAutoencoder, splice_autoencoder

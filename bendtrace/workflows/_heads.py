@@ -13,8 +13,6 @@ from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate
 from bendtrace.workflows._grids import Columns
 
-__all__ = ["require_heads"]
-
 # Each number of their results depends on all numbers of a row, and so on every head.
 _MIXING = frozenset(
     {

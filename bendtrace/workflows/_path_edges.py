@@ -20,8 +20,6 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES
 
-__all__ = ["Edges", "End", "Flow", "Spot"]
-
 
 @dataclass(frozen=True)
 class Spot:

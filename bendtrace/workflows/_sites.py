@@ -15,8 +15,8 @@ from bendtrace._checks import required_choice
 from bendtrace.calls import Call, differentiable, own_copy
 from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.history.copies import copied
-from bendtrace.interject.group import InsertionGroup
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.registry import InsertionGroup
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import Leaf, Shape, assemble, describe, take_apart
 from bendtrace.module import BendedModule

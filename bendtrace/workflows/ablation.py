@@ -15,12 +15,11 @@ from torch import Tensor
 from bendtrace._checks import required_choice, required_int
 from bendtrace.calls import Call, are_several, bended_of, calls_of, required_bended
 from bendtrace.errors import InputError, SiteError
-from bendtrace.interject.contained import is_contained
 from bendtrace.interject.effects import Effect, can_cast, effect_of_value
 from bendtrace.interject.insertion import Insertion
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.passes import PassNumbers
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass, PassNumbers
 from bendtrace.interject.purity import effect_of_function
+from bendtrace.interject.reading import is_contained
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule
@@ -46,8 +45,6 @@ from bendtrace.workflows._sites import (
     listed_sites,
     replaced,
 )
-
-__all__ = ["AblationStudy", "ablate", "ablation_study"]
 
 How = Literal["zero", "mean", "resample"] | float | Tensor | Callable[[Tensor], Tensor]
 # Returns the replacement of a value, or what can be broadcast to it: of a node, its pass, a value.

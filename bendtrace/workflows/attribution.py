@@ -31,8 +31,6 @@ from bendtrace.workflows._grids import (
 from bendtrace.workflows._sites import At, Key, Row, Seen, Sites, differing, listed_sites, unlike
 from bendtrace.workflows.patching import Direction, in_order
 
-__all__ = ["Attribution", "attribution_patching"]
-
 Passes = tuple[Key, int]
 Gradients = dict[Passes, Tensor]
 _ELSEWHERE = "halfway between the two values the model takes another path"

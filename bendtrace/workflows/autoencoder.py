@@ -10,20 +10,18 @@ from torch import Tensor, nn
 
 from bendtrace.calls import required_bended
 from bendtrace.errors import InputError, InterjectionError
-from bendtrace.interject.bends.parameter import Expression, value_of
-from bendtrace.interject.contained import is_contained
+from bendtrace.interject.bends.bend import Expression, value_of
 from bendtrace.interject.effects import Effect
-from bendtrace.interject.group import InsertionGroup, InsertionHandle, is_root
+from bendtrace.interject.insertion import Report
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.purity import Lifted, built, effect_of_function, lifted, why_not_pure
-from bendtrace.interject.report import Report
+from bendtrace.interject.reading import is_contained
+from bendtrace.interject.registry import InsertionGroup, InsertionHandle, is_root
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule
 from bendtrace.tape.tape import TensorMeta
-
-__all__ = ["LatentEdit", "SplicedAutoencoder", "splice_autoencoder"]
 
 
 class LatentEdit:

@@ -11,12 +11,9 @@ from torch import Tensor
 
 from bendtrace.calls import Call, bended_of, own_copy
 from bendtrace.errors import InputError
-from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.bends.handle import BendHandle
-from bendtrace.interject.bends.parameter import BendingParameter, Value
+from bendtrace.interject.bends.bend import Bend, BendingParameter, Value
+from bendtrace.interject.bends.catalogue import BendHandle
 from bendtrace.module import BendedModule
-
-__all__ = ["BendingSession", "Sweep", "bending_session", "sweep"]
 
 
 @dataclass(frozen=True)

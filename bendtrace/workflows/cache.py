@@ -19,25 +19,23 @@ from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
 from bendtrace.history.entries import LayerEntry
 from bendtrace.interject.activations import as_html, as_text
-from bendtrace.interject.aliases import (
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.registry import InsertionGroup, is_root
+from bendtrace.interject.structure import assemble, take_apart
+from bendtrace.interject.where import (
     Alias,
     Aliases,
+    near_misses,
     require_equal,
     transformer_lens_aliases,
 )
-from bendtrace.interject.group import InsertionGroup, is_root
-from bendtrace.interject.insertion import Insertion
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.structure import assemble, take_apart
-from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.recording.recorder import Recording
 from bendtrace.torch_rules.mode_queries import unseen
 from bendtrace.torch_rules.writes import storage_of
 from bendtrace.workflows.residual import ResidualParts
-
-__all__ = ["ActivationCache", "run_with_cache"]
 
 
 class ActivationCache(ResidualParts):

@@ -26,8 +26,6 @@ from bendtrace.workflows._grids import (
 from bendtrace.workflows._sites import Act, At, Exchange, Key, Row, Seen, Sites, listed_sites
 from bendtrace.workflows.patching import HINT
 
-__all__ = ["CausalTrace", "causal_tracing"]
-
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CausalTrace(Grid):

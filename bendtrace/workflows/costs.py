@@ -8,16 +8,13 @@ from typing import Any, Literal, NamedTuple
 from bendtrace._checks import required_choice, required_kind
 from bendtrace._places import place_text
 from bendtrace._trace import Trace
-from bendtrace.backward.record import BackwardPass
+from bendtrace.backward import BackwardPass
 from bendtrace.errors import InputError
-from bendtrace.history.entries import LayerEntry
+from bendtrace.history.entries import LayerEntry, size_text
 from bendtrace.history.run_log import RunLog
-from bendtrace.history.sizes import size_text
 from bendtrace.history.tables import Table, in_percent, in_seconds, rounded
 from bendtrace.tape.tape import refs_in
 from bendtrace.torch_rules.writes import works_in_place
-
-__all__ = ["Costs", "cost", "dead_ends", "hot_path", "recomputation"]
 
 
 class CostShare(NamedTuple):

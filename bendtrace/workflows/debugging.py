@@ -23,14 +23,6 @@ from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.module import BendedModule
 from bendtrace.source.internals import pytree
 
-__all__ = [
-    "NonFinite",
-    "Range",
-    "find_nan",
-    "gradient_flow",
-    "raise_on_nan",
-]
-
 
 class Range(NamedTuple):
     """The values of a tensor, in short.

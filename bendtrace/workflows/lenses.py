@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from bendtrace._lazy import required_pandas
 from bendtrace.calls import Call, bended_of, seen_in
 from bendtrace.errors import InputError
-from bendtrace.history.sizes import counted
+from bendtrace.history.entries import counted
 from bendtrace.interject.structure import describe
 from bendtrace.module import BendedModule
 from bendtrace.view.heat_map import heat_map
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["LensResult", "TunedLens", "logit_lens"]
 
 
 @dataclass(frozen=True)

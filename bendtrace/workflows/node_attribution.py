@@ -19,8 +19,6 @@ from bendtrace.interject.where import Where
 from bendtrace.preserved_state import PreservedState, no_model
 from bendtrace.workflows._sites import At, Key, Sites, unlike
 
-__all__ = ["NodeFunction", "attribute"]
-
 
 class NodeFunction:
     """The output of a model as a function of the value of a node, as captum's methods take it.

@@ -17,8 +17,6 @@ from bendtrace.workflows._grids import (
 )
 from bendtrace.workflows._sites import At, Exchange, Sites, listed_sites
 
-__all__ = ["Direction", "Patching", "activation_patching"]
-
 Direction = Literal["denoise", "noise"]
 HINT = " (missing='nan' uses nan for values that cannot be replaced)"
 

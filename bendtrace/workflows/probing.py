@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.analysis.matrices import Products
-from bendtrace.analysis.matrices import ridge as closed_form
+from bendtrace.analysis.spectra import Products
+from bendtrace.analysis.spectra import ridge as closed_form
 from bendtrace.calls import Call, bended_of, rows_of, seen_in
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import Where
-
-__all__ = ["ProbeData", "RidgeProbe", "fit_ridge", "probe_data"]
 
 
 @dataclass(frozen=True)

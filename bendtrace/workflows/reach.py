@@ -17,11 +17,9 @@ from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.names import NodeRef
 from bendtrace.source.sites import Place, Span
-from bendtrace.source.syntax import conclude_truth, source_file, spans_of
+from bendtrace.source.statements import conclude_truth, source_file, spans_of
 from bendtrace.tape.tape import OpKind, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES
-
-__all__ = ["Reach", "ancestry", "influence"]
 
 _NO_VALUES = frozenset({*SHAPES, *METADATA})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bendtrace._checks import required_choice
 from bendtrace.errors import InputError
-from bendtrace.interject.aliases import Aliases, Stream
+from bendtrace.interject.where import Aliases, Stream
 
 __all__ = ["ResidualParts"]
 

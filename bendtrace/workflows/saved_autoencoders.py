@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from bendtrace._lazy import imported, required
 from bendtrace.errors import InputError, LoadError
 
-__all__ = ["SparseAutoencoder", "load_autoencoder"]
-
 _BOTH = ("W_enc", "W_dec", "b_dec")
 # The tensors that each kind of encoder reads.
 _READS = {

@@ -20,13 +20,12 @@ from bendtrace.calls import (
     seen_in,
 )
 from bendtrace.errors import InputError, InterjectionError
-from bendtrace.interject.bends.parameter import Expression, value_of
+from bendtrace.interject.bends.bend import Expression, value_of
 from bendtrace.interject.effects import Effect, depends_on
-from bendtrace.interject.group import InsertionGroup, InsertionHandle, is_root
-from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.insertion import Insertion, Report
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.patches.regions import is_constant_index
-from bendtrace.interject.report import Report
+from bendtrace.interject.patches.builtin import is_constant_index
+from bendtrace.interject.registry import InsertionGroup, InsertionHandle, is_root
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import Where
@@ -34,8 +33,6 @@ from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.serving import served_by
 from bendtrace.tape.tape import TensorMeta
-
-__all__ = ["Steering", "SteeringVectors", "steer", "steering_vector"]
 
 
 @dataclass(frozen=True)

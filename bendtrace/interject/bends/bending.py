@@ -7,38 +7,39 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TextIO, TypeAlias
+from typing import Any, Protocol, TextIO, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.bends.capture import Capture
+from bendtrace.interject.bends.bend import Bend, BendingParameter, Value, value_of
+from bendtrace.interject.bends.callbacks import Capture, Lambda, checked
 from bendtrace.interject.bends.catalogue import (
     Activation,
+    BendHandle,
+    BendSpec,
     Catalogue,
     Filter,
+    Restoring,
+    Source,
     activation_table,
+    compiled,
+    is_bendable_dtype,
     kept,
     near,
     weight_table,
 )
 from bendtrace.interject.bends.config import BendingConfig, read_configs, write_configs
-from bendtrace.interject.bends.functional import Lambda
-from bendtrace.interject.bends.handle import BendHandle, Restoring, Source
-from bendtrace.interject.bends.parameter import BendingParameter, Value
-from bendtrace.interject.bends.sources import Owner, Sources
-from bendtrace.interject.bends.spec import BendSpec, compiled
-from bendtrace.interject.bends.versions import ORIGINAL, Versions
+from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.resolver import flat
+from bendtrace.interject.plan import State
+from bendtrace.interject.resolver import describe_where, flat
 from bendtrace.interject.where import Where
-from bendtrace.paths.text import Text
+from bendtrace.paths.nodes import Text
 from bendtrace.paths.view import Node
-
-__all__ = ["Bending", "Out", "written"]
+from bendtrace.torch_rules.owners import states_of
 
 Out: TypeAlias = str | os.PathLike[str] | TextIO | None
 
@@ -446,3 +447,290 @@ def written(text: Text, out: Out) -> Text:
         with open(out, "w", encoding="utf-8") as file:
             file.write(f"{text}\n")
     return text
+
+
+# The insertions of the bends of a model, in the order in which the bends were made.
+
+
+class Owner(Protocol):
+    """A model that accepts insertions."""
+
+    @property
+    def insertions(self) -> tuple[Insertion, ...]:
+        """All active insertions."""
+
+    def interject(self, where: Any, what: Any, *, allow_none: bool = False) -> Insertion:
+        """Insert something."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+
+
+class Sources:
+    """The bends of one model, and their insertions.
+
+    A version of the weights comes first, so that bends apply to the weights of any version.
+
+    Args:
+        owner: where they are inserted.
+        catalogue: the values that can be bent.
+        versions: the versions of the weights.
+    """
+
+    def __init__(self, owner: Owner, catalogue: Catalogue, versions: Versions) -> None:
+        self._owner = owner
+        self._catalogue = catalogue
+        self._versions = versions
+        self._version: Insertion | None = None
+        self._held: tuple[str, ...] = ()
+        self._sources: tuple[Source, ...] = ()
+
+    def __iter__(self) -> Iterator[Source]:
+        return iter(self._sources)
+
+    def kept(self) -> Any:
+        """Return the part of their state that a copy of the model needs."""
+        numbers = {id(made): number for number, made in enumerate(self._owner.insertions)}
+        version = None if self._version is None else numbers[id(self._version)]
+        rows = [
+            (
+                source.spec, source.allow_none, source.without,
+                [numbers[id(made)] for made in source.insertions],
+            )
+            for source in self._sources
+        ]  # fmt: skip
+        return version, self._held, rows
+
+    def restore(self, kept: Any) -> None:
+        """Restore the result of `kept`, if the same insertions exist."""
+        version, self._held, rows = kept
+        every = self._owner.insertions
+        self._version = None if version is None else every[version]
+        sources = []
+        for spec, allow_none, without, numbers in rows:
+            source = Source(spec, allow_none)
+            source.without = without
+            source.insertions = tuple(every[number] for number in numbers)
+            sources.append(source)
+        self._sources = tuple(sources)
+
+    def add(self, sources: list[Source]) -> None:
+        """Add bends: all of them, or none if one fails."""
+        try:
+            for source in sources:
+                self._place(source)
+        except Exception:
+            for source in sources:
+                source.lift()
+            raise
+        self._sources = (*self._sources, *sources)
+
+    def remove(self, source: Source) -> None:
+        """Remove one bend."""
+        source.lift()
+        self._sources = tuple(other for other in self._sources if other is not source)
+
+    def set(self, sources: tuple[Source, ...]) -> None:
+        """Use these bends, and no others."""
+        for source in self._sources:
+            source.lift()
+        self._sources = sources
+        self.renew()
+
+    def renew(self) -> None:
+        """Insert everything anew."""
+        for source in self._sources:
+            source.lift()
+        if self._version is not None:
+            self._version.remove()
+        needed, self._version = self._versions.needed, None
+        if needed:
+            self._version = self._owner.interject(list(map(State, needed)), self._versions)
+        self._held = needed
+        for source in self._sources:
+            self._place(source)
+
+    def change_version(self) -> None:
+        """Insert the version of the weights in use."""
+        if self._versions.needed != self._held:
+            self.renew()
+
+    def where(self, spec: BendSpec, without: frozenset[str] = frozenset()) -> list[Any]:
+        """Return where the patterns of a bend apply."""
+        selector = self._catalogue.selector(spec, without)
+        found: list[Any] = [] if selector is None else [selector]
+        found += self._catalogue.inputs(spec, without)
+        return found + [State(name) for name in self._catalogue.weights(spec, without)]
+
+    def _place(self, source: Source) -> None:
+        spec, owner = source.spec, self._owner
+        insertions = []
+        named = self.where(spec, source.without)
+        others = [item for item in spec.others if describe_where(item) not in source.without]
+        if others:
+            made = owner.interject(others, spec.callback, allow_none=source.allow_none)
+            insertions.append(made)
+        if named:  # it is known that they match something, or may
+            insertions.append(owner.interject(named, spec.callback, allow_none=True))
+        source.insertions = tuple(insertions)
+
+
+# Versions of a model's weights, and mixtures of them.
+
+ORIGINAL = "original"
+
+
+class Versions(Interjection):
+    """Named sets of weights that replace those of a model.
+
+    As an interjection at parameters and buffers it returns the weights of the version in use. It
+    never writes to the model's own weights.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        mixture: the weight of each version. The version "original" is the model itself.
+    """
+
+    self_contained = True
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._model = model
+        self._weights: dict[str, dict[str, Tensor]] = {}
+        self.mixture: dict[str, Any] = {ORIGINAL: 1.0}
+
+    @property
+    def label(self) -> str:
+        """The name in reports and graphs."""
+        return f"version {self}"
+
+    def __repr__(self) -> str:
+        if len(self.mixture) == 1:
+            return next(iter(self.mixture))
+        return " + ".join(f"{weight!r} * {name}" for name, weight in self.mixture.items())
+
+    __str__ = __repr__
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all versions, that of the model first."""
+        return ORIGINAL, *self._weights
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The names of weights in which the version in use may differ from the model."""
+        found: dict[str, None] = {}
+        for name in self.mixture:
+            found.update(dict.fromkeys(self._weights.get(name, ())))
+        return tuple(found)
+
+    def __contains__(self, name: object) -> bool:
+        return name == ORIGINAL or name in self._weights
+
+    def weights(self, name: str) -> dict[str, Tensor]:
+        """Return the weights that are stored for a version."""
+        self._require(name)
+        return dict(self._weights.get(name, {}))
+
+    def add(self, name: str, weights: Mapping[str, Tensor], *, strict: bool, force: bool) -> None:
+        """Save copies of weights under a name.
+
+        Args:
+            name: the name.
+            weights: some or all of a state dict of the model.
+            strict: whether all parameters are required.
+            force: whether a version of that name may be replaced.
+
+        Raises:
+            InputError: the weights are not those of the model, or the name is taken.
+        """
+        if not isinstance(name, str) or not name or name == ORIGINAL:
+            raise InputError(f"a version cannot be called {name!r}: {ORIGINAL!r} is the model's")
+        if name in self._weights and not force:
+            raise InputError(f"there is a version {name!r} already; force=True replaces it")
+        own = dict(states_of(self._model))
+        for key, tensor in weights.items():
+            if key not in own:
+                raise InputError(f"version {name!r}: the model has no {key!r}; {near(key, own)}")
+            if tensor.shape != own[key].shape:
+                raise InputError(
+                    f"version {name!r}: {key!r} has shape {tuple(tensor.shape)}, but shape "
+                    f"{tuple(own[key].shape)} in the model"
+                )
+        missing = [
+            key
+            for key, tensor in own.items()
+            if isinstance(tensor, nn.Parameter) and key not in weights
+        ]
+        if strict and missing:
+            raise InputError(
+                f"version {name!r} lacks "
+                f"{', '.join(map(repr, missing[:5]))}{', ...' if len(missing) > 5 else ''}; with "
+                "strict=False it uses the model's"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            self._weights[name] = {
+                key: tensor.detach().clone()
+                for key, tensor in weights.items()
+                if is_bendable_dtype(tensor.dtype)
+            }
+
+    def remove(self, name: str) -> None:
+        """Remove a version.
+
+        Raises:
+            InputError: the version does not exist, or is in use.
+        """
+        self._require(name)
+        if name == ORIGINAL or name in self.mixture:
+            raise InputError(f"version {name!r} is in use: set another one first")
+        del self._weights[name]
+
+    def checked(self, mixture: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a validated mixture.
+
+        Raises:
+            InputError: a version does not exist, or its weight is not a number.
+        """
+        if not mixture:
+            raise InputError("a mixture needs at least one version")
+        for name, weight in mixture.items():
+            self._require(name)
+            checked(f"the weight of version {name!r}", weight)
+        _shares(mixture)
+        return dict(mixture)
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Return the weight of the version in use."""
+        held = {name: self._held(name, at.path, output) for name in self.mixture}
+        if len(held) == 1:
+            return next(iter(held.values()))
+        mixed: Any = None
+        for name, share in _shares(self.mixture).items():
+            part = held[name] * share
+            mixed = part if mixed is None else mixed + part
+        return mixed
+
+    def _held(self, version: str, name: str, own: Tensor) -> Tensor:
+        weights = self._weights.get(version, {})
+        tensor = weights.get(name)
+        if tensor is None:
+            return own
+        if tensor.device != own.device or tensor.dtype != own.dtype:
+            with torch.inference_mode(False), torch.no_grad():
+                tensor = weights[name] = tensor.to(own.device, own.dtype)
+        return tensor
+
+    def _require(self, name: str) -> None:
+        if name not in self:
+            raise InputError(f"there is no version {name!r}; {near(str(name), self.names)}")
+
+
+def _shares(mixture: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weight of each version; the sum is one."""
+    values: dict[str, Any] = {name: value_of(weight) for name, weight in mixture.items()}
+    total = sum(values.values())
+    if not total:
+        raise InputError(f"the weights of versions add up to {total!r}: {dict(mixture)!r}")
+    return {name: value / total for name, value in values.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import (
@@ -11,40 +12,26 @@ from types import (
     MethodDescriptorType,
     WrapperDescriptorType,
 )
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from bendtrace._lazy import tabulate
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.history.names import is_layer_name, near_names
-from bendtrace.interject.bends.spec import BendSpec, compiled
+from bendtrace.interject.bends.bend import Bend
+from bendtrace.interject.insertion import Insertion, Report
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.resolver import describe_where, meant_by
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.paths.naming import Registry, identifier
-from bendtrace.paths.nodes import NodePath
-from bendtrace.paths.text import Text
+from bendtrace.paths.nodes import NodePath, Text
 from bendtrace.paths.view import Node, Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import OpKind, TensorMeta
 from bendtrace.torch_rules.owners import is_leaf_module, modules_in, states_of
-
-__all__ = [
-    "Activation",
-    "Catalogue",
-    "Filter",
-    "NamedActivations",
-    "activation_table",
-    "is_bendable_dtype",
-    "kept",
-    "leaves_of",
-    "near",
-    "weight_table",
-]
-
 
 Level = Literal["whole", "around", "inside"]
 # What patterns never select by name.
@@ -456,3 +443,162 @@ class Catalogue:
 def _means(pattern: re.Pattern[str], seen: list[Activation]) -> bool:
     selector = NamedActivations((pattern,), frozenset())
     return any(selector.means(found.level, found.names) for found in seen)
+
+
+# Active bends, and the handles that remove them.
+
+
+class Source:
+    """One callback, and its current insertions in the model.
+
+    Attributes:
+        spec: the callback, and what it bends.
+        allow_none: whether that may be nothing.
+        without: names that it bends no longer.
+        insertions: its current insertions.
+        former: its earlier insertions, for the reports.
+    """
+
+    def __init__(self, spec: BendSpec, allow_none: bool) -> None:
+        self.spec = spec
+        self.allow_none = allow_none
+        self.without: frozenset[str] = frozenset()
+        self.insertions: tuple[Insertion, ...] = ()
+        self.former: list[Insertion] = []
+
+    def lift(self) -> None:
+        """Remove its insertions."""
+        for insertion in self.insertions:
+            insertion.remove()
+        self.former += [i for i in self.insertions if i.report().rows]
+        self.insertions = ()
+
+    def report(self) -> Report:
+        """Return a report of what it has bent so far."""
+        every = [insertion.report() for insertion in (*self.former, *self.insertions)]
+        rows = tuple(row for report in every for row in report.rows)
+        notes = () if rows else tuple(dict.fromkeys(n for r in every for n in r.notes))
+        where = ", ".join(map(repr, self.spec.where))
+        return Report(self.spec.callback.label, where, rows, notes)
+
+
+class BendHandle:
+    """A bend that is active until removed: one callback, or all of a configuration.
+
+    It is also a context manager that removes the bend at its end. A `NeverFiredWarning` is issued
+    if no run reached anything that it bends.
+    """
+
+    def __init__(self, sources: Sequence[Source], remove: Callable[[Source], None]) -> None:
+        self._sources = tuple(sources)
+        self._remove = remove
+
+    @property
+    def active(self) -> bool:
+        """Whether any part of it is active."""
+        return any(source.insertions for source in self._sources)
+
+    def remove(self) -> None:
+        """Stop bending. Further calls have no effect."""
+        for source in self._sources:
+            self._remove(source)
+
+    def reports(self) -> tuple[Report, ...]:
+        """Return for each callback where it was called, and whether it changed anything."""
+        return tuple(source.report() for source in self._sources)
+
+    def report(self) -> Report:
+        """Return the nodes where the callbacks were called, and whether they changed anything."""
+        every = self.reports()
+        if len(every) == 1:
+            return every[0]
+        return Report(
+            ", ".join(report.label for report in every),
+            "; ".join(report.where for report in every),
+            tuple(row for report in every for row in report.rows),
+            tuple(dict.fromkeys(note for report in every for note in report.notes)),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        reports = self.reports()
+        self.remove()
+        if kind is not None:
+            return
+        for source, report in zip(self._sources, reports, strict=True):
+            if not report.rows and not source.allow_none:
+                why = "; ".join(report.notes)
+                warnings.warn(
+                    NeverFiredWarning(
+                        f"{report.label} at {report.where} was never called"
+                        f"{f': {why}' if why else ''}"
+                    ),
+                    stacklevel=2,
+                )
+
+    def __repr__(self) -> str:
+        shown = "; ".join(
+            f"{source.spec.callback!r} at {', '.join(map(repr, source.spec.where))}"
+            for source in self._sources
+        )
+        return f"<bend {shown}, {'active' if self.active else 'removed'}>"
+
+
+class Restoring:
+    """A setting that stays; as a context manager, it restores the earlier setting at the end."""
+
+    def __init__(self, restore: Callable[[], Any]) -> None:
+        self._restore = restore
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+
+# One bend, as requested by the user.
+
+
+@dataclass(frozen=True)
+class BendSpec:
+    """A callback, and what it bends.
+
+    Attributes:
+        callback: the callback.
+        where: patterns, and other locations of insertions.
+        weights: whether the patterns apply to weights: None for weights with a matching full name.
+        activations: whether the patterns apply to activations.
+    """
+
+    callback: Bend
+    where: tuple[Any, ...]
+    weights: bool | None = None
+    activations: bool = True
+
+    @property
+    def patterns(self) -> list[re.Pattern[str]]:
+        """The patterns."""
+        return [compiled(item) for item in self.where if isinstance(item, (str, re.Pattern))]
+
+    @property
+    def others(self) -> list[Any]:
+        """The locations that are not patterns."""
+        return [item for item in self.where if not isinstance(item, (str, re.Pattern))]
+
+
+def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    """Return a pattern that can be matched.
+
+    Raises:
+        InputError: it is not a regular expression, or is empty.
+    """
+    try:
+        made = re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"{pattern!r} is not a regular expression: {error}") from None
+    if not made.pattern:
+        raise InputError("the empty pattern matches every name: write '.*' for all of them")
+    return made

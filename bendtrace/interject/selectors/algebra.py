@@ -10,17 +10,6 @@ from typing import Any, Literal
 from bendtrace.errors import InputError
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector, Selectable
 
-__all__ = [
-    "Nth",
-    "Selector",
-    "Slice",
-    "as_selector",
-    "between",
-    "has_following",
-    "has_preceding",
-    "nodes_meant",
-]
-
 
 class Selector(NodeSelector):
     """A node selector that can be combined with others.

@@ -17,9 +17,6 @@ from bendtrace.interject.selectors.algebra import Selector
 from bendtrace.paths.candidates import Candidate
 from bendtrace.torch_rules.functions import OpOverload, OpOverloadPacket
 
-__all__ = ["ALIASES", "FAMILIES", "PARTS", "Family", "Layers"]
-
-
 # The layers of each family, by their classes in torch.nn.
 _MEMBERS: dict[str, str] = {
     "Activations": """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import re
-from collections.abc import Callable, Hashable
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, Literal
@@ -12,18 +14,23 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized as _is_parametrized
 
+from bendtrace.environment.code_facts import codes_in
+from bendtrace.environment.provenance import is_finished, is_installed_space, is_users_class
 from bendtrace.errors import InputError
 from bendtrace.interject.selectors.algebra import Selector, as_selector, nodes_meant
-from bendtrace.interject.selectors.meaning import meaning_of
-from bendtrace.paths.candidates import Candidate
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.view import Node, dug
+from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.torch_rules.functions import is_torchs_function, name_of
+from bendtrace.torch_rules.owners import modules_in
 
 __all__ = [
     "as_selector",
     "has_parameters",
     "is_module",
     "is_parametrized",
+    "leaf_names",
+    "leaves_in",
     "matches_function",
     "matches_module",
     "matches_module_class",
@@ -33,6 +40,7 @@ __all__ = [
     "matches_qualified_name",
     "node_lambda",
     "nodes_meant",
+    "outside",
     "source_text",
     "with_dtype",
     "with_shape",
@@ -557,3 +565,199 @@ def _shown(what: Any) -> str:
     if isinstance(what, tuple):
         return ", ".join("..." if item is ... else repr(item) for item in what)
     return getattr(what, "__name__", repr(what))
+
+
+# Tells whether two functions decide the same: those of one expression that runs again and again.
+#
+# A predicate that is written in a loop is a new function each time. Traces are kept for the nodes
+# that it selects, so it should be recognised. Two functions decide the same if they have the same
+# code, and everything that this can read is equal, by its content.
+
+_MOST = 1000  # items of a container
+
+
+class _Unknown(Exception):
+    """What a function reads may change, or is not known."""
+
+
+def meaning_of(function: Any) -> Hashable:
+    """Return a value that is equal for functions that decide the same.
+
+    It is the function itself if that is not known.
+    """
+    itself: Hashable = function
+    try:
+        return _function(function, ()) if type(function) is types.FunctionType else itself
+    except _Unknown:
+        return itself
+
+
+def _function(function: types.FunctionType, around: tuple[Any, ...]) -> Hashable:
+    is_constant = bool(around) and not function.__closure__ and is_finished(function)
+    if is_constant or any(function is other for other in around):
+        return function
+    around = (*around, function)
+    if vars(function):
+        raise _Unknown
+    read = dict(_globals(function))
+    return (
+        function.__code__,
+        tuple(_value(cell, around) for cell in _contents(function)),
+        _value(function.__defaults__, around),
+        _value(function.__kwdefaults__, around),
+        tuple((name, _value(value, around)) for name, value in sorted(read.items())),
+    )
+
+
+def _contents(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            raise _Unknown from None
+
+
+def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    space = function.__globals__
+    for code in codes_in(function.__code__):
+        for name in code.co_names:
+            if name in space:
+                yield name, space[name]
+            elif name in ("eval", "exec", "globals", "next", "open", "input"):
+                raise _Unknown
+
+
+def _value(value: Any, around: tuple[Any, ...]) -> Hashable:
+    kind = type(value)
+    if kind in PLAIN_TYPES:
+        return kind, value
+    if kind is types.FunctionType:
+        return _function(value, around)
+    if kind in (tuple, list, set, frozenset, dict) and len(value) <= _MOST:
+        items = [*value.items()] if kind is dict else value
+        held = [_value(item, around) for item in items]
+        return kind, frozenset(held) if kind in (set, frozenset) else tuple(held)
+    if kind is types.ModuleType and is_installed_space(vars(value)):
+        return str(value.__name__)
+    if isinstance(value, type) and not is_users_class(value):
+        return value
+    if kind in _CONSTANT or (kind is types.BuiltinFunctionType and _is_of_python(value)):
+        constant: Hashable = value
+        return constant
+    raise _Unknown
+
+
+def _is_of_python(function: Any) -> bool:
+    return vars(builtins).get(function.__name__) is function
+
+
+_CONSTANT = (re.Pattern, torch.dtype, torch.device, torch.layout)
+
+
+# Leaf modules, whose inside is not selected, as in torch.fx.
+
+# Other options of fx's tracers, which make no sense for a run on real inputs.
+_NOT_NEEDED = frozenset(
+    {"autowrap_functions", "autowrap_modules", "param_shapes_constant", "suppress_diff_warning"}
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Outside(Selector):
+    """The nodes that a selector selects outside some modules.
+
+    The calls of these modules themselves are included.
+    """
+
+    selector: NodeSelector
+    names: frozenset[str]
+    looks_ahead: bool = field(init=False, compare=False)
+    needs_output: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "looks_ahead", self.selector.looks_ahead)
+        object.__setattr__(self, "needs_output", self.selector.needs_output)
+
+    def matches(self, node: Candidate) -> bool:
+        """Return whether the selector selects a node, judged by the node alone."""
+        return not self._is_inside(node) and self.selector.matches(node)
+
+    def select(self, graph: CandidateGraph) -> set[str]:
+        """Return the paths of the selected nodes of a graph."""
+        nodes = {path: node for path, node in graph.nodes.items() if not self._is_inside(node)}
+        return self.selector.select(CandidateGraph(nodes, graph.edges.subgraph(nodes)))
+
+    def _is_inside(self, node: Candidate) -> bool:
+        if node.path == "":
+            return False
+        scope = node.scope_path
+        while scope not in self.names:
+            if not scope:
+                return False
+            scope = scope.rpartition(".")[0]
+        return True
+
+    def __repr__(self) -> str:
+        return f"{self.selector!r} outside {', '.join(sorted(self.names))}"
+
+
+def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> NodeSelector:
+    """Return a selector for the nodes that a selector selects outside some modules.
+
+    Args:
+        what: a selector, or any value that converts to one.
+        model: the model.
+        leaves: classes of modules, modules, or qualified names of modules.
+
+    Raises:
+        InputError: one of the leaves is invalid.
+    """
+    selector = _named(what) if isinstance(what, str) else as_selector(what)
+    names = leaf_names(model, leaves)
+    return Outside(selector, names) if names else selector
+
+
+def leaf_names(model: Callable[..., Any], leaves: Iterable[Any]) -> frozenset[str]:
+    """Return the qualified names of some modules (see `outside`).
+
+    Raises:
+        InputError: one of the leaves is invalid.
+    """
+    modules = list(modules_in(model).items())
+    found = (name for leaf in leaves for name, module in modules if _is_leaf(leaf, name, module))
+    return frozenset(found)
+
+
+def leaves_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:
+    """Return the `leaf_modules` of `tracer_kwargs`.
+
+    Raises:
+        InputError: there are unknown options.
+    """
+    options = dict(tracer_kwargs or {})
+    leaves = options.pop("leaf_modules", None) or ()
+    if unknown := options.keys() - _NOT_NEEDED:
+        raise InputError(
+            f"tracer_kwargs= has unknown options {', '.join(sorted(map(repr, unknown)))}; only "
+            "'leaf_modules' is supported"
+        )
+    return list(leaves)
+
+
+def _named(name: str) -> NodeSelector:
+    try:
+        return matches_qualified_name(name) | matches_path(name)
+    except InputError:  # it can only be a qualified name: `layers.0`
+        return matches_qualified_name(name)
+
+
+def _is_leaf(leaf: Any, name: str, module: nn.Module) -> bool:
+    if isinstance(leaf, type) and issubclass(leaf, nn.Module):
+        return isinstance(module, leaf)
+    if isinstance(leaf, nn.Module):
+        return module is leaf
+    if isinstance(leaf, str):
+        return name == leaf
+    raise InputError(
+        f"leaf_modules have to be classes of modules, modules or qualified names, not {leaf!r}"
+    )

@@ -12,19 +12,7 @@ from torch import Tensor
 from bendtrace._compare import same_bits
 from bendtrace._places import place_text
 from bendtrace.flow import FlowStep, LoopFlowStep
-from bendtrace.history.entries import LayerEntry, ModuleEntry, Source
-from bendtrace.history.sizes import number_text
-
-__all__ = [
-    "FlowChange",
-    "LayerChange",
-    "ModuleChange",
-    "Parting",
-    "ValueDifference",
-    "compare_numbers",
-    "compare_tensors",
-    "loop_text",
-]
+from bendtrace.history.entries import LayerEntry, ModuleEntry, Source, number_text
 
 
 @dataclass(frozen=True)

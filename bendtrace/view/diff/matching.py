@@ -20,9 +20,6 @@ from bendtrace.flow import FlowStep, LogicalFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry, Source
 from bendtrace.history.run_log import RunLog
 
-__all__ = ["Matching", "RunIndex", "align", "increasing", "match"]
-
-
 Pair = tuple[int, int]
 
 # Up to so many pairs of keys, a stretch without anchors is compared in full.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from bendtrace.history.run_log import RunLog
     from bendtrace.view.diff.difference import Difference
 
-__all__ = ["StepText", "Union", "difference_picture", "union_of"]
-
 
 @dataclass
 class Union:

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 from bendtrace._lazy import tabulate
 from bendtrace._places import place_text
 from bendtrace.flow import FlowStep, LoopFlowStep
-from bendtrace.history.entries import LayerEntry
-from bendtrace.history.sizes import counted, listed, number_text
+from bendtrace.history.entries import LayerEntry, counted, listed, number_text
 from bendtrace.view.diff.changes import FlowChange, LayerChange, ModuleChange, loop_text
 from bendtrace.view.diff.matching import RunIndex
 
 if TYPE_CHECKING:
     from bendtrace.view.diff.difference import Difference
-
-__all__ = ["difference_text"]
 
 
 @dataclass

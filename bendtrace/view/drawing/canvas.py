@@ -9,24 +9,6 @@ from functools import lru_cache
 from html import escape
 from typing import TypeAlias
 
-__all__ = [
-    "MONO",
-    "SANS",
-    "Canvas",
-    "Group",
-    "Line",
-    "Mark",
-    "Polygon",
-    "Rectangle",
-    "Text",
-    "cut",
-    "printable",
-    "rounded",
-    "svg",
-    "width",
-]
-
-
 SANS = "Helvetica, Arial, 'Liberation Sans', sans-serif"
 MONO = "Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 

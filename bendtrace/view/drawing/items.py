@@ -14,23 +14,6 @@ from bendtrace.history.entries import LayerEntry, ModuleEntry
 if TYPE_CHECKING:
     from bendtrace.history.run_log import RunLog
 
-__all__ = [
-    "Box",
-    "Item",
-    "Leaf",
-    "Numbers",
-    "Units",
-    "absorb",
-    "collapse",
-    "fold",
-    "nest",
-    "origins",
-    "roll",
-    "step_name",
-    "visible",
-]
-
-
 Numbers = Literal["deciding", "all", "none"]
 
 # Numbers about a tensor's metadata, not its content.

@@ -6,15 +6,13 @@ at ports. So by construction nothing overlaps, and no line runs through a shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil
-
-from bendtrace.view.drawing.aligning import align
-from bendtrace.view.drawing.level import Level, Link, LocalNet, Net, Shape, Vertex, order, rank
-
-__all__ = ["Crossing", "Net", "Plan", "Shape", "Wire", "heights", "place"]
-
+from statistics import median
+from typing import Literal
 
 _CLOSE = 6.0  # lines nearer to each other than this are taken for one
 _ROUNDS = 40
@@ -292,8 +290,8 @@ def _tidy(points: list[Point]) -> list[Point]:
 _PAD = 12.0  # from the border of a box to what is in it
 _GAP = 18.0  # between shapes of a rank
 _LINE = 11.0  # from a line that runs past to what is beside it
-_EDGE = 7.0  # from a title to what is beside it
-_PORT = 16.0  # between ports of a border
+_TITLE_GAP = 7.0  # from a title to what is beside it
+_PORT_GAP = 16.0  # between ports of a border
 
 
 @dataclass(eq=False)
@@ -374,7 +372,7 @@ def _place(
         if child.children is not None:
             _place(child, nets, hints, done)
     level = Level(box.children or [], nets[box])
-    rank(level)
+    assign_ranks(level)
     level.fill()
     _measure(level, done)
     hint = hints.get(box, {})
@@ -436,7 +434,7 @@ def _gap(left: Vertex, right: Vertex) -> float:
     if left.role == right.role == "shape":
         return _GAP
     if left.role in ("in", "out"):
-        return _PORT
+        return _PORT_GAP
     return _LINE
 
 
@@ -460,12 +458,12 @@ def _finish(box: Shape, level: Level) -> _Placed:
 
 def _title(wide: float, width: float, ports: Sequence[float]) -> tuple[float, float]:
     """Return where a title starts such that no line runs through it, and how wide its box is."""
-    starts = [_EDGE, *(port + _EDGE for port in ports)]
-    stops = [*(port - _EDGE for port in ports), width - _EDGE]
+    starts = [_TITLE_GAP, *(port + _TITLE_GAP for port in ports)]
+    stops = [*(port - _TITLE_GAP for port in ports), width - _TITLE_GAP]
     for start, stop in zip(starts, stops, strict=True):
         if stop - start >= wide:
             return start, width
-    return starts[-1], max(width, starts[-1] + wide + _EDGE)
+    return starts[-1], max(width, starts[-1] + wide + _TITLE_GAP)
 
 
 def _look_up(box: Shape, done: dict[Shape, _Placed], hints: dict[Shape, dict[Net, float]]) -> bool:
@@ -502,3 +500,725 @@ def _put(box: Shape, done: dict[Shape, _Placed], x: float, y: float, wires: list
             _put(child, done, x + child.x, y + child.y, wires)
         else:
             child.x, child.y = x + child.x, y + child.y
+
+
+# Horizontal positions: straight lines first, everything else as close as possible.
+
+_SWEEPS = 48
+_PORT = 13.0  # between lines that end at the same shape
+_EDGE = 9.0  # from the corner of a shape to the nearest line
+
+
+class Column:
+    """Vertices of neighbouring ranks that keep their positions relative to each other.
+
+    Attributes:
+        vertices: with the distance of each one's middle from that of the column.
+        x: the middle of its first vertex.
+        pulls: (strength, other column, offset from that column's x).
+        rights: columns to its right, with the minimum distance to each.
+        lefts: the same to its left.
+    """
+
+    __slots__ = ("lefts", "pulls", "rights", "vertices", "x")
+
+    def __init__(self) -> None:
+        self.vertices: dict[Vertex, float] = {}
+        self.x: float = 0.0
+        self.pulls: list[tuple[float, Column, float]] = []
+        self.rights: dict[Column, float] = {}
+        self.lefts: dict[Column, float] = {}
+
+    @property
+    def is_line(self) -> bool:
+        """Whether it consists only of a line that runs past."""
+        return all(vertex.role == "bend" for vertex in self.vertices)
+
+    @property
+    def is_lane(self) -> bool:
+        """Whether it is a line that runs back up; these are outside everything else."""
+        return next(iter(self.vertices)).role == "lane"
+
+
+def align(level: Level, gap: Callable[[Vertex, Vertex], float]) -> None:
+    """Set the x of each vertex, and the ends of each link.
+
+    Args:
+        level: the level, with its ranks in order.
+        gap: the minimum distance between two neighbours.
+    """
+    _straighten(level)
+    _spread(level)
+    columns = _columns(level, gap)
+    columns = _in_order(columns)
+    for column in columns:
+        column.x = max((left.x + d for left, d in column.lefts.items()), default=0.0)
+    _settle([column for column in columns if not column.is_lane])
+    _gather([column for column in columns if not column.is_lane])
+    for column in columns:
+        if column.is_lane:
+            column.x = max((c.x + d for c, d in column.lefts.items()), default=0.0)
+    for column in columns:
+        column.x = round(column.x)
+        for vertex, offset in column.vertices.items():
+            vertex.x = column.x + offset
+    _aim(level)
+
+
+def _straighten(level: Level) -> None:
+    """Choose the links that run straight down: for each vertex at most one up and one down.
+
+    Chosen links do not cross each other, so that columns are side by side.
+    """
+    links = [link for vertex in level.vertices() for link in vertex.downs]
+    above = _heights(level, up=True)
+    below = _heights(level, up=False)
+
+    def merit(link: Link) -> tuple[int, float, float, int]:
+        if link.is_inner:
+            return (0, 0, 0, 0)
+        upper, lower = link.upper, link.lower
+        direct = "bend" not in (upper.role, lower.role)
+        siblings = [other.lower.order for other in upper.downs]
+        middle = abs(lower.order - median(siblings))
+        rivals = [other.upper.order for other in lower.ups]
+        middle += abs(upper.order - median(rivals))
+        return (1 if direct else 2, -(above[upper] + below[lower]), middle, upper.order)
+
+    taken: dict[int, tuple[list[int], list[int]]] = {}
+    has_down: set[Vertex] = set()
+    has_up: set[Vertex] = set()
+    for link in sorted(links, key=merit):
+        upper, lower = link.upper, link.lower
+        if upper in has_down or lower in has_up:
+            continue
+        uppers, lowers = taken.setdefault(upper.rank, ([], []))
+        at = bisect_left(uppers, upper.order)
+        if (at and lowers[at - 1] >= lower.order) or (
+            at < len(lowers) and lowers[at] <= lower.order
+        ):
+            continue
+        uppers.insert(at, upper.order)
+        lowers.insert(at, lower.order)
+        link.is_straight = True
+        has_down.add(upper)
+        has_up.add(lower)
+
+
+def _heights(level: Level, *, up: bool) -> dict[Vertex, float]:
+    """Return for each vertex the height above it, or below it, on the longest path."""
+    heights: dict[Vertex, float] = {}
+    for row in level.ranks if up else reversed(level.ranks):
+        for vertex in row:
+            links = vertex.ups if up else vertex.downs
+            ends = [link.upper if up else link.lower for link in links]
+            own = 1.0 if vertex.role == "shape" else 0.0
+            heights[vertex] = own + max((heights[end] for end in ends), default=0.0)
+    return heights
+
+
+def _spread(level: Level) -> None:
+    """Place the ends of links on the upper sides of plain shapes.
+
+    A straight link ends as far from the middle as it starts, so that a shape stands right below
+    the one before: otherwise a chain of decisions, each left at one side, would be a staircase.
+    """
+    for vertex in level.vertex.values():
+        if vertex.shape is None or vertex.shape.children is not None:
+            continue
+        links = sorted(vertex.ups, key=lambda link: (link.upper.order, link.upper_at))
+        back = [net for net, targets in level.back.items() if vertex in targets]
+        middle = (len(links) - 1) / 2
+        straight = next((float(i) for i, link in enumerate(links) if link.is_straight), middle)
+        most = max(straight, len(links) + len(back) - 1 - straight)
+        step = min(_PORT, (vertex.shape.width / 2 - _EDGE) / most) if most else 0.0
+        reach, right = vertex.shape.width / 2 - _EDGE, len(links) + len(back) - 1 - straight
+        start = next((link.upper_at for link in links if link.is_straight), 0.0)
+        start = min(max(start, straight * step - reach), reach - right * step)
+        for place, link in enumerate(links):
+            link.lower_at = float(round(start + (place - straight) * step))
+        for place, net in enumerate(back, len(links)):
+            level.back_at[net, vertex] = float(round(start + (place - straight) * step))
+
+
+def _columns(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[Column]:
+    of: dict[Vertex, Column] = {}
+    columns: list[Column] = []
+    for row in level.ranks:
+        for vertex in row:
+            straight = next((link for link in vertex.ups if link.is_straight), None)
+            if straight is not None:
+                column = of[straight.upper]
+                offset = column.vertices[straight.upper] + straight.upper_at - straight.lower_at
+            else:
+                column, offset = Column(), 0.0
+                columns.append(column)
+            of[vertex] = column
+            column.vertices[vertex] = offset
+    for lane in level.lanes.values():
+        for vertex in lane[1:]:
+            columns.remove(of[vertex])
+            of[vertex] = of[lane[0]]
+            of[vertex].vertices[vertex] = 0.0
+    for rank in level.ranks:
+        for left, right in pairwise(rank):
+            a, b = of[left], of[right]
+            room = left.right + gap(left, right) + right.left
+            distance = a.vertices[left] + room - b.vertices[right]
+            a.rights[b] = b.lefts[a] = max(distance, a.rights.get(b, distance))
+        for vertex in rank:
+            for link in vertex.downs:
+                if of[vertex] is not of[link.lower]:
+                    _tie(of, link)
+    return columns
+
+
+def _tie(of: dict[Vertex, Column], link: Link) -> None:
+    upper, lower = of[link.upper], of[link.lower]
+    start = upper.vertices[link.upper] + link.upper_at
+    end = lower.vertices[link.lower] + link.lower_at
+    roles = {link.upper.role, link.lower.role}
+    weight = 1.0 if roles == {"shape"} else 0.6
+    upper.pulls.append((weight, lower, end - start))
+    lower.pulls.append((weight, upper, start - end))
+
+
+def _in_order(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns such that each comes after those to its left."""
+    missing = {column: len(column.lefts) for column in columns}
+    ready = [column for column in columns if not column.lefts]
+    for column in ready:
+        for right in column.rights:
+            missing[right] -= 1
+            if not missing[right]:
+                ready.append(right)
+    return ready
+
+
+def _settle(columns: Sequence[Column]) -> None:
+    """Move columns towards their targets, as far as their neighbours let them."""
+    inside = set(columns)
+    lefts = {c: [(o, d) for o, d in c.lefts.items() if o in inside] for c in columns}
+    rights = {c: [(o, d) for o, d in c.rights.items() if o in inside] for c in columns}
+    for _ in range(_SWEEPS):
+        wanted = {c: 0.5 * (c.x + _pulled(c)) for c in columns}
+        pushed: dict[Column, float] = {}
+        for c in columns:
+            pushed[c] = max([wanted[c], *(pushed[o] + d for o, d in lefts[c])])
+        for c in reversed(columns):
+            wanted[c] = min([wanted[c], *(wanted[o] - d for o, d in rights[c])])
+        # Both keep all distances, so their average does, too.
+        for c in columns:
+            c.x = 0.5 * (wanted[c] + pushed[c])
+    for sweep in range(6):
+        for c in reversed(columns) if sweep % 2 else columns:
+            least = max((o.x + d for o, d in lefts[c]), default=float("-inf"))
+            most = min((o.x - d for o, d in rights[c]), default=float("inf"))
+            wanted_x = _pulled(c)
+            if c.is_line:
+                # One corner less: straight above where it goes, or below where it comes from.
+                ends = (other.x + delta for _, other, delta in c.pulls)
+                fitting = [x for x in ends if least <= x <= most]
+                away = {x: abs(x - c.x) for x in fitting}
+                wanted_x = min(away, key=away.__getitem__, default=wanted_x)
+            c.x = min(max(wanted_x, least), most)
+
+
+def _gather(columns: Sequence[Column]) -> None:
+    """Move what is not tied to the rest next to it."""
+    group: dict[Column, int] = {}
+    for number, first in enumerate(columns):
+        stack = [first] if first not in group else []
+        while stack:
+            column = stack.pop()
+            if column not in group:
+                group[column] = number
+                stack += [other for _, other, _ in column.pulls]
+    for number in dict.fromkeys(group.values()):
+        members = [column for column in columns if group[column] == number]
+        room = [
+            column.x - left.x - distance
+            for column in members
+            for left, distance in column.lefts.items()
+            if group[left] != number
+        ]
+        for column in members:
+            column.x -= min(room, default=0.0)
+
+
+def _pulled(column: Column) -> float:
+    total = sum(weight for weight, _, _ in column.pulls)
+    if not total:
+        return column.x
+    return sum(weight * (other.x + delta) for weight, other, delta in column.pulls) / total
+
+
+def _aim(level: Level) -> None:
+    """Let lines end straight below where they come from, where the shape is wide enough."""
+    for vertex in level.vertex.values():
+        if vertex.shape is None or vertex.shape.children is not None:
+            continue
+        reach = vertex.shape.width / 2 - _EDGE
+        for link in vertex.ups:
+            if link.is_straight:
+                continue
+            at = link.upper.x + link.upper_at - vertex.x
+            others = [other.lower_at for other in vertex.ups if other is not link]
+            others += [at for (_, target), at in level.back_at.items() if target is vertex]
+            if abs(at) <= reach and all(abs(at - other) >= _PORT - 3 for other in others):
+                link.lower_at = at
+
+
+# One level of a nested drawing: the content of one box, its ranks, and their order.
+
+
+@dataclass(eq=False)
+class Shape:
+    """A shape to place: a node, or a box that contains shapes.
+
+    Attributes:
+        key: its name.
+        width: its width; computed for a box.
+        height: its height; computed for a box.
+        below: free space below it, for the text at its outgoing line.
+        label: the width of that text, which is to the right of the line.
+        children: its content, in the order of the run; None for a node.
+        title: the width of a box's title.
+        head: the height of a box's title.
+        x: its left edge.
+        y: its upper edge.
+        title_x: the start of a box's title, from its left edge.
+    """
+
+    key: str
+    width: float = 0.0
+    height: float = 0.0
+    below: float = 0.0
+    label: float = 0.0
+    children: list[Shape] | None = None
+    title: float = 0.0
+    head: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    title_x: float = 0.0
+
+
+@dataclass(eq=False)
+class Net:
+    """One value, and its targets: lines that share their way as far as possible.
+
+    Attributes:
+        source: the shape at which it starts.
+        targets: the shapes at which it ends.
+        port: which of the source's values it carries: nets with the same port start together.
+        kind: its kind, which the layout ignores.
+        joins: a net from outside `frame`: this net runs back up to it instead of to its own
+            targets, since both have the same targets.
+        frame: the box in which this happens.
+    """
+
+    source: Shape
+    targets: list[Shape]
+    port: str = ""
+    kind: str = "data"
+    joins: Net | None = None
+    frame: Shape | None = None
+
+
+@dataclass(eq=False)
+class LocalNet:
+    """The part of a net on one level.
+
+    Attributes:
+        net: the whole net.
+        source: the child at which it starts; None if it enters through the border.
+        targets: the children at which it ends.
+        leaves: whether it leaves through the border.
+        joins: the net entering here to which it runs back up.
+    """
+
+    net: Net
+    source: Shape | None
+    targets: dict[Shape, None] = field(default_factory=dict)
+    leaves: bool = False
+    joins: LocalNet | None = None
+
+
+Role = Literal["shape", "in", "out", "bend", "lane"]
+
+
+class Vertex:
+    """An item with a position in a rank: a shape, a port of the border, or a line running past.
+
+    Attributes:
+        role: its kind; a "lane" is a line that runs back up.
+        shape: its shape.
+        net: the net of the port or the line.
+        index: position among the shapes.
+        rank: its rank, from 0 at the top.
+        order: its position in the rank.
+        left: its extent to the left of its middle.
+        right: the same to the right.
+        x: its middle.
+        height: its height, including the space below.
+        y: its upper edge.
+        ups: links that come from above.
+        downs: links that go down.
+    """
+
+    y: float
+    x: float
+    height: float
+    right: float
+    left: float
+    order: int
+    rank: int
+
+    __slots__ = ("downs", "height", "index", "left", "net", "order", "rank", "right", "role",
+                 "shape", "ups", "x", "y")  # fmt: skip
+
+    def __init__(self, role: Role, shape: Shape | None, net: LocalNet | None, index: int) -> None:
+        self.role = role
+        self.shape: Shape | None = shape
+        self.net: LocalNet | None = net
+        self.index: int = index
+        self.rank = self.order = 0
+        self.left = self.right = self.height = self.x = self.y = 0.0
+        self.ups: list[Link] = []
+        self.downs: list[Link] = []
+
+
+class Link:
+    """A part of a net between neighbouring ranks.
+
+    Attributes:
+        upper: its upper vertex.
+        lower: its lower vertex.
+        net: the net.
+        is_inner: whether it connects two parts of a line.
+        upper_at: its start on `upper`, from the middle.
+        lower_at: its end on `lower`, from the middle.
+        is_straight: whether both ends have the same x.
+    """
+
+    lower_at: float
+    upper_at: float
+
+    __slots__ = ("is_inner", "is_straight", "lower", "lower_at", "net", "upper", "upper_at")
+
+    def __init__(self, upper: Vertex, lower: Vertex, net: LocalNet) -> None:
+        self.upper: Vertex = upper
+        self.lower: Vertex = lower
+        self.net: LocalNet = net
+        self.is_inner: bool = upper.role == "bend" and lower.role == "bend"
+        self.upper_at = self.lower_at = 0.0
+        self.is_straight: bool = False
+
+
+class Level:
+    """The content of one box.
+
+    Attributes:
+        ranks: the vertices of each rank, from left to right.
+        nets: the nets of this level.
+        vertex: the vertex of each shape.
+        ports_in: the port through which a net enters.
+        ports_out: the port through which a net leaves.
+        forward: for each net, the vertices further down that it leads to.
+        lanes: for each net that runs back, its vertices from the top down.
+        back: for each net that runs back, the vertices it leads to.
+        out_at: the start of each net on its source, from the middle.
+        back_at: the end of a net that runs back on a vertex, from the middle.
+    """
+
+    def __init__(self, children: list[Shape], nets: list[LocalNet]) -> None:
+        self.nets = nets
+        self.vertex: dict[Shape, Vertex] = {
+            shape: Vertex("shape", shape, None, i) for i, shape in enumerate(children)
+        }
+        self.ports_in: dict[LocalNet, Vertex] = {
+            n: Vertex("in", None, n, -1) for n in nets if n.source is None
+        }
+        self.ports_out: dict[LocalNet, Vertex] = {
+            n: Vertex("out", None, n, len(children)) for n in nets if n.leaves
+        }
+        self.ranks: list[list[Vertex]] = []
+        self.lanes: dict[LocalNet, list[Vertex]] = {}
+        self.back: dict[LocalNet, list[Vertex]] = {}
+        self.out_at: dict[LocalNet, float] = {}
+        self.back_at: dict[tuple[LocalNet, Vertex], float] = {}
+        self.forward: dict[LocalNet, list[Vertex]] = {}
+        for net in nets:
+            self._sort_targets(net)
+
+    def source(self, net: LocalNet) -> Vertex:
+        """Return the source of a net."""
+        return self.ports_in[net] if net.source is None else self.vertex[net.source]
+
+    def vertices(self) -> Iterator[Vertex]:
+        """Yield all vertices that have a rank."""
+        for rank in self.ranks:
+            yield from rank
+
+    def _sort_targets(self, net: LocalNet) -> None:
+        source = self.source(net)
+        targets = [self.vertex[shape] for shape in net.targets]
+        self.forward[net] = [v for v in targets if v.index > source.index]
+        back = [v for v in targets if v.index <= source.index]
+        if net.joins is not None:
+            back.append(self.ports_in[net.joins])
+        if back:
+            self.back[net] = back
+        if net.leaves:
+            self.forward[net].append(self.ports_out[net])
+
+    def fill(self) -> None:
+        """Create the ranks, with the lines that run past, once each vertex has its rank."""
+        inner = [*self.ports_in.values(), *self.vertex.values(), *self.ports_out.values()]
+        depth = 1 + max((v.rank for v in inner), default=0)
+        self.ranks = [[] for _ in range(depth)]
+        for vertex in inner:
+            self.ranks[vertex.rank].append(vertex)
+        for net in self.nets:
+            source = self.source(net)
+            below = [v for v in self.back.get(net, ()) if v.rank > source.rank]
+            if below:  # what happened earlier may stand further down: no need to run back
+                self.forward[net] += below
+                self.back[net] = [v for v in self.back[net] if v not in below]
+                if not self.back[net]:
+                    del self.back[net]
+            self._run_down(net)
+        for net, targets in self.back.items():
+            lane = self.lanes[net] = []
+            top = min(max(v.rank, 1) if v.role == "in" else v.rank for v in targets)
+            for rank in range(top, self.source(net).rank + 1):
+                lane.append(self._added(Vertex("lane", None, net, -1), rank))
+        for rank_ in self.ranks:
+            for order, vertex in enumerate(rank_):
+                vertex.order = order
+
+    def _run_down(self, net: LocalNet) -> None:
+        """Let a net run down: one line, from which others branch off."""
+        targets = self.forward[net]
+        upper = self.source(net)
+        last = max((v.rank for v in targets), default=0)
+        for rank in range(upper.rank + 1, last + 1):
+            for target in targets:
+                if target.rank == rank:
+                    self._link(upper, target, net)
+            if rank < last:
+                bend = self._added(Vertex("bend", None, net, -1), rank)
+                self._link(upper, bend, net)
+                upper = bend
+
+    def _added(self, vertex: Vertex, rank: int) -> Vertex:
+        vertex.rank = rank
+        self.ranks[rank].append(vertex)
+        return vertex
+
+    @staticmethod
+    def _link(upper: Vertex, lower: Vertex, net: LocalNet) -> None:
+        link = Link(upper, lower, net)
+        upper.downs.append(link)
+        lower.ups.append(link)
+
+
+_MOVES = 4
+_ENDS = 8  # shapes without a successor beside each other
+
+
+def assign_ranks(level: Level) -> None:
+    """Give each vertex of a level its rank: below all its sources, and near its neighbours.
+
+    Shapes are in the order of the run, in which values run back only along lanes: so a single walk
+    in that order finds the ranks, and no search for cycles is needed.
+    """
+    shapes = list(level.vertex.values())
+    into: dict[Vertex, list[LocalNet]] = {vertex: [] for vertex in shapes}
+    out: dict[Vertex, list[LocalNet]] = {vertex: [] for vertex in shapes}
+    for net in level.nets:
+        targets = level.forward[net]
+        for target in targets:
+            if target in into:
+                into[target].append(net)
+        source = level.source(net)
+        if targets and source in out:
+            out[source].append(net)
+    first = 1 if level.ports_in else 0
+
+    def alone(vertex: Vertex) -> bool:
+        """Whether it is a box that nothing leads to or from: such boxes are stacked."""
+        is_box = vertex.shape is not None and vertex.shape.children is not None
+        return is_box and not into[vertex] and not out[vertex]
+
+    for vertex in shapes:
+        vertex.rank = max((level.source(n).rank + 1 for n in into[vertex]), default=first)
+        vertex.rank = max(vertex.rank, first)
+    _stack([vertex for vertex in shapes if not out[vertex] and not alone(vertex)])
+    apart = [vertex for vertex in shapes if alone(vertex)]
+    for place, vertex in enumerate(apart):
+        vertex.rank += place
+    last = max((v.rank for v in shapes), default=first - 1) + 1
+    for port in level.ports_out.values():
+        port.rank = last
+    for _ in range(_MOVES):
+        moved = False
+        for vertex in reversed(shapes):
+            if not out[vertex]:
+                continue
+            latest = min(t.rank for n in out[vertex] for t in level.forward[n]) - 1
+            if latest <= vertex.rank:
+                continue
+            longer = _longer(level, vertex, into[vertex], latest)
+            shares = any(len(level.forward[net]) > 1 for net in into[vertex])
+            # With as many lines longer as shorter, lines that are shared already may get longer.
+            if longer < len(out[vertex]) or (longer == len(out[vertex]) and shares):
+                vertex.rank = latest
+                moved = True
+        if not moved:
+            break
+
+
+def _stack(ends: list[Vertex]) -> None:
+    """Put many shapes that nothing comes after, such as outputs, into several ranks by turns."""
+    rows: dict[int, list[Vertex]] = {}
+    for vertex in ends:
+        rows.setdefault(vertex.rank, []).append(vertex)
+    for row in rows.values():
+        ranks = -(-len(row) // _ENDS)
+        for place, vertex in enumerate(row):
+            vertex.rank += place % ranks
+
+
+def _longer(level: Level, vertex: Vertex, into: list[LocalNet], latest: int) -> int:
+    """Return how many lines would get longer if a vertex went down."""
+    longer = 0
+    for net in into:
+        others = max((v.rank for v in level.forward[net] if v is not vertex), default=0)
+        # A line that runs past anyway costs nothing.
+        longer += others < latest
+    return longer
+
+
+_ORDER_SWEEPS = 12
+_EXCHANGES = 4
+_WIDEST = 80  # in wider ranks, exchanging neighbours takes longer than it is worth
+
+
+def order(level: Level, wanted: Callable[[Vertex], float | None]) -> None:
+    """Order the vertices in each rank.
+
+    Args:
+        level: the level, with filled ranks.
+        wanted: the preferred positions of ports of the border; None if unknown.
+    """
+    ranks = level.ranks
+    for rank in ranks:
+        known = [v for v in rank if wanted(v) is not None]
+        if len(known) == len(rank) > 0:
+            rank.sort(key=lambda v: wanted(v) or 0.0)
+    _number(ranks)
+    best, fewest = _orders(ranks), _crossings(ranks)
+    for sweep in range(_ORDER_SWEEPS):
+        if fewest == 0 and sweep > 1:
+            break
+        down = sweep % 2 == 0
+        for rank in ranks if down else reversed(ranks):
+            fixed = rank is ranks[0] and wanted(rank[0]) is not None if rank else True
+            if not fixed:
+                _sort(rank, ranks, down)
+        if sweep > 1:
+            _exchange(ranks, wanted)
+        crossings = _crossings(ranks)
+        if crossings < fewest or sweep == 0:
+            best, fewest = _orders(ranks), crossings
+    for vertex, place in best:
+        vertex.order = place
+    for rank in ranks:
+        # Lanes stand outside of everything else: nothing tells them where to be.
+        rank.sort(key=lambda v: (v.role == "lane", v.order))
+    _number(ranks)
+
+
+def _number(ranks: Sequence[list[Vertex]]) -> None:
+    for rank in ranks:
+        for place, vertex in enumerate(rank):
+            vertex.order = place
+
+
+def _orders(ranks: Sequence[list[Vertex]]) -> list[tuple[Vertex, int]]:
+    return [(vertex, vertex.order) for rank in ranks for vertex in rank]
+
+
+def _upper(link: Link) -> float:
+    return link.upper.order + _fraction(link.upper, link.upper_at)
+
+
+def _lower(link: Link) -> float:
+    return link.lower.order + _fraction(link.lower, link.lower_at)
+
+
+def _fraction(vertex: Vertex, at: float) -> float:
+    """Return where on a vertex a link ends: between -0.5 and 0.5."""
+    wide = vertex.left + vertex.right
+    return at / wide if wide else 0.0
+
+
+def _sort(rank: list[Vertex], ranks: Sequence[list[Vertex]], down: bool) -> None:
+    keys: dict[Vertex, float] = {}
+    for vertex in rank:
+        links = vertex.ups if down else vertex.downs
+        if links:
+            other = ranks[vertex.rank + (-1 if down else 1)]
+            at = sum(_upper(link) if down else _lower(link) for link in links) / len(links)
+            keys[vertex] = (at + 0.5) / len(other)
+        else:
+            keys[vertex] = (vertex.order + 0.5) / len(rank)
+    rank.sort(key=lambda v: (keys[v], v.order))
+    for place, vertex in enumerate(rank):
+        vertex.order = place
+
+
+def _crossings(ranks: Sequence[list[Vertex]]) -> int:
+    total = 0
+    for rank in ranks[:-1]:
+        links = [(_upper(link), _lower(link)) for vertex in rank for link in vertex.downs]
+        links.sort()
+        seen: list[float] = []
+        for _, lower in links:
+            total += len(seen) - bisect_right(seen, lower)
+            insort(seen, lower)
+    return total
+
+
+def _exchange(ranks: Sequence[list[Vertex]], wanted: Callable[[Vertex], float | None]) -> None:
+    """Exchange neighbours as long as that takes crossings away."""
+    for _ in range(_EXCHANGES):
+        changed = False
+        for rank in ranks:
+            if not 1 < len(rank) <= _WIDEST or (rank is ranks[0] and wanted(rank[0]) is not None):
+                continue
+            for place in range(len(rank) - 1):
+                left, right = rank[place], rank[place + 1]
+                now = _between(left.ups, right.ups, _upper)
+                now += _between(left.downs, right.downs, _lower)
+                then = _between(right.ups, left.ups, _upper)
+                then += _between(right.downs, left.downs, _lower)
+                if then < now:
+                    rank[place], rank[place + 1] = right, left
+                    left.order, right.order = place + 1, place
+                    changed = True
+        if not changed:
+            break
+
+
+def _between(left: list[Link], right: list[Link], end: Callable[[Link], float]) -> int:
+    """Count the crossings of what is tied to two neighbours."""
+    if not left or not right:
+        return 0
+    rights = sorted(end(link) for link in right)
+    total = 0
+    for link in left:
+        at = end(link)
+        total += sum(1 for other in rights if other < at)
+    return total

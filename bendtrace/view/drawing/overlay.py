@@ -15,8 +15,6 @@ from bendtrace.view.drawing.scene import Node, Scene
 if TYPE_CHECKING:
     from bendtrace.history.run_log import RunLog
 
-__all__ = ["Overlay", "Scale", "color", "color_around_zero", "contrast", "ink", "lay_over"]
-
 Overlay: TypeAlias = (
     Literal["time", "memory", "flops"] | Mapping[str, float] | Callable[[LayerEntry], float | None]
 )

@@ -20,21 +20,6 @@ from bendtrace.view.drawing.layout import Net, Shape, Wire, place
 from bendtrace.view.drawing.overlay import Scale, color, ink
 from bendtrace.view.drawing.scene import Edge, Node, Scene
 
-__all__ = [
-    "BIG",
-    "LINE",
-    "PAD_Y",
-    "SMALL",
-    "TIP",
-    "Figure",
-    "figure",
-    "headline",
-    "net_text",
-    "paint",
-    "title_width",
-]
-
-
 BIG, SMALL = 11.0, 9.0  # font sizes
 LINE = 12.0  # from one line of text to the next
 TIP = 10.0  # how far the ends of a decision reach out

@@ -23,9 +23,6 @@ from bendtrace.view.viewer import viewer_html
 if TYPE_CHECKING:
     from bendtrace.history.run_log import RunLog
 
-__all__ = ["Format", "Picture", "dot", "draw"]
-
-
 _SHAPES = {"input": "oval", "output": "oval", "decision": "hexagon", "number": "oval"}
 
 

@@ -19,8 +19,6 @@ from bendtrace.view.drawing.canvas import (
     rounded,
 )
 
-__all__ = ["rasterize"]
-
 _POINTS = 0.75  # a pixel of CSS, in points
 _LARGEST = 30_000  # pixels that a side of a PNG can have
 # Letters of the fonts that come with matplotlib are wider than those the layout reckons with.

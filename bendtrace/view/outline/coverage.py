@@ -19,11 +19,16 @@ from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree
 from bendtrace.source.sites import Site, Span
 from bendtrace.tape.tape import ModuleCall
-from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of, loops_around
 from bendtrace.view.outline.structure import Turns, turns_text
-from bendtrace.view.outline.walks import Walk, walks_of
-
-__all__ = ["BranchCoverage", "Coverage", "Taken", "coverage", "is_standard", "sides_seen"]
+from bendtrace.view.outline.walks import (
+    Choice,
+    Walk,
+    choices_in,
+    decided_by,
+    function_of,
+    loops_around,
+    walks_of,
+)
 
 # Python's own code, which belongs to no model.
 _STANDARD = sysconfig.get_path("stdlib") + os.sep

@@ -13,22 +13,19 @@ import networkx as nx
 from bendtrace._places import place_text
 from bendtrace.errors import InputError
 from bendtrace.flow import _plain_json
-from bendtrace.history.sizes import counted
+from bendtrace.history.entries import counted
 from bendtrace.recording.names import NodeRef
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.program import Program
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.tape import OpKind, Tape
-from bendtrace.view.outline.program import Chart, joined
-from bendtrace.view.outline.selection import selection, signature_of
+from bendtrace.view.outline.program import Chart, joined, selection, signature_of
 from bendtrace.view.outline.structure import value_text
 from bendtrace.view.outline.walks import End, Event, Walk, key_of_guard, walks_of
 
 if TYPE_CHECKING:
     from bendtrace._trace import Trace
     from bendtrace.view.drawing.picture import Format, Picture
-
-__all__ = ["StateGraph", "state_graph"]
 
 EdgeName = tuple[str, str, str]
 

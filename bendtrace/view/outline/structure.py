@@ -11,11 +11,10 @@ from typing import Any
 
 from bendtrace._places import is_installed, place_text
 from bendtrace.flow import _plain_json
-from bendtrace.history.sizes import counted, number_text
+from bendtrace.history.entries import counted, number_text
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.source.sites import Place
-from bendtrace.view.outline.source import is_elif
-from bendtrace.view.outline.walks import End, Key
+from bendtrace.view.outline.walks import End, Key, is_elif
 
 __all__ = [
     "Branch",

@@ -1,19 +1,34 @@
-"""Which calls ranks agree on, and the cost of agreeing."""
+"""Models on several processes: DDP, FSDP2, DTensors, the model's own collectives.
+
+They are traced, replayed and accept insertions like other models; ranks agree before they
+communicate.
+
+>>> import torch, bendtrace as bt
+>>> bt.distributed.whole({"loss": torch.ones(2)})
+{'loss': tensor([1., 1.])}
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from bendtrace.errors import InputError
 from bendtrace.module import BendedModule
 from bendtrace.recording import rank_sync as core
+from bendtrace.source.internals import pytree
 from bendtrace.torch_rules.collectives import group_of
 
-__all__ = ["Agreement", "Traffic", "agree", "agreement", "traffic"]
+__all__ = ["Agreement", "Traffic", "agree", "agreement", "traffic", "whole"]
+__dir__ = __all__.copy
+
+
+# Which calls ranks agree on, and the cost of agreeing.
 
 
 class Agreement:
@@ -173,3 +188,36 @@ def traffic() -> Traffic:
         return Traffic(0, 0)
     ranks = core.ranks_of_process()
     return Traffic(sum(ranks.events.values()), ranks.messages)
+
+
+# Values of a model that is distributed over ranks, assembled.
+
+
+def whole(value: Any) -> Any:
+    """Return a value with each DTensor in it replaced by its full tensor.
+
+    All ranks of the tensors' meshes have to call it, since they send each other their parts. In an
+    interjection this is one of the collectives that ranks agree on.
+
+    Args:
+        value: a tensor of any shape, or tuples, lists and dicts (and other containers that torch
+            knows) that contain tensors. Values that are not DTensors stay as they are.
+
+    Returns:
+        The same structure. Gradients flow back to the parts.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bt.distributed.whole([torch.ones(2), "as it is"])
+        [tensor([1., 1.]), 'as it is']
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:  # nobody has made a DTensor
+        return value
+
+    def put_together(item: Any) -> Any:
+        return item.full_tensor() if isinstance(item, module.DTensor) else item
+
+    if isinstance(value, torch.Tensor):
+        return put_together(value)
+    return pytree.tree_map(put_together, value)

@@ -1,1 +1,0 @@
-"""Recording the backward pass of a run."""
