@@ -37,7 +37,7 @@ from bendtrace.replay.program import Program
 from bendtrace.replay.splices import Unfit
 from bendtrace.replay.stretches import Divergence, Finished
 from bendtrace.replay.tree import TraceTree
-from bendtrace.source.internals import pytree
+from bendtrace.source.internals import Missing, pytree
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.torch_rules.mode_queries import seeing_modes
 
@@ -74,6 +74,9 @@ class Examples:
 
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep copies of inputs; the same tensor stays one."""
+        if isinstance(pytree, Missing):  # without which nothing is exported
+            self.missed += 1
+            return
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         tensors = {id(leaf): leaf for leaf in leaves if type(leaf) is Tensor}
         is_plain = all(id(one) in tensors or type(one) in PLAIN_TYPES for one in leaves)

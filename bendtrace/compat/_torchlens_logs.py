@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from bendtrace.backward import BackwardNode, BackwardPass
     from bendtrace.view.drawing.picture import Picture
 
-__all__ = ["Accessor", "Log", "Op", "with_names"]
-
 
 class Op(LayerEntry):
     """An entry of a log that has the fields of TorchLens as well, of all its versions.

@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export import targets
@@ -47,7 +46,7 @@ from bendtrace.recording.run import Signature, record
 from bendtrace.replay.explain import explain_check
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
-from bendtrace.source.internals import pytree
+from bendtrace.source.internals import TorchDispatchMode, pytree
 
 __all__ = ["Exported", "Insertions", "calls_in", "compare", "difference", "export", "tensors_in"]
 

@@ -33,8 +33,6 @@ from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Stage
 
-__all__ = ["Insertions"]
-
 
 class Insertions:
     """The insertions of a model, for runs that record what they do like the model's own code.

@@ -13,8 +13,6 @@ from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
 
-__all__ = ["InCalls", "OfRows", "Restricted", "Rows"]
-
 Rows: TypeAlias = int | slice | Iterable[int] | None
 
 

@@ -19,8 +19,6 @@ from bendtrace.tape.structure import existing_in
 from bendtrace.tape.tape import Checkpoint, Settings
 from bendtrace.tape.watchers import unwatched
 
-__all__ = ["Checkpointed", "Checkpoints"]
-
 
 class Checkpoints:
     """The checkpointed blocks of a run.

@@ -21,8 +21,6 @@ from bendtrace.tape.contexts import Context, ContextSwitch
 from bendtrace.tape.structure import Fixed, Instance, Made, build
 from bendtrace.tape.tape import Op, Ref, Settings
 
-__all__ = ["KEEPERS", "Block", "Passage", "Portion", "checkpointed", "is_plain_context"]
-
 # Runs a block: it is advanced where the block begins and where it ends, so that the saved tensors
 # are torch's concern. Seen in 2.13 to 2.15; torch's own compiler uses it in the same way.
 checkpointed: Any = internal("torch.utils.checkpoint._checkpoint_without_reentrant_generator", None)

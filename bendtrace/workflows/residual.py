@@ -11,8 +11,6 @@ from bendtrace._checks import required_choice
 from bendtrace.errors import InputError
 from bendtrace.interject.where import Aliases, Stream
 
-__all__ = ["ResidualParts"]
-
 Position = int | slice | tuple[int, ...] | None
 _Named = tuple[str, Any]  # a label, and the key of a value in the cache
 _MOST = 0.05  # of the stream that rounding can make up

@@ -13,8 +13,6 @@ from bendtrace.calls import Call
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import assemble, take_apart
 
-__all__ = ["scan"]
-
 
 def scan(model: Any, inputs: Any) -> Trace:
     """Record a run that computes shapes and dtypes alone, on torch's device "meta".
