@@ -109,7 +109,7 @@ class Column:
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
-        >>> data = torch.arange(6.0).reshape(3, 2, 1)
+        >>> data = torch.arange(6.0).reshape(3, 2, 1).unbind()
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     found = bt.harvest(torch.neg, data, where="neg", out=directory, progress=False)
         ...     column = found["neg"]
