@@ -77,6 +77,11 @@ class Examples:
         if isinstance(pytree, Missing):  # without which nothing is exported
             self.missed += 1
             return
+        # Modes around the call see what the model does, and nothing of this.
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            self._add(args, kwargs)
+
+    def _add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         tensors = {id(leaf): leaf for leaf in leaves if type(leaf) is Tensor}
         is_plain = all(id(one) in tensors or type(one) in PLAIN_TYPES for one in leaves)

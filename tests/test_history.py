@@ -303,7 +303,7 @@ def test_a_long_log_is_cut_with_a_line_that_says_how_to_see_more() -> None:
     log = bt.trace(model, torch.ones(2))
     text = str(log)
     assert text.endswith(
-        "\t\t49: relu_49_49 \n"
+        "\t\t49: relu_49_49  (2,)  48\n"
         "\t\t... 12 more layers (all of them: print(log.to_text(None)), where log is this one)"
     )
     assert "61: output_1_61" not in text

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from bendtrace.errors import InterjectionError
 from bendtrace.recording.recorder import Recorder
 from bendtrace.replay.tree import TraceTree
 
@@ -312,22 +309,6 @@ def test_nothing_stays_on_the_modules_when_a_call_raises() -> None:
                 bended(x)
     assert vars(own.fc).keys() == vars(model.fc).keys()
     assert torch.equal(bended(x), model(x))
-
-
-def test_inserted_inside_of_a_checkpoint_is_refused() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.fc, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-    bended = bt.BendedModule(Checkpointed())
-    bended(torch.ones(2, 3))
-    refused: AbstractContextManager[Any] = pytest.raises(InterjectionError, match="checkpoint")
-    with bended.interject(bended.model.fc, lambda value: value * 2), refused:
-        bended(torch.ones(2, 3))
 
 
 @pytest.mark.more

@@ -513,7 +513,10 @@ def test_a_trace_prints_its_log_and_its_graph_prints_as_in_fx() -> None:
     )
     log = str(bt.trace(nn.Sequential(nn.Linear(2, 4)), ONES))
     assert "\n\t\t1: linear_1_1  (3, 4)  0\n" in log
-    assert "\t\t1: linear_1_1 \n" in str(bt.log_forward_pass(nn.Sequential(nn.Linear(2, 4)), ONES))
+    saved = bt.log_forward_pass(nn.Sequential(nn.Linear(2, 4)), ONES)
+    assert "\n\t\t1: linear_1_1  (3, 4)  0\n" in str(saved)
+    its = bt.compat.torchlens.log_forward_pass(nn.Sequential(nn.Linear(2, 4)), ONES)
+    assert "\t\t1: linear_1_1 \n" in str(its)
     assert str(trace.graph) == (
         "graph():\n"
         "    %x : Tensor(3, 2) [num_users=2] = placeholder[target=x]\n"

@@ -291,7 +291,7 @@ def test_values_that_resemble_facets_are_none() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(InputError, match="facets are those of a trace"):
+    with pytest.raises(InputError, match="facets are found in a run"):
         bt.workflows.facets(nn.ReLU())  # type: ignore[arg-type]
     facet = Facet("q", "qkv", "", -1, ((0, 1), (2, 3)))
     with pytest.raises(InputError, match="has 2 parts"):

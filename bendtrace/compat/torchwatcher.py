@@ -399,9 +399,8 @@ def interject_by_name(
     if "before" in forms_of(what) or "instead" in forms_of(what):
         raise InputError(f"{what.label} works before a node: insert it with BendedModule.interject")
     modules = modules_in(bended.model)
-    leaves = leaf_names(
-        bended.model, [*leaves_in(tracer_kwargs), *filter(_is_leaf, modules.values())]
-    )
+    inner = (module for path, module in modules.items() if path)
+    leaves = leaf_names(bended.model, [*leaves_in(tracer_kwargs), *filter(_is_leaf, inner)])
     for one in (name,) if isinstance(name, str) else name:
         stem, number = split_number(one)
         if stem != one and one in modules:

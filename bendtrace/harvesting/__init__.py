@@ -1,7 +1,7 @@
 """Activations of a data set, streamed to files.
 
 >>> import tempfile, torch, bendtrace as bt
->>> data = torch.arange(4.0).reshape(2, 2, 1)
+>>> data = torch.arange(4.0).reshape(2, 2, 1).unbind()
 >>> with tempfile.TemporaryDirectory() as directory:
 ...     _ = bt.harvest(torch.exp, data, where="exp", out=directory, progress=False)
 ...     bt.harvesting.Harvest.open(directory)

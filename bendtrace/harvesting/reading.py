@@ -55,7 +55,7 @@ class Harvest:
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
-        >>> data = torch.arange(4.0).reshape(2, 2, 1)
+        >>> data = torch.arange(4.0).reshape(2, 2, 1).unbind()
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     _ = bt.harvest(torch.exp, data, where="exp", out=directory, progress=False)
         ...     found = bt.harvesting.Harvest.open(directory)
@@ -531,7 +531,7 @@ class Column:
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
-        >>> data = torch.arange(6.0).reshape(3, 2, 1)
+        >>> data = torch.arange(6.0).reshape(3, 2, 1).unbind()
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     found = bt.harvest(torch.neg, data, where="neg", out=directory, progress=False)
         ...     column = found["neg"]
@@ -724,7 +724,7 @@ class ActivationBuffer:
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
-        >>> data = torch.arange(12.0).reshape(1, 2, 3, 2)  # a batch of 2 samples of 3 positions
+        >>> data = torch.arange(12.0).reshape(1, 2, 3, 2).unbind()  # 2 samples, 3 positions
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     found = bt.harvest(torch.exp, data, where="exp", out=directory, progress=False)
         ...     buffer = bt.harvesting.ActivationBuffer(found["exp"], 4, epochs=1)
@@ -843,7 +843,7 @@ def save_for_sae_lens(
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
-        >>> data = torch.zeros(1, 2, 3, 4)  # a batch of 2 samples of 3 positions
+        >>> data = torch.zeros(1, 2, 3, 4).unbind()  # 2 samples, 3 positions
         >>> with tempfile.TemporaryDirectory() as directory:  # doctest: +SKIP
         ...     found = bt.harvest(torch.exp, data, where="exp", out=directory, progress=False)
         ...     bt.harvesting.save_for_sae_lens(found["exp"], "cached", hook_name="blocks.0.hook")

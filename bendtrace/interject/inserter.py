@@ -349,6 +349,11 @@ class LiveInserter:
         """Name arithmetic (see `watchers.Inserter`)."""
         self.names.op(self.stage.scope, self.stage.site(frame), function, ())
 
+    @property
+    def exchanges_state(self) -> bool:
+        """Whether parameters or buffers are exchanged in the run."""
+        return bool(self._states)
+
     def recomputed(self, entering: bool) -> None:
         """Record that a checkpointed block begins or ends (see `watchers.Inserter`)."""
         self._recomputed += 1 if entering else -1

@@ -26,14 +26,21 @@ class Checkpoints:
     Args:
         writer: writes the tape.
         changes: lists what the run has changed so far; None if that cannot be followed.
+        exchanges: whether something inserted exchanges parameters.
 
     Attributes:
         current: the block that the run is in.
     """
 
-    def __init__(self, writer: Writer, changes: Callable[[], list[Change] | None]) -> None:
-        self.writer = writer
-        self.changes = changes
+    def __init__(
+        self,
+        writer: Writer,
+        changes: Callable[[], list[Change] | None],
+        exchanges: Callable[[], bool],
+    ) -> None:
+        self.writer: Writer = writer
+        self.changes: Callable[[], list[Change] | None] = changes
+        self.exchanges: Callable[[], bool] = exchanges
         self.current: Checkpointed | None = None
 
     def block(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
@@ -148,30 +155,36 @@ class Checkpointed:
         assert begin is not None
         self._run.current = None
         place = user_place(sys._getframe(1))
-        if self._has_changed(self._run.changes()):
+        has_changed = self._has_changed(self._run.changes())
+        if has_changed:
             tape.block(f"a checkpointed block at {place} changes state outside of it")
         if any(next(existing_in((op.args, op.kwargs)), None) for op in tape.ops[begin[0] :]):
             tape.block(f"a checkpointed block at {place} gives an object to code that is one op")
         tape.blocks.append(Checkpoint(begin, self._here(), self.settings, self._tensors))
         if (block := self._opened()) is None:
             return
-        if self._block is not None and not self.has_gates:
+        if self._block is not None and not (self.has_gates or self._run.exchanges()):
             block.function = self._call
-        elif self._block is not None or self._writer.resumed_at is not None:
+        else:
+            if has_changed:  # which only the model's own function could do once more
+                unwatched(block.give_up, (), {})
+                raise NondeterminismError(
+                    f"a checkpointed block at {place} changes state outside of it, in a call that "
+                    "cannot have the backward pass change it again: take the change out of the "
+                    "block"
+                )
             start = begin[0] if self._block is not None else self._writer.resumed_at
-            assert start is not None
-            ops = [op for op in tape.ops[start:] if op.is_work]
+            ops = [] if start is None else [op for op in tape.ops[start:] if op.is_work]
             tried = frozenset(op.index for op in ops if op.raised is not None)
-            part = Portion(ops, self._passages, tried)
-            block.goes_on(part, tuple(map(self._value, part.outside)))
+            portion = Portion(ops, self._passages, tried)
+            block.goes_on(portion, tuple(map(self._value, portion.outside)))
         unwatched(block.end, (), {})
 
     def _opened(self) -> Block | None:
         """Return the block that was begun in Python, or by the replay that Python goes on from."""
         script = self._writer.script
         if self._block is not None or script is None or script.is_active:
-            block, self._block = self._block, self._block
-            return block
+            return self._block
         opened: Block | None = script.hold.block
         script.hold.block = None
         return opened

@@ -155,7 +155,11 @@ class Recorder(RecordingMode):
         self.printed: Callable[..., Any] = self._texts.printed
         self.told: Callable[[str], str] = self._texts.told
         self.module_call: Callable[..., Any] = scopes.call
-        self._checkpoints = Checkpoints(self._writer, environment.changes_so_far)
+        self._checkpoints = Checkpoints(
+            self._writer,
+            environment.changes_so_far,
+            lambda: inserter is not None and inserter.exchanges_state,
+        )
         self.checkpointed: Callable[..., Any] = self._checkpoints.block
         self.passed: Callable[..., None] = self._checkpoints.passed
         self._fast_path: FastPath | None = None

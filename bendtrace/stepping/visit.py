@@ -222,6 +222,8 @@ class Visit:
     def inside(self, module: nn.Module, path: str) -> None:
         """Do nothing inside of an op (see `Inserter`)."""
 
+    exchanges_state = False
+
     def recomputed(self, entering: bool) -> None:
         """Do nothing about checkpointed blocks (see `Inserter`)."""
 

@@ -265,5 +265,9 @@ class Inserter(Protocol):
     def inside(self, module: nn.Module, path: str) -> None:
         """Called when a module is called inside a function that is recorded as one op."""
 
+    @property
+    def exchanges_state(self) -> bool:
+        """Whether parameters or buffers are exchanged in the run."""
+
     def recomputed(self, entering: bool) -> None:
         """Called when a block begins or ends that the backward pass runs again, unwatched."""

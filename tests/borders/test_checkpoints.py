@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 import bendtrace as bt
-from bendtrace.errors import InterjectionError
+from bendtrace.errors import InterjectionError, NondeterminismError
 
 
 class Block(nn.Module):
@@ -268,6 +268,20 @@ def test_what_runs_live(block: type[Block], settings: dict[str, Any], reason: st
     if block is Counting:
         for mine, its in zip(model.blocks, eager.blocks, strict=True):
             assert (mine.times, mine.seen) == (its.times, its.seen)
+
+
+def test_a_side_that_changes_state_is_an_error_where_it_is_first_taken_in_a_replay() -> None:
+    class Rarely(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e3:
+                self.times += 1
+            return Block.forward(self, x)
+
+    eager, model, bended = pair(Rarely, layers=1)
+    for seed, x in enumerate(stream(6)):
+        assert_same(trained(bended, model, x, seed), trained(eager, eager, x, seed))
+    with pytest.raises(NondeterminismError, match="changes state outside of it, in a call"):
+        trained(bended, model, torch.full((2, 8), 1e3), 0)
 
 
 def test_an_error_in_a_block_leaves_torch_as_it_was() -> None:

@@ -504,6 +504,19 @@ def in_sequence(w: Writer, t: Tensor) -> str:
     return f"{w.attribute('seq', made)}({w.write(t)})"
 
 
+@gives(Tensor, wide_in_method, weight=2)
+def in_checkpoint(w: Writer, t: Tensor) -> str:
+    """In a block that the backward pass does again."""
+    a = w.write(t)
+    if w.chance(3):
+        made = "nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(0.2))"
+        return f"checkpoint({w.attribute('seq', made)}, {a}, use_reentrant=False)"
+    name = w.fresh("q")
+    with w.local(Var(name, t)):
+        body = w.write(t)
+    return f"checkpoint(lambda {name}: {body}, {a}, use_reentrant=False)"
+
+
 @gives(Tensor, numeric, weight=2)
 def through_python(w: Writer, t: Tensor) -> str:
     """By way of some feature of Python."""
