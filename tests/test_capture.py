@@ -1093,7 +1093,7 @@ def test_what_is_not_there_raises_with_what_is_near(option: str, key: Any, near:
     [
         ({"save": 3.5}, "names, positions, modules or functions, not by 3.5"),
         ({"save": ["a", None]}, "names, positions, modules or functions, not by None"),
-        ({"stop_after": True}, "names, positions, modules or functions, not by True"),
+        ({"stop_after": True}, "stop_after= takes names of layers, not True"),
         ({"save_dtype": torch.int8}, "floating point dtype, not torch.int8"),
         ({"save_device": "nowhere"}, "'nowhere' is not a device"),
         ({"save_device": "xpu:7"}, "xpu:7"),

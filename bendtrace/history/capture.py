@@ -568,7 +568,7 @@ class SaveOptions:
         ):
             raise InputError(f"saved values need a floating point dtype, not {self.dtype!r}")
         for name, given in (("save", self.save), ("stop_after", self.stop_after)):
-            if isinstance(given, bool):
+            if given is True:
                 raise InputError(f"{name}= takes names of layers, not {given}: {_WORDS[name]}")
         if self.device is not None:
             try:
