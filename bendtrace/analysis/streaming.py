@@ -90,7 +90,7 @@ class UnitStatistic(Statistic):
     _choices: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
         self._shape: tuple[int, ...] | None = None
 
     def update(self, rows: Tensor) -> None:
@@ -164,7 +164,7 @@ class Count(Statistic):
     count: int
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
 
     def update(self, rows: Tensor) -> None:
         """Add rows, `(n, *shape)`."""
@@ -576,7 +576,7 @@ class CrossCovariance:
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
         self._means: list[Tensor] = []
         self._squares: list[Tensor] = []
         self._products = torch.zeros(0)

@@ -739,7 +739,9 @@ class Execution(Interjection):
     """
 
     def __init__(self, what: Interjection, name: str, number: int) -> None:
-        self.what, self.name, self.number = what, name, number
+        self.what: Interjection = what
+        self.name: str = name
+        self.number: int = number
         self.observes: bool = what.observes
         self.wants_inputs: bool = what.wants_inputs
         self.late: bool = what.late

@@ -77,7 +77,8 @@ class Environment(Found):
         arguments: dict[str, Any],
         inserted: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> None:
-        self.function, self.inserted = function, inserted
+        self.function: Callable[..., Any] = function
+        self.inserted: Mapping[str, Any] = inserted
         self.is_repeated: bool = False
         self.leaves_watched_objects: bool = False
         self.shared_memory: set[tuple[Captured, Captured]] = set()
