@@ -13,7 +13,7 @@ from torch import Tensor
 from bendtrace.errors import NondeterminismError
 from bendtrace.recording.writer import Writer
 from bendtrace.source.sites import user_place
-from bendtrace.tape.blocks import Block, Passage, Portion, checkpointed, is_plain_context
+from bendtrace.tape.blocks import Block, Passage, Portion, is_plain_context
 from bendtrace.tape.captured import Change
 from bendtrace.tape.structure import existing_in
 from bendtrace.tape.tape import Checkpoint, Settings
@@ -46,6 +46,8 @@ class Checkpoints:
     def block(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
         """Return an iterator that is advanced where a block begins, and where it ends.
 
+        It is None for a block that cannot be followed.
+
         Args:
             function: the code of the block.
             settings: those of the checkpoint, followed by the arguments of the function.
@@ -53,7 +55,7 @@ class Checkpoints:
         """
         preserves, context, check, debug, early_stop, *args = settings
         if self.current is not None or not is_plain_context(context):
-            return checkpointed(function, *settings, **kwargs)
+            return None
         call = functools.partial(function, *args, **kwargs)
         given = [value for value in args if isinstance(value, Tensor)]
         return Checkpointed(self, call, Settings(preserves, check, debug, early_stop), given)

@@ -377,9 +377,26 @@ def _run_compiled_code_eagerly() -> None:
 
 def _through_block(function: Any, *settings: Any, **kwargs: Any) -> Any:
     watcher = current_watcher()
-    if watcher is None or not torch.is_grad_enabled():
-        return checkpointed(function, *settings, **kwargs)
-    return watcher.checkpointed(function, *settings, **kwargs)
+    followed = None
+    if watcher is not None and torch.is_grad_enabled():
+        followed = watcher.checkpointed(function, *settings, **kwargs)
+    return checkpointed(function, *settings, **kwargs) if followed is None else followed
+
+
+def _through_block_by_keywords(function: Any, args: Any, kwargs: Any, **settings: Any) -> Any:
+    watcher = current_watcher()
+    followed = None
+    if watcher is not None and torch.is_grad_enabled():
+        if settings.get("respect_saved_tensors_hooks") is None:
+            given = (settings[name] for name in _SETTINGS if name in settings)
+            followed = watcher.checkpointed(function, *given, *args, **kwargs)
+    return _keywords_of_blocks(function, args, kwargs, **settings) if followed is None else followed
+
+
+# Since torch 2.14, checkpoints call another generator, by keywords.
+_BY_KEYWORDS = "_checkpoint_without_reentrant_generator_impl"
+_keywords_of_blocks: Any = vars(torch.utils.checkpoint).get(_BY_KEYWORDS)
+_SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
 _SavedTensors = torch.autograd.graph.saved_tensors_hooks
@@ -446,6 +463,8 @@ def _entry_points() -> Iterator[_EntryPoint]:
             yield entry(owner, name, _reports(what, vars(owner)[name]))
     if checkpointed is not None:
         yield entry(torch.utils.checkpoint, checkpointed.__name__, _through_block)
+        if _keywords_of_blocks is not None:
+            yield entry(torch.utils.checkpoint, _BY_KEYWORDS, _through_block_by_keywords)
     yield entry(_SavedTensors, "__enter__", _enters_saved)
     yield entry(_SavedTensors, "__exit__", _leaves_saved)
     for script in (ScriptFunction, ScriptMethod):
