@@ -214,7 +214,7 @@ class RunLog:
             only: "mine" leaves out the flow steps of installed packages.
 
         Raises:
-            InputError: `only` is another word.
+            InputError: `only` is neither "all" nor "mine".
         """
         mine = required_choice("only", only, "all", "mine") == "mine"
         facts, details = self._facts, self._has_details

@@ -416,7 +416,7 @@ class _Running:
             raise raised from None
 
 
-def _kept_for_repetition() -> Callable[[], AbstractContextManager[None]]:
+def _insertions_of_block() -> Callable[[], AbstractContextManager[None]]:
     """Return what makes gates do again what they do from now on in the call."""
     plan, kept, passes = _local.plan, dict(_local.kept), dict(_local.passes)
 
@@ -436,7 +436,7 @@ def _kept_for_repetition() -> Callable[[], AbstractContextManager[None]]:
     return repeated
 
 
-KEEPERS.append(_kept_for_repetition)
+KEEPERS.append(_insertions_of_block)
 
 
 class _Uncounted:

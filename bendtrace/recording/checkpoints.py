@@ -160,7 +160,10 @@ class Checkpointed:
         has_changed = self._has_changed(self._run.changes())
         if has_changed:
             tape.block(f"a checkpointed block at {place} changes state outside of it")
-        if any(next(existing_in((op.args, op.kwargs)), None) for op in tape.ops[begin[0] :]):
+        gives_objects = any(
+            next(existing_in((op.args, op.kwargs)), None) for op in tape.ops[begin[0] :]
+        )
+        if gives_objects:
             tape.block(f"a checkpointed block at {place} gives an object to code that is one op")
         tape.blocks.append(Checkpoint(begin, self._here(), self.settings, self._tensors))
         if (block := self._opened()) is None:
@@ -168,12 +171,12 @@ class Checkpointed:
         if self._block is not None and not (self.has_gates or self._run.exchanges()):
             block.function = self._call
         else:
-            if has_changed:  # which only the model's own function could do once more
+            if has_changed or gives_objects:  # only the model's own function could do it again
                 unwatched(block.give_up, (), {})
+                what = "changes state outside of it" if has_changed else "gives an object to code"
                 raise NondeterminismError(
-                    f"a checkpointed block at {place} changes state outside of it, in a call that "
-                    "cannot have the backward pass change it again: take the change out of the "
-                    "block"
+                    f"a checkpointed block at {place} {what}, in a call that cannot have the "
+                    "backward pass do so again: take that out of the block"
                 )
             start = begin[0] if self._block is not None else self._writer.resumed_at
             ops = [] if start is None else [op for op in tape.ops[start:] if op.is_work]
@@ -194,7 +197,7 @@ class Checkpointed:
     def _has_changed(self, now: list[Change] | None) -> bool:
         before = self._before
         if before is None or now is None or len(before) != len(now):
-            return not (before is None and now is None)
+            return True  # or nobody can tell
         return any(
             (was.part, was.key, was.deleted) != (one.part, one.key, one.deleted)
             or was.value is not one.value
@@ -202,7 +205,7 @@ class Checkpointed:
         )
 
     def _value(self, index: int) -> Any:
-        """Return the value of an op that was carried out before the part."""
+        """Return the value of an op that was carried out before the portion."""
         if index in self._originals:
             return self._originals[index]
         writer = self._writer

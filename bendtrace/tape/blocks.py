@@ -96,8 +96,8 @@ class Portion:
 
         Args:
             values: the values of `outside`.
-            stop: how many ops and guards come before the place where the call left the part; None
-                if it came to the end.
+            stop: how many ops and guards come before the place where the call left the portion;
+                None if it came to the end.
         """
         switch = ContextSwitch()
         try:
@@ -120,7 +120,9 @@ class Portion:
                 _pass_through(passages.pop(0), known, switch)
             switch.to(op.context)
             try:
-                known[op.index] = op.target(*_given(op.args, known), **_given(op.kwargs, known))
+                known[op.index] = op.target(
+                    *_arguments(op.args, known), **_arguments(op.kwargs, known)
+                )
             except _Stopped:
                 raise
             except Exception as error:
@@ -140,23 +142,23 @@ def _pass_through(passage: Passage, known: dict[int, Any], switch: ContextSwitch
     known[passage.op] = passage.function(known[passage.op])
 
 
-def _given(value: Any, known: dict[int, Any]) -> Any:
+def _arguments(value: Any, known: dict[int, Any]) -> Any:
     """Return the arguments that recorded ones stand for."""
     kind = type(value)
     if kind is Ref:
         return known[value.index]
     if kind is tuple or kind is list:
-        return kind([_given(item, known) for item in value])
+        return kind([_arguments(item, known) for item in value])
     if kind is dict:
-        return {key: _given(item, known) for key, item in value.items()}
+        return {key: _arguments(item, known) for key, item in value.items()}
     if kind is slice:
-        return slice(*_given((value.start, value.stop, value.step), known))
+        return slice(*_arguments((value.start, value.stop, value.step), known))
     if kind is Fixed:
         return value.value
     if kind is Made:
-        return value.maker(*_given(value.args, known))
+        return value.maker(*_arguments(value.args, known))
     if kind is Instance:
-        return build(value.cls, _given(value.items, known), _given(value.attributes, known))
+        return build(value.cls, _arguments(value.items, known), _arguments(value.attributes, known))
     if kind is Array:
         array = value.value.copy("K")
         array.flags.writeable = value.is_writeable
@@ -176,12 +178,12 @@ class Block:
         tensors: its arguments.
 
     Attributes:
-        function: the model's own function, if that is to be called again instead of the parts.
+        function: the model's own function, if that is to be called again instead of the portions.
     """
 
     def __init__(self, settings: Settings, tensors: Iterable[Tensor]) -> None:
         self.function: Callable[[], Any] | None = None
-        self._parts: list[tuple[Portion, tuple[Any, ...], tuple[int, int] | None]] = []
+        self._portions: list[tuple[Portion, tuple[Any, ...], tuple[int, int] | None]] = []
         self._around = [keeper() for keeper in KEEPERS]
         preserves, check, debug, early_stop = settings
         self._run: Any = checkpointed(
@@ -189,25 +191,25 @@ class Block:
         )
         next(self._run)
 
-    def goes_on(self, part: Portion, values: tuple[Any, ...]) -> None:
+    def goes_on(self, portion: Portion, values: tuple[Any, ...]) -> None:
         """Note what the call does next in the block.
 
         Args:
-            part: that.
+            portion: that.
             values: those of `Portion.outside`.
         """
-        self._parts.append((part, values, None))
+        self._portions.append((portion, values, None))
 
     def stops(self, position: int, guards: int) -> None:
-        """Note that the call left the latest part, before it came to the end.
+        """Note that the call left the latest portion, before it came to the end.
 
         Args:
             position: how many ops come before the place.
             guards: how many guards come before.
         """
-        if self._parts:
-            part, values, _ = self._parts[-1]
-            self._parts[-1] = part, values, (position, guards)
+        if self._portions:
+            portion, values, _ = self._portions[-1]
+            self._portions[-1] = portion, values, (position, guards)
 
     def end(self) -> None:
         """End the block."""
@@ -226,5 +228,5 @@ class Block:
         with ExitStack() as stack:
             for around in self._around:
                 stack.enter_context(around())
-            for part, values, stop in self._parts:
-                part.run(values, stop)
+            for portion, values, stop in self._portions:
+                portion.run(values, stop)

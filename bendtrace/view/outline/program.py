@@ -371,7 +371,7 @@ class Outline:
             only: "mine" leaves out the branches of installed packages.
 
         Raises:
-            InputError: `only` is another word.
+            InputError: `only` is neither "all" nor "mine".
         """
         mine = required_choice("only", only, "all", "mine") == "mine"
         sections = [self.headline, *programs_as_text(self.programs, mine)]
