@@ -305,8 +305,6 @@ class Program:
                         hold.release()
                         raise
                     number, answer = departure.guard, departure.outcome
-                    if hold.block is not None:
-                        hold.block.stops(-1 - number, 0)
                     values = values_in(departure.values)
                     error = values.pop(-1 - number)
                     del departure

@@ -429,6 +429,20 @@ def test_kinds_of_insertions(kind: str, request: pytest.FixtureRequest) -> None:
     assert_replayed(bended)
 
 
+def test_a_call_goes_on_in_python_where_another_kind_of_tensor_comes_back() -> None:
+    """Behind a dropout, where the call cannot begin again."""
+
+    def strided(value: Tensor) -> Tensor:
+        doubled = value * 2
+        return doubled if len(value) != 4 else doubled.t().contiguous().t()
+
+    eager, model, bended = pair(Block, early_stop=False)
+    eager.blocks[1].down.register_forward_hook(lambda m, args, out: strided(out))
+    bended.interject("blocks.1.down", strided)
+    for seed, x in enumerate(stream(20)):
+        assert_same(trained(bended, model, x, seed), trained(eager, eager, x, seed))
+
+
 def test_gradients_inside_are_refused() -> None:
     _, _, bended = pair(Block)
 
