@@ -44,6 +44,7 @@ from bendtrace.interject.structure import (
     version_of,
 )
 from bendtrace.tape.blocks import KEEPERS
+from bendtrace.tape.contexts import function_modes
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.mode_queries import unseen
 
@@ -207,15 +208,13 @@ class Attempt:
 
     def __init__(self) -> None:
         self.answers: dict[tuple[str, int], Any] = {}
-        self._returned: dict[tuple[str, int], _Returned | None] = {}
+        self._returned: dict[tuple[str, int], _Returned] = {}
         self._met: dict[int, weakref.ref[Tensor]] = {}
         self._given: tuple[Any, ...] = ()
-        self._place: tuple[int, int, int] | None = None
-        self._here: list[tuple[Any, str, int]] = []
 
     def receives(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the arguments of the call."""
-        self._given = args, dict(kwargs)
+        self._given = args, kwargs
 
     def has_met(self, tensor: Tensor) -> bool:
         """Whether the model may have a tensor already, as an argument or from another gate."""
@@ -234,55 +233,40 @@ class Attempt:
             keeps: whether to keep it alive.
             may_change: whether the model may change it in place.
         """
-        self.meets(given)
-        self._returned[path, number] = _Returned(path, given, keeps, may_change)
+        self._met[id(given)] = known = weakref.ref(given)
+        held = given if keeps else known
+        self._returned[path, number] = held, version_of(given), may_change
 
     def note_unchanged(self, path: str, number: int) -> None:
         """Note that a gate has returned the value that it was given, as it was."""
-        self._returned[path, number] = None
+        self._returned[path, number] = _UNCHANGED
 
     def refuse(self, path: str, number: int) -> None:
         """Note that a gate has done something that it cannot do again."""
-        self._returned[path, number] = _Returned(path, None, True, True)
+        self._returned[path, number] = None, 0, True
 
     def meets(self, tensor: Tensor) -> None:
         """Note that the model has a tensor from a gate."""
         self._met[id(tensor)] = weakref.ref(tensor)
 
-    def comes_to(self, place: tuple[int, int, int], gate: Any, path: str, number: int) -> None:
-        """Note that a gate is called at a place in known code.
-
-        Args:
-            place: the run, and how many of its ops and guards come before.
-            gate: the gate.
-            path: its node.
-            number: the pass.
-        """
-        if place != self._place or any(one is gate for one, *_ in self._here):
-            self._place, self._here = place, []
-        self._here.append((gate, path, number))
-
-    def hands_on(self, given: Any) -> list[Any]:
-        """Have the gates at the latest place return once more what they have returned.
+    def hands_on(self, gates: Sequence[Gate], given: Any) -> None:
+        """Have the gates at a place in known code return once more what they have returned.
 
         The model's Python takes over behind the op before that place, and comes to all of them.
 
         Args:
+            gates: those that were called there, in order.
             given: what the last of them has returned, or the error that it has raised; None for the
                 value that it received.
-
-        Returns:
-            The gates.
         """
-        for _, path, number in self._here:
-            self.answers[path, number] = None  # the others: what they gave is the value by now
-        _, path, number = self._here[-1]
-        self.answers[path, number] = given
-        return [gate for gate, *_ in self._here]
+        for gate in gates:
+            take_back(gate)
+            at = gate.at.path, passes_of(gate)
+            self.answers[at] = given if gate is gates[-1] else None  # the value has theirs by now
 
     def can_begin_again(self) -> bool:
         """Whether gates could return what they have returned."""
-        return all(value is None or value.why_not() == "" for value in self._returned.values())
+        return not any(map(_why_not, self._returned.values()))
 
     def begin_again(self) -> None:
         """Have gates return what they have returned.
@@ -291,60 +275,38 @@ class Attempt:
             InterjectionError: that is gone, or was changed since.
         """
         returned, self._returned, self._met = self._returned, {}, {}
-        self.answers = {
-            at: None if value is None else value.found() for at, value in returned.items()
-        }
+        for (path, number), value in returned.items():
+            if why := _why_not(value):
+                raise InterjectionError(
+                    f"what is inserted at {path!r} has been called, and {why}; but the call has to "
+                    "begin again, since something inserted has returned another kind of value than "
+                    "in earlier calls: call the model again",
+                    path,
+                )
+            self.answers[path, number] = _found(value)
 
 
-class _Returned:
-    """What a gate has returned.
+# What a gate has returned, or a weak reference to it, or None if it cannot be returned again; its
+# version; and whether the model may change it in place.
+_Returned = tuple[Any, int, bool]
+_UNCHANGED: _Returned = None, -1, False  # the value that it was given
 
-    Args:
-        path: the node.
-        given: what was returned; None if it cannot be returned again.
-        keeps: whether to keep it alive.
-        may_change: whether the model may change it in place.
-    """
 
-    def __init__(self, path: str, given: Tensor | None, keeps: bool, may_change: bool) -> None:
-        self._path = path
-        self._kept: Any = given if keeps or given is None else weakref.ref(given)
-        self._may_change = may_change
-        self._version = version_of(given)
+def _found(returned: _Returned) -> Tensor | None:
+    held = returned[0]
+    return held() if isinstance(held, weakref.ref) else held
 
-    def found(self) -> Tensor:
-        """Return it.
 
-        Raises:
-            InterjectionError: it is gone, or may have been changed since.
-        """
-        why = self.why_not()
-        if not why:
-            given = self._found()
-            assert given is not None
-            return given
-        raise InterjectionError(
-            f"what is inserted at {self._path!r} has been called, and {why}; but the call has to "
-            "begin again, since something inserted has returned another kind of value than in "
-            "earlier calls: call the model again",
-            self._path,
-        )
-
-    def why_not(self) -> str:
-        """Return why it cannot be returned once more; "" if it can."""
-        given = self._found()
-        if given is None:
-            return "what it returned is gone"
-        return "what it returned was changed" if self._was_changed(given) else ""
-
-    def _found(self) -> Tensor | None:
-        found = self._kept() if isinstance(self._kept, weakref.ref) else self._kept
-        return found if isinstance(found, Tensor) else None
-
-    def _was_changed(self, given: Tensor) -> bool:
-        if given.is_inference():  # whose changes torch does not count
-            return self._may_change
-        return version_of(given) != self._version
+def _why_not(returned: _Returned) -> str:
+    """Return why a gate cannot return once more what it has returned; "" if it can."""
+    if returned is _UNCHANGED:
+        return ""
+    given, (_, version, may_change) = _found(returned), returned
+    if given is None:
+        return "what it returned is gone"
+    # torch does not count the changes of tensors of the inference mode.
+    was_changed = may_change if given.is_inference() else version_of(given) != version
+    return "what it returned was changed" if was_changed else ""
 
 
 # The classes that manage the gradients of a node: for hooks, and for other interjections.
@@ -636,12 +598,14 @@ class Gate:
 
     def _next_pass(self) -> NodePass:
         """Return the pass that begins, and count it."""
-        passes, at = _local.passes, self.at
+        passes, number = _local.passes, self.at.number
         if self.counts and _local.plan is not None:
             number = passes.get(self._key, 0)
-            known = self._passes.get(number)
-            at = self._passes[number] = replace(at, number=number) if known is None else known
-        passes[self._key] = at.number + 1
+        passes[self._key] = number + 1
+        return self._passes.get(number) or self._pass(number)
+
+    def _pass(self, number: int) -> NodePass:
+        at = self._passes[number] = replace(self.at, number=number)
         return at
 
     def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
@@ -660,16 +624,17 @@ class Gate:
 
     def entries_in(self, plan: Plan, number: int) -> tuple[Entry, ...]:
         """Return the insertions of a plan that are called in a pass, in order."""
-        known = plan.called_at.get(id(self))
-        if known is None:
-            entries = plan.entries_of(self.slots)
-            selects = not all(entry.insertion.passes.admits_all for entry in entries)
-            known = plan.called_at[id(self)] = self, entries, selects
-        _, entries, selects = known
+        _, entries, selects = plan.called_at.get(id(self)) or self._called_by(plan)
         if not selects:
             return entries
         total = plan.totals.get(self.at.path)
         return tuple(e for e in entries if e.insertion.passes.admits(number, total))
+
+    def _called_by(self, plan: Plan) -> tuple[Any, tuple[Entry, ...], bool]:
+        entries = plan.entries_of(self.slots)
+        selects = not all(entry.insertion.passes.admits_all for entry in entries)
+        called = plan.called_at[id(self)] = self, entries, selects
+        return called
 
 
 class AfterGate(Gate):
@@ -701,16 +666,28 @@ class AfterGate(Gate):
         self.writes = writes
         self._count = count_of(shape)
         self.exchanged: tuple[int, ...] = exchangeable(shape)
-        self._is_simple = shape == Leaf(Tensor, 0) and given is None and not writes
         self._is_told = any("backward" in slot.forms for slot in slots)
+        self._is_simple = (
+            shape == Leaf(Tensor, 0) and given is None and not (writes or self._is_told)
+        )
 
     def __call__(self, *values: Any) -> Any:
         """Call the insertions (see `Gate`)."""
-        if not self._is_simple or self._is_told or _local.attempt.answers:
+        now = vars(_local)
+        plan = now.get("plan") or self._plan()
+        if not self._is_simple or plan is None or now["attempt"].answers:
             return super().__call__(*values)
-        # The usual case, in which no containers are involved.
-        at, value = self._next_pass(), values[0]
-        entries = self._entries(at.number)
+        # The usual case, in which no containers are involved, as `Gate` does it, in one function.
+        value, passes = values[0], now["passes"]
+        is_counted = self.counts and plan is now.get("plan")
+        number = passes.get(self._key, 0) if is_counted else self.at.number
+        passes[self._key] = number + 1
+        _, entries, selects = plan.called_at.get(id(self)) or self._called_by(plan)
+        if selects:
+            entries = self.entries_in(plan, number)
+        at = self._passes.get(number) or self._pass(number)
+        if now.get("is_repeated"):
+            entries = _repeated(entries)
         try:
             for entry in entries:
                 value = self._exchange(entry, value, at)
@@ -760,7 +737,10 @@ class AfterGate(Gate):
             if type(result) is Tensor and not what.observes:
                 known = insertion.is_known_to_change(at.path)
                 insertion.fired(at, known or differ(value, result))
-                _note_reshaped(entry, at, value, result)
+                if function_modes() or result.dtype is not value.dtype or (
+                    result.shape != value.shape or result.device != value.device
+                ):
+                    _note_reshaped(entry, at, value, result)
                 return result
         found = [value]
         if result is not None:

@@ -255,9 +255,7 @@ class Insertion:
 
     def ran(self, recording: Recording) -> None:
         """Record that a call took a path while it was active."""
-        if self.runs and self.runs[-1] is recording:
-            return
-        if len(self.runs) < _MOST_RUNS and all(run is not recording for run in self.runs):
+        if len(self.runs) < _MOST_RUNS and recording not in self.runs:
             self.runs.append(recording)
 
     def failed(self) -> None:
@@ -266,7 +264,8 @@ class Insertion:
 
     def is_known_to_change(self, path: str) -> bool:
         """Whether it has changed a value at a node."""
-        return self._tally.has_changed(path)
+        row = self._tally.known.get(path)
+        return row is not None and row.changed > 0
 
 
 # Reports of insertions: where they were called, how often, and whether they changed anything.
@@ -380,12 +379,13 @@ class Tally:
 
     Attributes:
         latest_reset: another object after each reset of counts, of any insertion.
+        known: the counts of each node.
     """
 
     latest_reset: ClassVar[object] = object()
 
     def __init__(self) -> None:
-        self._rows: dict[str, Row] = {}
+        self.known: dict[str, Row] = {}
         self._lock = threading.Lock()
         self._settling = threading.Lock()
         self._waiting: set[Callable[[], None]] = set()
@@ -408,13 +408,13 @@ class Tally:
         with self._lock:
             return tuple(
                 Row(row.path, dict(row.passes), row.changed, row.backward)
-                for row in self._rows.values()
+                for row in self.known.values()
             )
 
     def called(self, at: NodePass, changed: bool, times: int = 1) -> None:
         """Count a call, or several."""
         with self._lock:
-            row = self._row(at.path)
+            row = self.known.get(at.path) or self._row(at.path)
             row.passes[at.number] = row.passes.get(at.number, 0) + times
             row.changed += changed * times
 
@@ -424,22 +424,17 @@ class Tally:
             row = self._row(at.path)
             row.backward += 1
 
-    def has_changed(self, path: str) -> bool:
-        """Return whether a value was changed at a node."""
-        row = self._rows.get(path)
-        return row is not None and row.changed > 0
-
     def clear(self) -> None:
         """Reset the counts."""
         self._settle()
         with self._lock:
             Tally.latest_reset = object()
-            self._rows.clear()
+            self.known.clear()
 
     def _row(self, path: str) -> Row:
-        row = self._rows.get(path)
+        row = self.known.get(path)
         if row is None:
-            row = self._rows[path] = Row(path)
+            row = self.known[path] = Row(path)
         return row
 
 

@@ -182,6 +182,7 @@ class Plan:
         compiled: what compiled paths know of it (see `compiling.py`).
         reaches: what their code reaches (see `reading.py`).
         floor: which calls with such insertions run the model itself; None if nobody has asked.
+        splicer: what puts them into known code; None if nobody has asked.
     """
 
     def __init__(
@@ -215,7 +216,9 @@ class Plan:
         self.compiled: object = None
         self.reaches: object = None
         self.floor: Floor | None = None
+        self.splicer: Any = None
         self._looked: dict[int, tuple[Recording, bool]] = {}
+        self._looked_at: list[Recording] | None = None  # those of which none matters
         self._entries_of: dict[tuple[Slot, ...], tuple[Entry, ...]] = {}
 
     def looks_at_changes(
@@ -227,12 +230,15 @@ class Plan:
             recordings: the runs.
             looks: decides this for one run.
         """
+        if recordings is self._looked_at:
+            return False
         for recording in recordings:
             known = self._looked.get(id(recording))
             if known is None:
                 known = self._looked[id(recording)] = recording, bool(looks(self, recording))
             if known[1]:
                 return True
+        self._looked_at = recordings
         return False
 
     def ran(self, recording: Recording) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -218,6 +219,12 @@ class _Places:
                 splice = self._splice(index, call.stop, guards, call.context, gate, is_fit)
                 found.append((call.stop, guards, -_depth_of(call), splice))
         found.sort(key=lambda item: item[:3])
+        for before, after in itertools.pairwise(found):
+            earlier, later = before[-1].function, after[-1].function
+            assert isinstance(earlier, Through)
+            assert isinstance(later, Through)
+            if before[:2] == after[:2]:
+                later.gates = (*earlier.gates, *later.gates)
         return tuple(splice for *_, splice in found)
 
     def _is_output(self, call: ModuleCall) -> bool:
@@ -252,9 +259,7 @@ class _Places:
             and index not in self._piece.growths
             and not is_read(self._tape.ops[index])
         )
-        is_part = self._is_part
-        place = id(self._recording), position, guards
-        through = Through(gate, self._splicer, is_part, place)
+        through = Through(gate, self._splicer, self._is_part, (position, guards))
         return Splice(index, position, guards, context, through, gate.at.path, is_fit)
 
     def _is_part(self, tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
 from bendtrace.tape.scalars import TRACED, plain
 from bendtrace.tape.structure import build, can_build
 from bendtrace.tape.tape import meta_of
+from bendtrace.tape.contexts import function_modes
 from bendtrace.torch_rules.mode_queries import unseen
 
 
@@ -525,8 +526,10 @@ def version_of(value: Any) -> int:
     """Return a number that changes with each write to a tensor; 0 if it has no such number."""
     if not isinstance(value, Tensor):
         return 0
-    with unseen():
-        return 0 if value.is_inference() else value._version
+    if function_modes():
+        with unseen():
+            return 0 if value.is_inference() else value._version
+    return 0 if value.is_inference() else value._version
 
 
 def differ(old: Any, new: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bendtrace.interject.gates import AfterGate, attempt, is_repeated, passes_of, take_back
+from bendtrace.interject.gates import AfterGate, attempt, is_repeated, passes_of
 from bendtrace.interject.structure import is_uneven, version_of
 from bendtrace.replay.splices import Interrupted, Unfit
 from bendtrace.source.internals import internal
@@ -38,7 +38,10 @@ class Through:
         gate: the gate.
         splicing: what has put it there.
         is_part: whether a tensor is a part of the model, or was one of its arguments.
-        place: the run, and how many of its ops and guards come before.
+        place: how many ops and guards of the run come before.
+
+    Attributes:
+        gates: those at the same place up to this one, in order.
     """
 
     def __init__(
@@ -46,8 +49,9 @@ class Through:
         gate: AfterGate,
         splicing: Splicing,
         is_part: Callable[[Tensor], bool],
-        place: tuple[int, int, int],
+        place: tuple[int, int],
     ) -> None:
+        self.gates: tuple[AfterGate, ...] = (gate,)
         self._gate = gate
         self._splicing = splicing
         self._is_part = is_part
@@ -62,50 +66,51 @@ class Through:
         if is_repeated():
             return self._gate(value)
         path, number = self._gate.at.path, passes_of(self._gate)
-        kind, version = kind_of(value), version_of(value)
-        current, splicing = attempt(), self._splicing
-        current.comes_to(self._place, self._gate, path, number)
+        kind = kind_of(value)
+        is_inference = kind is None or kind[0]
+        version = version_of(value) if is_inference else value._version
         try:
             given = self._gate(value)
         except Exception as error:
             self._hand_on(error)
-            raise Interrupted(*self._place[1:]) from None
-        is_held, is_untouched, may_change = True, False, splicing.writes
+            raise Interrupted(*self._place) from None
+        current, splicing, is_untouched = attempt(), self._splicing, False
         if given is not value:
             is_held = sys.getrefcount(given) > _ALONE
             is_known = is_held and (current.has_met(given) or self._is_part(given))
-            is_fit = not is_known and fits(kind, given, may_change)
+            may_change = splicing.writes
+            if not is_known and fits(kind, given, may_change):
+                if not may_change or is_held or not splicing.keeps:
+                    current.note(path, number, given, splicing.keeps, may_change)
+                else:
+                    current.meets(given)
+                    current.note(path, number, given.clone(), True, False)
+                return given
+            current.note(path, number, given, True, False)
         else:
             is_fit = kind is not None and kind_of(value) == kind
             is_untouched = version_of(value) == version and not value.is_inference()
-            if is_fit and is_untouched:
+            # Another kind tells whether the data were exchanged.
+            if is_untouched and (is_fit or kind is None):
                 current.note_unchanged(path, number)
+            elif is_shared(value):
+                current.refuse(path, number)
+            elif is_fit:
+                current.note(path, number, value, splicing.keeps, splicing.writes)
+            else:
+                current.note(path, number, value, True, False)
+            if is_fit:
                 return value
-        if is_untouched and kind is None:  # other kinds tell whether its data were exchanged
-            current.note_unchanged(path, number)
-        elif given is value and is_shared(value):
-            current.refuse(path, number)
-        elif not is_fit:
-            current.note(path, number, given, True, False)
-        elif may_change and splicing.keeps and not is_held:
-            current.meets(given)
-            current.note(path, number, given.clone(), True, False)
-        else:
-            current.note(path, number, given, splicing.keeps, may_change)
-        if not is_fit:
-            splicing.is_apart = True
-            unfit = None
-            if current.can_begin_again():
-                unfit = Unfit(f"what is inserted at {path!r} gives another kind of tensor")
-            hand_on = functools.partial(self._hand_on, None if given is value else given)
-            raise Interrupted(*self._place[1:], unfit, hand_on)
-        return given
+        splicing.is_apart = True
+        unfit = None
+        if current.can_begin_again():
+            unfit = Unfit(f"what is inserted at {path!r} gives another kind of tensor")
+        hand_on = functools.partial(self._hand_on, None if given is value else given)
+        raise Interrupted(*self._place, unfit, hand_on)
 
-    @staticmethod
-    def _hand_on(given: Any) -> None:
+    def _hand_on(self, given: Any) -> None:
         """Have the model's Python go on from what the gate has returned, or raised."""
-        for gate in attempt().hands_on(given):
-            take_back(gate)
+        attempt().hands_on(self.gates, given)
 
 
 def _count_alone() -> int:
@@ -134,15 +139,18 @@ def kind_of(tensor: Any) -> tuple[Any, ...] | None:
     """Return what code may rely on about a tensor, whatever is in it; None if that is not known."""
     if type(tensor) is not Tensor or is_uneven(tensor) or tensor.__dict__:
         return None
+    if tensor._base is None:
+        history = tensor.requires_grad, tensor.is_leaf
+    else:
+        history = requires_grad(tensor), is_leaf(tensor)
     return (
+        tensor.is_inference(),
         tensor.dtype,
         tensor.device,
         tensor.shape,
         tensor.stride(),
         tensor.storage_offset(),
-        requires_grad(tensor),
-        is_leaf(tensor),
-        tensor.is_inference(),
+        history,
         tensor.is_conj(),
         tensor.is_neg(),
     )

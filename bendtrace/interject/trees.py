@@ -73,14 +73,17 @@ class Trees:
 
     def splicer(self, plan: Plan, known: Knowledge) -> Splicer:
         """Return what splices some insertions into the paths without any."""
-        with self._lock:
-            splicer = self._splicers.get(plan.key)
-            if splicer is None:
-                splicer = self._splicers[plan.key] = Splicer(plan, known, self._exits)
-            self._splicers.move_to_end(plan.key)
-            while len(self._splicers) > _MOST:
-                self._splicers.popitem(last=False)
-            self.latest = self.plain
+        self.latest = self.plain
+        splicer = plan.splicer
+        if splicer is None:
+            with self._lock:
+                splicer = self._splicers.get(plan.key)
+                if splicer is None:
+                    splicer = self._splicers[plan.key] = Splicer(plan, known, self._exits)
+                self._splicers.move_to_end(plan.key)
+                while len(self._splicers) > _MOST:
+                    self._splicers.popitem(last=False)
+                plan.splicer = splicer
         return splicer.serves(plan)
 
     def _exits(self) -> Iterator[Exit]:

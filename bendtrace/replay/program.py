@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, TypeAlias
 
 from bendtrace.recording.lifting import Counter, Lifting
@@ -333,8 +332,10 @@ class Program:
                     if exit is not None and splicer is None:
                         found = exit.written or _written(exit)
                     elif exit is not None and splicer is not None:
-                        with suppress(Unfit):
+                        try:
                             found = splicer(exit)
+                        except Unfit:
+                            pass
                     if exit is not None and found is not None:
                         if compiled:
                             found = exit.compiled or found
