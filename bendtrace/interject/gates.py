@@ -25,7 +25,7 @@ from bendtrace._places import place_text
 from bendtrace.errors import InterjectionError
 from bendtrace.interject.gradients import CallGradients, ChecksGradients
 from bendtrace.interject.interjection import NO_INPUTS, Inputs, NodePass
-from bendtrace.interject.plan import Entry, Plan, Slot
+from bendtrace.interject.plan import Called, Entry, Plan, Slot
 from bendtrace.interject.structure import (
     Leaf,
     Mismatch,
@@ -223,7 +223,15 @@ class Attempt:
             return True
         return any(one is tensor for one in tensors_of(self._given))
 
-    def note(self, path: str, number: int, given: Tensor, keeps: bool, may_change: bool) -> None:
+    def note(
+        self,
+        path: str,
+        number: int,
+        given: Tensor,
+        keeps: bool,
+        may_change: bool,
+        version: int | None = None,
+    ) -> None:
         """Note what a gate has returned.
 
         Args:
@@ -232,10 +240,11 @@ class Attempt:
             given: what was returned.
             keeps: whether to keep it alive.
             may_change: whether the model may change it in place.
+            version: its version, if that is known.
         """
         self._met[id(given)] = known = weakref.ref(given)
-        held = given if keeps else known
-        self._returned[path, number] = held, version_of(given), may_change
+        version = version_of(given) if version is None else version
+        self._returned[path, number] = given if keeps else known, version, may_change
 
     def note_unchanged(self, path: str, number: int) -> None:
         """Note that a gate has returned the value that it was given, as it was."""
@@ -439,6 +448,11 @@ def again() -> Iterator[None]:
         current.answers = {}
 
 
+def of_call() -> dict[str, Any]:
+    """Return what gates know of the call that runs on this thread."""
+    return vars(_local)
+
+
 def attempt() -> Attempt:
     """Return what the gates of the call have returned so far."""
     return _local.attempt
@@ -581,16 +595,21 @@ class Gate:
             given = self._through(values, at, entries)
             in_place = _local.containers.are_kept and not _local.containers.others
         except Exception as error:
-            if error is not _local.models_own:
-                noted(error)
-            for entry in entries:
-                entry.insertion.failed()
+            self.failed(error, entries)
             raise
         finally:
             _local.containers = outer
         if not self.tells_in_place:
             return given
         return (*(given if isinstance(given, tuple) else (given,)), in_place)
+
+    @staticmethod
+    def failed(error: Exception, entries: Sequence[Entry]) -> None:
+        """Note an error that an insertion has raised, or the node itself."""
+        if error is not _local.models_own:
+            noted(error)
+        for entry in entries:
+            entry.insertion.failed()
 
     def _unseen(self) -> AbstractContextManager[Any]:
         """Return a context for operations of its own on values of the model."""
@@ -624,16 +643,18 @@ class Gate:
 
     def entries_in(self, plan: Plan, number: int) -> tuple[Entry, ...]:
         """Return the insertions of a plan that are called in a pass, in order."""
-        _, entries, selects = plan.called_at.get(id(self)) or self._called_by(plan)
+        _, entries, selects, _ = plan.called_at.get(id(self)) or self.called_by(plan)
         if not selects:
             return entries
         total = plan.totals.get(self.at.path)
         return tuple(e for e in entries if e.insertion.passes.admits(number, total))
 
-    def _called_by(self, plan: Plan) -> tuple[Any, tuple[Entry, ...], bool]:
+    def called_by(self, plan: Plan) -> Called:
+        """Return what of a plan is called here, and note it."""
         entries = plan.entries_of(self.slots)
         selects = not all(entry.insertion.passes.admits_all for entry in entries)
-        called = plan.called_at[id(self)] = self, entries, selects
+        called: Called = self, entries, selects, None
+        plan.called_at[id(self)] = called
         return called
 
 
@@ -674,30 +695,54 @@ class AfterGate(Gate):
     def __call__(self, *values: Any) -> Any:
         """Call the insertions (see `Gate`)."""
         now = vars(_local)
-        plan = now.get("plan") or self._plan()
-        if not self._is_simple or plan is None or now["attempt"].answers:
-            return super().__call__(*values)
-        # The usual case, in which no containers are involved, as `Gate` does it, in one function.
-        value, passes = values[0], now["passes"]
-        is_counted = self.counts and plan is now.get("plan")
-        number = passes.get(self._key, 0) if is_counted else self.at.number
-        passes[self._key] = number + 1
-        _, entries, selects = plan.called_at.get(id(self)) or self._called_by(plan)
-        if selects:
-            entries = self.entries_in(plan, number)
-        at = self._passes.get(number) or self._pass(number)
-        if now.get("is_repeated"):
-            entries = _repeated(entries)
+        plan: Plan | None = now.get("plan") if self.counts else None
+        called = None
+        if plan is not None:
+            called = plan.called_at.get(id(self)) or self.called_by(plan)
+        if called is None or called[3] is None or now["attempt"].answers or now.get("is_repeated"):
+            if not self._is_simple or now["attempt"].answers:
+                return super().__call__(*values)
+            return self._exchange_all(values[0])
+        # The usual case: one insertion, and no containers.
+        value, entry = values[0], called[3]
+        is_due = not called[2] or self.is_due(entry, now)
+        at = self.begin(now["passes"])
+        if not is_due:
+            return value
+        try:
+            return self._exchange(entry, value, at)
+        except Exception as error:
+            self.failed(error, (entry,))
+            raise
+
+    def _exchange_all(self, value: Any) -> Any:
+        at = self._next_pass()
+        entries = self._entries(at.number)
         try:
             for entry in entries:
                 value = self._exchange(entry, value, at)
         except Exception as error:
-            if error is not _local.models_own:
-                noted(error)
-            for entry in entries:
-                entry.insertion.failed()
+            self.failed(error, entries)
             raise
         return value
+
+    def called_by(self, plan: Plan) -> Called:
+        """Return what of a plan is called here, and note it."""
+        called = super().called_by(plan)
+        if self._is_simple and len(called[1]) == 1:
+            called = plan.called_at[id(self)] = (*called[:3], called[1][0])
+        return called
+
+    def is_due(self, entry: Entry, now: Mapping[str, Any]) -> bool:
+        """Whether an insertion is called in the pass that comes next (see `of_call`)."""
+        total = now["plan"].totals.get(self.at.path)
+        return entry.insertion.passes.admits(now["passes"].get(self._key, 0), total)
+
+    def begin(self, passes: dict[tuple[str, str], int]) -> NodePass:
+        """Return the pass that begins, and count it."""
+        number = passes.get(self._key, 0)
+        passes[self._key] = number + 1
+        return self._passes.get(number) or self._pass(number)
 
     def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
         """Call the insertions; return the tensors and numbers of the new value."""
@@ -728,20 +773,37 @@ class AfterGate(Gate):
 
     def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
         """Call an insertion at a node that returns one tensor."""
-        version, what, insertion = version_of(value), entry.what, entry.insertion
-        result = what.after(at, NO_INPUTS, value)
-        if version_of(value) == version:  # what follows would find out the same, in more time
+        is_plain = type(value) is Tensor and not (function_modes() or value.is_inference())
+        version = value._version if is_plain else version_of(value)
+        result = entry.what.after(at, NO_INPUTS, value)
+        if is_plain and value._version == version:  # as `exchanged_for`, in fewer instructions
             if result is None or result is value:
-                insertion.fired(at, False)
+                entry.insertion.fired(at, False)
                 return value
-            if type(result) is Tensor and not what.observes:
-                known = insertion.is_known_to_change(at.path)
-                insertion.fired(at, known or differ(value, result))
-                if function_modes() or result.dtype is not value.dtype or (
-                    result.shape != value.shape or result.device != value.device
-                ):
-                    _note_reshaped(entry, at, value, result)
+            if (
+                type(result) is Tensor
+                and result.dtype is value.dtype
+                and result.shape == value.shape
+                and at.path in entry.insertion.tally.changes
+                and not entry.what.observes
+            ):
+                entry.insertion.tally.noted.append((at, True, 1))
                 return result
+        return self.exchanged_for(entry, value, result, at, version)
+
+    def exchanged_for(self, entry: Entry, value: Any, result: Any, at: NodePass, version: int) -> Any:
+        """Return what takes the place of a value, for what an insertion has returned.
+
+        Args:
+            entry: the insertion.
+            value: what it was given.
+            result: what it has returned.
+            at: the pass.
+            version: the version of the value before.
+
+        Raises:
+            InterjectionError: it does not fit.
+        """
         found = [value]
         if result is not None:
             collect_returned(self.shape, result, found, at, entry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -162,6 +163,7 @@ class Insertion:
         where: the nodes, as given.
         passes: the passes of the nodes at which it is called.
         runs: the first paths that calls took while it was active.
+        tally: counts its calls.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -191,7 +193,7 @@ class Insertion:
         self.is_checked = True  # whether there are selected nodes
         self.runs: list[Recording] = []
         self._owner = owner
-        self._tally = Tally()
+        self.tally = Tally()
         self._has_failed = False
 
     @property
@@ -205,12 +207,12 @@ class Insertion:
 
     def report(self) -> Report:
         """Return at which nodes and passes it was called, and whether it changed anything."""
-        notes = () if self._tally.rows() else self._owner.notes_on(self)
-        return Report(self.what.label, describe_where(self.where), self._tally.rows(), notes)
+        notes = () if self.tally.rows() else self._owner.notes_on(self)
+        return Report(self.what.label, describe_where(self.where), self.tally.rows(), notes)
 
     def clear_report(self) -> None:
         """Reset the report's counts."""
-        self._tally.clear()
+        self.tally.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -226,7 +228,7 @@ class Insertion:
         Args:
             stacklevel: as for `warnings.warn`: 1 for this method, 2 for its caller.
         """
-        if not self.runs or self.allow_none or self._has_failed or self._tally.rows():
+        if not self.runs or self.allow_none or self._has_failed or self.tally.rows():
             return
         report = self.report()
         why = "; ".join(report.notes)
@@ -243,18 +245,19 @@ class Insertion:
 
     def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
         """Record that it was called."""
-        self._tally.called(at, changed, times)
+        self.tally.called(at, changed, times)
 
     def fires_later(self, settle: Callable[[], None]) -> None:
         """Note what records calls that are not recorded so far (see `Tally.wait_for`)."""
-        self._tally.wait_for(settle)
+        self.tally.wait_for(settle)
 
     def fired_backward(self, at: NodePass) -> None:
         """Record that it received gradients."""
-        self._tally.told(at)
+        self.tally.told(at)
 
     def ran(self, recording: Recording) -> None:
         """Record that a call took a path while it was active."""
+        self.tally.limit()
         if len(self.runs) < _MOST_RUNS and recording not in self.runs:
             self.runs.append(recording)
 
@@ -264,8 +267,7 @@ class Insertion:
 
     def is_known_to_change(self, path: str) -> bool:
         """Whether it has changed a value at a node."""
-        row = self._tally.known.get(path)
-        return row is not None and row.changed > 0
+        return path in self.tally.changes
 
 
 # Reports of insertions: where they were called, how often, and whether they changed anything.
@@ -374,18 +376,24 @@ class Report:
     __repr__ = __str__
 
 
+_MOST_NOTED = 512  # calls, before they are counted
+
+
 class Tally:
     """Counts calls; thread-safe, since backward passes may run in several threads.
 
     Attributes:
         latest_reset: another object after each reset of counts, of any insertion.
-        known: the counts of each node.
+        noted: calls that are not counted yet: the pass, whether it changed the value, how often.
+        changes: the nodes at which a value was changed.
     """
 
     latest_reset: ClassVar[object] = object()
 
     def __init__(self) -> None:
-        self.known: dict[str, Row] = {}
+        self.noted: deque[tuple[NodePass, bool, int]] = deque()
+        self.changes: set[str] = set()
+        self._rows: dict[str, Row] = {}
         self._lock = threading.Lock()
         self._settling = threading.Lock()
         self._waiting: set[Callable[[], None]] = set()
@@ -405,18 +413,33 @@ class Tally:
     def rows(self) -> tuple[Row, ...]:
         """Return the counts so far."""
         self._settle()
+        self._count()
         with self._lock:
             return tuple(
                 Row(row.path, dict(row.passes), row.changed, row.backward)
-                for row in self.known.values()
+                for row in self._rows.values()
             )
 
     def called(self, at: NodePass, changed: bool, times: int = 1) -> None:
-        """Count a call, or several."""
+        """Note a call, or several, to be counted later."""
+        self.noted.append((at, changed, times))
+        if changed:
+            self.changes.add(at.path)
+        if len(self.noted) > _MOST_NOTED:
+            self._count()
+
+    def limit(self) -> None:
+        """Count what was noted, if that is much."""
+        if len(self.noted) > _MOST_NOTED:
+            self._count()
+
+    def _count(self) -> None:
         with self._lock:
-            row = self.known.get(at.path) or self._row(at.path)
-            row.passes[at.number] = row.passes.get(at.number, 0) + times
-            row.changed += changed * times
+            while self.noted:
+                at, changed, times = self.noted.popleft()
+                row = self._row(at.path)
+                row.passes[at.number] = row.passes.get(at.number, 0) + times
+                row.changed += changed * times
 
     def told(self, at: NodePass) -> None:
         """Count gradients that were received."""
@@ -429,12 +452,14 @@ class Tally:
         self._settle()
         with self._lock:
             Tally.latest_reset = object()
-            self.known.clear()
+            self.noted.clear()
+            self.changes.clear()
+            self._rows.clear()
 
     def _row(self, path: str) -> Row:
-        row = self.known.get(path)
+        row = self._rows.get(path)
         if row is None:
-            row = self.known[path] = Row(path)
+            row = self._rows[path] = Row(path)
         return row
 
 

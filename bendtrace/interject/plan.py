@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from bendtrace.floor import Floor
 from bendtrace.interject.interjection import Interjection, NodePass, Passes
@@ -12,6 +12,7 @@ from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.recorder import Recording
 
 if TYPE_CHECKING:
+    from bendtrace.interject.insertion import Tally
     from bendtrace.interject.registry import Lookup
 
 
@@ -33,6 +34,10 @@ class Placed(Protocol):
     @property
     def passes(self) -> Passes:
         """The passes of a node in which it is called."""
+
+    @property
+    def tally(self) -> Tally:
+        """What counts its calls."""
 
     def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
         """Record that it was called."""
@@ -144,6 +149,11 @@ class Entry:
         self.wants_inputs: bool = "inputs" in forms
 
 
+# What a gate calls: the gate, the entries, whether only in some passes, and the entry if it is the
+# only one, at a node that returns one tensor.
+Called: TypeAlias = tuple[Any, tuple[Entry, ...], bool, Entry | None]
+
+
 def forms_of(what: Interjection) -> frozenset[str]:
     """Return the methods that an interjection uses at a node."""
     forms = set(what._forms())
@@ -177,8 +187,7 @@ class Plan:
         key: what makes the traces of two plans interchangeable.
         can_be_spliced: whether they only receive outputs of nodes (see `splicer.py`).
         names_places: whether each is at nodes that were named, not at all that a selector finds.
-        called_at: which entries the gates of traces call, and whether only in some passes, as far
-            as they were asked.
+        called_at: what the gates of traces call, as far as they were asked.
         compiled: what compiled paths know of it (see `compiling.py`).
         reaches: what their code reaches (see `reading.py`).
         floor: which calls with such insertions run the model itself; None if nobody has asked.
@@ -212,7 +221,7 @@ class Plan:
             hasattr(slot.place.matcher, "selector") for slot in self.slots
         )
         # By the id of gates, with the gate itself so that its id is not reused.
-        self.called_at: dict[int, tuple[Any, tuple[Entry, ...], bool]] = {}
+        self.called_at: dict[int, Called] = {}
         self.compiled: object = None
         self.reaches: object = None
         self.floor: Floor | None = None

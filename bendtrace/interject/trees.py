@@ -74,7 +74,7 @@ class Trees:
     def splicer(self, plan: Plan, known: Knowledge) -> Splicer:
         """Return what splices some insertions into the paths without any."""
         self.latest = self.plain
-        splicer = plan.splicer
+        splicer: Splicer | None = plan.splicer
         if splicer is None:
             with self._lock:
                 splicer = self._splicers.get(plan.key)
