@@ -53,6 +53,7 @@ _AS_ONE = (
     os.path.join(PACKAGE, "torch_rules", ""),
 )
 _RECOMPUTES = os.path.join(TORCH, "utils", "checkpoint.py")
+_NOT_OF_MODELS = (TORCH, PACKAGE)
 
 
 class Beside:
@@ -72,7 +73,7 @@ class Beside:
         self._is_around = any(module is known.model for module in modules)
         self._reported: Recording | None = None
         # The model itself may be redirected, see `serving`.
-        self._stations = [module for module in modules if module is not known.model]
+        self._stations = [_Station(module) for module in modules if module is not known.model]
         self._idle: list[_Run] = []
 
     def call(
@@ -91,8 +92,13 @@ class Beside:
             run = _Run(self._known, self._plan, self._modules)
         outer, _local.run = _local.run, run
         with _lock:
-            for module in self._stations:
-                _stand_in(module)
+            for mine in self._stations:
+                attributes = mine.module.__dict__
+                station = attributes.get(_KEY)
+                if type(station) is not _Station:
+                    mine.before, station = station, mine
+                    attributes[_KEY] = mine
+                station.users += 1
         try:
             if self._is_around:
                 output = run.module(self._model, self._itself, args, dict(kwargs), sys._getframe())
@@ -104,8 +110,17 @@ class Beside:
             return output
         finally:
             with _lock:
-                for module in self._stations:
-                    _stand_back(module)
+                for mine in self._stations:
+                    attributes = mine.module.__dict__
+                    station = attributes.get(_KEY)
+                    if type(station) is not _Station:
+                        continue  # somebody else has put something there
+                    station.users -= 1
+                    if not station.users:
+                        if station.before is None:
+                            del attributes[_KEY]
+                        else:
+                            attributes[_KEY] = station.before
             _local.run = outer
             run.ended()
             self._idle.append(run)
@@ -186,9 +201,9 @@ class _Station:
 
     __slots__ = ("before", "module", "users")
 
-    def __init__(self, module: nn.Module, before: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module: nn.Module = module
-        self.before: Any = before
+        self.before: Any = None
         self.users: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,28 +214,6 @@ class _Station:
         if torch.compiler.is_compiling():  # torch._dynamo cannot handle it as a whole
             return torch._dynamo.disable(run.module)(self.module, own, args, kwargs, frame)
         return run.module(self.module, own, args, kwargs, frame)
-
-
-def _stand_in(module: nn.Module) -> None:
-    attributes = module.__dict__
-    station = attributes.get(_KEY)
-    if type(station) is not _Station:
-        station = attributes[_KEY] = _Station(module, station)
-    station.users += 1
-
-
-def _stand_back(module: nn.Module) -> None:
-    attributes = module.__dict__
-    station = attributes.get(_KEY)
-    if type(station) is not _Station:
-        return  # somebody else has put something there
-    station.users -= 1
-    if station.users:
-        return
-    if station.before is None:
-        del attributes[_KEY]
-    else:
-        attributes[_KEY] = station.before
 
 
 class _Around(NamedTuple):
@@ -241,7 +234,8 @@ class _Place:
     """Where a module is called.
 
     Attributes:
-        frames: the frames around the call, innermost first.
+        inner: the frames around the call, innermost first, up to the model's own outermost one.
+        outer: those around them.
         scope: the call.
         spot: what is inserted there.
         gate: receives what it returns, if that is a tensor; None if more has to be done.
@@ -249,10 +243,14 @@ class _Place:
         is_recomputed: whether the backward pass does it again, if there is one.
     """
 
-    __slots__ = ("frames", "gate", "is_inside", "is_recomputed", "scope", "spot")
+    __slots__ = ("gate", "inner", "is_inside", "is_recomputed", "outer", "scope", "spot")
 
     def __init__(self, frames: tuple[_Around, ...], scope: ModuleCall, spot: Spot) -> None:
-        self.frames: tuple[_Around, ...] = frames
+        outermost = len(frames)
+        while outermost and frames[outermost - 1].code.co_filename.startswith(_NOT_OF_MODELS):
+            outermost -= 1
+        self.inner: tuple[_Around, ...] = frames[:outermost]
+        self.outer: tuple[_Around, ...] = frames[outermost:]
         self.scope: ModuleCall = scope
         self.spot: Spot = spot
         self.gate: AfterGate | None = None
@@ -260,15 +258,28 @@ class _Place:
         self.is_inside: bool = any(file.startswith(_AS_ONE) for file in files)
         self.is_recomputed: bool = _RECOMPUTES in files and not self.is_inside
 
-    def is_at(self, frame: FrameType | None) -> bool:
+    def is_at(self, frame: FrameType | None, run: _Run) -> bool:
         """Whether a frame, and those around it, are these."""
-        for code, at, module in self.frames:
+        called = frame
+        for code, at, module in self.inner:
+            if frame is None or frame.f_code is not code or frame.f_lasti != at:
+                return False
+            if module is not None and frame.f_locals["self"] is not module:
+                return False
+            called, frame = frame, frame.f_back
+        if self.inner and called is run.outermost and self.outer == run.outer:
+            return True  # what is around this frame was compared before
+        outermost = called
+        for code, at, module in self.outer:
             if frame is None or frame.f_code is not code or frame.f_lasti != at:
                 return False
             if module is not None and frame.f_locals["self"] is not module:
                 return False
             frame = frame.f_back
-        return frame is not None and frame.f_code is _OUTERMOST
+        if frame is None or frame.f_code is not _OUTERMOST:
+            return False
+        run.outermost, run.outer = outermost, self.outer
+        return True
 
 
 class _Run:
@@ -278,6 +289,11 @@ class _Run:
         known: what is known of the model.
         plan: the insertions.
         modules: the modules at whose calls they may be.
+
+    Attributes:
+        places: where modules are called, by the identity of the module.
+        outermost: the model's own outermost frame in this call; None if not known yet.
+        outer: the frames around it.
     """
 
     def __init__(self, known: Knowledge, plan: Plan, modules: list[nn.Module]) -> None:
@@ -294,11 +310,13 @@ class _Run:
         self._inserter.begins(_Unrecorded(root))
         self._whole = ModuleCall("", model, 0, root, 0)
         self._inserter.names.call(self._whole, (), {})
-        # By the identity of modules: where they are called.
         self.places: dict[int, list[_Place]] = {id(module): [] for module in modules}
+        self.outermost: FrameType | None = None
+        self.outer: tuple[_Around, ...] = ()
 
     def ended(self) -> None:
         """Forget what belongs to the call."""
+        self.outermost = None
         self._inserter.begins_again()
 
     def module(
@@ -320,7 +338,7 @@ class _Run:
         """
         places = self.places[id(module)]
         for place in places:
-            if place.is_at(frame):
+            if place.is_at(frame, self):
                 break
         else:
             place = self._place(module, frame)

@@ -791,7 +791,9 @@ class AfterGate(Gate):
                 return result
         return self.exchanged_for(entry, value, result, at, version)
 
-    def exchanged_for(self, entry: Entry, value: Any, result: Any, at: NodePass, version: int) -> Any:
+    def exchanged_for(
+        self, entry: Entry, value: Any, result: Any, at: NodePass, version: int
+    ) -> Any:
         """Return what takes the place of a value, for what an insertion has returned.
 
         Args:
