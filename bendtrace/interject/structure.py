@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from bendtrace._compare import same_bits
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
+from bendtrace.tape.contexts import function_modes
 from bendtrace.tape.scalars import TRACED, plain
 from bendtrace.tape.structure import build, can_build
 from bendtrace.tape.tape import meta_of
-from bendtrace.tape.contexts import function_modes
 from bendtrace.torch_rules.mode_queries import unseen
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from bendtrace.interject.gates import (
     AfterGate,
-    Attempt,
     attempt,
     is_repeated,
     of_call,
