@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -157,40 +156,81 @@ class Hold:
         return outermost
 
 
+class _Cast:
+    """Has autocast in a mode for one type of device, as `torch.autocast` does.
+
+    Each segment of a replay enters it. A `torch.autocast` looks at devices and modes each time, which
+    takes several times as long.
+    """
+
+    __slots__ = ("_before", "_name")
+
+    def __init__(self, name: str, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
+        self._name = name
+        self._before = (
+            torch.is_autocast_enabled(name),
+            torch.get_autocast_dtype(name),
+            torch.is_autocast_cache_enabled(),
+        )
+        self._set(enabled, dtype, cache)
+        torch.autocast_increment_nesting()
+
+    def leave(self) -> None:
+        """Restore the mode before."""
+        if torch.autocast_decrement_nesting() == 0:
+            forget_casts()
+        self._set(*self._before)
+
+    def _set(self, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
+        torch.set_autocast_enabled(self._name, enabled)
+        torch.set_autocast_dtype(self._name, dtype)
+        torch.set_autocast_cache_enabled(cache)
+
+
 class ContextSwitch:
     """Applies recorded contexts during a replay, and restores the original one at its end.
 
-    Entering and leaving use torch's own context managers, and autocast is left alone while only the
-    grad mode changes, so that autocast's cache of cast weights lives exactly as long as in eager.
+    Autocast is left alone while only the grad mode changes, so that autocast's cache of cast
+    weights lives exactly as long as in eager.
     """
 
-    __slots__ = ("_current", "_entry", "_stack")
+    __slots__ = ("_casts", "_current", "_entry", "_inference")
 
     def __init__(self) -> None:
         self._entry = self._current = current_context()
-        self._stack = ExitStack()
+        self._casts: list[_Cast] = []
+        self._inference: torch.inference_mode | None = None
 
     def to(self, context: Context) -> None:
         """Run the following ops under `context`."""
-        if context._replace(grad=self._current.grad) != self._current:
-            self._stack.close()
-            if context.inference != self._entry.inference:
-                self._stack.enter_context(torch.inference_mode(context.inference))
-            recorded = {state.device_type: state for state in context.autocast}
-            for state in self._entry.autocast:
-                recorded.setdefault(state.device_type, state._replace(enabled=False))
-            for name, enabled, dtype, cache in recorded.values():
+        current, entry = self._current, self._entry
+        if (context.inference, context.autocast) != (current.inference, current.autocast):
+            self._leave()
+            if context.inference != entry.inference:
+                self._inference = torch.inference_mode(context.inference)
+                self._inference.__enter__()
+            states = context.autocast
+            if entry.autocast:
+                recorded = {state.device_type for state in states}
+                others = (one for one in entry.autocast if one.device_type not in recorded)
+                states = (*states, *(one._replace(enabled=False) for one in others))
+            for name, enabled, dtype, cache in states:
                 now = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
                 if (enabled, dtype) != now and (enabled or now[0]):
-                    self._stack.enter_context(
-                        torch.autocast(name, dtype=dtype, enabled=enabled, cache_enabled=cache)
-                    )
+                    self._casts.append(_Cast(name, enabled, dtype, cache))
         if torch.is_grad_enabled() != context.grad:
             torch._C._set_grad_enabled(context.grad)
         self._current = context
 
     def restore(self) -> None:
         """Restore the state at the beginning of the replay."""
-        self._stack.close()
+        self._leave()
         if torch.is_grad_enabled() != self._entry.grad:
             torch._C._set_grad_enabled(self._entry.grad)
+
+    def _leave(self) -> None:
+        while self._casts:
+            self._casts.pop().leave()
+        if self._inference is not None:
+            self._inference.__exit__(None, None, None)
+            self._inference = None
