@@ -159,8 +159,8 @@ class Hold:
 class _Cast:
     """Has autocast in a mode for one type of device, as `torch.autocast` does.
 
-    Each segment of a replay enters it. A `torch.autocast` looks at devices and modes each time, which
-    takes several times as long.
+    Each segment of a replay enters it. A `torch.autocast` looks at devices and modes each time,
+    which takes several times as long.
     """
 
     __slots__ = ("_before", "_name")
