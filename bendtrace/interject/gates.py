@@ -413,6 +413,13 @@ KEEPERS.append(_insertions_of_block)
 class _Uncounted:
     """Stands for an insertion in a block that is done again: its calls are not counted twice."""
 
+    changes: frozenset[str] = frozenset()  # those that are known, as its own `Tally`
+
+    @property
+    def tally(self) -> _Uncounted:
+        """What counts its calls."""
+        return self
+
     def fired(self, *_: object) -> None:
         """Count nothing."""
 
