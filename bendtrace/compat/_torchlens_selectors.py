@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError
-from bendtrace.history.entries import LayerEntry, layer_type_of
+from bendtrace.history.entries import OPERATORS, LayerEntry, layer_type_of, torchlens_name
 from bendtrace.paths.candidates import Candidate
 
 Helper = Callable[[Tensor], Tensor]
@@ -70,10 +70,14 @@ class Selector:
 def func(name: str) -> Selector:
     """Select the results of a function."""
     word = "".join(char for char in name.lower() if char.isalnum())
+
+    def is_of(node: Candidate) -> bool:
+        return node.function is not None and torchlens_name(layer_type_of(node.function)) == word
+
     return Selector(
         f"func({name!r})",
         lambda entry: entry.layer_type == word,
-        lambda node: node.function is not None and layer_type_of(node.function) == word,
+        None if word in OPERATORS else is_of,  # the expression tells operators from functions
     )
 
 
