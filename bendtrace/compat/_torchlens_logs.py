@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from bendtrace._compare import same_bits
 from bendtrace._history import LoadedHistory, ModelHistory
 from bendtrace._lazy import required_pandas
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.history.depths import depths
 from bendtrace.history.entries import LayerEntry, size_text
+from bendtrace.history.run_log import Entries
 from bendtrace.tape.tape import OpKind, map_refs
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Op(LayerEntry):
 
     _transform: Callable[[Tensor], Any] | None = None
     _saves_arguments = False
+    _is_old = False  # whether labels are those of the first releases
     min_distance_from_input: int | None = None
     max_distance_from_input: int | None = None
     min_distance_to_output: int | None = None
@@ -122,7 +125,7 @@ def _nbytes(value: Tensor) -> int:
 
 _FIELDS: dict[str, Callable[[Op], Any]] = {
     # names
-    "layer_label": lambda entry: entry.label,
+    "layer_label": lambda entry: entry.label if entry._is_old else _new_name(entry),
     "layer_label_short": _short,
     "layer_label_w_pass": lambda entry: f"{entry.name}:{entry.pass_number}",
     "layer_label_w_pass_short": lambda entry: f"{entry.short_name}:{entry.pass_number}",
@@ -156,6 +159,9 @@ _FIELDS: dict[str, Callable[[Op], Any]] = {
     "func_time_elapsed": lambda entry: entry.time,
     "function_is_inplace": lambda entry: entry.inplace,
     "function_args_saved": lambda entry: entry._saves_arguments,
+    "saved_args": lambda entry: entry.creation_args,
+    "saved_kwargs": lambda entry: entry.creation_kwargs,
+    "has_out_variations": lambda entry: False,  # what is written later is a layer by itself
     "gradfunc": lambda entry: entry.grad_fn,
     "is_part_of_iterable_output": lambda entry: bool(entry.element),
     "iterable_output_index": lambda entry: entry.element[0] if entry.element else None,
@@ -199,6 +205,17 @@ _FIELDS: dict[str, Callable[[Op], Any]] = {
 }
 for _name, _read in _FIELDS.items():
     setattr(Op, _name, property(_read))
+
+
+class Layer(Entries):
+    """All passes of a layer, with the fields that are the same in all of them."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FIELDS and self._entries:
+            first, *others = (getattr(entry, name) for entry in self._entries)
+            if all(same_bits(first, other) for other in others):
+                return first
+        return super().__getattr__(name)
 
 
 class Accessor(list[Any]):
@@ -255,6 +272,17 @@ class Log(ModelHistory):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        if type(found) is Entries:
+            found.__class__ = Layer
+        return found
+
+    @property
+    def save_arg_values(self) -> bool:
+        """Whether entries have the arguments of their functions."""
+        return any(entry._saves_arguments for entry in self.layer_list)
 
     @property
     def layers(self) -> Accessor:

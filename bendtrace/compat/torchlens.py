@@ -172,9 +172,10 @@ def log_forward_pass(
         mark_layer_depths=mark_input_output_distances, detach_saved_tensors=detach_saved_tensors,
         save_arg_values=save_function_args, save_grads=save_gradients, random_seed=random_seed,
     )  # fmt: skip
-    if activation_postfunc is not None:
-        for entry in log.entries:
-            if isinstance(entry.saved, Tensor) and entry.kind != "state":
+    for entry in log.entries:
+        entry._is_old = True
+        if activation_postfunc is not None and entry.kind != "state":
+            if isinstance(entry.saved, Tensor):
                 entry.saved = activation_postfunc(entry.saved)
     if vis_opt != "none":
         depth = vis_nesting_depth if vis_nesting_depth < 1000 else None
