@@ -19,8 +19,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
-import torch
 from torch import nn
+from torch.fx import symbolic_trace
 
 from bendtrace import node_selector
 from bendtrace.analysis import analyser
