@@ -702,7 +702,7 @@ def test_operators_have_the_labels_of_torchlens_2_36() -> None:
     """The list is what torchlens 2.36.1 prints for this function."""
 
     def computed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = +(((x / y) % y) // y) ** y
+        x = +((((x / y) % y) // y) ** y)
         x = torch.div(2 ** (2 // (2 % x)), y).remainder(y)
         return torch.floor_divide(x, y).data
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import re
 import types
@@ -300,10 +301,10 @@ class ModuleWithMethods(core.BendedModule):
         """
         if export_for_nn:
             raise InputError("nn~ loads TorchScript only, and a program of torch.export is none")
-        names = [name for name in ("forward", *self._parts) if self.is_traced(name)]
-        for name in [fn] if fn else names or ["forward"]:
-            self._traced(name)
-        given = {name: inputs or (self._inputs[name],) for name in ([fn] if fn else names)}
+        names = sorted(self._inputs, key=lambda name: name != "forward")
+        if fn is not None:
+            names = [fn] * bool(self._traced(fn))
+        given = {name: inputs or (self._inputs[name],) for name in names}
         return Scripted(copy.deepcopy(self) if self.controllables else self, given, options)
 
     def __repr__(self) -> str:
@@ -346,17 +347,17 @@ class Scripted:
         return self._programs[fn]
 
     def _export(self, fn: str, **options: Any) -> Exported:
-        part = self._bended._part(fn)
+        part = self._bended._part(fn) if fn in self._inputs else self._bended._traced(fn)
         return part.export(*self._inputs[fn], **self._options, **options)  # type: ignore[no-any-return]
 
     @property
     def exported(self) -> Exported:
         """The program of `forward`, or of the first method that was traced."""
-        return self._program("forward" if "forward" in self._inputs else next(iter(self._inputs)))
+        return self._program(next(iter(self._inputs), "forward"))
 
     def __getattr__(self, name: str) -> Any:
         if name[:1] != "_" and name in self._inputs:
-            return self._program(name)
+            return functools.partial(self._call, name)
         kind, _, parameter = name.partition("_")
         if name[:1] == "_" or kind not in ("get", "set"):
             raise AttributeError(f"there is no {name!r}; methods are {', '.join(self._inputs)}")
@@ -368,8 +369,19 @@ class Scripted:
         self._bended.update(name, value)
         self._programs.clear()
 
+    def _call(self, fn: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the program of a method, with what was named in the trace by name."""
+        program, (first, *_) = self._program(fn), self._inputs[fn]
+        if isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], dict):
+            method = getattr(self._bended.module, fn)
+            given = inspect.signature(method).bind(*args, **kwargs).arguments
+            kwargs = {name: given.pop(name) for name in first[1] if name in given}
+            args = tuple(given.values())
+        return program(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.exported(*args, **kwargs)
+        self.exported  # noqa: B018  # raises if no method was traced
+        return self._call(next(iter(self._inputs)), *args, **kwargs)
 
     def save(self, path: str | os.PathLike[str], fn: str | None = None) -> None:
         """Write the program of a method: to `.pt2`, `.aoti.pt2` or `.onnx`."""

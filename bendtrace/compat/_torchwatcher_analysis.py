@@ -180,7 +180,7 @@ class AnalyserList(Analyser[Any]):
                 one.log_backward(*execution)
 
     def to_dict(self) -> dict[Any, Any]:
-        found = {}
+        found: dict[Any, Any] = {}
         for one in self.analysers:
             inner = type(getattr(one, "analyser", one)).__name__
             kind = f"PerClass{inner}" if isinstance(one, PerClassAnalyser) else inner
@@ -247,7 +247,7 @@ class NameAnalyser(Analyser[str]):
 class DeadReLU(Analyser[Tensor]):
     """Counts the units that were never active: `dead_count`, `numel`, and a `sum` of batches."""
 
-    def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> Tensor:
+    def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> Any:
         active = (state.outputs.detach().sum(0) > 0).float()
         return active if working_results is None else working_results + active
 

@@ -30,7 +30,7 @@ import types
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ def log_forward_pass(
     change = options.pop("activation_postfunc", None)
     given = {_FIRST_RELEASES.get(name, name): value for name, value in options.items()}
     log = trace(model, input_args, input_kwargs, layers_to_save, **given)
-    for entry in log.entries:
+    for entry in cast("list[Any]", log.entries):
         entry._is_old = True
         if change is not None and entry.kind != "state" and isinstance(entry.saved, Tensor):
             entry.saved = change(entry.saved)
