@@ -543,7 +543,4 @@ def test_selectors_select_nodes_of_torch_fx() -> None:
 
     assert names(node_selector.nth(node_selector.is_module, -1)) == ["_2"]
     assert names(node_selector.Activations.is_relu | nn.Linear) == ["_0", "_1", "_2"]
-    assert names(node_selector.has_following(node_selector.Activations.is_relu)) == [
-        "input_1",
-        "_0",
-    ]
+    assert names(node_selector.has_following(node_selector.Activations.is_relu)) == ["_0"]

@@ -20,7 +20,7 @@ from bendtrace.history.run_log import Entries
 from bendtrace.tape.tape import OpKind, map_refs
 
 if TYPE_CHECKING:
-    from bendtrace.backward import BackwardNode, BackwardPass
+    from bendtrace.backward import BackwardPass
     from bendtrace.view.drawing.picture import Picture
 
 

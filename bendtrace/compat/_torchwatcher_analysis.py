@@ -18,6 +18,14 @@ from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.interjection import NodePass
 from bendtrace.source.internals import pytree
 
+__all__ = [
+    "Analyser", "AnalyserEvaluation", "AnalyserList", "AnalyserState", "Covariance",
+    "CovarianceSpectrumStatisticsAnalyser", "CrossIoU", "DeadReLU", "FeatureStatistics",
+    "GradientAccumulationAnalyser", "History", "IoU", "LayerWeightRankAnalyser", "LinearProbe",
+    "Mean", "NameAnalyser", "NoGradException", "PerClassAnalyser", "PerClassVersusAnalyser",
+    "RankAnalyser", "TargetException", "Variance",
+]  # fmt: skip
+
 T = TypeVar("T")
 _CALL: ContextVar[dict[Any, Any] | None] = ContextVar("call", default=None)
 

@@ -1,7 +1,8 @@
 """TorchWatcher: interjections that are modules, and functions that insert them in a model.
 
 A script for torchwatcher imports the same names from here; `interjection` is this module itself,
-and `node_selector` is `bendtrace.node_selector`.
+and `node_selector` is `bendtrace.node_selector`. TorchWatcher's other analysers and statistics
+are here by their names, such as `DeadReLU`, `RankAnalyser`, `AnalyserList`, `IoU` and `History`.
 
 >>> import torch, bendtrace as bt
 >>> class Tell(bt.compat.torchwatcher.ForwardInterjection):
@@ -20,35 +21,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from torch import nn
-from torch.fx import symbolic_trace
+from torch.fx import symbolic_trace as symbolic_trace
 
 from bendtrace import node_selector
 from bendtrace.analysis import analyser
 from bendtrace.analysis.streaming import CrossCovariance
-from bendtrace.compat._torchwatcher_analysis import (
-    Analyser,
-    AnalyserEvaluation,
-    AnalyserList,
-    AnalyserState,
-    Covariance,
-    CovarianceSpectrumStatisticsAnalyser,
-    CrossIoU,
-    DeadReLU,
-    FeatureStatistics,
-    GradientAccumulationAnalyser,
-    History,
-    IoU,
-    LayerWeightRankAnalyser,
-    LinearProbe,
-    Mean,
-    NameAnalyser,
-    NoGradException,
-    PerClassAnalyser,
-    PerClassVersusAnalyser,
-    RankAnalyser,
-    TargetException,
-    Variance,
-)
+from bendtrace.compat._torchwatcher_analysis import *  # noqa: F403
 from bendtrace.compat._torchwatcher_interjections import (
     Execution,
     ForwardInterjection,
@@ -74,23 +52,14 @@ from bendtrace.rewriting import replace_module, replace_module_native, shared_co
 from bendtrace.torch_rules.owners import is_leaf_module, modules_in
 
 __all__ = [
-    "Analyser",
-    "AnalyserEvaluation",
-    "CrossCovariance",
-    "ForwardInterjection",
-    "LinearProbe",
-    "WrappedForwardBackwardInterjection",
-    "WrappedForwardInterjection",
-    "interject_by_match",
-    "interject_by_module_class",
-    "interject_by_module_class_native",
-    "interject_by_name",
-    "node_selector",
-    "replace_module",
+    "CrossCovariance", "ForwardInterjection", "WrappedForwardBackwardInterjection",
+    "WrappedForwardInterjection", "interject_by_match", "interject_by_module_class",
+    "interject_by_module_class_native", "interject_by_name", "node_selector", "replace_module",
     "replace_module_native",
-]
+]  # fmt: skip
 __dir__ = __all__.copy
-
+__all__ += ["Analyser", "AnalyserEvaluation", "LinearProbe"]  # noqa: F405
+__all__.sort()
 
 interjection: types.ModuleType = sys.modules[__name__]
 
