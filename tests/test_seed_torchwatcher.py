@@ -6,6 +6,7 @@ Its headings on how to insert have no examples of their own; those of its packag
 from __future__ import annotations
 
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -423,6 +424,28 @@ def test_own_analysers_get_the_gradients_of_their_call() -> None:
     plain = torchwatcher.NameAnalyser()
     interject_by_name(model, "relu", plain)(x)
     assert plain.to_dict() == {"relu": "relu"}
+
+
+@pytest.mark.parametrize("is_per_class", [False, True])
+def test_what_waits_for_gradients_goes_with_its_graph(is_per_class: bool) -> None:
+    tracker: Any = GradTracker()
+    if is_per_class:
+        tracker = torchwatcher.PerClassAnalyser(tracker)
+        tracker.targets = torch.zeros(2)
+    watched = interject_by_name(Chain(), "relu", tracker)
+
+    def waiting() -> int:
+        gc.collect()
+        return sum(isinstance(one, torchwatcher.AnalyserState) for one in gc.get_objects())
+
+    before = waiting()
+    for goes_back in (True, False, True):
+        out = watched(torch.ones(2, requires_grad=True)).sum()
+        if goes_back:
+            out.backward()
+    assert waiting() > before
+    del out
+    assert waiting() == before
 
 
 def test_own_analysers_ask_for_what_there_is() -> None:

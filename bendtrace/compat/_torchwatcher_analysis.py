@@ -60,6 +60,7 @@ class Analyser(WrappedForwardBackwardInterjection, Generic[T]):
     working results of a node; the first ones are None. `state` has the `inputs` and `outputs` of
     one execution, its `targets`, and `input_gradients` and `output_gradients`. They may override
     `finalise_result(name, result)`, which makes what `to_dict` returns of the working results.
+    With gradients, inputs and outputs are detached.
 
     Args:
         gradient: whether it waits for the gradients of each execution.
@@ -134,6 +135,8 @@ class Analyser(WrappedForwardBackwardInterjection, Generic[T]):
 
     def log_forward(self, name: str, module: nn.Module | None, inputs: Any, outputs: Any) -> None:
         """Take in an execution of a node."""
+        if self.gradient:  # what waits belongs to the graph of autograd, and may not hold it
+            inputs, outputs = pytree.tree_map_only(Tensor, Tensor.detach, (inputs, outputs))
         state = AnalyserState(name=name, module=module, inputs=inputs, outputs=outputs)
         vars(state).update(self.known_targets)
         if self.gradient:
@@ -242,7 +245,7 @@ class PerClassVersusAnalyser(PerClassAnalyser):
 
 
 def _rows(values: Any, chosen: Tensor) -> Any:
-    return pytree.tree_map(lambda one: one[chosen] if isinstance(one, Tensor) else one, values)
+    return pytree.tree_map_only(Tensor, lambda one: one[chosen], values)
 
 
 class NameAnalyser(Analyser[str]):
@@ -634,4 +637,4 @@ class AnalyserEvaluation:
 
 def _first(batch: Any, device: torch.device) -> Any:
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-    return pytree.tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
+    return pytree.tree_map_only(Tensor, lambda one: one.to(device), inputs)
