@@ -257,7 +257,11 @@ def test_other_insertions_take_part_in_methods_as_long_as_nothing_is_bent(x: Ten
 def test_a_traced_method_becomes_a_program_and_a_file(x: Tensor, tmp_path: Path) -> None:
     bended = tb.BendedModule(Coder())
     with pytest.raises(InputError, match="was not traced"):
-        bended.script()
+        bended.script(fn="forward")
+    with pytest.raises(InputError, match="was not traced"):
+        bended.script()(x)
+    with pytest.raises(InputError, match=r"nn~ loads TorchScript only"):
+        bended.script(export_for_nn=True)
     bended.trace(x=x)
     scripted = bended.script()
     assert torch.equal(scripted(x=-x), bended.module(-x))
@@ -266,6 +270,44 @@ def test_a_traced_method_becomes_a_program_and_a_file(x: Tensor, tmp_path: Path)
     assert torch.equal(torch.export.load(tmp_path / "coder.pt2").module()(x=x), bended(x))
     bended.trace("encode", x)
     assert torch.equal(bended.script(fn="encode")(x), bended.module.encode(x))
+
+
+def test_programs_of_several_methods_take_parameters(x: Tensor) -> None:
+    bended, gain = tb.BendedModule(Coder()), tb.BendingParameter("gain", 2.0)
+    bended.trace(x=x)
+    bended.trace("encode", x)
+    bended.bend(tb.Scale(gain), "pre$")
+    scripted = bended.script(script=False)
+    before = bended.encode(x)
+    assert tb.compare_outs(scripted.encode(x), before)
+    scripted.set_gain(0.0)
+    assert (scripted.get_gain(), gain.value) == (0.0, 2.0)
+    bended.reset()
+    gain.value = 0.0
+    with bended.bend(tb.Scale(gain), "pre$"):
+        assert tb.compare_outs(scripted.encode(x), bended.encode(x))
+        assert tb.compare_outs(scripted.forward(x), bended(x))
+    assert not tb.compare_outs(scripted.encode(x), before)
+    with pytest.raises(AttributeError, match="methods are forward, encode"):
+        scripted.decode(x)
+
+
+def test_outputs_are_compared_by_kind_and_value() -> None:
+    normal = torch.distributions.Normal
+    one, near = torch.ones(2), torch.ones(2) + 2e-5
+    same = [
+        (1, 1), ([one], [one]), ({"a": one}, {"a": one}), ("a", "a"), (None, None),
+        (normal(one, one), normal(one, one)),
+    ]  # fmt: skip
+    assert all(tb.compare_outs(*pair) for pair in same)
+    other = [
+        (2, 2.1), (one[0], 1.0), ([one], [one, one]), ({"a": one}, {"b": one}), (one, one[:1]),
+        (normal(one, one), normal(near * 2, one)), (one, near),
+    ]  # fmt: skip
+    assert not any(tb.compare_outs(*pair) for pair in other)
+    assert tb.compare_outs(1.0, 1.0 + 5e-6, allow_almost_equal=True)
+    assert not tb.compare_outs(True, 1)
+    assert tb.compare_outs(True, 1, allow_subclasses=True)
 
 
 def test_what_takes_a_bended_module_takes_this_one(x: Tensor) -> None:

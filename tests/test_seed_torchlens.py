@@ -691,10 +691,28 @@ def test_all_operators_that_assign_have_their_names() -> None:
         x /= 2
         x //= 1
         x %= 7
+        x **= 2
         return x.add_(1)
 
     found = [entry.layer_type for entry in tl.trace(changed, torch.ones(2)).layers]
-    assert found[2:-1] == ["iadd", "isub", "imul", "idiv", "ifloordiv", "imod", "add"]
+    assert found[2:-1] == ["iadd", "isub", "imul", "idiv", "ifloordiv", "imod", "ipow", "add"]
+
+
+def test_operators_have_the_labels_of_torchlens_2_36() -> None:
+    """The list is what torchlens 2.36.1 prints for this function."""
+
+    def computed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = +((((x / y) % y) // y) ** y)
+        x = torch.div(2 ** (2 // (2 % x)), y).remainder(y)
+        return torch.floor_divide(x, y).data
+
+    log = lens.trace(computed, [torch.rand(3) + 1, torch.rand(3) + 1], save=lens.func("truediv"))
+    assert log.layer_labels == [
+        "input_1", "input_2", "truediv_1_1", "mod_1_2", "floordivide_1_3", "pow_1_4", "pos_1_5",
+        "remainder_1_6", "floordivide_2_7", "pow_2_8", "div_1_9", "remainder_2_10",
+        "floordivide_3_11", "detach_1_12", "output_1",
+    ]  # fmt: skip
+    assert next(iter(log.saved_ops)) == "truediv_1_1"
 
 
 lens = tl.compat.torchlens

@@ -6,6 +6,7 @@ Its headings on how to insert have no examples of their own; those of its packag
 from __future__ import annotations
 
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -390,3 +391,179 @@ def test_analysers_have_the_names_of_interjections_and_strings_are_names() -> No
     assert changed(x).eq(1).all()
     changed = interject_by_match(model, "relu", torch.ones_like)
     assert not changed(x).any()
+
+
+class GradTracker(torchwatcher.Analyser[list[Tensor]]):
+    """The own analyser of the package's example, which records gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(gradient=True)
+
+    def process_batch_state(self, name: str, state: Any, working_results: Any) -> Any:
+        return [*(working_results or ()), state.output_gradients.detach()]
+
+    def finalise_result(self, name: str, result: Any) -> Any:
+        return torch.cat(result)
+
+
+def test_own_analysers_get_the_gradients_of_their_call() -> None:
+    tracker, model = GradTracker(), resnet().eval()
+    relus = node_selector.Activations.is_relu
+    watched = interject_by_match(model, relus, tracker)
+    x = torch.randn(3, 3, 8, 8)
+    first, second = watched(x).sum(), watched(x[:2] * 2).sum() * 3
+    first.backward()
+    second.backward()
+    assert list(tracker.to_dict()) == RELUS[::-1]
+    assert [len(one) for one in tracker.working_results["relu"]] == [3, 2]
+    assert tracker.to_dict()["relu_1"].shape == (5, 4)
+    tracker.reset()
+    tracker.enabled = False
+    watched(x).sum().backward()
+    assert tracker.to_dict() == {}
+    plain = torchwatcher.NameAnalyser()
+    interject_by_name(model, "relu", plain)(x)
+    assert plain.to_dict() == {"relu": "relu"}
+
+
+@pytest.mark.parametrize("is_per_class", [False, True])
+def test_what_waits_for_gradients_goes_with_its_graph(is_per_class: bool) -> None:
+    tracker: Any = GradTracker()
+    if is_per_class:
+        tracker = torchwatcher.PerClassAnalyser(tracker)
+        tracker.targets = torch.zeros(2)
+    watched = interject_by_name(Chain(), "relu", tracker)
+
+    def waiting() -> int:
+        gc.collect()
+        return sum(isinstance(one, torchwatcher.AnalyserState) for one in gc.get_objects())
+
+    before = waiting()
+    for goes_back in (True, False, True):
+        out = watched(torch.ones(2, requires_grad=True)).sum()
+        if goes_back:
+            out.backward()
+    assert waiting() > before
+    del out
+    assert waiting() == before
+
+
+def test_own_analysers_ask_for_what_there_is() -> None:
+    class Asks(torchwatcher.Analyser[Any]):
+        def process_batch_state(self, name: str, state: Any, working_results: Any) -> Any:
+            return state.targets, state.input_gradients
+
+    watched = interject_by_name(Chain(), "relu", asks := Asks())
+    with pytest.raises(torchwatcher.TargetException, match="set the targets first"):
+        watched(torch.ones(2))
+    asks.targets = torch.ones(2)
+    with pytest.raises(torchwatcher.NoGradException, match="gradient=True"):
+        watched(torch.ones(2))
+
+
+def test_analysers_have_the_results_of_torchwatcher() -> None:
+    tw = torchwatcher
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    several = tw.AnalyserList(
+        tw.DeadReLU(), tw.FeatureStatistics(), tw.RankAnalyser(n=8),
+        tw.PerClassAnalyser(tw.DeadReLU()),
+        tw.GradientAccumulationAnalyser(), tw.CovarianceSpectrumStatisticsAnalyser(taps=3),
+        tw.PerClassVersusAnalyser(GradTracker()),
+    )  # fmt: skip
+    weights = tw.LayerWeightRankAnalyser()
+    watched = interject_by_match(model, node_selector.Activations.is_relu, several)
+    watched = interject_by_match(watched, node_selector.is_linear, weights)
+    x, several.targets = torch.randn(20, 1, 4, 4), torch.arange(20) % 2
+    for part in (slice(0, 12), slice(12, 20)):
+        several.targets = torch.arange(20)[part] % 2
+        watched(x[part]).sum().backward()
+    found, act = several.to_dict(), model[:2](x).detach()
+    alive = sum((act[part].sum(0) > 0).float() for part in (slice(0, 12), slice(12, 20)))
+    assert found["DeadReLU.1"] == {"dead_count": 16 - alive.sum(), "numel": 16, "sum": alive.sum()}
+    assert found["PerClassDeadReLU.0"]["1"]["numel"] == 16
+    statistics = found["FeatureStatistics.1"]
+    torch.testing.assert_close(statistics["feature_activations_mean"], act.mean(0).double())
+    torch.testing.assert_close(statistics["feature_activations_var"], act.var(0).double())
+    shares = (act.flatten(1) != 0).double().mean(1)
+    torch.testing.assert_close(statistics["channel_sparsity_var"], shares.var(0)[None])
+    assert found["RankAnalyser.1"]["features_dim"] == 16
+    assert found["RankAnalyser.1"]["normalized_features_rank"] <= 1
+    spectrum = torch.linalg.svdvals(act.flatten(1).double().T.cov())
+    shown = found["CovarianceSpectrumStatisticsAnalyser.1"]
+    assert shown["max"] == pytest.approx(spectrum[0].item())
+    assert shown["normalised_spectrum_1"] == pytest.approx(spectrum[16 // 3].item())
+    assert set(found["GradientAccumulationAnalyser.1"]) == {"mean", "var"}
+    classes = several.analysers[-1].to_dict()
+    assert [len(classes[key]["1"]) for key in (0, "~0", 1, "~1")] == [10] * 4
+    assert torch.equal(classes[0]["1"], classes["~1"]["1"])
+    assert weights.to_dict() == {"3": 2}
+    several.reset()
+    several.enabled = False
+    watched(x)
+    assert not any(one.working_results for one in several.analysers)
+
+
+def test_running_statistics_of_binary_rows() -> None:
+    a, b = torch.rand(9, 3) > 0.5, torch.rand(9, 2) > 0.5
+    same, cross, history = torchwatcher.IoU(), torchwatcher.CrossIoU(), torchwatcher.History()
+    for part in (slice(0, 4), slice(4, 9)):
+        same.add(a[part])
+        cross.add(a[part], b[part])
+        history.add(a[part])
+    both, either = (a[:, :, None] & b[:, None]).sum(0), (a[:, :, None] | b[:, None]).sum(0)
+    assert torch.equal(cross.intersection(), both.float())
+    assert torch.equal(cross.union(), either.float())
+    torch.testing.assert_close(cross.iou(), both / either.clamp(min=1))
+    assert same.iou().diagonal().ge(0.99).logical_or(a.sum(0) == 0).all()
+    assert same.size() == 9
+    assert torch.equal(history.history(), a)
+    assert torchwatcher.History().history() is None
+    with pytest.raises(bt.errors.InputError, match="as many rows of both"):
+        cross.add(a, b[1:])
+    rows, covariance = torch.randn(30, 4), torchwatcher.Covariance()
+    covariance.add(rows[:10])
+    covariance.add(rows[10:])
+    torch.testing.assert_close(covariance.correlation(), rows.double().T.corrcoef())
+    torch.testing.assert_close(covariance.stdev(), rows.double().std(0))
+    torch.testing.assert_close(covariance.mean(), rows.double().mean(0))
+
+
+def test_an_evaluation_leaves_the_training_as_it_was() -> None:
+    model, dead = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Dropout()), torchwatcher.DeadReLU()
+    watched = interject_by_match(model, node_selector.Activations.is_relu, dead)
+    dead.enabled = False
+    watched(torch.ones(4, 2)).sum().backward()
+    gradients = [one.grad.clone() for one in model.parameters()]
+    batches, seen = [(torch.ones(2, 2), 0), (torch.zeros(2, 2), 1)], []
+
+    def backward(outputs: Tensor, batch: Any) -> Tensor:
+        seen.append((batch[1], watched.training))
+        return outputs.sum()
+
+    evaluation = torchwatcher.AnalyserEvaluation(
+        dead, batches, compute_gradients=True, backward=backward
+    )
+    for event in ("start", "batch", "end"):
+        evaluation.record({"model": watched, "epoch": 1, "t": 4}, event=event, global_step=7)
+    assert [(one["event"], one["epoch"], one["batch"]) for one in evaluation.records] == [
+        ("start", 0, 0), ("batch", 2, 5), ("end", 2, None),
+    ]  # fmt: skip
+    assert evaluation.records[1]["result"]["1"]["numel"] == 3
+    assert seen == [(0, False), (1, False)] * 3
+    assert watched.training
+    assert not dead.enabled
+    assert all(map(torch.equal, gradients, [one.grad for one in model.parameters()]))
+    with pytest.raises(bt.errors.InputError, match="compute_gradients"):
+        torchwatcher.AnalyserEvaluation(dead, batches, backward=backward)
+
+
+def test_selectors_select_nodes_of_torch_fx() -> None:
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 2)))
+
+    def names(selector: Any) -> list[str]:
+        return [node.name for node in graph.graph.nodes if selector.fn((graph, node))]
+
+    assert names(node_selector.nth(node_selector.is_module, -1)) == ["_2"]
+    assert names(node_selector.Activations.is_relu | nn.Linear) == ["_0", "_1", "_2"]
+    assert names(node_selector.has_following(node_selector.Activations.is_relu)) == ["_0"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import re
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -276,12 +277,21 @@ class ModuleWithMethods(core.BendedModule):
         found: Trace = self._latest[fn]
         return found
 
-    def script(self, *inputs: Any, fn: str = "forward", **options: Any) -> Scripted:
-        """Return a method as a program without Python, in place of torchbend's TorchScript.
+    def script(
+        self,
+        *inputs: Any,
+        fn: str | None = None,
+        script: bool = True,
+        export_for_nn: bool = False,
+        **options: Any,
+    ) -> Scripted:
+        """Return the traced methods as programs without Python, in place of TorchScript.
 
         Args:
-            *inputs: see `bendtrace.BendedModule.export`; none for those of the latest trace.
-            fn: the name of the method.
+            *inputs: see `bendtrace.BendedModule.export`; none for those of the latest traces.
+            fn: the name of a method, to return only this one.
+            script: no effect.
+            export_for_nn: has to be False: nn~ loads TorchScript only.
             **options: those of `bendtrace.BendedModule.export`.
 
         Raises:
@@ -289,9 +299,13 @@ class ModuleWithMethods(core.BendedModule):
             InputError: the method was not traced, or something is inserted that no program can
                 call.
         """
-        part = self._traced(fn)
-        inputs = inputs or (self._inputs[fn],)
-        return Scripted(functools.partial(part.export, *inputs, **options))
+        if export_for_nn:
+            raise InputError("nn~ loads TorchScript only, and a program of torch.export is none")
+        names = sorted(self._inputs, key=lambda name: name != "forward")
+        if fn is not None:
+            names = [fn] * bool(self._traced(fn))
+        given = {name: inputs or (self._inputs[name],) for name in names}
+        return Scripted(copy.deepcopy(self) if self.controllables else self, given, options)
 
     def __repr__(self) -> str:
         return super().__repr__() if self._holder is None else f"BendedModule({self._holder!r})"
@@ -315,25 +329,65 @@ class ModuleWithMethods(core.BendedModule):
 
 
 class Scripted:
-    """A method as a program without Python; a call of it is one of the method.
+    """Methods as programs without Python, called by their names; a call of it is one of `forward`.
 
-    Args:
-        export: makes the program, and writes it `to` a file.
-
-    Attributes:
-        exported: the program.
+    `set_mask(0.5)` sets the parameter `mask`, for which new programs are made, and `get_mask()`
+    returns it.
     """
 
-    def __init__(self, export: Callable[..., Exported]) -> None:
-        self._export = export
-        self.exported: Exported = export()
+    def __init__(self, bended: Any, inputs: dict[str, Any], options: dict[str, Any]) -> None:
+        self._bended, self._inputs, self._options = bended, inputs, options
+        self._programs: dict[str, Exported] = {}
+        for fn in inputs:
+            self._program(fn)
+
+    def _program(self, fn: str) -> Exported:
+        if fn not in self._programs:
+            self._programs[fn] = self._export(fn)
+        return self._programs[fn]
+
+    def _export(self, fn: str, **options: Any) -> Exported:
+        part = self._bended._part(fn) if fn in self._inputs else self._bended._traced(fn)
+        return part.export(*self._inputs[fn], **self._options, **options)  # type: ignore[no-any-return]
+
+    @property
+    def exported(self) -> Exported:
+        """The program of `forward`, or of the first method that was traced."""
+        return self._program(next(iter(self._inputs), "forward"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:1] != "_" and name in self._inputs:
+            return functools.partial(self._call, name)
+        kind, _, parameter = name.partition("_")
+        if name[:1] == "_" or kind not in ("get", "set"):
+            raise AttributeError(f"there is no {name!r}; methods are {', '.join(self._inputs)}")
+        if kind == "get":
+            return self._bended.controllables[parameter].get_python_value
+        return functools.partial(self._set_bending_control, parameter)
+
+    def _set_bending_control(self, name: str, value: Any) -> None:
+        self._bended.update(name, value)
+        self._programs.clear()
+
+    def _call(self, fn: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the program of a method, with what was named in the trace by name."""
+        program, (first, *_) = self._program(fn), self._inputs[fn]
+        if isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], dict):
+            method = getattr(self._bended.module, fn)
+            given = inspect.signature(method).bind(*args, **kwargs).arguments
+            kwargs = {name: given.pop(name) for name in first[1] if name in given}
+            args = tuple(given.values())
+        return program(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.exported(*args, **kwargs)
+        self.exported  # noqa: B018  # raises if no method was traced
+        return self._call(next(iter(self._inputs)), *args, **kwargs)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the program: to `.pt2`, `.aoti.pt2` or `.onnx`."""
-        self._export(to=path)
+    def save(self, path: str | os.PathLike[str], fn: str | None = None) -> None:
+        """Write the program of a method: to `.pt2`, `.aoti.pt2` or `.onnx`."""
+        self._export(
+            fn or next(k for k, v in self._programs.items() if v is self.exported), to=path
+        )
 
     def __repr__(self) -> str:
         return repr(self.exported)

@@ -22,25 +22,11 @@ from bendtrace.interject.interjection import NodePass
 from bendtrace.tape.tape import TensorMeta
 
 __all__ = [
-    "Affine",
-    "BendingCallback",
-    "BendingConfig",
-    "BendingParameter",
-    "BendingParameterException",
-    "Bias",
-    "CallbackChain",
-    "Capture",
-    "InterpolateActivation",
-    "InterpolationFromCapture",
-    "Lambda",
-    "Mask",
-    "Normal",
-    "OrderedMask",
-    "Permute",
-    "Scale",
-    "ThresholdActivation",
+    "Affine", "BendingCallback", "BendingConfig", "BendingParameter", "BendingParameterException",
+    "Bias", "CallbackChain", "Capture", "InterpolateActivation", "InterpolationFromCapture",
+    "Lambda", "Mask", "Normal", "OrderedMask", "Permute", "Scale", "ThresholdActivation",
     "ThresholdPermute",
-]
+]  # fmt: skip
 
 C = TypeVar("C", bound=type)
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from bendtrace._compare import same_bits
 from bendtrace._history import LoadedHistory, ModelHistory
 from bendtrace._lazy import required_pandas
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.history.depths import depths
 from bendtrace.history.entries import LayerEntry, size_text
+from bendtrace.history.run_log import Entries
 from bendtrace.tape.tape import OpKind, map_refs
 
 if TYPE_CHECKING:
-    from bendtrace.backward import BackwardNode, BackwardPass
+    from bendtrace.backward import BackwardPass
     from bendtrace.view.drawing.picture import Picture
 
 
@@ -41,6 +44,7 @@ class Op(LayerEntry):
 
     _transform: Callable[[Tensor], Any] | None = None
     _saves_arguments = False
+    _is_old = False  # whether labels are those of the first releases
     min_distance_from_input: int | None = None
     max_distance_from_input: int | None = None
     min_distance_to_output: int | None = None
@@ -120,31 +124,28 @@ def _nbytes(value: Tensor) -> int:
     return value.numel() * value.element_size()
 
 
+_SAME = """
+    layer_label_no_pass=name layer_label_no_pass_short=short_name pass_num=pass_number
+    pass_index=pass_number layer_passes_total=passes num_passes=passes operation_num=ordinal
+    has_saved_activations=has_contents has_saved_activation=has_contents out=tensor_contents
+    tensor_shape=shape tensor_dtype=dtype tensor_fsize=nbytes grad=grad_contents
+    func_name=layer_type func_time_elapsed=time function_is_inplace=inplace
+    function_args_saved=_saves_arguments gradfunc=grad_fn parent_layers=parents
+    child_layers=children min_distance_from_output=min_distance_to_output
+    max_distance_from_output=max_distance_to_output saved_args=creation_args
+    saved_kwargs=creation_kwargs
+"""  # names of TorchLens, and what they are here
 _FIELDS: dict[str, Callable[[Op], Any]] = {
     # names
-    "layer_label": lambda entry: entry.label,
+    "layer_label": lambda entry: entry.label if entry._is_old else _new_name(entry),
     "layer_label_short": _short,
     "layer_label_w_pass": lambda entry: f"{entry.name}:{entry.pass_number}",
     "layer_label_w_pass_short": lambda entry: f"{entry.short_name}:{entry.pass_number}",
-    "layer_label_no_pass": lambda entry: entry.name,
-    "layer_label_no_pass_short": lambda entry: entry.short_name,
     "layer_type_num": lambda entry: int(entry.short_name.rpartition("_")[2]),
     "layer_total_num": lambda entry: int(entry.name.rpartition("_")[2]),
-    "pass_num": lambda entry: entry.pass_number,
-    "pass_index": lambda entry: entry.pass_number,
-    "layer_passes_total": lambda entry: entry.passes,
-    "num_passes": lambda entry: entry.passes,
-    "operation_num": lambda entry: entry.ordinal,
     "same_layer_operations": _passes,
     # values
-    "has_saved_activations": lambda entry: entry.has_contents,
-    "has_saved_activation": lambda entry: entry.has_contents,
-    "out": lambda entry: entry.tensor_contents,
-    "tensor_shape": lambda entry: entry.shape,
-    "tensor_dtype": lambda entry: entry.dtype,
-    "tensor_fsize": lambda entry: entry.nbytes,
     "tensor_fsize_nice": lambda entry: size_text(entry.nbytes),
-    "grad": lambda entry: entry.grad_contents,
     "has_saved_grad": lambda entry: entry.grad_contents is not None,
     "grad_shape": _of_gradient(lambda gradient: tuple(gradient.shape)),
     "grad_dtype": _of_gradient(lambda gradient: gradient.dtype),
@@ -152,11 +153,7 @@ _FIELDS: dict[str, Callable[[Op], Any]] = {
     "grad_fsize_nice": _of_gradient(lambda gradient: size_text(_nbytes(gradient))),
     # functions
     "func_applied_name": lambda entry: entry.function or "none",
-    "func_name": lambda entry: entry.layer_type,
-    "func_time_elapsed": lambda entry: entry.time,
-    "function_is_inplace": lambda entry: entry.inplace,
-    "function_args_saved": lambda entry: entry._saves_arguments,
-    "gradfunc": lambda entry: entry.grad_fn,
+    "has_out_variations": lambda entry: False,  # what is written later is a layer by itself
     "is_part_of_iterable_output": lambda entry: bool(entry.element),
     "iterable_output_index": lambda entry: entry.element[0] if entry.element else None,
     "code_context": lambda entry: [] if entry.source is None else [entry.source],
@@ -169,9 +166,7 @@ _FIELDS: dict[str, Callable[[Op], Any]] = {
     "parent_params_fsize": lambda entry: sum(used.nbytes for used in _params(entry)),
     "parent_params_fsize_nice": lambda entry: size_text(sum(u.nbytes for u in _params(entry))),
     # the graph
-    "parent_layers": lambda entry: entry.parents,
     "has_parents": lambda entry: bool(entry.parents),
-    "child_layers": lambda entry: entry.children,
     "has_children": lambda entry: bool(entry.children),
     "sibling_layers": lambda entry: entry._labels_of(entry.parents, lambda one: one.children),
     "has_siblings": lambda entry: bool(entry.sibling_layers),
@@ -185,8 +180,6 @@ _FIELDS: dict[str, Callable[[Op], Any]] = {
     "has_input_ancestor": lambda entry: entry.min_distance_from_input is not None,
     "has_output_descendant": lambda entry: entry.min_distance_to_output is not None,
     "is_output_ancestor": lambda entry: entry.min_distance_to_output is not None,
-    "min_distance_from_output": lambda entry: entry.min_distance_to_output,
-    "max_distance_from_output": lambda entry: entry.max_distance_to_output,
     "initialized_inside_model": lambda entry: entry.kind == "op" and not entry.parents,
     # modules
     "is_computed_inside_submodule": lambda entry: bool(entry.scopes),
@@ -197,8 +190,20 @@ _FIELDS: dict[str, Callable[[Op], Any]] = {
     "module_passes_exited": lambda entry: list(entry.output_of),
     "is_submodule_output": lambda entry: bool(entry.output_of),
 }
+_FIELDS |= {name: attrgetter(same) for name, same in (one.split("=") for one in _SAME.split())}
 for _name, _read in _FIELDS.items():
     setattr(Op, _name, property(_read))
+
+
+class Layer(Entries):
+    """All passes of a layer, with the fields that are the same in all of them."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FIELDS and self._entries:
+            first, *others = (getattr(entry, name) for entry in self._entries)
+            if all(same_bits(first, other) for other in others):
+                return first
+        return super().__getattr__(name)
 
 
 class Accessor(list[Any]):
@@ -256,6 +261,12 @@ class Log(ModelHistory):
 
         def __getattr__(self, name: str) -> Any: ...
 
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        if type(found) is Entries:
+            found.__class__ = Layer
+        return found
+
     @property
     def layers(self) -> Accessor:
         """The layers in order; also by name."""
@@ -278,71 +289,10 @@ class Log(ModelHistory):
         return list(super().layers)
 
     @property
-    def layer_labels(self) -> list[str]:
-        """The names of the layers in order, as version 2 writes them: `input_1`, `relu_1_2`."""
-        return list(dict.fromkeys(map(_new_name, self.layer_list)))
-
-    @property
-    def op_labels(self) -> list[str]:
-        """The names of all passes of layers, in order."""
-        return [f"{_new_name(entry)}:{entry.pass_number}" for entry in self.layer_list]
-
-    @property
-    def input_layers(self) -> list[str]:
-        """The names of the inputs."""
-        return [entry.label for entry in self.layer_list if entry.kind == "input"]
-
-    @property
-    def output_layers(self) -> list[str]:
-        """The names of the outputs."""
-        return [entry.label for entry in self.layer_list if entry.kind == "output"]
-
-    @property
-    def saved_ops(self) -> dict[str, Any]:
-        """The layers whose outputs were saved, by name."""
-        return {entry.label: entry for entry in self.layer_list if entry.has_contents}
-
-    @property
-    def saved_grad_ops(self) -> dict[str, Any]:
-        """The layers whose gradients were saved, by name."""
-        found = {entry.label: entry for entry in self.layer_list}
-        return {label: one for label, one in found.items() if one.grad_contents is not None}
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether the log has gradients."""
-        return bool(self.saved_grad_ops)
-
-    @property
-    def num_tensors(self) -> int:
-        """How many tensors the run computed."""
-        return len(self.layer_list)
-
-    @property
-    def num_ops(self) -> int:
-        """How many of them functions returned."""
-        return sum(entry.kind == "op" for entry in self.layer_list)
-
-    @property
-    def num_params(self) -> int:
-        """The number of elements of the parameters that were used."""
-        return sum(one.numel for one in self.params)
-
-    @property
-    def total_flops(self) -> int:
-        """The floating point operations of the run."""
-        return sum(entry.flops or 0 for entry in self.layer_list)
-
-    @property
     def backward_passes(self) -> list[BackwardPass]:
         """The records of the backward passes that `log_backward` has run."""
         passes: list[BackwardPass] = self.__dict__.setdefault("_passes", [])
         return passes
-
-    @property
-    def grad_fns(self) -> list[BackwardNode]:
-        """The nodes that ran in the latest of these."""
-        return self.backward_passes[-1].nodes if self.backward_passes else []
 
     def log_backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> Log:
         """Run and record a backward pass, and return the log."""
@@ -425,6 +375,31 @@ class Log(ModelHistory):
         return self
 
     run = rerun
+
+
+_OF_LOGS: dict[str, Callable[[Any], Any]] = {
+    "save_arg_values": lambda log: any(entry._saves_arguments for entry in log.layer_list),
+    "layer_labels": lambda log: list(dict.fromkeys(map(_new_name, log.layer_list))),
+    "op_labels": lambda log: [
+        f"{_new_name(entry)}:{entry.pass_number}" for entry in log.layer_list
+    ],
+    "input_layers": lambda log: [entry.label for entry in log.layer_list if entry.kind == "input"],
+    "output_layers": lambda log: [
+        entry.label for entry in log.layer_list if entry.kind == "output"
+    ],
+    "saved_ops": lambda log: {entry.label: entry for entry in log.layer_list if entry.has_contents},
+    "has_gradients": lambda log: bool(log.saved_grad_ops),
+    "num_tensors": lambda log: len(log.layer_list),
+    "num_ops": lambda log: sum(entry.kind == "op" for entry in log.layer_list),
+    "num_params": lambda log: sum(one.numel for one in log.params),
+    "total_flops": lambda log: sum(entry.flops or 0 for entry in log.layer_list),
+    "grad_fns": lambda log: log.backward_passes[-1].nodes if log.backward_passes else [],
+    "saved_grad_ops": lambda log: {
+        entry.label: entry for entry in log.layer_list if entry.grad_contents is not None
+    },
+}
+for _name, _read in _OF_LOGS.items():
+    setattr(Log, _name, property(_read))
 
 
 class TraceLog(Log, Trace):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError
-from bendtrace.history.entries import LayerEntry, layer_type_of
+from bendtrace.history.entries import OPERATORS, LayerEntry, layer_type_of, torchlens_name
 from bendtrace.paths.candidates import Candidate
 
 Helper = Callable[[Tensor], Tensor]
@@ -23,9 +23,10 @@ Given = ParamSpec("Given")
 class Listed(Generic[Given, Made]):
     """A small function that the docstring of `bendtrace.compat.torchlens` lists with others."""
 
-    def __init__(self, function: Callable[Given, Made]) -> None:
+    def __init__(self, function: Callable[Given, Made], doc: str = "") -> None:
         self._function = function
         functools.update_wrapper(self, function)
+        self.__doc__ = doc or self.__doc__
 
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Made:
         return self._function(*args, **kwargs)
@@ -70,10 +71,14 @@ class Selector:
 def func(name: str) -> Selector:
     """Select the results of a function."""
     word = "".join(char for char in name.lower() if char.isalnum())
+
+    def is_of(node: Candidate) -> bool:
+        return node.function is not None and torchlens_name(layer_type_of(node.function)) == word
+
     return Selector(
         f"func({name!r})",
         lambda entry: entry.layer_type == word,
-        lambda node: node.function is not None and layer_type_of(node.function) == word,
+        None if word in OPERATORS else is_of,  # the expression tells operators from functions
     )
 
 
@@ -91,44 +96,36 @@ def in_module(address: str) -> Selector:
     )
 
 
-@Listed
-def module(address: str) -> Selector:
-    """Select the outputs of a module, `features.3`, or of one of its calls, `features.3:1`."""
-    return Selector(
-        f"module({address!r})",
-        lambda entry: any(address in (one, one.rpartition(":")[0]) for one in entry.output_of),
-    )
+def _selecting(name: str, selects: Callable[[Any, Any], bool], doc: str) -> Listed[Any, Selector]:
+    return Listed(lambda what: Selector(f"{name}({what!r})", lambda one: selects(one, what)), doc)
 
 
-@Listed
-def label(name: str) -> Selector:
-    """Select a layer by its label: `relu_1_2`, `relu_1`, `relu_1:2`."""
-    return Selector(
-        f"label({name!r})",
-        lambda entry: name in (
-            entry.label, entry.name, entry.short_name, f"{entry.name}:{entry.pass_number}",
-            f"{entry.short_name}:{entry.pass_number}",
-        ),
-    )  # fmt: skip
-
-
-@Listed
-def contains(substring: str) -> Selector:
-    """Select the layers whose labels contain a text."""
-    return Selector(f"contains({substring!r})", lambda entry: substring in entry.label)
-
-
-@Listed
-def regex(pattern: str) -> Selector:
-    """Select the layers in whose labels a regular expression is found."""
-    found = re.compile(pattern)
-    return Selector(f"regex({pattern!r})", lambda entry: found.search(entry.label) is not None)
-
-
-@Listed
-def where(predicate: Callable[[Any], bool]) -> Selector:
-    """Select the layers for which a function of the entry is true."""
-    return Selector(f"where({predicate!r})", lambda entry: bool(predicate(entry)))
+module = _selecting(
+    "module",
+    lambda entry, name: any(name in (one, one.rpartition(":")[0]) for one in entry.output_of),
+    "Select the outputs of a module, `features.3`, or of one of its calls, `features.3:1`.",
+)
+label = _selecting(
+    "label",
+    lambda entry, name: name in (
+        entry.label, entry.name, entry.short_name, f"{entry.name}:{entry.pass_number}",
+        f"{entry.short_name}:{entry.pass_number}",
+    ),
+    "Select a layer by its label: `relu_1_2`, `relu_1`, `relu_1:2`.",
+)  # fmt: skip
+contains = _selecting(
+    "contains", lambda entry, text: text in entry.label, "Select by a text in the label."
+)
+regex = _selecting(
+    "regex",
+    lambda entry, pattern: re.search(pattern, entry.label) is not None,
+    "Select by a regular expression that is found in the label.",
+)
+where = _selecting(
+    "where",
+    lambda entry, predicate: bool(predicate(entry)),
+    "Select the layers for which a function of the entry is true.",
+)
 
 
 class Change(NamedTuple):
@@ -143,16 +140,11 @@ class Change(NamedTuple):
     what: Callable[..., Any]
 
 
-@Listed
-def when(where: Any, what: Callable[..., Any]) -> Change:
-    """Return a change for `trace(intervene=...)`: a helper, and where it is used."""
-    return Change(where, what)
-
-
-@Listed
-def zero_ablate() -> Helper:
-    """Replace a value by zeros."""
-    return torch.zeros_like
+when = Listed(Change, "Return a change for `trace(intervene=...)`: where, and by which helper.")
+zero_ablate = Listed(lambda: torch.zeros_like, "Replace a value by zeros.")
+replace_with = Listed(lambda value: lambda _: value, "Replace a value by another one.")
+scale = Listed(lambda factor: lambda value: value * factor, "Multiply a value.")
+clamp = Listed(lambda *, min=None, max=None: lambda v: v.clamp(min, max), "Limit a value.")
 
 
 @Listed
@@ -164,18 +156,6 @@ def mean_ablate(source: Any = None) -> Helper:
         return torch.zeros_like(value) + mean.to(value.dtype)
 
     return filled
-
-
-@Listed
-def scale(factor: float) -> Helper:
-    """Multiply a value."""
-    return lambda value: value * factor
-
-
-@Listed
-def clamp(*, min: float | None = None, max: float | None = None) -> Helper:
-    """Limit a value."""
-    return lambda value: value.clamp(min, max)
 
 
 @Listed
@@ -214,12 +194,6 @@ def project_off(direction: Tensor, *, feature_axis: int | None = None) -> Helper
     """Remove the part of a value along a direction."""
     onto = project_onto(direction, feature_axis=feature_axis)
     return lambda value: value - onto(value)
-
-
-@Listed
-def replace_with(value: Tensor) -> Helper:
-    """Replace a value by another one."""
-    return lambda _: value
 
 
 def _aligned(direction: Tensor, value: Tensor, axis: int | None) -> Tensor:

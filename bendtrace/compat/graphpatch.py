@@ -33,22 +33,19 @@ from bendtrace.torch_rules.owners import module_of, modules_in, unhooked
 
 __all__ = ["ExtractionOptions", "PatchableGraph"]
 __dir__ = __all__.copy
-
-
 __all__ += patches.__all__
 __all__.sort()
 
 
 @dataclass(kw_only=True)
 class ExtractionOptions:
-    """graphpatch's options, which scripts can keep passing.
+    """graphpatch's options, which scripts can keep passing; most have no effect.
 
-    They decide how graphpatch compiles a model. Nothing is compiled here, so that most have no
-    effect: every module is looked into, whatever it contains.
+    Nothing is compiled here: every module is looked into, whatever it contains.
 
     Args:
         skip_compilation: no effect.
-        error_on_compilation_failure: no effect, since there is no compilation that could fail.
+        error_on_compilation_failure: no effect.
         warn_on_compilation_failure: no effect.
         allow_unused_submodules: no effect: submodules the example does not call stay as they are.
         classes_to_skip_compiling: no effect: nodes inside these modules can be patched as well.
@@ -77,16 +74,13 @@ class ExtractionOptions:
     copy_transformers_generation_config: bool = True
 
     def __post_init__(self) -> None:
+        refused = "{} not supported, since no graph is extracted: {}"
         if self.postprocessing_function is not None:
-            raise InputError(
-                "postprocessing_function is not supported, since no graph is extracted: insert "
-                "into the model with bendtrace's interject or rewriting"
-            )
+            how = "insert into the model with bendtrace's interject or rewriting"
+            raise InputError(refused.format("postprocessing_function is", how))
         if self.custom_extraction_functions:
-            raise InputError(
-                "custom_extraction_functions are not supported, since no graph is extracted: "
-                "bendtrace.opaque makes a function one op"
-            )
+            how = "bendtrace.opaque makes a function one op"
+            raise InputError(refused.format("custom_extraction_functions are", how))
 
 
 class PatchableGraph(BendedModule):

@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,18 @@ from bendtrace.interject.hooks import HookContext, free_name
 
 __all__ = ["HookFunction", "HookHandle", "HookManager", "ModuleTracker", "TrackingProtocol"]
 __dir__ = __all__.copy
+
+Made = TypeVar("Made")
+
+
+def _by_names(method: Callable[..., Made]) -> Callable[..., Made]:
+    """Return a method that takes names of modules in their place."""
+
+    @functools.wraps(method)
+    def by_names(self: Any, *module_names: str, **options: Any) -> Made:
+        return method(self, *map(self.name_to_module.__getitem__, module_names), **options)
+
+    return by_names
 
 
 class HookManager(hooks.HookManager):
@@ -122,21 +135,6 @@ class HookManager(hooks.HookManager):
         """Return a context in which hooks of modules are active; see `hook_all_context`."""
         return _Contexts(_Deactivating(super().hook_module_context(*modules, **options)))
 
-    def activate_hook_by_name(self, hook_name: str) -> None:
-        """Activate one hook.
-
-        Args:
-            hook_name: the function and the module, `function[module]`.
-
-        Raises:
-            HookNameError: there is no such hook.
-        """
-        self.name_to_hookhandle[hook_name].activate()
-
-    def deactivate_hook_by_name(self, hook_name: str) -> None:
-        """Deactivate one hook; takes the argument of `activate_hook_by_name`."""
-        self.name_to_hookhandle[hook_name].deactivate()
-
     def get_module_hooks(
         self,
         module: nn.Module,
@@ -161,23 +159,18 @@ class HookManager(hooks.HookManager):
             if include_active if handle.active else include_inactive:
                 yield handle
 
-    def get_module_hooks_by_name(self, module_name: str, **options: Any) -> Iterator[HookHandle]:
-        """Iterate over the hooks of a module that is given by name; see `get_module_hooks`."""
-        return self.get_module_hooks(self.name_to_module[module_name], **options)
+    def activate_hook_by_name(self, hook_name: str) -> None:
+        """Activate one hook, `function[module]`."""
+        self.name_to_hookhandle[hook_name].activate()
 
-    def activate_module_hooks_by_name(self, *module_names: str, **options: Any) -> None:
-        """Activate hooks on modules that are given by name; see `activate_module_hooks`."""
-        self.activate_module_hooks(*map(self.name_to_module.__getitem__, module_names), **options)
+    def deactivate_hook_by_name(self, hook_name: str) -> None:
+        """Deactivate one hook, `function[module]`."""
+        self.name_to_hookhandle[hook_name].deactivate()
 
-    def deactivate_module_hooks_by_name(self, *module_names: str, **options: Any) -> None:
-        """Deactivate hooks on modules that are given by name; see `activate_module_hooks`."""
-        self.deactivate_module_hooks(*map(self.name_to_module.__getitem__, module_names), **options)
-
-    def hook_module_context_by_name(self, *module_names: str, **options: Any) -> Any:
-        """Return a context with active hooks; see `hook_module_context`."""
-        return self.hook_module_context(
-            *map(self.name_to_module.__getitem__, module_names), **options
-        )
+    get_module_hooks_by_name = _by_names(get_module_hooks)
+    activate_module_hooks_by_name = _by_names(hooks.HookManager.activate_module_hooks)
+    deactivate_module_hooks_by_name = _by_names(hooks.HookManager.deactivate_module_hooks)
+    hook_module_context_by_name = _by_names(hook_module_context)
 
 
 class _Deactivating(HookContext[Any]):

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from bendtrace import bends
 from bendtrace import module as core
@@ -37,12 +38,51 @@ from bendtrace.interject.where import Where
 from bendtrace.paths.nodes import NodePath
 from bendtrace.source.internals import pytree
 
-__all__ = ["BendShapeError", "BendedModule", "BendedWrapper", "BendingError"]
+__all__ = ["BendShapeError", "BendedModule", "BendedWrapper", "BendingError", "compare_outs"]
 __dir__ = __all__.copy
 __all__ += {*bends.__all__, *_torchbend_callbacks.__all__}
 __all__.sort()
 
 _OPTIONS = {"allow_none", "args", "bended", "detach", "kwargs", "passes", "return_output"}
+
+
+def compare_outs(
+    out1: Any, out2: Any, allow_subclasses: bool = False, allow_almost_equal: bool = False
+) -> bool:
+    """Return whether two outputs are alike, as `torch.allclose` says of their tensors.
+
+    Args:
+        out1: one output: tensors, distributions, numbers, and lists, tuples and dicts of these.
+        out2: the other one.
+        allow_subclasses: whether the type of `out1` may be a subclass of that of `out2`.
+        allow_almost_equal: whether they may differ by 1e-5.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bt.compat.torchbend.compare_outs([torch.ones(2)], [torch.ones(2)])
+        True
+    """
+    options = allow_subclasses, allow_almost_equal
+    kind = dict if isinstance(out2, dict) else type(out2)
+    is_alike = isinstance(out1, kind) if kind is dict or allow_subclasses else type(out1) is kind
+    if not is_alike:
+        return False
+    if isinstance(out1, Distribution):
+        names = out1.arg_constraints
+        return all(compare_outs(getattr(out1, n), getattr(out2, n), *options) for n in names)
+    if isinstance(out1, (list, tuple, dict)):
+        if len(out1) != len(out2) or (isinstance(out1, dict) and out1.keys() != out2.keys()):
+            return False
+        pairs = (
+            [(v, out2[k]) for k, v in out1.items()]
+            if isinstance(out1, dict)
+            else zip(out1, out2, strict=True)
+        )
+        return all(compare_outs(one, other, *options) for one, other in pairs)
+    if isinstance(out1, Tensor):
+        near_by = 1e-5 if allow_almost_equal else 1e-8
+        return out1.shape == out2.shape and torch.allclose(out1, out2, atol=near_by)
+    return bool(out1 == out2 or (allow_almost_equal and abs(out1 - out2) <= 1e-5))
 
 
 class BendedModule(BendingModule):
@@ -229,5 +269,6 @@ class _Seen(Interjection):
 
 
 BendedWrapper = BendedModule
+compare_state_dict_tensors = compare_outs
 bending: types.ModuleType = sys.modules[__name__]  # where torchbend has its callbacks
 BendingError = InputError

@@ -30,7 +30,7 @@ import types
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -88,27 +88,7 @@ def log_forward_pass(
     input_args: Any,
     input_kwargs: Inputs = None,
     layers_to_save: Any = "all",
-    keep_unsaved_layers: bool = True,
-    output_device: torch.device | str = "same",
-    activation_postfunc: Callable[[Tensor], Any] | None = None,
-    mark_input_output_distances: bool = False,
-    detach_saved_tensors: bool = False,
-    save_function_args: bool = False,
-    save_gradients: bool = False,
-    vis_opt: Literal["none", "rolled", "unrolled"] = "none",
-    vis_nesting_depth: int = 1000,
-    vis_outpath: str | os.PathLike[str] = "modelgraph",
-    vis_save_only: bool = False,
-    vis_fileformat: str = "pdf",
-    vis_buffer_layers: bool = False,
-    vis_direction: str = "bottomup",
-    vis_graph_overrides: Any = None,
-    vis_node_overrides: Any = None,
-    vis_nested_node_overrides: Any = None,
-    vis_edge_overrides: Any = None,
-    vis_gradient_edge_overrides: Any = None,
-    vis_module_overrides: Any = None,
-    random_seed: int | None = None,
+    **options: Any,
 ) -> Log:
     """Run a model and log everything that it computes.
 
@@ -118,29 +98,14 @@ def log_forward_pass(
         input_kwargs: its keyword arguments.
         layers_to_save: "all", "none", or names of layers or modules, positions, or parts of names,
             which select every layer and module that contains them.
-        keep_unsaved_layers: has to be True: `saved_ops` has only what was saved.
-        output_device: the device to keep activations on; "same" leaves them where they are.
-        activation_postfunc: a function of each saved value, whose result is kept instead.
-        mark_input_output_distances: whether to count how far each layer is from inputs and outputs.
-        detach_saved_tensors: whether saved values leave the autograd graph.
-        save_function_args: whether entries have `creation_args` and `creation_kwargs`.
-        save_gradients: whether to keep gradients in the backward pass, too.
-        vis_opt: whether to draw the run, with the passes of a layer merged ("rolled") or separate
-            ("unrolled"), to a file and in a window, or in the notebook.
-        vis_nesting_depth: how many nested modules to open.
-        vis_outpath: the file to draw to.
-        vis_save_only: whether only to write the file.
-        vis_fileformat: the ending of the file: pdf, svg, png, html or dot.
-        vis_buffer_layers: no effect: pictures have no nodes for buffers.
-        vis_direction: no effect: pictures run from the top to the bottom.
-        vis_graph_overrides: has to be None, like the others: pictures are not Graphviz's.
-        vis_node_overrides: see `vis_graph_overrides`.
-        vis_nested_node_overrides: see `vis_graph_overrides`.
-        vis_edge_overrides: see `vis_graph_overrides`.
-        vis_gradient_edge_overrides: see `vis_graph_overrides`.
-        vis_module_overrides: see `vis_graph_overrides`.
-        random_seed: seed of the run; torch's generators are restored afterwards. None runs like an
-            untraced call.
+        **options: `output_device`, `detach_saved_tensors` and `random_seed`, as for `trace`;
+            `mark_input_output_distances`, `save_function_args` and `save_gradients`, which are
+            `mark_layer_depths`, `save_arg_values` and `save_grads` there. `activation_postfunc` is
+            a function of each saved value, whose result is kept instead. `vis_opt` "rolled" (the
+            passes of a layer in one) or "unrolled" draws the run, with `vis_nesting_depth` nested
+            modules, to the file `vis_outpath` with the ending `vis_fileformat`, and in a window or
+            the notebook unless `vis_save_only`. `vis_buffer_layers` and `vis_direction` have no
+            effect; `keep_unsaved_layers=False` and the `vis_..._overrides` are refused.
 
     Returns:
         The log.
@@ -157,32 +122,42 @@ def log_forward_pass(
         >>> [entry.layer_label for entry in history if entry.has_saved_activations]
         ['relu_1_2', 'output_1_3']
     """
-    overrides = (
-        vis_graph_overrides, vis_node_overrides, vis_nested_node_overrides, vis_edge_overrides,
-        vis_gradient_edge_overrides, vis_module_overrides,
-    )  # fmt: skip
-    if any(overrides) or not keep_unsaved_layers:
+    vis = _VIS | {name: options.pop(name) for name in _VIS if name in options}
+    if not options.pop("keep_unsaved_layers", True) or any(vis[name] for name in _OVERRIDES):
         raise InputError(
             "keep_unsaved_layers=False and the overrides of Graphviz's attributes are not supported"
         )
-    if vis_opt not in ("none", "rolled", "unrolled"):
-        raise InputError(f"vis_opt has to be 'none', 'rolled' or 'unrolled', not {vis_opt!r}")
-    log = trace(
-        model, input_args, input_kwargs, layers_to_save, output_device=output_device,
-        mark_layer_depths=mark_input_output_distances, detach_saved_tensors=detach_saved_tensors,
-        save_arg_values=save_function_args, save_grads=save_gradients, random_seed=random_seed,
-    )  # fmt: skip
-    if activation_postfunc is not None:
-        for entry in log.entries:
-            if isinstance(entry.saved, Tensor) and entry.kind != "state":
-                entry.saved = activation_postfunc(entry.saved)
-    if vis_opt != "none":
-        depth = vis_nesting_depth if vis_nesting_depth < 1000 else None
-        path = f"{os.fspath(vis_outpath)}.{vis_fileformat}"
-        log.picture = log.draw(path, rolled=vis_opt == "rolled", depth=depth)
-        if not vis_save_only:
+    if vis["vis_opt"] not in ("none", "rolled", "unrolled"):
+        raise InputError(
+            f"vis_opt has to be 'none', 'rolled' or 'unrolled', not {vis['vis_opt']!r}"
+        )
+    change = options.pop("activation_postfunc", None)
+    given = {_FIRST_RELEASES.get(name, name): value for name, value in options.items()}
+    log = trace(model, input_args, input_kwargs, layers_to_save, **given)
+    for entry in cast("list[Any]", log.entries):
+        entry._is_old = True
+        if change is not None and entry.kind != "state" and isinstance(entry.saved, Tensor):
+            entry.saved = change(entry.saved)
+    if vis["vis_opt"] != "none":
+        depth = vis["vis_nesting_depth"] if vis["vis_nesting_depth"] < 1000 else None
+        path = f"{os.fspath(vis['vis_outpath'])}.{vis['vis_fileformat']}"
+        log.picture = log.draw(path, rolled=vis["vis_opt"] == "rolled", depth=depth)
+        if not vis["vis_save_only"]:
             _show(log.picture, path)
     return log
+
+
+_FIRST_RELEASES = {
+    "mark_input_output_distances": "mark_layer_depths", "save_function_args": "save_arg_values",
+    "save_gradients": "save_grads",
+}  # fmt: skip
+_KINDS = ("graph", "node", "nested_node", "edge", "gradient_edge", "module")
+_OVERRIDES = [f"vis_{kind}_overrides" for kind in _KINDS]
+_VIS: dict[str, Any] = dict.fromkeys(_OVERRIDES) | {
+    "vis_opt": "none", "vis_nesting_depth": 1000, "vis_outpath": "modelgraph",
+    "vis_save_only": False, "vis_fileformat": "pdf", "vis_buffer_layers": False,
+    "vis_direction": "bottomup",
+}  # fmt: skip
 
 
 def _show(picture: Picture, path: str) -> None:
@@ -268,13 +243,8 @@ def trace(
         >>> log.fork().do("relu_1", bt.compat.torchlens.scale(3)).layer_list[-1].out
         tensor([3., 3.])
     """
-    given = {
-        "input_kwargs": input_kwargs, "layers_to_save": layers_to_save, "save": save, "halt": halt,
-        "intervene": intervene, "save_grads": save_grads,
-        "activation_transform": activation_transform, "mark_layer_depths": mark_layer_depths,
-        "save_arg_values": save_arg_values, "detach_saved_tensors": detach_saved_tensors,
-        "output_device": output_device, "random_seed": random_seed,
-    }  # fmt: skip
+    others = ("model", "input_args", "capture", "intervention_ready", "name")
+    given = {name: value for name, value in locals().items() if name not in (*others, "others")}
     if capture:
         return trace(model, input_args, **(given | dict(capture)))
     if input_kwargs is not None and not isinstance(input_kwargs, Mapping):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from bendtrace._lazy import LazyMethod
 from bendtrace._places import full_place_text
-from bendtrace.source.sites import assigns
+from bendtrace.source.sites import assigns, operates
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, map_refs, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 
@@ -347,7 +348,8 @@ class Namer:
     Args:
         torchlens: whether to count like TorchLens. A call is then also a pass of an earlier one
             whose result it takes, if both call the same function with the same settings in one
-            module, and the result of an insertion belongs to the layer of its node.
+            module, the result of an insertion belongs to the layer of its node, operators have
+            TorchLens's names, and inputs take no positions.
 
     Attributes:
         count: the number of layers named so far, each pass counted separately.
@@ -361,7 +363,7 @@ class Namer:
         self.torchlens: bool = torchlens
         self._layers: dict[Any, Layer] = {}
         self._of_type: dict[str, int] = {}
-        self._positions = 0
+        self._positions = int(torchlens)  # of the next layer
         self._callers: dict[int, tuple[Any, ...]] = {}
         self._links: dict[int, tuple[Any, Layer]] = {}
 
@@ -372,7 +374,10 @@ class Namer:
                 if ref.index in self._links:
                     self._links[op.index] = known = self._links[ref.index]
                     return known[1], known[1].passes
-        return self._pass(op, layer_type(op), element, is_layer=True)
+        kind = layer_type(op)
+        if self.torchlens:
+            kind = _of_operator(op) or torchlens_name(kind)
+        return self._pass(op, kind, element, is_layer=True)
 
     def name_number(self, op: Op, kind: str) -> tuple[Layer, int]:
         """Return the name of a number, and the number of its pass."""
@@ -406,8 +411,9 @@ class Namer:
                 layer = layer or self._taken(op, link)
         if layer is None:
             number = self._of_type[kind] = self._of_type.get(kind, 0) + 1
-            layer = Layer(kind, number, self._positions if is_layer else None)
-            self._positions += is_layer
+            takes_none = self.torchlens and kind == "input"
+            layer = Layer(kind, number, self._positions * (not takes_none) if is_layer else None)
+            self._positions += is_layer and not takes_none
         for each in keys:
             self._layers.setdefault(each, layer)
         if link is not None and op is not None:
@@ -451,8 +457,30 @@ def _learns(module: nn.Module | None) -> bool:
 
 _ASSIGNMENTS = {
     "add_": "iadd", "sub_": "isub", "mul_": "imul", "div_": "idiv", "floor_divide_": "ifloordiv",
-    "remainder_": "imod",
+    "remainder_": "imod", "pow_": "ipow",
 }  # fmt: skip
+_OF_OPERATORS = {"div": "truediv", "remainder": "mod"}
+OPERATORS: frozenset[str] = frozenset({*_OF_OPERATORS, *_OF_OPERATORS.values()})
+_TORCHLENS = {
+    "floordiv": "floordivide", "rfloordiv": "floordivide", "rmod": "remainder", "rpow": "pow",
+    "positive": "pos", "data": "detach",
+}  # fmt: skip
+
+
+def torchlens_name(kind: str) -> str:
+    """Return TorchLens's name for a function that bendtrace names otherwise."""
+    return _TORCHLENS.get(kind, kind)
+
+
+def _of_operator(op: Op) -> str | None:
+    """Return the operator that called a function, if TorchLens names it: `x / y` is no `div`."""
+    found = _OF_OPERATORS.get(name_of(op.target)) if op.kind is OpKind.CALL else None
+    return found if found and _called_by(op, operates) else None
+
+
+def _called_by(op: Op, kind: Callable[[CodeType, int], bool]) -> bool:
+    """Return whether the instruction of the model that made an op is of a kind."""
+    return op.site is not None and bool(op.site.chain) and kind(*op.site.chain[op.site.level])
 
 
 def layer_type(op: Op) -> str:
@@ -462,7 +490,7 @@ def layer_type(op: Op) -> str:
     if op.kind is OpKind.UNKNOWN:
         return "unknown"
     assigned = _ASSIGNMENTS.get(name_of(op.target))
-    if assigned and op.site is not None and op.site.chain and assigns(*op.site.chain[0]):
+    if assigned and _called_by(op, assigns):
         return assigned  # `x += y` calls what `x.add_(y)` calls
     return layer_type_of(op.target)
 

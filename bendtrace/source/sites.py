@@ -341,6 +341,11 @@ def assigns(code: CodeType, offset: int) -> bool:
     return raw[offset] == _BINARY_OP and _FIRST_ASSIGNMENT <= raw[offset + 1] <= _LAST_ASSIGNMENT
 
 
+def operates(code: CodeType, offset: int) -> bool:
+    """Return whether an instruction is an operator with two sides, such as `x / y`."""
+    return code.co_code[offset] == _BINARY_OP
+
+
 def first_offset(code: CodeType, offset: int) -> int:
     """Return the offset of an instruction; for copies of a `while` test, that of the first."""
     return _repeated(code).get(offset, offset)

@@ -60,6 +60,25 @@ class Selector(NodeSelector):
             "not with `and`, `or` and `not`"
         )
 
+    @property
+    def fn(self) -> Callable[[tuple[Any, Any]], bool]:
+        """The selector as a function of a graph module of torch.fx and a node of its graph."""
+
+        def selects(state: tuple[Any, Any]) -> bool:
+            module, nodes = state[0], state[0].graph.nodes
+            modules = {n: module.get_submodule(n.target) for n in nodes if n.op == "call_module"}
+            found = {
+                n.name: Candidate(
+                    n.name, n.name, modules.get(n), str(n.target) if n in modules else "",
+                    n.target if n.op == "call_function" else None, module, "",
+                )
+                for n in nodes
+            }  # fmt: skip
+            edges = [(one.name, n.name) for n in nodes for one in n.all_input_nodes]
+            return state[1].name in self.select(CandidateGraph(found, edges))
+
+        return selects
+
     def nth(self, index: int) -> Selector:
         """Select one of the selected nodes, in the order in which they begin.
 

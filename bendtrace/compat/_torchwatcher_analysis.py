@@ -1,0 +1,640 @@
+"""TorchWatcher's analysers, the statistics that they accumulate, and their evaluation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bendtrace.analysis import streaming
+from bendtrace.compat._torchwatcher_interjections import WrappedForwardBackwardInterjection
+from bendtrace.errors import InputError
+from bendtrace.interject.gates import of_this_run
+from bendtrace.interject.interjection import NodePass
+from bendtrace.source.internals import pytree
+
+__all__ = [
+    "Analyser", "AnalyserEvaluation", "AnalyserList", "AnalyserState", "Covariance",
+    "CovarianceSpectrumStatisticsAnalyser", "CrossIoU", "DeadReLU", "FeatureStatistics",
+    "GradientAccumulationAnalyser", "History", "IoU", "LayerWeightRankAnalyser", "LinearProbe",
+    "Mean", "NameAnalyser", "NoGradException", "PerClassAnalyser", "PerClassVersusAnalyser",
+    "RankAnalyser", "TargetException", "Variance",
+]  # fmt: skip
+
+T = TypeVar("T")
+_CALL: ContextVar[dict[Any, Any] | None] = ContextVar("call", default=None)
+
+
+class TargetException(InputError):
+    """The targets of a call were not set."""
+
+
+class NoGradException(InputError):
+    """There are no gradients: the analyser has no `gradient=True`, or no backward pass ran."""
+
+
+class AnalyserState:
+    """One execution of a node: `name`, `module`, `inputs`, `outputs`, `targets`, gradients."""
+
+    def __init__(self, **values: Any) -> None:
+        self.extras: dict[str, Any] = {}
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "targets":
+            raise TargetException("set the targets first: analyser.targets = labels")
+        if name.endswith("_gradients"):
+            raise NoGradException("analysers have gradients if they are made with gradient=True")
+        raise AttributeError(name)
+
+
+class Analyser(WrappedForwardBackwardInterjection, Generic[T]):
+    """Accumulates something of each node that it is inserted at.
+
+    Subclasses override `process_batch_state(name, state, working_results)`, which returns the new
+    working results of a node; the first ones are None. `state` has the `inputs` and `outputs` of
+    one execution, its `targets`, and `input_gradients` and `output_gradients`. They may override
+    `finalise_result(name, result)`, which makes what `to_dict` returns of the working results.
+    With gradients, inputs and outputs are detached.
+
+    Args:
+        gradient: whether it waits for the gradients of each execution.
+
+    Attributes:
+        enabled: whether it accumulates anything.
+        working_results: what it has accumulated, by the name of the node.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tw = bt.compat.torchwatcher
+        >>> class Largest(tw.Analyser):
+        ...     def process_batch_state(self, name, state, working_results):
+        ...         return max(float(state.outputs.max()), working_results or 0.0)
+        >>> largest = Largest()
+        >>> watched = tw.interject_by_match(torch.nn.Sequential(torch.nn.ReLU()), "0", largest)
+        >>> _ = watched(torch.ones(2)), watched(torch.zeros(2))
+        >>> largest.to_dict()
+        {'0': 1.0}
+    """
+
+    observes = True
+
+    def __init__(self, gradient: bool = False) -> None:
+        super().__init__()
+        self.gradient: bool = gradient
+        self.enabled: bool = True
+        self.known_targets: dict[str, Any] = {}  # those of the next calls, if they are set
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the results."""
+        self.working_results: dict[str, Any] = {}
+
+    @property
+    def targets(self) -> Any:
+        """The targets of the next calls."""
+        return AnalyserState(**self.known_targets).targets
+
+    @targets.setter
+    def targets(self, targets: Any) -> None:
+        self.known_targets = {"targets": targets}
+
+    def _forms(self) -> frozenset[str]:
+        return super()._forms() - (frozenset() if self.gradient else {"backward"})
+
+    def process(self, *execution: Any) -> None:
+        """Call `log_forward`."""
+        self.log_forward(*execution)
+
+    def process_backward(self, *execution: Any) -> None:
+        """Call `log_backward`."""
+        self.log_backward(*execution)
+
+    def _backward_of_call(self) -> Callable[..., Any]:
+        backward, call = super()._backward_of_call(), of_this_run()
+
+        def of_call(at: NodePass, *gradients: Any) -> None:
+            token = _CALL.set(call)
+            try:
+                backward(at, *gradients)
+            finally:
+                _CALL.reset(token)
+
+        return of_call
+
+    def _waiting(self) -> dict[str, Any]:
+        """Return what waits for the gradients of this call, by the name of the node."""
+        call = _CALL.get()
+        store = of_this_run() if call is None else call
+        return store.setdefault((id(self), "waiting"), {})  # type: ignore[no-any-return]
+
+    def log_forward(self, name: str, module: nn.Module | None, inputs: Any, outputs: Any) -> None:
+        """Take in an execution of a node."""
+        if self.gradient:  # what waits belongs to the graph of autograd, and may not hold it
+            inputs, outputs = pytree.tree_map_only(Tensor, Tensor.detach, (inputs, outputs))
+        state = AnalyserState(name=name, module=module, inputs=inputs, outputs=outputs)
+        vars(state).update(self.known_targets)
+        if self.gradient:
+            self._waiting()[name] = state
+        else:
+            self.finalize_state(state)
+
+    def log_backward(self, name: str, module: Any, grad_input: Any, grad_output: Any) -> None:
+        """Take in the gradients of an execution."""
+        state = self._waiting()[name]
+        state.input_gradients, state.output_gradients = grad_input, grad_output
+        self.finalize_state(state)
+
+    def finalize_state(self, state: AnalyserState) -> None:
+        """Accumulate an execution."""
+        if self.enabled:
+            known = self.working_results.get(state.name)
+            self.working_results[state.name] = self.process_batch_state(state.name, state, known)
+
+    def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> Any:
+        """Return the working results of a node with one more execution."""
+        raise InputError(f"{type(self).__name__} has no process_batch_state(name, state, results)")
+
+    def finalise_result(self, name: str, result: Any) -> Any:
+        """Return the result of a node."""
+        return result
+
+    def to_dict(self) -> dict[Any, Any]:
+        """Return the results by the name of the node."""
+        return {name: self.finalise_result(name, v) for name, v in self.working_results.items()}
+
+
+class AnalyserList(Analyser[Any]):
+    """Several analysers in one, whose results are by class and node: `DeadReLU.features.1`."""
+
+    def __init__(self, *analysers: Analyser[Any]) -> None:
+        super().__init__(any(one.gradient for one in analysers))
+        self.analysers: Any = nn.ModuleList(analysers)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        for one in self._modules.get("analysers") or () if name in ("enabled", "targets") else ():  # type: ignore[union-attr]
+            setattr(one, name, value)
+
+    def log_forward(self, *execution: Any) -> None:
+        for one in self.analysers:
+            one.log_forward(*execution)
+
+    def log_backward(self, *execution: Any) -> None:
+        for one in self.analysers:
+            if one.gradient:
+                one.log_backward(*execution)
+
+    def to_dict(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for one in self.analysers:
+            inner = type(getattr(one, "analyser", one)).__name__
+            kind = f"PerClass{inner}" if isinstance(one, PerClassAnalyser) else inner
+            found |= {f"{kind}.{name}": value for name, value in one.to_dict().items()}
+        return found
+
+    def reset(self) -> None:
+        super().reset()
+        for one in self._modules.get("analysers") or ():  # type: ignore[union-attr]
+            one.reset()
+
+
+class PerClassAnalyser(Analyser[Any]):
+    """A copy of an analyser for each class, which gets the rows of this class; by class."""
+
+    versus = False
+
+    def __init__(self, analyser: Analyser[Any]) -> None:
+        super().__init__(analyser.gradient)
+        self.analyser: Analyser[Any] = analyser
+
+    def reset(self) -> None:
+        super().reset()
+        self.analysers: dict[Any, Analyser[Any]] = {}
+
+    def log_forward(self, name: str, module: nn.Module | None, inputs: Any, outputs: Any) -> None:
+        targets, parts = self.targets, {}
+        for number in targets.unique().tolist():
+            parts[number] = targets == number
+            if self.versus:
+                parts[f"~{number}"] = targets != number
+        self._waiting()[name] = parts
+        for key, rows in parts.items() if self.enabled else ():
+            one = self.analysers.setdefault(key, copy.deepcopy(self.analyser))
+            one.targets = targets[rows]
+            one.log_forward(name, module, _rows(inputs, rows), _rows(outputs, rows))
+
+    def log_backward(self, name: str, module: Any, grad_input: Any, grad_output: Any) -> None:
+        for key, rows in self._waiting()[name].items() if self.enabled else ():
+            given = _rows(grad_input, rows), _rows(grad_output, rows)
+            self.analysers[key].log_backward(name, module, *given)
+
+    def to_dict(self) -> dict[Any, Any]:
+        return {key: one.to_dict() for key, one in self.analysers.items()}
+
+
+class PerClassVersusAnalyser(PerClassAnalyser):
+    """The same, and for each class `1` a copy `"~1"` for all other rows."""
+
+    versus = True
+
+
+def _rows(values: Any, chosen: Tensor) -> Any:
+    return pytree.tree_map_only(Tensor, lambda one: one[chosen], values)
+
+
+class NameAnalyser(Analyser[str]):
+    """Has the names of the nodes."""
+
+    def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> str:
+        return name
+
+
+class DeadReLU(Analyser[Tensor]):
+    """Counts the units that were never active: `dead_count`, `numel`, and a `sum` of batches."""
+
+    def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> Any:
+        active = (state.outputs.detach().sum(0) > 0).float()
+        return active if working_results is None else working_results + active
+
+    def finalise_result(self, name: str, result: Tensor) -> dict[str, Any]:
+        total = result.sum()
+        return {"dead_count": result.numel() - total, "numel": result.numel(), "sum": total}
+
+
+# Running statistics.
+
+
+class Variance:
+    """Mean and variance of all rows of the tensors that `add` is given."""
+
+    _kind: Callable[[], Any] = streaming.Moments
+
+    def __init__(self) -> None:
+        self._found = type(self)._kind()
+
+    def add(self, a: Tensor) -> None:
+        self._found.update(a)
+
+    def size(self) -> int:
+        return int(self._found.count)
+
+    def mean(self) -> Any:
+        return self._found.mean
+
+    def variance(self, unbiased: bool = True) -> Any:
+        return self._found.variance(int(unbiased))
+
+    def stdev(self, unbiased: bool = True) -> Any:
+        return self.variance(unbiased).sqrt()
+
+
+Mean = Variance
+
+
+class Covariance(Variance):
+    """The covariance of the units of all rows, (units, units)."""
+
+    _kind = streaming.Covariance
+
+    def covariance(self, unbiased: bool = True) -> Any:
+        return self._found.comoment / (self.size() - unbiased)
+
+    def variance(self, unbiased: bool = True) -> Any:
+        return self.covariance(unbiased).diagonal()
+
+    def correlation(self, unbiased: bool = True) -> Any:
+        away = self.stdev(unbiased)
+        return self.covariance(unbiased) / away[:, None] / away
+
+
+class CrossIoU:
+    """How often units of two series of binary rows are active together: (units of a, of b)."""
+
+    def __init__(self) -> None:
+        self._sums: list[Any] = [0.0, 0.0, 0.0]
+        self.count: int = 0
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        if a.dim() != 2 or b.dim() != 2 or len(a) != len(b):
+            raise InputError(f"as many rows of both are needed, not {a.shape} and {b.shape}")
+        a, b = a.detach().float(), b.detach().float()
+        more = a.T @ b, a.sum(0)[:, None], b.sum(0)
+        self._sums = [old + new for old, new in zip(self._sums, more, strict=True)]
+        self.count += len(a)
+
+    def size(self) -> int:
+        return self.count
+
+    def intersection(self) -> Any:
+        return self._sums[0]
+
+    def union(self) -> Any:
+        return self._sums[1] + self._sums[2] - self._sums[0]
+
+    def iou(self) -> Any:
+        return self.intersection() / (self.union() + 1e-20)
+
+
+class IoU(CrossIoU):
+    """How often units of binary rows are active together, (units, units)."""
+
+    def add(self, a: Tensor, b: Tensor | None = None) -> None:
+        super().add(a, a if b is None else b)
+
+
+class History:
+    """All rows."""
+
+    def __init__(self, data: Tensor | None = None) -> None:
+        self._rows: list[Tensor] = [] if data is None else [data]
+
+    def add(self, d: Tensor) -> None:
+        self._rows.append(d)
+
+    def history(self) -> Tensor | None:
+        self._rows = [torch.cat(self._rows)] if self._rows else []
+        return self._rows[0] if self._rows else None
+
+
+class FeatureStatistics(Analyser[tuple[Variance, ...]]):
+    """Mean and variance of each unit, of each channel's mean, and of the share of active units."""
+
+    names = ("channel_sparsity", "channel_activations", "feature_activations")
+
+    def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> Any:
+        found = working_results or tuple(Variance() for _ in self.names)
+        units = state.outputs.detach()
+        flat = units.reshape(len(units), 1, -1)
+        active = flat.count_nonzero(-1) / flat.shape[-1]
+        for one, rows in zip(found, (active, flat.mean(-1), units), strict=True):
+            one.add(rows)
+        return found
+
+    def finalise_result(self, name: str, result: Any) -> dict[str, Tensor]:
+        every = list(zip(self.names, result, strict=True))
+        means = {f"{what}_mean": one.mean() for what, one in every}
+        return means | {f"{what}_var": one.variance() for what, one in every}
+
+
+class GradientAccumulationAnalyser(Analyser[Variance]):
+    """Mean and variance of the gradients of each channel of images: `mean` and `var`."""
+
+    def __init__(self) -> None:
+        super().__init__(gradient=True)
+
+    def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> Any:
+        found = working_results or Variance()
+        found.add(state.output_gradients.mean((-2, -1)))
+        return found
+
+    def finalise_result(self, name: str, result: Variance) -> dict[str, Tensor]:
+        return {"var": result.variance(), "mean": result.mean()}
+
+
+class RankAnalyser(Analyser[Covariance]):
+    """The rank of the covariance of units, of at most `n` of them, which are drawn once.
+
+    `mode` has no effect, as in TorchWatcher.
+    """
+
+    def __init__(self, mode: str = "aTa", n: int = 8000, threshold: float = 1e-3) -> None:
+        super().__init__()
+        self.mode: str = mode
+        self.n: int = n
+        self.threshold: float = threshold
+        self.indices: dict[str, Tensor] = {}
+        self.features_dim: dict[str, int] = {}
+
+    def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> Any:
+        rows = state.outputs.detach().flatten(1)
+        if name not in self.indices:
+            generator = torch.Generator().manual_seed(0)  # the model's own numbers stay
+            self.features_dim[name] = rows.shape[1]
+            self.indices[name] = torch.randperm(rows.shape[1], generator=generator)[: self.n]
+        found = working_results or Covariance()
+        found.add(rows[:, self.indices[name].to(rows.device)])
+        return found
+
+    def finalise_result(self, name: str, result: Any) -> Any:
+        matrix, units = result.covariance(), self.features_dim[name]
+        rank = torch.linalg.matrix_rank(matrix, hermitian=True, rtol=self.threshold).item()
+        share = rank / min(units, self.n)
+        return {"features_rank": rank, "features_dim": units, "normalized_features_rank": share}
+
+
+class CovarianceSpectrumStatisticsAnalyser(RankAnalyser):
+    """The spectrum of the covariance of units: its `mean` and `max`, ranks, and `taps` of it."""
+
+    def __init__(self, n: int = 8000, threshold: float = 1e-3, taps: int = 10) -> None:
+        super().__init__("aTa", n, threshold)
+        self.taps: int = taps
+
+    def finalise_result(self, name: str, result: Any) -> Any:
+        found = torch.linalg.svdvals(result.covariance())
+        ranks = super().finalise_result(name, result)
+        last = int((found > found.max() * self.threshold).sum()) - 1
+        at = {"features_rank_val": last, "half_rank_val": last // 2, "quarter_rank_val": last // 4}
+        at |= {f"normalised_spectrum_{i}": i * len(found) // self.taps for i in range(self.taps)}
+        values = {key: found[number].item() for key, number in at.items()}
+        return {"mean": found.mean().item(), "max": found[0].item()} | ranks | values
+
+
+class LayerWeightRankAnalyser(RankAnalyser):
+    """The rank of the weight of each module."""
+
+    def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> Any:
+        weight = getattr(state.module, "weight", None)
+        if working_results is not None or weight is None:
+            return working_results
+        return torch.linalg.matrix_rank(weight.detach().flatten(1), rtol=self.threshold).item()
+
+    def finalise_result(self, name: str, result: Any) -> Any:
+        return result
+
+
+# Probes, and evaluation in a loop of training.
+
+
+class LinearProbe(Analyser[Any]):
+    """TorchWatcher's linear probes: one layer for each node, trained with any criterion.
+
+    In contrast to `bendtrace.analysis.LinearProbe`, targets and losses are not checked: whatever
+    the criterion takes for the outputs of the probes is accepted, such as targets of
+    `nn.BCEWithLogitsLoss`. In training mode the outputs of the last call are kept for
+    `train_step`; in evaluation mode scores are accumulated.
+
+    Args:
+        num_classes: outputs of each probe.
+        partial_optim: a function from the parameters of a probe to its optimizer.
+        criterion: the loss, a function of the outputs and the targets; None for none.
+
+    Attributes:
+        probes: the probes, by the name of the node with "_probe" after it: "1_probe".
+        optimisers: their optimizers, by the name of the node.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tw = bt.compat.torchwatcher
+        >>> probe = tw.LinearProbe(1, torch.optim.Adam, torch.nn.BCEWithLogitsLoss())
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> watched = tw.interject_by_match(model, bt.node_selector.Activations.is_relu, probe)
+        >>> probe.targets = torch.ones(4, 1)
+        >>> _ = watched(torch.ones(4, 2))
+        >>> probe.train_step()
+        >>> list(probe.probes), probe.to_dict()["1"].shape
+        (['1_probe'], torch.Size([4, 1]))
+        >>> _ = probe.eval(), watched(torch.ones(4, 2))
+        >>> sorted(probe.to_dict()["1"])
+        ['acc', 'loss']
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        partial_optim: Callable[[Any], Optimizer] | None = None,
+        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_classes: int = num_classes
+        self.partial_optim: Callable[[Any], Optimizer] = partial_optim or torch.optim.Adam
+        self.criterion: Callable[[Tensor, Tensor], Tensor] | None = criterion
+        self.probes: Any = nn.ModuleDict()
+        self.optimisers: dict[str, Optimizer] = {}
+
+    def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> Any:
+        if not isinstance(state.outputs, Tensor) or state.outputs.dim() == 0:
+            raise InputError(f"a linear probe at {name!r} needs a batch, not {type(state.outputs)}")
+        key = f"{name.replace('.', '_')}_probe"
+        with torch.inference_mode(False), torch.enable_grad():
+            rows = state.outputs.detach().flatten(1).clone()
+            if key not in self.probes:
+                self.probes[key] = nn.Linear(rows.shape[1], self.num_classes).to(rows)
+                self.optimisers[name] = self.partial_optim(self.probes[key].parameters())
+            predicted = self.probes[key](rows)
+        if self.training:
+            return predicted
+        predicted, targets, count = predicted.detach(), state.targets, len(predicted)
+        loss = float("nan") if self.criterion is None else float(self.criterion(predicted, targets))
+        is_binary = targets.is_floating_point()
+        right = (predicted > 0) == (targets > 0.5) if is_binary else predicted.argmax(1) == targets
+        sums = working_results if isinstance(working_results, list) else [0.0, 0.0, 0.0]
+        more = right.float().mean().item() * count, loss * count, count
+        return [old + new for old, new in zip(sums, more, strict=True)]
+
+    def finalise_result(self, name: str, result: Any) -> Any:
+        if isinstance(result, Tensor):
+            return result.detach()
+        right, loss, count = result
+        return {"acc": right / count, "loss": loss / count}
+
+    def train_step(self) -> None:
+        """Make a step with each probe that the last call of the model reached.
+
+        Raises:
+            InputError: there is no criterion, or there are no targets.
+        """
+        if self.criterion is None:
+            raise InputError("train_step needs a criterion")
+        targets = self.targets
+        with torch.inference_mode(False), torch.enable_grad():
+            for name, predicted in self.working_results.items():
+                self.optimisers[name].zero_grad()
+                self.criterion(predicted, targets).backward(retain_graph=True)
+                self.optimisers[name].step()
+        self.working_results = {k: found.detach() for k, found in self.working_results.items()}
+
+
+class AnalyserEvaluation:
+    """Evaluates an analyser over a loader, on a model that is being trained.
+
+    Args:
+        analyser: the analyser, which is inserted in the model.
+        loader: yields batches.
+        prepare_inputs: a function of a batch and the device, which returns the inputs of the model;
+            by default the first item of the batch.
+        compute_gradients: whether calls compute gradients, for a `backward`.
+        backward: a function of the outputs and the batch; it may return a loss.
+        records: a list to add the records to.
+
+    Raises:
+        InputError: there is a `backward` without `compute_gradients`.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tw = bt.compat.torchwatcher
+        >>> names = tw.NameAnalyser()
+        >>> watched = tw.interject_by_match(torch.nn.Sequential(torch.nn.Linear(1, 1)), "0", names)
+        >>> evaluation = tw.AnalyserEvaluation(names, [torch.ones(2, 1)])
+        >>> evaluation.record({"model": watched}, event="batch", global_step=3)["result"]
+        {'0': '0'}
+    """
+
+    def __init__(
+        self,
+        analyser: Any,
+        loader: Iterable[Any],
+        *,
+        prepare_inputs: Callable[[Any, torch.device], Any] | None = None,
+        compute_gradients: bool = False,
+        backward: Callable[[Any, Any], Any] | None = None,
+        records: list[dict[str, Any]] | None = None,
+    ) -> None:
+        if backward is not None and not compute_gradients:
+            raise InputError("a backward needs compute_gradients=True")
+        self.analyser: Any = analyser
+        self.loader: Iterable[Any] = loader
+        self.prepare_inputs: Callable[[Any, torch.device], Any] = prepare_inputs or _first
+        self.compute_gradients: bool = compute_gradients
+        self.backward: Callable[[Any, Any], Any] | None = backward
+        self.records: list[dict[str, Any]] = [] if records is None else records
+
+    def record(
+        self, state: dict[Any, Any], *, event: str, global_step: int | None = None
+    ) -> dict[str, Any]:
+        """Evaluate the analyser, and leave the model, its mode and its gradients as they were.
+
+        Args:
+            state: that of a Torchbearer trial, or `{"model": model}`.
+            event: "start", "batch" or "end".
+            global_step: how many steps of training there were.
+        """
+        model, analyser = state["model"], self.analyser
+        mode, was_enabled = model.training, analyser.enabled
+        gradients = [(one, one.grad) for one in model.parameters()]
+        device = next((one.device for one, _ in gradients), torch.device("cpu"))
+        analyser.reset()
+        analyser.enabled = True
+        model.eval()
+        try:
+            for batch in self.loader:
+                for one, _ in gradients if self.compute_gradients else ():
+                    one.grad = None
+                with torch.set_grad_enabled(self.compute_gradients):
+                    inputs = self.prepare_inputs(batch, device)
+                    args = inputs if isinstance(inputs, tuple) else (inputs,)
+                    outputs = model(**inputs) if isinstance(inputs, dict) else model(*args)
+                    loss = None if self.backward is None else self.backward(outputs, batch)
+                    if isinstance(loss, Tensor):
+                        loss.backward()
+            result = analyser.to_dict()
+        finally:
+            for one, gradient in gradients:
+                one.grad = gradient
+            analyser.enabled = was_enabled
+            model.train(mode)
+        epoch = 0 if event == "start" else state.get("epoch", 0) + 1
+        number = {"start": 0, "end": None}.get(event, state.get("t", 0) + 1)
+        made = {"event": event, "epoch": epoch, "batch": number, "global_step": global_step}
+        self.records.append(made | {"result": result})
+        return self.records[-1]
+
+
+def _first(batch: Any, device: torch.device) -> Any:
+    inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+    return pytree.tree_map_only(Tensor, lambda one: one.to(device), inputs)
