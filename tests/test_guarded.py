@@ -1302,11 +1302,12 @@ class Switches(Layer):
 
 
 SET_INSIDE = (
-    "settings that it changes: default dtype and device, `sdpa_kernel`, deterministic algorithms"
+    "settings that forward changes for a while: default dtype, `sdpa_kernel`, deterministic "
+    "algorithms, MKLDNN, cuDNN, threads, checks of distributions"
 )
 
 
-@case(SET_INSIDE, live_at="torch.ones(3)")
+@case(SET_INSIDE)
 def other_default_dtype(x: Tensor) -> Any:
     torch.set_default_dtype(torch.float64)
     try:
@@ -1315,19 +1316,30 @@ def other_default_dtype(x: Tensor) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-@case(SET_INSIDE, lambda: torch.ones(1, 1, 2, 4), live_at="scaled_dot_product_attention(")
+@case(SET_INSIDE, lambda: torch.ones(1, 1, 2, 4))
 def other_attention(x: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
 
-@case(SET_INSIDE, live_at="torch.empty(3)")
+@case(SET_INSIDE)
 def deterministic_inside(x: Tensor) -> Any:
     torch.use_deterministic_algorithms(True)
     try:
         return x * 2, torch.empty(3)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@case(
+    "other settings that it changes: default device, precision, anomaly detection",
+    live_at="torch.set_default_device",
+)
+def other_default_device(x: Tensor) -> Tensor:
+    torch.set_default_device("cpu")
+    y = torch.ones(3)
+    torch.set_default_device(None)
+    return x + y
 
 
 # Randomness

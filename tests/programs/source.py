@@ -48,7 +48,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.tools import Doubled, Pair, Stop
+from tests.programs.tools import Doubled, Pair, Stop, in_float64
 """
 
 
