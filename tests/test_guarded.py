@@ -342,13 +342,11 @@ def generator_of_numpy_given(x: Tensor, generator: Any) -> Tensor:
     return x * generator.random()
 
 
-UNKNOWN = (
-    "iterators, deques, `bytearray` and the like as arguments; iterators and generators anywhere"
-)
+UNKNOWN = "iterators, `bytearray` and the like as arguments; iterators and generators anywhere"
 
 
 @case(UNKNOWN, lambda: (grid(), iter([1, 2])), live_at="next(steps)")
-@case(UNKNOWN, lambda: (grid(), collections.deque([1])), live_at="next(steps)")
+@case(UNKNOWN, lambda: (grid(), bytearray(b"a")), live_at="next(steps)")
 def iterator_given(x: Tensor, steps: Any) -> Tensor:
     return x * (next(steps) if hasattr(steps, "__next__") else steps[0])
 
@@ -713,7 +711,9 @@ change(
     lambda m, p: m.parametrizations.weight.original0.data.mul_(2),
 )  # fmt: skip
 
-WRITES = "what forward changes: tensors in place, attributes, buffers, lists, dicts, gradients"
+WRITES = (
+    "what forward changes: tensors in place, attributes, buffers, lists, dicts, deques, gradients"
+)
 
 
 @case(WRITES, lambda: (grid(), [1], {"a": 1}, Box(1)))
@@ -730,6 +730,16 @@ class Writes(Layer):
         table["b"] = self.hidden
         box.value = x.shape[0]
         return x * self.hidden
+
+
+@case(WRITES)
+class ShiftsADeque(Layer):
+    def __init__(self) -> None:
+        super().__init__(value=collections.deque([torch.zeros(3), torch.ones(3)], maxlen=2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.value.append(x.sum(0))
+        return x * sum(self.value)
 
 
 @case(WRITES)
@@ -781,10 +791,7 @@ class AppendsToADeque(Layer):
         return x * 2
 
 
-UNWRITABLE = (
-    "what it changes otherwise: sets, arrays, deques that it reads, long lists, attributes of "
-    "classes"
-)
+UNWRITABLE = "what it changes otherwise: sets, arrays, long lists, attributes of classes"
 
 
 @case(UNWRITABLE, live_at="self.value.add(")
@@ -805,16 +812,6 @@ class WritesIntoAnArray(Layer):
     def forward(self, x: Tensor) -> Tensor:
         self.value[0] += 1
         return x * float(self.value[0])
-
-
-@case(UNWRITABLE, live_at="self.value.append(")
-class ReadsADeque(Layer):
-    def __init__(self) -> None:
-        super().__init__(value=collections.deque())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.value.append(2)
-        return x * len(self.value)
 
 
 class CountsInItsClass(Layer):

@@ -275,6 +275,16 @@ class Added(Enum):
     ITEMS = "items"
 
 
+class DequeSize(int):
+    """The number of items of a deque.
+
+    Attributes:
+        most: how many it can hold; None if that is not limited.
+    """
+
+    most: int | None = None
+
+
 class AttributeKey(str):
     """A key that is an attribute name, as opposed to a dict's key.
 
@@ -315,11 +325,20 @@ def put(container: Any, key: Any, value: Any) -> None:
         for position, item in enumerate(value, len(container) - len(value)):
             container[position] = item
     elif key is None:
-        container[:] = value
+        refill(container, value)
     elif isinstance(key, AttributeKey):
         key.put(container, value)
     else:
         container[key] = value
+
+
+def refill(container: Any, items: list[Any]) -> None:
+    """Exchange all items of a list or deque."""
+    if type(container) is collections.deque:
+        container.clear()
+        container.extend(items)
+    else:
+        container[:] = items
 
 
 def holds_number(part: Captured) -> bool:
@@ -546,7 +565,7 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
             return dict.fromkeys(names, value.get(UNSET))
         return {name: value[name] for name in names if name in value}
     content: dict[Any, Any] = {}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, collections.deque)):
         content.update(enumerate(value))
     elif isinstance(value, dict):
         # Bypassing its own methods, but in iteration order.
@@ -566,6 +585,7 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
 
 _HOLDERS = (
     dict, list, collections.OrderedDict, collections.defaultdict, collections.Counter,
+    collections.deque,
 )  # fmt: skip
 _SPELLED = PLAIN_TYPES | {AttributeKey}  # keys that labels tell apart
 _BARE = (dict, list, tuple)  # these have no attributes
