@@ -112,7 +112,8 @@ def _has_attributes(value: Any) -> bool:
 def _can_grow(part: Captured) -> bool:
     if part.is_argument or part.access is Access.FIXED:
         return False
-    return part.type in (list, collections.deque) and part.kind in _LISTS
+    is_full = part.type is collections.deque and len(part.value) == part.value.maxlen
+    return part.type in (list, collections.deque) and part.kind in _LISTS and not is_full
 
 
 _LISTS = (CaptureKind.LIST, CaptureKind.LARGE, CaptureKind.GROWING)

@@ -342,8 +342,13 @@ def refill(container: Any, items: list[Any]) -> None:
 
 
 def holds_number(part: Captured) -> bool:
-    """Whether a part is a number in a container or object of the model that can hold another."""
+    """Whether a part is a number in a container or object of the model that can hold another.
+
+    A number in a tuple is one if another tuple can be put there.
+    """
     is_number = part.kind is CaptureKind.PLAIN and part.type in (int, float)
+    while is_number and part.parent is not None and part.parent.type is tuple:
+        part = part.parent
     return is_number and is_exchangeable(part)
 
 

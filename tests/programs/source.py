@@ -35,6 +35,7 @@ import torch
 from torch import nn
 """
 _HEAD = """\
+import collections
 import contextlib
 import copy
 import functools
