@@ -1436,11 +1436,15 @@ def other_values() -> Tensor:
     return (grid() * 0.5).requires_grad_()
 
 
+IS_EXP = torch.tensor(True)
 ONE_OP = {
     "an `autograd.Function`, with its own backward": lambda x: Cube.apply(x),
     "scripted and traced functions and modules (`torch.jit`)": scripts,
     "`vmap`, `grad`, `jvp` and other transforms": lambda x: torch.func.vmap(lambda r: r.exp() * 2)(
         x
+    ),
+    "higher-order operations: `torch.cond`, `while_loop`": lambda x: torch.cond(
+        IS_EXP, lambda y: y.exp(), lambda y: y - 1, (x,)
     ),
     "a function named by `bt.opaque`": lambda x: smoothed(x),
 }
@@ -1696,11 +1700,6 @@ past = super(torch.autograd.function._SingleLevelFunction, Cube).apply
 )
 def calls_past_apply(x: Tensor) -> Tensor:
     return past(x) * 2
-
-
-@case("higher-order operations: `torch.cond`, `while_loop`", live_at="torch.cond(")
-def conditional(x: Tensor) -> Tensor:
-    return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
 
 
 @case("dispatch modes in forward", live_at="with NegatesBelow()")
