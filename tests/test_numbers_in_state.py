@@ -48,7 +48,7 @@ class Holds(nn.Module):
         self.fc = nn.Linear(3, 3)
         self.step, self.ema, self.temperature = 0, 0.0, 1.0
         self.table: dict[str, Any] = {"n": 0, "name": "a"}
-        self.items = [0, 0.5]
+        self.items, self.last = [0, 0.5], [0.0] * 3
         self.pair: tuple[Any, ...] = (0, 0.5, (1, "a"))
         self.window: Any = collections.deque([0.0, 0.5], maxlen=2)
         self.meter, self.slotted = Meter(), Slotted()
@@ -123,7 +123,7 @@ STREAMS: dict[str, tuple[str, int]] = {
     "layers in turn": ("self.step += 1; y = y * [0.5, 1, 2][self.step % 3]", 6),
     "a dict": ("self.table['n'] += 2; y = y + self.table['n']", 3),
     "a list": ("self.items[1] *= 1.25; y = y + self.items[1]", 3),
-    "another list": ("self.items = [self.items[1], x.sum().item()]; y = y * sum(self.items)", 5),
+    "another list": ("self.last = [*self.last[1:], x.mean().item()]; y = y * sum(self.last)", 6),
     "a deque": ("self.window.append(x.mean().item()); y = y * sum(self.window)", 5),
     "a tuple": ("self.pair = self.pair[0] + 1, x.max().item(); y = y * sum(self.pair)", 5),
     "a tuple in a tuple": (
