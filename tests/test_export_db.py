@@ -24,8 +24,6 @@ EXAMPLES = all_examples()
 
 # These run live, for reasons that are given.
 LIVE = {
-    "cond_closed_over_variable": "higher-order op",
-    "dynamic_shape_map": "higher-order op",
     "optional_input": "a tensor of unknown origin",  # a parameter's default
 }
 
@@ -89,8 +87,8 @@ def test_an_example_gives_what_eager_gives(name: str, gradients: bool) -> None:
 # What no exported program has a form of, with the reason that is given.
 NOT_EXPORTED = {
     "autograd_function": "is not torch's",
-    "cond_closed_over_variable": "higher-order op",
-    "dynamic_shape_map": "higher-order op",
+    "cond_closed_over_variable": "higher_order is not torch's",
+    "dynamic_shape_map": "higher_order is not torch's",
     "model_attr_mutation": "sets self.attr_list",
     "optional_input": "a tensor of unknown origin",
     "tensor_setattr": "sets x.attr",

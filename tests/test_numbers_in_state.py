@@ -48,7 +48,9 @@ class Holds(nn.Module):
         self.fc = nn.Linear(3, 3)
         self.step, self.ema, self.temperature = 0, 0.0, 1.0
         self.table: dict[str, Any] = {"n": 0, "name": "a"}
-        self.items = [0, 0.5]
+        self.items, self.last = [0, 0.5], [0.0] * 3
+        self.pair: tuple[Any, ...] = (0, 0.5, (1, "a"))
+        self.window: Any = collections.deque([0.0, 0.5], maxlen=2)
         self.meter, self.slotted = Meter(), Slotted()
         self.settings = types.SimpleNamespace(n=0, name="a")
         self.counter: Any = collections.Counter()
@@ -121,6 +123,18 @@ STREAMS: dict[str, tuple[str, int]] = {
     "layers in turn": ("self.step += 1; y = y * [0.5, 1, 2][self.step % 3]", 6),
     "a dict": ("self.table['n'] += 2; y = y + self.table['n']", 3),
     "a list": ("self.items[1] *= 1.25; y = y + self.items[1]", 3),
+    "another list": ("self.last = [*self.last[1:], x.mean().item()]; y = y * sum(self.last)", 6),
+    "a deque": ("self.window.append(x.mean().item()); y = y * sum(self.window)", 5),
+    "a tuple": ("self.pair = self.pair[0] + 1, x.max().item(); y = y * sum(self.pair)", 5),
+    "a tuple in a tuple": (
+        "n, last, (k, name) = self.pair; self.pair = n + 1, x.max().item(), (n - k, name)\n"
+        "y = y * last + k if n % 2 else y - last",
+        6,
+    ),
+    "a tuple that is only written": ("self.pair = len(x), x.max().item()", 5),
+    "a tuple in a dict": (
+        "n, last = self.table.get('n') or (0, 0.5); self.table['n'] = n + 1, last / 2 + n", 5,
+    ),
     "a dataclass": ("self.meter.update(x.sum().item()); y = y - self.meter.mean", 3),
     "a slot": ("self.slotted.value -= 1; y = y * self.slotted.value", 3),
     "settings": ("self.settings.n += 1; y = y * self.settings.n", 3),
@@ -188,6 +202,15 @@ def test_calls_are_replayed(name: str) -> None:
     assert bended.stats.live == 0, bended.why_live
     assert bended.stats.traces <= most, bended.stats
     assert bended.stats.replays >= 40 - most
+
+
+def test_a_tuple_that_is_in_two_places_is_compared() -> None:
+    statements = (
+        "y = y * (2 if self.pair is self.items else 3) + self.pair[0]\n"
+        "self.pair = self.pair[0] + 1, x.max().item()\n"
+        "self.items = self.pair if self.pair[0] % 3 else (1, 0.5)"
+    )
+    stream(written(statements), 30)
 
 
 def test_variables_around_a_function_are_inputs() -> None:

@@ -79,7 +79,7 @@ def stepped(bended: bt.BendedModule) -> None:
 
 # What a run can restore, and a stepped one refuses, since it cannot say what a variable held.
 NOT_STEPPED = {
-    "class_attribute", "deque", "attribute_of_a_library", "growing_set", "numbers_in_an_array",
+    "class_attribute", "attribute_of_a_library", "growing_set", "numbers_in_an_array",
     "numpy_array", "data_of_a_parameter", "growing_modules", "optimizer", "environment_variable",
 }  # fmt: skip
 

@@ -147,3 +147,14 @@ def test_an_error_of_arithmetic_is_guarded() -> None:
     for n in (2, 3, 2, 3, 5):
         assert torch.equal(bended(torch.ones(n)), model(torch.ones(n)))
     assert bended.stats.replays >= 2
+
+
+def test_an_error_of_arithmetic_that_nothing_catches() -> None:
+    bended = bt.BendedModule(lambda x: x * (6 // (x.shape[0] - 2)))
+    for n in (3, 5, 2, 4, 2):
+        if n == 2:
+            with pytest.raises(ZeroDivisionError):
+                bended(torch.ones(n))
+        else:
+            assert torch.equal(bended(torch.ones(n)), torch.ones(n) * (6 // (n - 2)))
+    assert bended.stats.replays == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import enum
@@ -1681,3 +1682,56 @@ def test_generators_and_forks_of_the_random_state() -> None:
             results.append(bits([called(torch.ones(3)), called(torch.ones(3))]))
             results[-1] = results[-1], bits([torch.get_rng_state(), generator.get_state()])
         assert results[0] == results[1]
+
+
+class _Queue(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.queue = kind, collections.deque[Any](maxlen=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queue = self.queue
+        if self.kind == "numbers":
+            queue.append(x.mean().item())
+            if x[0] > 0:
+                queue.rotate(1)
+            return x * sum(queue) / len(queue)
+        if self.kind == "tensors":
+            queue.append(x.detach() * 2)
+            return torch.stack(list(queue)).mean(0) + queue[0]
+        queue.append(len(queue))
+        if len(queue) == 3:
+            queue.clear()
+        return x + len(queue) + (queue.maxlen or 7)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "tensors", "lengths"])
+def test_a_deque_that_forward_changes_and_reads(kind: str) -> None:
+    model, eager = _Queue(kind), _Queue(kind)
+    bended = bt.BendedModule(model)
+    torch.manual_seed(0)
+    for number in range(24):
+        for one in (model, eager):
+            if number == 12:
+                one.queue = collections.deque(one.queue, maxlen=2)
+            if number == 18:
+                one.queue.clear()
+        x = torch.randn(3)
+        assert bits(bended(x)) == bits(eager(x))
+        assert bits([*model.queue]) == bits([*eager.queue])
+        assert model.queue.maxlen == eager.queue.maxlen
+    assert bended.stats.replays >= 8
+
+
+def test_a_deque_among_the_arguments() -> None:
+    def model(x: Tensor, queue: collections.deque[Any]) -> Tensor:
+        queue.append(x * 2)
+        return x + queue[0] * len(queue)
+
+    bended = bt.BendedModule(model)
+    for number in range(6):
+        x, first = torch.randn(2), [torch.randn(2)] * (1 + number % 2)
+        mine, other = collections.deque(first), collections.deque(first)
+        assert bits(bended(x, mine)) == bits(model(x, other))
+        assert bits([*mine]) == bits([*other])
+    assert (bended.stats.traces, bended.stats.replays) == (2, 4)

@@ -56,6 +56,16 @@ def functions_of_math(x: Tensor) -> Any:
     return x[: math.ceil(count / 4)] * math.sqrt(count), math.gcd(count, 6), math.log(count)
 
 
+RATES = [0.5 * number for number in range(25)]
+
+
+def items(x: Tensor) -> Any:
+    count = len(x)
+    table = {number: number * number for number in range(25)}
+    below = RATES[-count]
+    return x * RATES[count] + below, table[x.shape[0]], (*range(25),)[x.shape[0] - 1]
+
+
 def among_others(x: Tensor) -> Any:
     """The number is one of several arguments, and an operand."""
     count = operator.index(x.shape[0])
@@ -126,8 +136,8 @@ def cached_shapes(x: Tensor) -> Any:
 
 
 PROGRAMS: list[Callable[[Tensor], Any]] = [
-    int_of_a_size, int_of_a_tensor, float_of_a_tensor, length, functions_of_math, among_others,
-    loop, loop_that_counts, loop_back, nested_loops, rows_that_leave, cached_shapes,
+    int_of_a_size, int_of_a_tensor, float_of_a_tensor, length, functions_of_math, items,
+    among_others, loop, loop_that_counts, loop_back, nested_loops, rows_that_leave, cached_shapes,
 ]  # fmt: skip
 
 
@@ -365,3 +375,30 @@ def test_nothing_is_exchanged_while_somebody_traces() -> None:
     for x in inputs(40, seed=1):
         assert bits(bended(x)) == bits(int_of_a_size(x))
     assert sys.gettrace() is old
+
+
+def test_items_that_are_not_there_and_items_that_change() -> None:
+    """An item that is missing is an error of the model, which may catch it."""
+    rates = [*RATES[:12]]
+
+    def model(x: Tensor) -> Tensor:
+        try:
+            return x * rates[x.shape[0]]
+        except IndexError as error:
+            return x - len(str(error))
+
+    def fails(x: Tensor) -> Tensor:
+        return x * rates[x.shape[0]]
+
+    bended, failing = bt.BendedModule(model), bt.BendedModule(fails)
+    for number, x in enumerate(inputs(60)):
+        if number == 40:
+            rates[3:6] = [7.0, 8.0, 9.0]
+        assert bits(bended(x)) == bits(model(x))
+        if len(x) < 12:
+            assert bits(failing(x)) == bits(fails(x))
+        else:
+            with pytest.raises(IndexError, match="list index out of range"):
+                failing(x)
+    assert bended.stats.live == failing.stats.live == 0
+    assert bended.stats.traces <= 20

@@ -754,7 +754,7 @@ class CompiledWriter(SegmentWriter):
         return found
 
     def _is_compilable(self, op: Op, known: set[int]) -> bool:
-        if why_not_op(op, op.context) is not None or op.context.autocast or op.context.inference:
+        if why_not_op(op, op.context) is not None or not op.context.is_usual:
             return False
         ops = self.tape.ops
         if op.writes or works_in_place(op) or gives_nothing(op) or _has_sizes_of_values(op, ops):

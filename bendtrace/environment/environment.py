@@ -394,12 +394,15 @@ class Environment(Found):
         """Return the parts that are numbers with some labels, which the run takes as inputs.
 
         Code that asks for the exact type of a number takes none. Nor can a number be an input that
-        only a tuple, a descriptor or an object of C holds.
+        only a descriptor or an object of C holds, or a tuple that has two places.
         """
         found: list[Captured] = []
         if labels and not (self.plain_numbers or self.tells_numbers):
+            named = {id(part.value) for part in self.parts if part.kind is CaptureKind.ALIAS}
             for part in self.parts:
-                if part.label in labels and holds_number(part):
+                if part.label not in labels or not holds_number(part):
+                    continue
+                if named.isdisjoint(map(id, _tuples_around(part))):
                     found.append(replace(part, kind=CaptureKind.NUMBER))
         for part in found:  # others may have the part itself
             self.parts[part.index] = part
@@ -424,7 +427,14 @@ class Environment(Found):
 
     def place(self, stand_ins: list[tuple[Captured, Any]]) -> None:
         """Put something in the place of numbers while the run goes on."""
+        tuples: dict[int, tuple[Any, ...]] = {}
         for part, stand_in in stand_ins:
+            assert part.parent is not None
+            while (holder := part.parent) is not None and holder.type is tuple:
+                items = [*tuples.get(holder.index, holder.value)]
+                items[part.key] = stand_in
+                part, stand_in = holder, tuple(items)
+                tuples[holder.index] = stand_in
             assert part.parent is not None
             self._placed.append((part, stand_in))
             put(part.parent.value, part.key, stand_in)
@@ -455,6 +465,12 @@ class Environment(Found):
             if part.kind in _LET_GO and part.access is not Access.FIXED:
                 part.value = None
         self.by_id.clear()
+
+
+def _tuples_around(part: Captured) -> Iterator[Captured]:
+    while part.parent is not None and part.parent.type is tuple:
+        part = part.parent
+        yield part
 
 
 def _thing_of(part: Captured) -> Any:

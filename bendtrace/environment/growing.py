@@ -112,10 +112,11 @@ def _has_attributes(value: Any) -> bool:
 def _can_grow(part: Captured) -> bool:
     if part.is_argument or part.access is Access.FIXED:
         return False
-    if part.type is list:
-        return part.kind in (CaptureKind.LIST, CaptureKind.LARGE, CaptureKind.GROWING)
-    is_known = part.kind in (CaptureKind.IDENTITY, CaptureKind.GROWING)
-    return part.type is collections.deque and is_known
+    is_full = part.type is collections.deque and len(part.value) == part.value.maxlen
+    return part.type in (list, collections.deque) and part.kind in _LISTS and not is_full
+
+
+_LISTS = (CaptureKind.LIST, CaptureKind.LARGE, CaptureKind.GROWING)
 
 
 def _holders(part: Captured) -> Iterator[int]:

@@ -48,7 +48,7 @@ def definitions(functions: Iterable[Any]) -> str:
 
 def container_kind(kind: type) -> CaptureKind:
     """Return what kind of part a container of some type is."""
-    if issubclass(kind, list):
+    if issubclass(kind, list) or kind is collections.deque:
         return CaptureKind.LIST
     if issubclass(kind, tuple):
         return CaptureKind.TUPLE

@@ -83,6 +83,7 @@ from bendtrace.tape.captured import (
     AttributeKey,
     Captured,
     CaptureKind,
+    DequeSize,
     attributes_of,
     content_of,
     has_attributes,
@@ -824,7 +825,11 @@ class Scan(CodeScan):
             if not isinstance(value, types.SimpleNamespace):  # whose dict cannot be replaced
                 found.watched_objects.add_owner(value)
             self._scan_mapping(vars(value), route.label)
-        elif issubclass(kind, (list, tuple, dict)) or is_plain_object(kind, route.depth):
+        elif (
+            issubclass(kind, (list, tuple, dict))
+            or kind is collections.deque
+            or is_plain_object(kind, route.depth)
+        ):
             if route.is_argument:
                 self._meet_helper(kind)
             else:
@@ -941,6 +946,9 @@ class Scan(CodeScan):
             and (part.kind is CaptureKind.DICT or has_attributes(part.type))
         )
         part.size = tuple(content) if by_key else len(content)
+        if part.type is collections.deque:
+            part.size = DequeSize(len(content))
+            part.size.most = value.maxlen
         if part.kind is not CaptureKind.TUPLE or has_attributes(part.type):
             self.found.held[part.index] = content
         if part.kind is CaptureKind.DICT:

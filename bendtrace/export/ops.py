@@ -602,8 +602,8 @@ def refusal_of(op: Op) -> str | None:
     reason = why_not_op(op, op.context)
     if reason is not None and "random" in reason and name.endswith(_STEADY):
         reason = None
-    if reason is None and (op.context.autocast or op.context.inference):
-        reason = f"{name} runs under autocast or in inference mode"
+    if reason is None and not op.context.is_usual:
+        reason = f"{name} runs under autocast, in inference mode or under other settings"
     return None if reason is None else f"{reason}: {_advice(reason)}"
 
 

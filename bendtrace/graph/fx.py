@@ -104,6 +104,9 @@ def to_fx(
     return _Writer(graph, recording, folded, guards).write()
 
 
+_ENTERS = "enters or leaves autocast or inference mode"
+
+
 class _Writer:
     def __init__(self, graph: Graph, recording: Recording, folded: Folding, guards: bool) -> None:
         self.mirror = graph
@@ -251,7 +254,8 @@ class _Writer:
 
     def _switch(self, wanted: Context) -> None:
         if wanted._replace(grad=self.context.grad) != self.context:
-            raise ConversionError("the run enters or leaves autocast or inference mode on its way")
+            changes = "changes a setting of torch" if wanted.settings else _ENTERS
+            raise ConversionError(f"the run {changes} on its way")
         if wanted != self.context:
             self.fx.call_function(torch._C._set_grad_enabled, (wanted.grad,))
             self.context = wanted

@@ -47,7 +47,7 @@ from bendtrace.recording.run import Signature
 from bendtrace.run import Run
 from bendtrace.tape.scalars import TRACED
 
-_DEEPEST = 40  # calls inside of each other, before an insertion is asked whether it makes them
+_DEEPEST = 30  # calls inside of each other, before an insertion is asked whether it makes them
 _OF_NODE = gates.InsteadGate._node.__code__
 _MOST_NOTES = 16  # on why something was not called; more would not be read
 

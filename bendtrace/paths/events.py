@@ -204,6 +204,8 @@ def _managers(context: Context, around: Context) -> Iterator[str]:
         yield "torch.inference_mode()"
     elif context.grad is not around.grad:
         yield "torch.enable_grad()" if context.grad else "torch.no_grad()"
+    if context.settings:
+        yield f"settings({', '.join(f'{name}={value}' for name, value in context.settings)})"
     before = {cast.device_type: cast for cast in around.autocast}
     for cast in context.autocast:
         if cast.enabled and cast != before.pop(cast.device_type, None):

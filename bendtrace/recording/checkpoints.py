@@ -144,6 +144,9 @@ class Checkpointed:
 
     def _begins(self) -> None:
         writer, script = self._writer, self._writer.script
+        if writer.context().settings:
+            place = user_place(sys._getframe(1))
+            writer.tape.block(f"a checkpointed block at {place} begins under changed settings")
         self._run.current, self._begin = self, self._here()
         self._before = self._run.changes()
         known = (writer.known.get(id(tensor)) for tensor in self._given)

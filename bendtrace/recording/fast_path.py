@@ -113,10 +113,10 @@ def fast_path_for(
 
     def renew() -> None:
         nonlocal context, grad, unchanged
-        context, unchanged = current_context(), _GlobalState().check
+        context, unchanged = writer.context(), _GlobalState().check
         grad = context.grad
-        if context.inference:
-            unchanged = _never  # it would not notice the end of inference mode
+        if context.inference or context.settings:
+            unchanged = _never  # it would not notice the end of inference mode, or of all settings
 
     def fast_path(
         func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType

@@ -115,6 +115,9 @@ class Numbers:
                 traced = TRACED_AS.get(type(result))
         finally:
             if traced is None:  # it raised, or returned a value that cannot be traced
+                script = self._writer.script
+                # In a script it raises what the replay has raised, and asks nothing.
+                is_asked = is_asked or (script is not None and script.is_active)
                 for operand in () if is_asked else operands:
                     if type(operand) in TRACED:
                         self.consume(operand, getattr(function, "__name__", "arithmetic"))

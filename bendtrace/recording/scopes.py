@@ -16,7 +16,6 @@ from bendtrace.recording.encoding import Encoder
 from bendtrace.recording.values import Values
 from bendtrace.recording.writer import Known, Writer
 from bendtrace.tape.captured import PLAIN_TYPES
-from bendtrace.tape.contexts import current_context
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.torch_rules.collectives import has_joint_hooks, with_joint_hooks
@@ -121,7 +120,7 @@ class Scopes:
                 output = module._call_impl(*args, **kwargs)
             is_held = type(output) is not Tensor or sys.getrefcount(output) > _ALONE
             scope.is_sole = not is_held and _is_known_alone(output)
-            scope.context = current_context()
+            scope.context = self._writer.context()
             scope.output = self._noted(output)
             if self._observer is not None:
                 with torch._C.DisableTorchFunction():

@@ -472,7 +472,7 @@ class Script:
 
     def _agree(self, op: Op, step: _Step) -> bool:
         before = step.op
-        if op.kind is not before.kind or op.context != before.context:
+        if op.kind is not before.kind or op.context.modes != before.context.modes:
             return False
         if op.target != before.target and _text(op.target) != _text(before.target):
             return False

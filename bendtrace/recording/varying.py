@@ -1,9 +1,10 @@
 """Numbers that differ between calls at one place stay traced where Python makes others of them.
 
-`int(n)`, `math.sqrt(n)`, `range(n)`: C code asks a traced scalar for its number, so that the number
-is guarded, and each number is a path of its own. After a few numbers at one place (`TraceTree`),
-the frame receives a traced scalar in place of the plain result, and a loop over `range(n)` asks in
-each round whether there is another one (`Rounds`). So the replay computes the number.
+`int(n)`, `math.sqrt(n)`, `rates[n]`, `range(n)`: C code asks a traced scalar for its number, so
+that the number is guarded, and each number is a path of its own. After a few numbers at one place
+(`TraceTree`), the frame receives a traced scalar in place of the plain result, and a loop over
+`range(n)` asks in each round whether there is another one (`Rounds`). So the replay computes the
+number.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from bendtrace.recording.values import TRACED_AS, Values
 from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
 from bendtrace.source.bytecode import single_steps
-from bendtrace.source.results import COMPUTING, can_exchange, exchange, is_awaited, is_computation
+from bendtrace.source.results import (
+    COMPUTING,
+    can_exchange,
+    exchange,
+    is_awaited,
+    is_computation,
+    item_of,
+)
 from bendtrace.source.sites import TORCH, TRACER, instruction_at
 from bendtrace.source.usage import compares_identity
 from bendtrace.tape.captured import identical
@@ -46,7 +54,7 @@ def place_of(guard: Guard) -> Place | None:
     if type(guard.expected) not in (int, float):
         return None
     code, offset = guard.site.chain[guard.site.level if guard.how == "len" else 0]
-    if code.co_filename.startswith(TORCH) or dis.opname[code.co_code[offset]] != "CALL":
+    if code.co_filename.startswith(TORCH) or dis.opname[code.co_code[offset]] not in _ASKING:
         return None
     return code, offset
 
@@ -105,7 +113,9 @@ class Varying:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
                 result = self._uncached(function, given)
-            elif function in COMPUTING and all(type(one) in _NUMBERS for one in given):
+            elif (function is item_of and _has_item(*given)) or (
+                function in COMPUTING and all(type(one) in _NUMBERS for one in given)
+            ):
                 result = self._arithmetic(function, given)
             else:
                 return False
@@ -276,6 +286,9 @@ class Rounds:
 
 _NUMBERS = TRACED | {int, float}
 _FEW_ROUNDS = 4
+_OF_NUMBERS = {int}, {float}
+_MOST_ITEMS = 4096  # which code lists again
+_ASKING = frozenset({"CALL", "BINARY_SUBSCR"})
 
 
 def _asking() -> tuple[FrameType, FrameType]:
@@ -290,12 +303,24 @@ def _call_of(frame: FrameType, callee: FrameType) -> tuple[Any, tuple[Any, ...]]
     """Return the function that a frame is calling, and its arguments; None if that is unknown."""
     places = stacks.layout()
     stack = None if places is None else stacks.read(frame, callee, places)
-    if stack is None or stack.name != "CALL" or stack.operands is None:
+    if stack is None or stack.name not in _ASKING or stack.operands is None:
         return None
+    if stack.name == "BINARY_SUBSCR":
+        return item_of, tuple(stack.operands)
     if _has_keywords(frame.f_code, instruction_at(frame.f_code, frame.f_lasti)):
         return None
     function, *given = (one for one in stack.operands if one is not stacks.EMPTY)
     return function, tuple(given)
+
+
+def _has_item(container: Any, key: Any) -> bool:
+    """Return whether a container holds numbers of one type, and a key may be that of one."""
+    if type(container) not in (dict, list, tuple) or len(container) > _MOST_ITEMS:
+        return False
+    is_dict = type(container) is dict
+    kinds = {*map(type, container.values() if is_dict else container)}
+    is_by_number = not is_dict or {*map(type, container)} == {int}
+    return kinds in _OF_NUMBERS and is_by_number and type(key) is TracedInt
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from operator import itemgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,7 +19,13 @@ from bendtrace.recording.script import Script, counts
 from bendtrace.source.sites import Site, SiteTable, user_place
 from bendtrace.source.usage import compares_items
 from bendtrace.tape.captured import CaptureKind
-from bendtrace.tape.contexts import current_context, current_settings
+from bendtrace.tape.contexts import (
+    Context,
+    changeable_settings,
+    current_context,
+    current_settings,
+    lasting_settings,
+)
 from bendtrace.tape.tape import (
     Guard,
     ModuleCall,
@@ -118,8 +125,8 @@ class Writer:
         self._caught: dict[tuple[int, int], bool] = {}
         self._sites = SiteTable(boundaries)
         self.boundaries: set[int] = self._sites.boundaries
-        self._dtype = torch.get_default_dtype()
-        self._settings = current_settings()
+        self._settings = torch.get_default_dtype(), current_settings()
+        self._before = changeable_settings(), lasting_settings()
 
     def close(self) -> None:
         """Release the objects of the caller, and the values computed before."""
@@ -167,13 +174,8 @@ class Writer:
         script = self.script
         if script is not None and not script.is_active and script.hold.release_casts():
             self.forgot_casts()
-        op = Op(len(ops), kind, target, args, kwargs, self.scope, site, current_context())
-        if torch.get_default_dtype() is not self._dtype:
-            place = user_place(sys._getframe(1))
-            self.tape.block(f"at {place} the run has changed the default dtype")
-        if kind is OpKind.CALL and current_settings() != self._settings:
-            place = user_place(sys._getframe(1))
-            self.tape.block(f"at {place} the run has changed a torch setting")
+        context = self.context() if kind is OpKind.CALL else current_context()
+        op = Op(len(ops), kind, target, args, kwargs, self.scope, site, context)
         if script is not None:
             self._follow(op)
         counters = self.tape.counters
@@ -182,6 +184,18 @@ class Writer:
                 counters.add(op.index)
         ops.append(op)
         return op
+
+    def context(self) -> Context:
+        """Return the state for an op called now, with the settings that the run has changed."""
+        context = current_context()
+        if (torch.get_default_dtype(), current_settings()) == self._settings:
+            return context
+        before, lasting = self._before
+        if lasting_settings() != lasting:
+            place = user_place(sys._getframe(1))
+            self.tape.block(f"at {place} the run has changed a torch setting")
+        changed = changeable_settings().items() - before.items()
+        return context._replace(settings=tuple(sorted(changed, key=itemgetter(0))))
 
     def begin(self) -> None:
         """Prepare for an op, before its arguments are encoded."""

@@ -24,6 +24,7 @@ from bendtrace.tape.captured import (
     AttributeKey,
     Captured,
     Change,
+    refill,
 )
 from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.structure import Instance, Made, existing_in
@@ -374,7 +375,8 @@ def _store(source: Source, change: Change, value: str) -> str:
     elif isinstance(change.part.value, types.CellType):
         place = f"{holder}.cell_contents"
     elif change.key is None:
-        place = f"{holder}[:]"
+        source.names["refill"] = refill
+        return f"refill({holder}, {value})"
     else:
         place = f"{holder}[{source.constant(change.key)}]"
     return f"del {place}" if change.deleted else f"{place} = {value}"

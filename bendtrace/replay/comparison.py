@@ -51,7 +51,7 @@ def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bo
         if until is not None:
             mine = mine[: len(its)]
     for op, known in zip(mine, its, strict=False):
-        if op.target == known.target and op.context == known.context:
+        if op.target == known.target and op.context.modes == known.context.modes:
             if _are_alike(op.args, known.args, ours, theirs) and _are_alike(
                 op.kwargs, known.kwargs, ours, theirs
             ):

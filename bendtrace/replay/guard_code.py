@@ -19,6 +19,7 @@ from bendtrace.tape.captured import (
     AttributeKey,
     Captured,
     CaptureKind,
+    DequeSize,
     has_attributes,
     is_told_by_identity,
     same_keys,
@@ -115,6 +116,9 @@ class GuardCode:
             if isinstance(size, tuple):
                 size = sum(not isinstance(key, AttributeKey) for key in size)
             fail_if(f"len({name}) != {size}", f"{label} does not have {size} items")
+            if isinstance(size, DequeSize):
+                wrong = f"{label} does not hold {size.most} items at most"
+                fail_if(f"{name}.maxlen != {size.most}", wrong)
         elif kind is CaptureKind.DICT:
             keys = tuple(key for key in part.size if not isinstance(key, AttributeKey))
             other = f"tuple({name}) != {source.constant(keys)}"

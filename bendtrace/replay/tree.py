@@ -289,8 +289,9 @@ class TraceTree:
                         self._moved[part.label] += 1
                         if self._moved[part.label] == _MOVING:
                             self._numbers |= {part.label}
-                            for key in [key for key in self._outdated if key[1] == part.label]:
-                                del self._outdated[key]
+                            for key in [*self._outdated]:
+                                if f"{part.label}[".startswith((f"{key[1]}[", f"{key[1]}.")):
+                                    del self._outdated[key]
 
     def _count_needed(self, recording: Recording) -> None:
         """Let a number be a constant of paths again if each new path needs it by value."""

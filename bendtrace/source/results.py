@@ -152,6 +152,13 @@ COMPUTING: frozenset[Any] = frozenset(
         math.trunc,
     }
 )  # fmt: skip
+
+
+def item_of(container: Any, key: Any) -> Any:
+    """Return an item of a list, tuple or dict of numbers."""
+    return container[key]
+
+
 # Builtins that keep nothing and read nothing but what they receive.
 _HARMLESS: frozenset[Any] = frozenset(
     {

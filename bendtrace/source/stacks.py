@@ -162,7 +162,7 @@ def address_of_result(frame: FrameType, places: Layout) -> int | None:
     instruction = _instructions(frame.f_code).get(frame.f_lasti)
     if instruction is None or not frame.f_code.co_flags & _OPTIMIZED:
         return None
-    if instruction.name not in _CALLS and instruction.name != "BINARY_OP":
+    if instruction.name not in _CALLS and instruction.name not in ("BINARY_OP", "BINARY_SUBSCR"):
         return None
     first = word_at(id(frame) + places.inner) + places.slots
     return first + _WORD * (_variables(frame.f_code) + instruction.base)

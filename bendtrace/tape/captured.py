@@ -275,6 +275,16 @@ class Added(Enum):
     ITEMS = "items"
 
 
+class DequeSize(int):
+    """The number of items of a deque.
+
+    Attributes:
+        most: how many it can hold; None if that is not limited.
+    """
+
+    most: int | None = None
+
+
 class AttributeKey(str):
     """A key that is an attribute name, as opposed to a dict's key.
 
@@ -315,16 +325,30 @@ def put(container: Any, key: Any, value: Any) -> None:
         for position, item in enumerate(value, len(container) - len(value)):
             container[position] = item
     elif key is None:
-        container[:] = value
+        refill(container, value)
     elif isinstance(key, AttributeKey):
         key.put(container, value)
     else:
         container[key] = value
 
 
+def refill(container: Any, items: list[Any]) -> None:
+    """Exchange all items of a list or deque."""
+    if type(container) is collections.deque:
+        container.clear()
+        container.extend(items)
+    else:
+        container[:] = items
+
+
 def holds_number(part: Captured) -> bool:
-    """Whether a part is a number in a container or object of the model that can hold another."""
+    """Whether a part is a number in a container or object of the model that can hold another.
+
+    A number in a tuple is one if another tuple can be put there.
+    """
     is_number = part.kind is CaptureKind.PLAIN and part.type in (int, float)
+    while is_number and part.parent is not None and part.parent.type is tuple:
+        part = part.parent
     return is_number and is_exchangeable(part)
 
 
@@ -546,7 +570,7 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
             return dict.fromkeys(names, value.get(UNSET))
         return {name: value[name] for name in names if name in value}
     content: dict[Any, Any] = {}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, collections.deque)):
         content.update(enumerate(value))
     elif isinstance(value, dict):
         # Bypassing its own methods, but in iteration order.
@@ -566,6 +590,7 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
 
 _HOLDERS = (
     dict, list, collections.OrderedDict, collections.defaultdict, collections.Counter,
+    collections.deque,
 )  # fmt: skip
 _SPELLED = PLAIN_TYPES | {AttributeKey}  # keys that labels tell apart
 _BARE = (dict, list, tuple)  # these have no attributes

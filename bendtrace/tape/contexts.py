@@ -1,7 +1,8 @@
-"""The ambient state of an op: grad mode, inference mode, autocast."""
+"""The ambient state of an op: grad mode, inference mode, autocast, settings."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,11 +22,30 @@ class Autocast(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The state that affects an op besides its arguments."""
+    """The state that affects an op besides its arguments.
+
+    Attributes:
+        grad: whether gradients are recorded.
+        inference: whether inference mode is on.
+        autocast: the state of autocast, if it is on.
+        settings: the settings that differ from those at the beginning of the run, by name. An op
+            that none of these influences need not have them.
+    """
 
     grad: bool
     inference: bool
     autocast: tuple[Autocast, ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether neither autocast, nor inference mode, nor a setting is in force."""
+        return not (self.autocast or self.inference or self.settings)
+
+    @property
+    def modes(self) -> tuple[Any, ...]:
+        """All but the settings."""
+        return self[:3]
 
 
 _PLAIN = {
@@ -73,6 +93,9 @@ _cudnn: Any = torch.backends.cudnn
 _deterministic = internal(
     "torch._C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
 )
+_set_deterministic: Any = internal(
+    "torch._C._set_deterministic_algorithms", torch.use_deterministic_algorithms
+)
 _only_warns = internal(
     "torch._C._get_deterministic_algorithms_warn_only",
     torch.is_deterministic_algorithms_warn_only_enabled,
@@ -110,6 +133,56 @@ def current_settings() -> tuple[Any, ...]:
         _anomaly(), _threads(), cudnn(), _benchmark(), _cudnn_deterministic(), _cudnn_tf32(),
         _cublas_tf32(), parametrize._cache_enabled, _Distribution._validate_args, _sparse(),
     )  # fmt: skip
+
+
+# The settings that forward may change for some of its ops: how each is read, and how it is set. To
+# set one changes no other.
+_CHANGEABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "deterministic algorithms": (
+        lambda: (_deterministic(), _only_warns()),
+        lambda value: _set_deterministic(value[0], warn_only=value[1]),
+    ),
+    "threads": (_threads, torch.set_num_threads),
+    "checks of distributions": (
+        lambda: _Distribution._validate_args, _Distribution.set_default_validate_args,
+    ),
+}  # fmt: skip
+for _name, _asked, _set in (
+    ("MKLDNN", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    ("flash attention", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    ("memory-efficient attention", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    ("attention by products", "_get_math_sdp_enabled", "_set_sdp_use_math"),
+    ("attention of cuDNN", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    ("attention of others", "_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    ("cuDNN", "_get_cudnn_enabled", "_set_cudnn_enabled"),
+    ("benchmarks of cuDNN", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    ("deterministic cuDNN", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+):
+    if hasattr(torch._C, _asked) and hasattr(torch._C, _set):
+        _CHANGEABLE[_name] = getattr(torch._C, _asked), getattr(torch._C, _set)
+_fp32: Any = internal("torch._C._get_fp32_precision_getter", lambda *_: None)
+_order = internal("torch._C._get_sdp_priority_order", list)
+
+
+def changeable_settings() -> dict[str, Any]:
+    """Return the settings that forward may change for some of its ops, by name."""
+    return {name: ask() for name, (ask, _) in _CHANGEABLE.items()}
+
+
+def lasting_settings() -> tuple[Any, ...]:
+    """Return the settings that a replay changes for none of its ops.
+
+    Torch sets the precision of products in several ways, which depend on each other.
+    """
+    precisions = [_fp32(*pair) for pair in itertools.product(("cuda", "mkldnn"), _PRODUCTS)]
+    return (
+        _anomaly(), parametrize._cache_enabled, _sparse(), precision(), _cudnn_tf32(),
+        _cublas_tf32(), *precisions, *_order(),
+    )  # fmt: skip
+
+
+_PRODUCTS = ("all", "conv", "rnn", "matmul")
 
 
 class Hold:
@@ -194,16 +267,19 @@ class ContextSwitch:
     weights lives exactly as long as in eager.
     """
 
-    __slots__ = ("_casts", "_current", "_entry", "_inference")
+    __slots__ = ("_before", "_casts", "_current", "_entry", "_inference")
 
     def __init__(self) -> None:
         self._entry = self._current = current_context()
         self._casts: list[_Cast] = []
         self._inference: torch.inference_mode | None = None
+        self._before: dict[str, Any] = {}
 
     def to(self, context: Context) -> None:
         """Run the following ops under `context`."""
         current, entry = self._current, self._entry
+        if context.settings != current.settings:
+            self._set(context.settings)
         if (context.inference, context.autocast) != (current.inference, current.autocast):
             self._leave()
             if context.inference != entry.inference:
@@ -222,8 +298,18 @@ class ContextSwitch:
             torch._C._set_grad_enabled(context.grad)
         self._current = context
 
+    def _set(self, settings: tuple[tuple[str, Any], ...]) -> None:
+        before = self._before or changeable_settings()
+        changed, wanted = dict(self._current.settings), dict(settings)
+        for name in before:
+            if name in wanted or name in changed:
+                _CHANGEABLE[name][1](wanted.get(name, before[name]))
+        self._before = before
+
     def restore(self) -> None:
         """Restore the state at the beginning of the replay."""
+        if self._current.settings:
+            self._set(())
         self._leave()
         if torch.is_grad_enabled() != self._entry.grad:
             torch._C._set_grad_enabled(self._entry.grad)

@@ -339,15 +339,14 @@ _stances: list[Any] = []
 
 
 def _higher_order(run: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.cond and its like compile themselves, which has to go on as without a recorder."""
+    """Record `torch.cond` and its like as one op.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        watcher = current_watcher()
-        if watcher is None:
-            return run(*args, **kwargs)
-        watcher.unseen("torch.cond or another higher-order op")
+    They compile themselves, which has to go on as without a recorder.
+    """
+
+    def higher_order(*args: Any, **kwargs: Any) -> Any:
         stances, profile = _leave_compiled_code_alone(), sys.getprofile()
-        set_watcher(None)
+        watcher = set_watcher(None)
         sys.setprofile(None)
         try:
             with torch._C.DisableTorchFunction():
@@ -358,7 +357,7 @@ def _higher_order(run: Callable[..., Any]) -> Callable[..., Any]:
             if stances:
                 _run_compiled_code_eagerly()
 
-    return call
+    return as_one_op(higher_order)
 
 
 def _leave_compiled_code_alone() -> bool:

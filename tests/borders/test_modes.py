@@ -139,7 +139,7 @@ def grad_switched_by_a_call(x: Tensor) -> Tensor:
     return x * y
 
 
-@border.live("default dtype")
+@border.replays
 def default_dtype_inside(x: Tensor) -> Tensor:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -171,7 +171,7 @@ def default_device_set_and_reset(x: Tensor) -> Tensor:
     return x + y
 
 
-@border.live("a torch setting")
+@border.replays
 def deterministic_inside(x: Tensor) -> Tensor:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -188,7 +188,49 @@ def anomaly_mode(x: Tensor) -> Tensor:
         return x.sin() * 2
 
 
-@border.live("a torch setting", at="scaled_dot_product_attention")
+@border.live("a torch setting")
+def precision_inside(x: Tensor) -> Tensor:
+    torch.set_float32_matmul_precision("high")
+    try:
+        return x @ x.mT
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@border.live("begins under changed settings", at="checkpoint(", graph=True)
+def deterministic_around_a_block(x: Tensor) -> Tensor:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return checkpoint(torch.sin, x * 2, use_reentrant=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@border.replays
+def settings_by_value(x: Tensor) -> Any:
+    """The op is called under the settings again, also where a resumed run or a branch begins."""
+    around = ask_settings(x)
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        y = ask_settings(x)
+        if x.sum() > 0:
+            with torch.no_grad():
+                y = y * ask_settings(x)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        y = y + ask_settings(x)
+        torch.set_num_threads(threads)
+        y = y + x.sum(0) * ask_settings(x)
+    return y - around + ask_settings(x), around
+
+
+@bt.opaque
+def ask_settings(x: Tensor) -> Tensor:
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    flags = cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cudnn.enabled
+    return x.new_tensor([*flags, torch.get_num_threads()])
+
+
+@border.replays
 class AttentionBackend(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = x[None, None].expand(1, 2, -1, -1)

@@ -277,9 +277,15 @@ def batched_gradients(x: Tensor) -> Any:
     return found
 
 
-@border.either("higher-order", **HIGHER)
+@border.replays(**HIGHER)
 def a_condition(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,))
+
+
+@border.replays(**HIGHER)
+def a_condition_that_closes_over_values(x: Tensor) -> Tensor:
+    y, n = x.exp(), x.shape[0]
+    return torch.cond(x.sum() > 0, lambda z: z + y, lambda z: z * n - y, (x,))
 
 
 @border.replays
@@ -287,7 +293,7 @@ def a_condition_on_a_bool(x: Tensor) -> Tensor:
     return torch.cond(x.shape[0] > 3, lambda y: y.sin(), lambda y: y.cos(), (x,))
 
 
-@border.either("higher-order", **HIGHER, gradients=False)
+@border.replays(**HIGHER, gradients=False)
 def a_loop(x: Tensor) -> Any:
     from torch._higher_order_ops.while_loop import while_loop
 
@@ -301,7 +307,7 @@ def a_scan(x: Tensor) -> Any:
     return associative_scan(lambda a, b: a + b, x.detach(), dim=0, combine_mode="generic")
 
 
-@border.either("higher-order", **HIGHER)
+@border.replays(**HIGHER)
 def a_map(x: Tensor) -> Any:
     from torch._higher_order_ops.map import map as torch_map
 

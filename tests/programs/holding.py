@@ -110,12 +110,15 @@ def state(w: Writer) -> None:
         ("{log}.append({n})", "log"),
         ("{log}.append({v})", "log"), ("{table}[{n} % 3] = {v}", "table"), ("{log} = [{n}]", "log"),
         ("{h} = {buf}", "h"), ("{buf}.copy_({v})", "buf"), ("{table}['x'] = {n}", "table"),
+        ("{pair} = ({n}, {pair}[0] + {s})", "pair"), ("{window}.append({n})", "window"),
+        ("{window}.append(sum({window}) + {n})", "window"),
     ]  # fmt: skip
     form = w.pick(forms)[0]
     made = {
         "count": "0", "buf": 'register_buffer("buf", torch.zeros(4))', "h": "torch.zeros(4)",
         "scale": "0.75",
         "steps": 'register_buffer("steps", torch.tensor(0))', "log": "[]", "table": "{}",
+        "pair": "(0, 0.5)", "window": "collections.deque([1, 2], maxlen=2)",
     }  # fmt: skip
     parts = {name: w.attribute(name, text) for name, text in made.items() if "{" + name in form}
     if "{n}" in form:

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 """
 _HEAD = """\
+import collections
 import contextlib
 import copy
 import functools
@@ -48,7 +49,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.tools import Doubled, Pair, Stop
+from tests.programs.tools import Doubled, Pair, Stop, in_float64
 """
 
 

@@ -525,7 +525,7 @@ def through_python(w: Writer, t: Tensor) -> str:
         body = w.write(t)
     return one_of(
         w, "(lambda {q}: {b})({a})", "[{b} for {q} in [{a}]][0]",
-        "next(map(lambda {q}: {b}, [{a}]))",
+        "next(map(lambda {q}: {b}, [{a}]))", "in_float64(lambda {q}: {b}, {a})",
         "functools.partial(torch.add, {a})(1)", "functools.reduce(torch.add, [{a}, {a}])",
         "getattr({a}, 'neg')()", "torch.add(*[{a}, {a}])", "torch.mul({a}, **dict(other=2))",
         "{{0: {a}, 1: -{a}}}[{n}]", "({a}, -{a})[{c}]", "dict(a={a}).get('b', {a})",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Doubled", "Pair", "Stop"]
+__all__ = ["Doubled", "Pair", "Stop", "in_float64"]
 
 
 class Pair(NamedTuple):
@@ -28,3 +29,13 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * 3
+
+
+def in_float64(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Call a function while another dtype is the default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return function(x)
+    finally:
+        torch.set_default_dtype(before)
