@@ -477,14 +477,16 @@ class Sinkhorn(nn.Module):
         return u[:, None] * kernel * v
 
 
+SIZES = 4, 8, 16
+
+
 class Cascade(nn.Module):
     """Classifiers of growing size: the next one is asked if this one is not sure."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stages = nn.ModuleList(
-            nn.Sequential(nn.Linear(D, width), nn.Tanh(), nn.Linear(width, 4))
-            for width in (4, 8, 16)
+            nn.Sequential(nn.Linear(D, width), nn.Tanh(), nn.Linear(width, 4)) for width in SIZES
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
