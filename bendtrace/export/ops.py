@@ -563,6 +563,8 @@ class SegmentOps(Expressions):
         if target in (operator.floordiv, operator.mod) and kinds == [int, int]:
             self._bound(op, kinds)
             self._nonzero(op, given[1])
+            if type(op.args[0]) is int:  # which ONNX takes as a tensor only (torch 2.13)
+                given[0] = f"torch.full((), {given[0]}, dtype=torch.int64)"
             if target is operator.mod:
                 return f"torch.remainder({given[0]}, {given[1]})"
             return f'torch.div({given[0]}, {given[1]}, rounding_mode="floor")'

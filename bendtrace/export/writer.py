@@ -620,20 +620,16 @@ def write_output(value: Value, names: dict[str, Any], told: list[str]) -> str:
     def text(value: Value) -> str:
         if isinstance(value, Tensors):
             return value.name
+        is_number = isinstance(value, Constant) and type(value.value) in DTYPES
+        if (is_number or isinstance(value, (Number, Static))) and note not in told:
+            told.append(note)
         if isinstance(value, Number):
-            if note not in told:
-                told.append(note)
             return value.name
         if isinstance(value, Static):
-            if note not in told:
-                told.append(note)
             return f"torch.scalar_tensor({value.text}, dtype={DTYPES[value.type]})"
         if isinstance(value, Constant):
-            if type(value.value) in (bool, int, float):
-                if note not in told:
-                    told.append(note)
-                dtype = DTYPES[type(value.value)]
-                return f"torch.full((), {value.value!r}, dtype={dtype})"
+            if is_number:
+                return f"torch.full((), {value.value!r}, dtype={DTYPES[type(value.value)]})"
             bound = f"c_{len(names)}"
             names[bound] = value.value
             return bound

@@ -264,9 +264,9 @@ class Insertion:
         """Record that an error was raised where it is called."""
         self._has_failed = True
 
-    def is_known_to_change(self, path: str) -> bool:
-        """Whether it has changed a value at a node."""
-        return self._tally.has_changed(path)
+    def is_known_to_change(self, path: str, calls: int = 1) -> bool:
+        """Whether it has changed a value at a node, in some calls or more."""
+        return self._tally.has_changed(path, calls)
 
 
 # Reports of insertions: where they were called, how often, and whether they changed anything.
@@ -424,10 +424,10 @@ class Tally:
             row = self._row(at.path)
             row.backward += 1
 
-    def has_changed(self, path: str) -> bool:
-        """Return whether a value was changed at a node."""
+    def has_changed(self, path: str, calls: int) -> bool:
+        """Return whether a value was changed at a node, in that many calls or more."""
         row = self._rows.get(path)
-        return row is not None and row.changed > 0
+        return row is not None and row.changed >= calls
 
     def clear(self) -> None:
         """Reset the counts."""

@@ -212,6 +212,7 @@ class Plan:
         )
         # By the id of gates, with the gate itself so that its id is not reused.
         self.called_at: dict[int, tuple[Any, tuple[Entry, ...], bool]] = {}
+        self._latest: Recording | None = None
         self.compiled: object = None
         self.reaches: object = None
         self.floor: Floor | None = None
@@ -237,6 +238,9 @@ class Plan:
 
     def ran(self, recording: Recording) -> None:
         """Record on all insertions that a call took a path."""
+        if recording is self._latest:
+            return
+        self._latest = recording
         for entry in self.entries:
             entry.insertion.ran(recording)
 
