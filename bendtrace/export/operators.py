@@ -14,13 +14,16 @@ round could change one (torch 2.13; the tests of shrinking loops notice a change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bendtrace.source.internals import internal
+
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 def cond(asked: Tensor, yes: Any, no: Any, operands: tuple[Any, ...]) -> Any:
@@ -93,7 +96,6 @@ def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]
         shapes: what it can compute with: the shapes of tensors, and `(n,)` for sizes.
     """
     passed = _Operands(values)
-    found: list[Any] = []
     known = {
         str(size): number
         for value, shape in zip(values, shapes, strict=True)
@@ -103,15 +105,7 @@ def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]
         text: _read(torch.where(holds, passed.given[place + len(passed.places)], known[text]))
         for text, place in passed.sizes.items()
     }
-    for value in values:
-        for dim, size in enumerate(_sizes_of(value) if isinstance(value, Tensor) else ()):
-            if str(size) in sizes:
-                rest = [*value.shape[:dim], known[str(size)], *value.shape[dim + 1 :]]
-                value = _first(
-                    torch.cat([value, value.new_zeros(rest)], dim), dim, sizes[str(size)]
-                )
-        found.append(sizes.get(str(value), value) if isinstance(value, torch.SymInt) else value)
-    return found
+    return [_resized(value, sizes, known) for value in values]
 
 
 class _Operands:
@@ -147,7 +141,7 @@ class _Operands:
         return lambda *given: function(*self.read(given))
 
     def read(self, given: Sequence[Any]) -> Iterator[Any]:
-        """Yield the operands where they are used.
+        """Return the operands where they are used.
 
         Args:
             given: what a function has received.
@@ -155,15 +149,29 @@ class _Operands:
         values = list(self._values)
         for place, value in zip(self.places, given, strict=False):
             values[place] = value
-        sizes = list(map(_read, given[len(self.places) :]))
-        for value in values:
-            if isinstance(value, torch.SymInt) and str(value) in self.sizes:
-                yield sizes[self.sizes[str(value)]]
-                continue
-            for dim, size in enumerate(_sizes_of(value) if isinstance(value, Tensor) else ()):
-                if str(size) in self.sizes:
-                    value = _first(value, dim, sizes[self.sizes[str(size)]])
-            yield value
+        numbers = map(_read, given[len(self.places) :])
+        sizes = dict(zip(self.sizes, numbers, strict=True))
+        return (_resized(value, sizes) for value in values)
+
+
+def _resized(value: Any, sizes: Mapping[str, Any], known: Mapping[str, int] = _NOTHING) -> Any:
+    """Return a size as another one, or a tensor with as many elements; other values as they are.
+
+    Args:
+        value: the value.
+        sizes: the sizes, by the expressions of those that they stand for.
+        known: how many zeros are behind those elements that there are.
+    """
+    if isinstance(value, torch.SymInt):
+        return sizes.get(str(value), value)
+    found = value
+    for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+        if (text := str(size)) in sizes:
+            if text in known:
+                rest = [*found.shape[:dim], known[text], *found.shape[dim + 1 :]]
+                found = torch.cat([found, found.new_zeros(rest)], dim)
+            found = _first(found, dim, sizes[text])
+    return found
 
 
 def _sizes_of(value: Any) -> Sequence[Any]:
