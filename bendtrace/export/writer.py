@@ -214,9 +214,10 @@ class _Writer(Functions):
             name = self._new("v" if isinstance(value, Tensors) else "s")
             scope.own.add(name)
             scope.add(f"{name} = {result}[{number}]")
-            found[place] = replace(
-                value, **{"name" if isinstance(value, Tensors) else "text": name}
-            )
+            if isinstance(value, Tensors):
+                found[place] = replace(value, name=name)
+            elif isinstance(value, Static):
+                found[place] = replace(value, text=name)
         return tuple(found)
 
     def _test(self, scope: Scope, question: Question, answer: Any, env: tuple[Value, ...]) -> str:
