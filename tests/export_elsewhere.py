@@ -27,7 +27,7 @@ from tests.export_models import MODELS
 
 __all__ = ["KNOWN", "TARGETS", "Outcome", "outcome"]
 
-KNOWN = 50  # inputs that a model is exported from, at most
+KNOWN = 40  # inputs that a model is exported from, at most
 TRIED = 3000  # inputs that these are picked from
 TARGETS = {"pt2": ".pt2", "aoti": ".aoti.pt2", "onnx": ".onnx"}
 TOLERANCE = 1e-5

@@ -394,6 +394,184 @@ class Speculative(nn.Module):
         return torch.where(kept, draft, -1), wanted[count]
 
 
+class Detect(nn.Module):
+    """Non-maximum suppression as detectors write it: what overlaps is dropped, round by round."""
+
+    def overlap(self, box: Tensor, others: Tensor) -> Tensor:
+        low = torch.maximum(box[:2], others[:, :2])
+        high = torch.minimum(box[2:], others[:, 2:])
+        shared = (high - low).clamp(min=0).prod(-1)
+        return shared / ((box[2:] - box[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(-1))
+
+    def forward(self, boxes: Tensor, scores: Tensor) -> Tensor:
+        order, kept = scores.argsort(descending=True), torch.zeros_like(scores)
+        while order.numel() > 0:
+            best, rest = order[0], order[1:]
+            kept[best] = scores[best]
+            order = rest[self.overlap(boxes[best], boxes[rest]) <= 0.2]
+        return kept
+
+
+class DetectList(Detect):
+    """The same, with what is kept in a Python list."""
+
+    def forward(self, boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        order, kept = scores.argsort(descending=True), []
+        while order.numel() > 0:
+            kept.append(order[0])
+            if order.numel() == 1:
+                break
+            rest = order[1:]
+            order = rest[self.overlap(boxes[order[0]], boxes[rest]) <= 0.2]
+        picked = torch.stack(kept)
+        return boxes[picked], scores[picked]
+
+
+class Pruned(nn.Module):
+    """A transformer that drops tokens between its layers, if enough of them matter little."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.mixed = nn.ModuleList(nn.Linear(D, D) for _ in range(layers))
+        self.score = nn.Linear(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mixed in self.mixed:
+            x = x + (x @ x.T / D**0.5).softmax(-1) @ mixed(x)
+            matter = self.score(x)[:, 0].sigmoid()
+            if (matter > 0.4).any() and (matter < 0.4).float().mean() > 0.2:
+                x = x[matter > 0.4]
+        return x.mean(0)
+
+
+class Conjugate(nn.Module):
+    """Conjugate gradients until the residual is small, or the matrix turns out to be singular."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        a = a @ a.T + 0.1 * torch.eye(a.shape[0])
+        x, r = torch.zeros_like(b), b
+        way, size = r, r @ r
+        while size > 1e-4:
+            ahead = a @ way
+            curve = way @ ahead
+            if curve <= 1e-6:
+                break
+            x, r = x + size / curve * way, r - size / curve * ahead
+            new = r @ r
+            way, size = r + new / size * way, new
+        return x
+
+
+class Sinkhorn(nn.Module):
+    """Optimal transport in rounds, until the marginals are met; differences are scaled if large."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        cost = (a[:, None] - b[None]).norm(dim=-1)
+        if cost.max() > 6:
+            cost = cost / cost.max() * 6
+        kernel = (-cost).exp()
+        u, v = torch.ones(a.shape[0]), torch.ones(b.shape[0])
+        while (u * (kernel @ v) - 1 / a.shape[0]).abs().sum() > 1e-3:
+            u = 1 / a.shape[0] / (kernel @ v)
+            v = 1 / b.shape[0] / (kernel.T @ u)
+        return u[:, None] * kernel * v
+
+
+SIZES = 4, 8, 16
+
+
+class Cascade(nn.Module):
+    """Classifiers of growing size: the next one is asked if this one is not sure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, width), nn.Tanh(), nn.Linear(width, 4)) for width in SIZES
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        total = torch.zeros(x.shape[0], 4)
+        for stage in self.stages:
+            total = total + stage(x)
+            p = total.softmax(-1)
+            if -(p * p.log()).sum(-1).max() < 1.25:
+                break
+        return p.argmax(-1), p
+
+
+class Messages(nn.Module):
+    """A graph neural network with as many rounds as it takes to settle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.others = nn.Linear(D, D), nn.Linear(D, D, bias=False)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        state, change = torch.zeros_like(x), torch.ones(())
+        degree = torch.ones(x.shape[0]).index_add(0, edges[1], torch.ones(edges.shape[1]))
+        while change > 1e-2:
+            sent = torch.zeros_like(state).index_add(0, edges[1], state[edges[0]])
+            new = (self.own(x) + 0.5 * self.others(sent / degree[:, None])).tanh()
+            change, state = (new - state).abs().max(), new
+        return state
+
+
+class Aligned(nn.Module):
+    """Monotonic alignment: the best way through a matrix, back from its end."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        rows, columns = scores.shape
+        total = scores.cumsum(1).cumsum(0)
+        way = torch.zeros_like(scores)
+        at, step = torch.tensor(rows - 1), torch.tensor(columns - 1)
+        while step >= 0:
+            way = way.index_put((at, step), torch.ones(()))
+            before = (step - 1).clamp(min=0)
+            if at > 0 and (step == at or total[at - 1, before] > total[at, before]):
+                at = at - 1
+            step = step - 1
+        return way
+
+
+class Nucleus(nn.Module):
+    """Top-p: tokens are taken until their probabilities suffice; nothing is cut if one does."""
+
+    def forward(self, logits: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+        p, order = logits.softmax(-1).sort(descending=True)
+        total, count = p[0], torch.ones((), dtype=torch.int64)
+        while total < 0.8:
+            total, count = total + p[count], count + 1
+        p = torch.where(torch.arange(p.shape[0]) < count, p, 0.0)
+        if count > 1:
+            p = p / p.sum()
+        at = (p.cumsum(0) < draw).sum().clamp(max=p.shape[0] - 1)
+        return order[at], p
+
+
+class Attended(nn.Module):
+    """An LSTM that attends to a text and ends by itself."""
+
+    def __init__(self, vocabulary: int = 9, longest: int = 8) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(vocabulary, D), nn.Linear(D, vocabulary)
+        self.cell, self.longest = nn.LSTMCell(2 * D, D), longest
+
+    def forward(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        token = torch.ones((), dtype=torch.int64)
+        h = c = torch.zeros(1, D)
+        out, count = (
+            torch.zeros(self.longest, dtype=torch.int64),
+            torch.zeros((), dtype=torch.int64),
+        )
+        while token != 0 and count < self.longest:
+            seen = (memory @ h[0]).softmax(0) @ memory
+            h, c = self.cell(torch.cat([self.embed(token), seen])[None], (h, c))
+            token = self.out(h[0] * 4).argmax()
+            out = torch.where(torch.arange(self.longest) == count, token, out)
+            count = count + 1
+        return out, count
+
+
 @dataclass(frozen=True)
 class Example:
     """A model, and how its inputs are made.
@@ -421,9 +599,9 @@ def _rows(scale: float = 3.0) -> tuple[Any, ...]:
     return (torch.randn(int(torch.randint(2, 6, ())), D) * scale * torch.rand(()),)
 
 
-def _boxes() -> tuple[Any, ...]:
-    low = torch.rand(9, 2) * 4
-    return torch.cat([low, low + 0.5 + torch.rand(9, 2) * 2], 1), torch.rand(9)
+def _boxes(count: int = 9) -> tuple[Any, ...]:
+    low = torch.rand(count, 2) * 4
+    return torch.cat([low, low + 0.5 + torch.rand(count, 2) * 2], 1), torch.rand(count)
 
 
 MODELS = {
@@ -455,4 +633,18 @@ MODELS = {
         ),
     ),
     "speculative decoding": Example(Speculative, lambda: (torch.randint(5, (6,)),)),
+    "detector, shrinking": Example(Detect, _boxes),
+    "detector, a list": Example(DetectList, lambda: _boxes(5)),
+    "tokens dropped": Example(Pruned, lambda: (torch.randn(7, D) * 3 * torch.rand(()),)),
+    "conjugate gradients": Example(Conjugate, lambda: (torch.randn(4, 4), torch.randn(4))),
+    "optimal transport": Example(
+        Sinkhorn, lambda: (torch.randn(5, 3), torch.randn(4, 3) * 6 * torch.rand(()))
+    ),
+    "cascade": Example(Cascade, _rows),
+    "messages until settled": Example(
+        Messages, lambda: (torch.randn(5, D), torch.randint(5, (2, 7)))
+    ),
+    "monotonic alignment": Example(Aligned, lambda: (torch.randn(4, 7),)),
+    "top-p": Example(Nucleus, lambda: (torch.randn(9) * 2 * torch.rand(()), torch.rand(()))),
+    "attention decoder": Example(Attended, lambda: (torch.randn(6, D),)),
 }

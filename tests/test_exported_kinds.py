@@ -16,6 +16,7 @@ from bendtrace.errors import ExportError, InputError
 from bendtrace.export import exporting
 from bendtrace.export.exporting import difference
 from tests.documents import ROOT
+from tests.shares import some
 from tests.test_exported import assert_equal, exported
 
 
@@ -512,33 +513,103 @@ def by_rounds(spans: Tensor, scores: Tensor) -> Tensor:
     return torch.stack(kept)
 
 
-def by_mask(spans: Tensor, scores: Tensor) -> Tensor:
-    """Do the same as `shrinking`, as its refusal says."""
-    left, kept = torch.ones_like(scores, dtype=torch.bool), torch.zeros_like(scores).bool()
-    while left.any():
-        first = torch.where(left, scores, -torch.inf).argmax()
-        chosen = torch.arange(scores.shape[0]) == first
-        kept = kept | chosen
-        left = left & (overlap(spans[first], spans) <= 0.5) & ~chosen
-    return kept
+def by_length(spans: Tensor, scores: Tensor) -> tuple[Tensor, int]:
+    """Pick numbers, by `len`; and return what is left, and how much."""
+    order, kept = scores.argsort(descending=True), []
+    size = order.size(0)
+    while len(order) > 0 and scores[order[0]] > 0.2:
+        kept.append(order[0].item())
+        order = order[1:][overlap(spans[kept[-1]], spans[order[1:]]) <= 0.5]
+        size = order.size(0)
+    return torch.tensor(kept), size
 
 
-def test_loops_whose_tensors_shrink_are_refused_by_the_line_that_picks() -> None:
-    def some(seed: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        starts = torch.rand(8, 1, generator=generator) * 4
-        return torch.cat([starts, starts + 1], 1), torch.rand(8, generator=generator)
+def together(spans: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Shrink two tensors that were picked from before; the rounds end by a value or a size."""
+    spans, scores = spans[scores > 0.1], scores[scores > 0.1]
+    total = torch.zeros(())
+    while scores.numel() > 1:
+        best = scores.argmax()
+        total = total + scores[best]
+        if total > 2:
+            break
+        left = overlap(spans[best], spans) <= 0.5
+        spans, scores = spans[left], scores[left]
+    return total, scores
 
-    inputs = [some(seed) for seed in range(12)]
-    line = (
-        r"`rest\[overlap\(.*\) <= 0\.5\]` at .*: values decide how many elements this picks.*mark"
-    )
-    for model in (shrinking, by_rounds):
-        with pytest.raises(ExportError, match=line):
-            exported(model, *inputs)
-    made = exported(by_mask, *inputs)
-    for seed in range(50):
-        assert torch.equal(made(*some(seed)), shrinking(*some(seed)))
+
+def without_masks(spans: Tensor, scores: Tensor) -> Tensor:
+    scores = torch.cat([scores, torch.zeros(1)]).sort(descending=True).values
+    while scores[0] > 0.5:
+        scores = scores[1:]
+    return scores
+
+
+def spans_of(seed: int, count: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.rand(count, 1, generator=generator) * 4
+    return torch.cat([starts, starts + 1], 1), torch.rand(count, generator=generator)
+
+
+SHRINKING = [shrinking, by_rounds, by_length, together, without_masks]
+
+
+@pytest.mark.parametrize(
+    "model", some(SHRINKING, chosen=[shrinking, together]), ids=lambda model: model.__name__
+)
+def test_loops_whose_tensors_shrink(model: Any, tmp_path: Path) -> None:
+    """In lists, each round is a side; a call that goes further raises its question."""
+    known = 4 if model in (shrinking, together) else 20
+    made = exported(model, *map(spans_of, range(known)), to=tmp_path / "model.pt2")
+    messages = [one.message for one in made.unseen]
+    equal, refused = 0, ""
+    for seed in range(60):
+        given = spans_of(seed, 5 if known == 20 else 3 + seed % 9)
+        try:
+            found = made(*given)
+        except RuntimeError as error:
+            refused = str(error)
+        else:
+            assert difference(found, model(*given)) is None
+            equal += 1
+        assert not refused or any(message in refused for message in messages), refused
+    assert equal == 60 or (equal > 20 and known == 20)
+
+
+def test_loops_whose_tensors_get_longer_are_refused_by_line() -> None:
+    def model(scores: Tensor) -> Tensor:
+        kept = scores[:0]
+        while scores.max() > 0.5:
+            kept = torch.cat([kept, scores.max()[None]])
+            scores = scores.masked_fill(scores == scores.max(), 0.0)
+        return kept
+
+    line = r"`torch.cat\(\[kept, .*\]\)` at .*: this gets longer in each round.*write into it"
+    with pytest.raises(ExportError, match=line):
+        exported(model, *(spans_of(seed)[1] for seed in range(6)))
+
+
+@pytest.mark.parametrize(
+    "key", [slice(1, None), torch.tensor([0, 2]), torch.ones(3, dtype=torch.bool)], ids=str
+)
+def test_numbers_assigned_in_a_branch_are_saved(key: Any, tmp_path: Path) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 0
+        if x.sum() > 0:
+            y[key] = 2.5
+        return y
+
+    made = exported(model, torch.ones(3), -torch.ones(3), to=tmp_path / "model.pt2")
+    assert_equal(made, model, torch.ones(3) * 2)
+
+
+def test_a_list_of_numbers_is_an_index() -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        places = [x.argmax().item(), x.argmin().item(), 0]
+        return x[places], torch.tensor([*places, x[0].item()])
+
+    made = exported(model, torch.tensor([1.0, 2.0, 3.0]))
+    assert_equal(made, model, torch.tensor([5.0, 7.0, 6.0, -1.0]))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -244,6 +244,9 @@ class Failed:
             self.advice = _ADVICE
         elif said.startswith("Runtime assertion failed"):
             self.reason = "sizes that depend on values differ in a way that torch.compile rules out"
+        elif why and "fake tensor" in lines[0]:
+            self.reason = f"torch.compile has no rule for one of its ops, and raises {why[0]}"
+            self.advice = "its ops are replayed, and the segments around that one compiled"
         found = _LINE.findall(f"{error}\n{inner}")
         self.line: int = int(found[-1]) if found else 0
         self.is_final: bool = kind.__module__.startswith(_COMPILERS)

@@ -52,6 +52,7 @@ from bendtrace.torch_rules.host_io import environ
 Taken = tuple[Stretch | None, Hashable]
 
 _WINDOW = 16
+_STEADY = 2  # calls in which an insertion has changed its value, and is taken to go on so
 _MOST_SIZES = 4096  # sets of sizes that are kept in mind
 _PROBES = 4  # that are made for a set of sizes
 
@@ -109,6 +110,10 @@ class CompiledPath(CompiledFunction):
         stretch: as given.
         key: the key of the splices; other splices with this key can use the path, too.
         unchanged: the numbers of their functions that return their argument itself.
+        silent: those of which the graph does not say whether they change their value, as they did
+            in the calls before.
+        lacking: how many insertions could not use it, as they have to know that.
+        lacked_by: the latest of these.
         recent: for the latest calls that it was tried on, whether it served them.
         window: the paths of the latest calls with the same input guards.
     """
@@ -128,6 +133,9 @@ class CompiledPath(CompiledFunction):
         self.stretch = stretch
         self.key: Hashable = None if spliced is None else spliced.key
         self.unchanged: frozenset[int] = frozenset()
+        self.silent: frozenset[int] = frozenset()
+        self.lacking: int = 0
+        self.lacked_by: Spliced | None = None
         self.state = State.REFUSED
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
         self.window: deque[Taken] = deque(maxlen=_WINDOW)
@@ -143,14 +151,23 @@ class CompiledPath(CompiledFunction):
 
     # Making it
 
-    def make(self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None = None) -> None:
+    def make(
+        self,
+        arguments: tuple[Any, ...],
+        output: Any,
+        spliced: Spliced | None = None,
+        may_be_silent: bool = True,
+    ) -> None:
         """Write, compile and confirm the function after a replay of the call.
 
         Args:
             arguments: the bound arguments of the call.
             output: the output of the replay.
             spliced: the insertions at its gates.
+            may_be_silent: whether the graph may leave out whether they change their values.
         """
+        if spliced is not None and may_be_silent:
+            self.silent = spliced.changing(_STEADY)
         begun = time.perf_counter()
         try:
             with warnings.catch_warnings(), Quiet():
@@ -194,7 +211,8 @@ class CompiledPath(CompiledFunction):
         given = [i for i in dict.fromkeys(roots.values()) if ops[i].is_given]
         analysis = Analysis(recording.tape)
         splices = None if spliced is None else spliced.splices
-        straight = Straight(recording, analysis, findings, self._entry, made, exactly, splices)
+        straight = Straight(recording, analysis, findings, self._entry, made, exactly, splices,
+                            self.silent)  # fmt: skip
         self._plain, self._leaves, self._kept = straight.function, len(made), straight.kept
         gathered = straight.inputs + [i for i in given if i not in straight.inputs]
         self._count = len(straight.inputs)
@@ -482,9 +500,11 @@ class Straight(Expressions):
         leaves: Iterable[int],
         exactly: bool = False,
         splices: Mapping[int, Splice] | None = None,
+        silent: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
         self._splices = splices or {}
+        self._silent, self._functions = silent, itertools.count()
         self._kept: list[str] = []
         self._changed: list[str] = []
         self._given = 0  # tensors of splices so far
@@ -641,7 +661,9 @@ class Straight(Expressions):
                 self._kept += [self._new(f"{made}[{1 + n}]") for n in range(step.kept)]
                 made = f"{made}[0]"
             values[slot] = self._new(f"{before} if {made} is None else {made}")
-            self._changed.append(self._new(f"{self.constant(differs)}({before}, {values[slot]})"))
+            if next(self._functions) not in self._silent:
+                flag = self._new(f"{self.constant(differs)}({before}, {values[slot]})")
+                self._changed.append(flag)
         result = splice.given(values)
         items = (
             [item if type(item) is str else repr(item) for item in result]

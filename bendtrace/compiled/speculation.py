@@ -136,6 +136,10 @@ class Speculation:
                 along = inserted.along(path.recording)
                 if isinstance(along, str) or along.key != path.key:
                     continue
+                if path.silent and not path.silent <= along.changing(1):
+                    path.lacking += path.lacked_by is not along
+                    path.lacked_by = along
+                    continue
                 path.key = along.key  # which is equal, and compared faster the next time
                 spliced = along
             if path.admits(arguments):
@@ -159,7 +163,7 @@ class Speculation:
             if type(output) is Served and inserted is not None and spliced is not None:
                 guess.output = output.output
                 inserted.ran(path.recording)
-                spliced.served(output.kept, output.changed, path.unchanged)
+                spliced.served(output.kept, output.changed, path.unchanged, path.silent)
             if timed:
                 path.was_served(now(arguments) - began)
         return guess
@@ -206,13 +210,18 @@ class Speculation:
             self._look_at_segments(program, guess)
         if stretch is None:  # segments in a combination that no run has gone, which is no path
             return
+        known = self._paths.get(took)
+        lacks = known is not None and known.lacking > 1
+        if lacks:  # others of the same kind keep coming, of which more has to be known
+            del self._paths[took]
+            self._leaders[calls] = tuple(p for p in self._led(calls) if p is not known)
+            known = None
         often = stretch.hits if inserted is None else times + (stretch.hits == times + 1)
         led = (p for p in self._led(calls) if p.home is program and p.key == key)
         if often < 2 or _is_watched() or any(led):
             return
-        known = self._paths.get(took)
         if known is None and share >= 0.5:
-            self._compile(calls, program, took, spliced, finished, arguments)
+            self._compile(calls, program, took, spliced, finished, arguments, not lacks)
         elif known is not None and known.state is State.DEMOTED and share >= 0.75:
             known.recent.clear()
             known.state = State.USED
@@ -261,6 +270,7 @@ class Speculation:
         spliced: Spliced | str | None,
         finished: Finished,
         arguments: tuple[Any, ...],
+        may_be_silent: bool,
     ) -> None:
         stretch = took[0]
         assert stretch is not None
@@ -277,7 +287,7 @@ class Speculation:
                 path.key, path.reason = spliced, spliced
             else:
                 path = CompiledPath(program, stretch, self.settings, spliced)
-                path.make(arguments, finished.output, spliced)
+                path.make(arguments, finished.output, spliced, may_be_silent)
             while len(self._paths) >= _MOST:
                 del self._paths[next(p for p in self._paths if self._paths[p] not in usable)]
             path.window = self._window(program)

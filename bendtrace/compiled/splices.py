@@ -85,15 +85,27 @@ class Spliced(Protocol):
     def identities(self) -> frozenset[int]:
         """The identities of these tensors."""
 
+    def changing(self, calls: int) -> frozenset[int]:
+        """Return the numbers of functions that are known to change their value.
+
+        Args:
+            calls: in how many calls they did, or more.
+        """
+
     def served(
-        self, kept: Sequence[Any], changed: Tensor | None, unchanged: frozenset[int]
+        self,
+        kept: Sequence[Any],
+        changed: Tensor | None,
+        unchanged: frozenset[int],
+        silent: frozenset[int],
     ) -> None:
         """Let the insertions record what a graph did in their place.
 
         Args:
             kept: the observed values, in order.
-            changed: for each function, whether it has changed its value.
+            changed: for each function but the silent ones, whether it has changed its value.
             unchanged: the numbers of the functions that return their argument itself.
+            silent: the numbers of those of which the graph does not say so.
         """
 
 

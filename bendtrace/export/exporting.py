@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from bendtrace.errors import ExportError, InputError
-from bendtrace.export import targets
+from bendtrace.export import operators, targets
 from bendtrace.export.conditions import (
     Fact,
     arguments_of,
@@ -36,26 +36,32 @@ from bendtrace.export.conditions import (
     share,
 )
 from bendtrace.export.insertions import Insertions
-from bendtrace.export.machine import Machine, refuse, told
+from bendtrace.export.machine import Machine, lengths_in, refuse, told
 from bendtrace.export.writer import BODY, Unseen, Written, write
 from bendtrace.history.entries import counted
 from bendtrace.preserved_state import PreservedState
 from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
+from bendtrace.recording.varying import Place
 from bendtrace.replay.explain import explain_check
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.source.internals import TorchDispatchMode, pytree
+from bendtrace.source.results import can_exchange
 
 __all__ = ["Exported", "Insertions", "calls_in", "compare", "difference", "export", "tensors_in"]
 
 
 _serials = itertools.count()
 _VARYING = (
-    "values decide how many elements this picks, and torch.export carries no such tensor through "
-    "a loop or a branch: keep all elements, and mark those that are left, as in `left = left & "
-    "(iou <= limit)` with `while left.any()`"
+    "values decide how many elements this picks, and torch.export requires another number of them: "
+    "keep all elements, and mark those that are left, as in `left = left & (iou <= limit)` with "
+    "`while left.any()`"
+)
+_LONGER = (
+    "this gets longer in each round, but tensors of a loop keep their size, or lose elements: make "
+    "it as long as it can get before the loop, and write into it by an index"
 )
 _NUMBERS = (bool, int, float)
 
@@ -210,9 +216,10 @@ def export(
     require_constant([signature.bind(*call) for call in calls])
     with torch.no_grad():
         excluded: frozenset[Counter] = frozenset()
+        places: frozenset[Place] = frozenset()
         copy = separate_copies_of
         while True:
-            liftings = [Lifting(excluded, as_tensors=True) for _ in calls]
+            liftings = [Lifting(excluded, as_tensors=True, places=places) for _ in calls]
             try:
                 with _preserved(model):
                     recordings = _recorded(run, signature, calls, tell, liftings, copy)
@@ -220,6 +227,8 @@ def export(
                     copy = copies_of
                     if any(map(share, calls)):
                         continue
+                if can_exchange() and not places and (places := lengths_in(recordings)):
+                    continue
                 needed = frozenset().union(
                     *(one.needed(run.tape) for one, run in zip(liftings, recordings, strict=True))
                 )
@@ -231,7 +240,7 @@ def export(
                 break  # it may have a form with each round as a state of its own
             excluded |= needed
         with _preserved(model):
-            nothing = [None] * len(calls)
+            nothing = [Lifting(None, places=places) for _ in calls]
             recordings = _recorded(run, signature, calls, tell, nothing, copy)
         return export_once(recordings)
 
@@ -284,8 +293,9 @@ def _export(
     try:
         program, above, is_fixed = _traced(written, head, args, kwargs, common)
     except ExportError as error:
-        if varying is not None and "same metadata" in str(error):
-            raise ExportError(f"{_VARYING} ({error})", told(varying)) from error
+        longer = machine.first_longer()
+        if longer is not None and "same metadata" in str(error):
+            raise ExportError(f"{_LONGER} ({error})", told(longer)) from error
         raise
     inputs = dict(zip(head, (*args, *kwargs.values()), strict=True))
     notes = written.told
@@ -420,7 +430,7 @@ def _recorded(
     signature: Signature,
     calls: Sequence[Inputs],
     tell: Callable[[str], None],
-    liftings: Sequence[Lifting | None],
+    liftings: Sequence[Lifting],
     copy: Callable[[Any], Any],
 ) -> list[Recording]:
     """Record the model's runs with some inputs, with the state at each question."""
@@ -486,42 +496,6 @@ def _has_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
     torch.ops.aten._assert_tensor_metadata.default(tensor, dtype=dtype)
 
 
-def _cond(asked: Tensor, yes: Any, no: Any, operands: tuple[Any, ...]) -> Any:
-    """Call `cond` with its tensors and open sizes; other operands never change."""
-    taken, sides = _operands(operands, yes, no)
-    return torch.ops.higher_order.cond(asked, *sides, taken)
-
-
-def _while_loop(test: Any, step: Any, carried: tuple[Any, ...], operands: tuple[Any, ...]) -> Any:
-    """Call `while_loop` with its tensors and open sizes; other operands never change."""
-    taken, functions = _operands(operands, test, step, first=len(carried))
-    return torch.ops.higher_order.while_loop(*functions, carried, taken)
-
-
-def _operands(
-    operands: tuple[Any, ...], *functions: Callable[..., Any], first: int = 0
-) -> tuple[tuple[Any, ...], list[Callable[..., Any]]]:
-    """Return the tensors and open sizes among operands, and functions that take only these."""
-    # A size that has turned out to be fixed is no operand: ONNX takes no number for one (2.13).
-    operands = tuple(int(v) if _is_fixed(v) else v for v in operands)
-    places = [n for n, v in enumerate(operands) if isinstance(v, (Tensor, torch.SymInt))]
-
-    def given(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*values: Any) -> Any:
-            every = list(operands)
-            for place, value in zip(places, values[first:], strict=True):
-                every[place] = value
-            return function(*values[:first], *every)
-
-        return call
-
-    return tuple(operands[place] for place in places), list(map(given, functions))
-
-
-def _is_fixed(value: Any) -> bool:
-    return isinstance(value, torch.SymInt) and value.node.maybe_as_int() is not None
-
-
 def _fix(common: Sequence[list[int | None]], inputs: Sequence[Any]) -> None:
     """Require that inputs have some sizes, which are fixed in a program then."""
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
@@ -539,8 +513,9 @@ def _module(written: Written, file: str, common: Sequence[list[int | None]]) -> 
         "require": _require,
         "fix": functools.partial(_fix, common),
         "has_dtype": _has_dtype,
-        "cond": _cond,
-        "while_loop": _while_loop,
+        "cond": operators.cond,
+        "while_loop": operators.while_loop,
+        "fit": operators.fit,
     }
     exec(compile(written.text, file, "exec"), names)
     functions = {"forward": names["forward"], BODY: names[BODY]}
@@ -596,11 +571,27 @@ def _traced(
                 program = torch.export.export(
                     module, args, named, dynamic_shapes=shapes, strict=False
                 )
+            _write_sums(program)
             return program, above, is_fixed
         except Exception as error:
             if (above, is_fixed) == ways[-1]:
                 raise ExportError(*_explained(error, written, file)) from error
     raise AssertionError
+
+
+def _write_sums(program: torch.export.ExportedProgram) -> None:
+    """Write the sums of sizes in a program as additions, as torch saves no other ones (2.13)."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.target is torch.sym_sum:
+                first, *others = node.args[0]
+                with module.graph.inserting_before(node):
+                    for other in others:
+                        first = module.graph.call_function(operator.add, (first, other))
+                first.meta = dict(node.meta)
+                node.replace_all_uses_with(first)
+                module.graph.erase_node(node)
+                module.recompile()
 
 
 def _open(value: Any) -> Any:

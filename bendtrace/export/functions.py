@@ -309,7 +309,7 @@ class Functions:
                 return one, None
             if isinstance(one, Tensors) and isinstance(other, Tensors):
                 outputs.append(([one, other], None))
-            elif (kind := _number_of(one, other)) is not None:
+            elif (kind := number_of(one, other)) is not None:
                 outputs.append(([one, other], kind))
             else:
                 raise ExportError(
@@ -390,7 +390,7 @@ def _is_same(one: Value, other: Value) -> bool:
     return one == other
 
 
-def _number_of(one: Value, other: Value) -> type | None:
+def number_of(one: Value, other: Value) -> type | None:
     """Return the common type of two numbers, if they have one."""
     kinds = {
         type(value.value) if isinstance(value, Constant) else getattr(value, "type", None)

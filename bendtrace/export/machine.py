@@ -7,9 +7,11 @@ of the result: where the sides of a question meet again, and which questions a l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import CodeType
 from typing import Any, TypeAlias
 
 import networkx as nx
@@ -18,6 +20,7 @@ from bendtrace.errors import ExportError
 from bendtrace.export.numbers import Kind, Numbers
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
+from bendtrace.recording.varying import Place, place_of
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.tape.captured import identical
 from bendtrace.tape.tape import Guard, Op, Test
@@ -106,11 +109,13 @@ class Question:
         run: a run that reached it.
         number: the guard of that run.
         ways: the known answers, with the ways after them.
+        passes: all runs that reached it, with their guards.
     """
 
     run: AnalysedRun
     number: int
     ways: list[Way] = field(default_factory=list)
+    passes: list[tuple[AnalysedRun, int]] = field(default_factory=list)
 
     @property
     def guard(self) -> Guard:
@@ -123,9 +128,43 @@ class Question:
         return told(self.guard)
 
     @property
+    def is_on_size(self) -> bool:
+        """Whether it asks for a size that values decide."""
+        is_length = self.guard.test is Test.LENGTH
+        return is_length or self.run.numbers.kinds.get(self.guard.index) is Kind.SIZE
+
+    @property
     def is_complete(self) -> bool:
         """Whether all possible answers are known."""
         return len(self.ways) == 2 and all(type(way.answer) is bool for way in self.ways)
+
+    def rounds(self, hole: int) -> Iterator[tuple[AnalysedRun, Op, Op]]:
+        """Yield each run with a value that the state holds, and with the next one at this place."""
+        for (run, number), (after, other) in itertools.pairwise(self.passes):
+            if run is after:
+                tape = run.recording.tape
+                indices = (tape.states[each].holes[hole] for each in (number, other))
+                one, next_one = (tape.ops[index] for index in indices)
+                yield run, one, next_one
+
+    def differs(self, hole: int) -> bool:
+        """Return whether a number that the state holds differs between rounds of a loop."""
+        return any(one.meta != other.meta for _, one, other in self.rounds(hole))
+
+    def shrinks(self, hole: int) -> tuple[int, ...] | None:
+        """Return the dimensions that rounds of a loop make smaller; None for a tensor that stays.
+
+        Those whose size values decide may be missing.
+        """
+        is_decided, smaller = False, set()
+        for run, one, other in self.rounds(hole):
+            is_decided = is_decided or other.index in run.numbers.varying
+            for dim, (size, after) in enumerate(zip(one.meta.shape, other.meta.shape, strict=True)):
+                if size < after and not is_decided:
+                    return None
+                if size > after:
+                    smaller.add(dim)
+        return tuple(smaller) if smaller or is_decided else None
 
     def __repr__(self) -> str:
         return f"<Question {self.place}>"
@@ -175,6 +214,7 @@ class Machine:
             known = self._by_key.get(key)
             if known is None:
                 known = self._by_key[key] = Question(run, number)
+            known.passes.append((run, number))
             nodes.append(known)
         nodes.append(END)
         stops: list[int | None] = [*numbers, None]
@@ -193,6 +233,16 @@ class Machine:
         """Return the first op whose result has a size that depends on values."""
         found = ((run.recording.tape.ops, run.numbers.varying) for run in self.runs)
         return next((ops[min(varying)] for ops, varying in found if varying), None)
+
+    def first_longer(self) -> Op | None:
+        """Return the first op whose result is larger in a later round of a loop."""
+        for question in self._by_key.values():
+            count = len(question.run.recording.tape.states[question.number].holes)
+            for _, one, other in itertools.chain(*map(question.rounds, range(count))):
+                sizes = (getattr(op.meta, "shape", ()) for op in (one, other))
+                if any(before < after for before, after in zip(*sizes, strict=False)):
+                    return other
+        return None
 
     @cached_property
     def view(self) -> View:
@@ -326,6 +376,26 @@ class View:
             for question, ways in self.edges.items()
         }
         return View(edges, self.entry, self.sink, self.loop)
+
+
+def lengths_in(recordings: Iterable[Recording]) -> frozenset[Place]:
+    """Return where Python asks for the length of a tensor that values decide.
+
+    Python's `len` gives a plain number, so that each length would be an answer of its own. Recorded
+    again with these places, runs ask what the model asks of the length.
+    """
+    places: set[Place] = set()
+    codes: set[CodeType] = set()
+    for recording in recordings:
+        kinds = Numbers(recording.tape).kinds
+        for guard in recording.tape.guards:
+            place = place_of(guard) if guard.how == "len" else None
+            if place is not None:
+                places.add(place)
+                if kinds.get(guard.index) is Kind.SIZE:
+                    codes.add(place[0])
+    # A loop asks at two places of its code: before it begins, and after each round.
+    return frozenset(place for place in places if place[0] in codes)
 
 
 _WRITES = (

@@ -281,11 +281,36 @@ class SegmentOps(Expressions):
         constant: Tensor = torch.tensor(*op.args, **options)
         return constant
 
+    def _gathered(self, op: Op) -> str | None:
+        """Write what makes a tensor of a list of numbers out of tensors, or indexes by one."""
+        is_made = op.target is torch.tensor and set(op.kwargs) <= {"dtype"}
+        if not is_made and op.target is not Tensor.__getitem__:
+            return None
+        items = op.args[0 if is_made else 1]
+        if type(items) is not list or not items or not self._numbers(items):
+            return None
+        if not set(map(type, items)) <= {Ref, int, float, bool}:
+            return None
+        dtype = op.meta.dtype if is_made else torch.int64
+        numbers = (
+            self.lifted(self.value_of(item.index), op)
+            if type(item) is Ref
+            else f"torch.full((), {self.constant(item)})"
+            for item in items
+        )
+        texts = (f"torch.as_tensor({number}).to({dtype})" for number in numbers)
+        text = f"torch.stack([{', '.join(texts)}])"
+        return text if is_made else f"{self.value(op.args[0])}[{text}]"
+
     def _emit_tensors(self, op: Op) -> None:
         constant = self._constant(op)
         if constant is not None:  # torch saves no others that are made in a side or a loop (2.13)
             held = self._text(self._part(constant, op))
             name = self._define(f"{held}.clone()", op)
+            self.known[op.index] = self._taken_apart(name, op.meta, self._memory(op), op)
+            return
+        if (text := self._gathered(op)) is not None:
+            name = self._define(text, op)
             self.known[op.index] = self._taken_apart(name, op.meta, self._memory(op), op)
             return
         is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__)
@@ -294,6 +319,8 @@ class SegmentOps(Expressions):
             text = self._indexed(op)
         else:
             args, kwargs = self._with_tensors(op)
+            if op.target is Tensor.__setitem__:
+                args = (*args[:2], _Named(self._assigned(op)))
             text = self.call(_like(op, args, kwargs))
         if op.target is Tensor.__setitem__:
             self._scope.add(text, op)
@@ -397,7 +424,7 @@ class SegmentOps(Expressions):
     def _indexed(self, op: Op) -> str:
         """Write an index with numbers in it: what `select` does, with tensors."""
         owner, key = op.args[0], op.args[1]
-        keys = list(key) if type(key) in (tuple, list) else [key]
+        keys = list(key) if type(key) is tuple else [key]
         tensor = self.value(owner)
         places = [n for n, one in enumerate(keys) if type(one) is Ref and self._is_index(one)]
         simple = all(type(k) in (int, slice) or n in places for n, k in enumerate(keys))
@@ -411,7 +438,7 @@ class SegmentOps(Expressions):
             for n, one in enumerate(keys):
                 text = self._counted(tensor, n, one, op) if n in places else f"torch.tensor({one})"
                 indices.append(f"{text}.reshape(1)")
-            return f"{tensor}[{', '.join(indices)},] = {self.value(op.args[2])}"
+            return f"{tensor}[{', '.join(indices)},] = {self._assigned(op)}"
         # From the last one on, so that the dimensions before keep their numbers.
         text = tensor
         for n in reversed(range(len(keys))):
@@ -424,6 +451,13 @@ class SegmentOps(Expressions):
             else:
                 colons = ", ".join([":"] * n + [self.value(one)])
                 text = f"{text}[{colons}]"
+        return text
+
+    def _assigned(self, op: Op) -> str:
+        """Return an expression for what is assigned to an index."""
+        text = self.value(op.args[2])
+        if type(op.args[2]) in (bool, int, float):  # torch saves no constant of a side (2.13)
+            text = f"{self.value(op.args[0])}.new_full((), {text})"
         return text
 
     def _is_index(self, ref: Ref) -> bool:
@@ -529,6 +563,8 @@ class SegmentOps(Expressions):
         if target in (operator.floordiv, operator.mod) and kinds == [int, int]:
             self._bound(op, kinds)
             self._nonzero(op, given[1])
+            if type(op.args[0]) is int:  # which ONNX takes as a tensor only (torch 2.13)
+                given[0] = f"torch.full((), {given[0]}, dtype=torch.int64)"
             if target is operator.mod:
                 return f"torch.remainder({given[0]}, {given[1]})"
             return f'torch.div({given[0]}, {given[1]}, rounding_mode="floor")'

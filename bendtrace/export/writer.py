@@ -12,7 +12,8 @@ A side that no run has taken is not written: the program continues along the kno
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -20,7 +21,16 @@ from torch import Tensor
 
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import Fact
-from bendtrace.export.functions import OWN, Functions, Unseen, order, said, shared_in, unaliased
+from bendtrace.export.functions import (
+    OWN,
+    Functions,
+    Unseen,
+    number_of,
+    order,
+    said,
+    shared_in,
+    unaliased,
+)
 from bendtrace.export.machine import END, AnalysedRun, Loop, Machine, Question, View, Way, told
 from bendtrace.export.ops import Scope, SegmentOps
 from bendtrace.export.values import (
@@ -39,7 +49,7 @@ from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.schedule import Schedule
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.structure import Existing, Fixed, Instance
-from bendtrace.tape.tape import Guard, Op, Ref, Test
+from bendtrace.tape.tape import Guard, Op, Ref, TensorMeta, Test
 
 __all__ = ["BODY", "Unseen", "Written", "write"]
 
@@ -170,6 +180,7 @@ class _Writer(Functions):
             if is_demanded:
                 holds = self._test(scope, question, ways[0].answer, env)
                 self._demand(scope, holds, question.place, question)
+                env = self._fitted(scope, question, ways[0], env, holds)
             env = self._follow(scope, ways[0], env, view)
             return self._go(scope, view.edges[question][ways[0]], env, join, view)
         asked = self._test(scope, question, ways[0].answer, env)
@@ -179,6 +190,35 @@ class _Writer(Functions):
             made = self._branch(side, question, listed, env, view, join, demanded)
             sides.append((side, made))
         return self._cond(scope, question, asked, sides)
+
+    def _fitted(
+        self, scope: Scope, question: Question, way: Way, env: tuple[Value, ...], holds: str
+    ) -> tuple[Value, ...]:
+        """Write sizes that values decide as the side takes them whose answer is asserted."""
+        if not question.is_on_size:
+            return env
+        tape = way.run.recording.tape
+        metas = [tape.ops[hole].meta for hole in tape.states[way.after].holes]
+        taken = {
+            place: value.name if isinstance(value, Tensors) else value.text
+            for place, (value, meta) in enumerate(zip(env, metas, strict=True))
+            if (isinstance(value, Tensors) and isinstance(meta, TensorMeta))
+            or (isinstance(value, Static) and value.varies)
+        }
+        shapes = [getattr(metas[place], "shape", (metas[place],)) for place in taken]
+        result, found = self._new("r"), list(env)
+        given = "".join(f"{text}, " for text in taken.values())
+        scope.add(f"{result} = fit(({given}), {holds}, {shapes})", question.guard)
+        for number, place in enumerate(taken):
+            value = env[place]
+            name = self._new("v" if isinstance(value, Tensors) else "s")
+            scope.own.add(name)
+            scope.add(f"{name} = {result}[{number}]")
+            if isinstance(value, Tensors):
+                found[place] = replace(value, name=name)
+            elif isinstance(value, Static):
+                found[place] = replace(value, text=name)
+        return tuple(found)
 
     def _test(self, scope: Scope, question: Question, answer: Any, env: tuple[Value, ...]) -> str:
         """Return an expression for whether a question has a certain answer."""
@@ -384,8 +424,13 @@ class _Writer(Functions):
         is_simple = all(way in header.ways for way in loop.leaving) and bool(loop.leaving)
         staying = [way for way in view.ways(header) if way not in loop.leaving]
         entered: list[Value] = []
+        shrinking: dict[str, tuple[int, ...] | None] = {}
 
-        def enter(leaf: Value) -> Value:
+        def enter(leaf: Value, hole: int) -> Value:
+            if isinstance(leaf, Static) and leaf.varies and header.differs(hole):
+                name = self._new("n")
+                scope.add(f"{name} = torch.scalar_tensor({leaf.text}, dtype={DTYPES[leaf.type]})")
+                leaf = Number(name, leaf.type)
             entered.append(leaf)
             if isinstance(leaf, Tensors):
                 return self._tensor(self._new("q"), leaf.is_torn)
@@ -394,8 +439,11 @@ class _Writer(Functions):
             return leaf
 
         start = Several(env)
-        carried = rebuilt(start, enter)
-        assert isinstance(carried, Several)
+        items = [rebuilt(item, partial(enter, hole=hole)) for hole, item in enumerate(env)]
+        carried = Several(tuple(items))
+        for hole, item in enumerate(items):
+            if isinstance(item, Tensors):
+                shrinking[item.name] = header.shrinks(hole)
         body = Scope(scope.depth + 1)
         old = dict(self._rounds)
         self._rounds = {**old, loop: carried.items if not is_simple else None}
@@ -429,7 +477,8 @@ class _Writer(Functions):
             if isinstance(one, Static) and isinstance(other, Static):
                 body.add(f"require({one.text} == {other.text})", header.guard)
                 continue
-            if not isinstance(one, (Tensors, Number)) or type(one) is not type(other):
+            is_number = isinstance(one, Number) and number_of(one, other) is not None
+            if not is_number and not (isinstance(one, Tensors) and isinstance(other, Tensors)):
                 raise ExportError(
                     f"a loop goes on with {said(one)} at first and {said(other)} later",
                     header.place,
@@ -437,7 +486,10 @@ class _Writer(Functions):
             returned.append((first, one, other))
         params = [one.name for _, one, _ in returned]  # type: ignore[union-attr]
         inits = [first.name for first, _, _ in returned]  # type: ignore[union-attr]
-        given = unaliased([self._made(body, other, None) for _, _, other in returned])
+        kinds = [getattr(one, "type", None) for _, one, _ in returned]
+        given = unaliased(
+            [self._made(body, row[-1], kind) for row, kind in zip(returned, kinds, strict=True)]
+        )
         test = Scope(scope.depth + 1)
         if is_simple:
             tests = [self._test(test, header, way.answer, carried.items) for way in staying]
@@ -474,12 +526,13 @@ class _Writer(Functions):
         scope.loops.update(params, fixed)
         result = self._new("r")
         passed = self._apart(scope, inits + [fixed.get(name, name) for name in free])
-        begin, rest = (
+        begin, rest, sizes = (
             "".join(f"{name}, " for name in names)
-            for names in (passed[: len(inits)], passed[len(inits) :])
+            for names in (passed[: len(inits)], passed[len(inits) :], map(shrinking.get, params))
         )
         scope.add(
-            f"{result} = while_loop({names[0]}, {names[1]}, ({begin}), ({rest}))", header.guard
+            f"{result} = while_loop({names[0]}, {names[1]}, ({begin}), ({rest}), ({sizes}))",
+            header.guard,
         )
         ends: dict[Value, Value] = {}
         shared = shared_in([[other] for _, _, other in returned])
@@ -568,20 +621,16 @@ def write_output(value: Value, names: dict[str, Any], told: list[str]) -> str:
     def text(value: Value) -> str:
         if isinstance(value, Tensors):
             return value.name
+        is_number = isinstance(value, Constant) and type(value.value) in DTYPES
+        if (is_number or isinstance(value, (Number, Static))) and note not in told:
+            told.append(note)
         if isinstance(value, Number):
-            if note not in told:
-                told.append(note)
             return value.name
         if isinstance(value, Static):
-            if note not in told:
-                told.append(note)
             return f"torch.scalar_tensor({value.text}, dtype={DTYPES[value.type]})"
         if isinstance(value, Constant):
-            if type(value.value) in (bool, int, float):
-                if note not in told:
-                    told.append(note)
-                dtype = DTYPES[type(value.value)]
-                return f"torch.full((), {value.value!r}, dtype={dtype})"
+            if is_number:
+                return f"torch.full((), {value.value!r}, dtype={DTYPES[type(value.value)]})"
             bound = f"c_{len(names)}"
             names[bound] = value.value
             return bound

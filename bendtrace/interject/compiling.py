@@ -185,6 +185,7 @@ class SplicedTurns:
         # Whether each changes its value, once that is known, and the latest reset before that.
         self._known: tuple[bool, ...] | None = None
         self._reset: object = None
+        self._changing: frozenset[int] | None = None
         self._lock = threading.Lock()
         self._calls = 0  # that the insertions have not recorded yet
 
@@ -198,11 +199,29 @@ class SplicedTurns:
             }
         return self._splices
 
+    def changing(self, calls: int = 1) -> frozenset[int]:
+        """Return the numbers of functions that are known to change their value."""
+        is_known = calls == 1 and self._reset is Tally.latest_reset and self._known is not None
+        if is_known and self._changing is not None:
+            return self._changing
+        turns = (turn for turn, effect in self._all if effect is not None)
+        found = frozenset(
+            number
+            for number, turn in enumerate(turns)
+            if turn.entry.insertion.is_known_to_change(turn.at.path, calls)
+        )
+        self._changing = found if is_known else None
+        return found
+
     def served(
-        self, kept: Sequence[Any], changed: Tensor | None, unchanged: frozenset[int]
+        self,
+        kept: Sequence[Any],
+        changed: Tensor | None,
+        unchanged: frozenset[int],
+        silent: frozenset[int],
     ) -> None:
         """Let the insertions record what a graph did in their place."""
-        changes = self._changes(changed, unchanged)
+        changes = self._changes(changed, unchanged, silent)
         left = list(reversed(kept))
         done = 0
         try:
@@ -236,11 +255,14 @@ class SplicedTurns:
         elif effect.keep is not None:
             effect.keep(tuple(left.pop() for _ in range(effect.kept)))
 
-    def _changes(self, changed: Tensor | None, unchanged: frozenset[int]) -> tuple[bool, ...]:
+    def _changes(
+        self, changed: Tensor | None, unchanged: frozenset[int], silent: frozenset[int]
+    ) -> tuple[bool, ...]:
         """Return whether each insertion has changed its value, for all that is known."""
         if self._known is not None and self._reset is Tally.latest_reset:
             return self._known
         reset, flags, number, is_known = Tally.latest_reset, None, -1, True
+        told = (number for number in range(len(self._all)) if number not in silent)
         found: list[bool] = []
         for turn, effect in self._all:
             number += effect is not None
@@ -248,7 +270,7 @@ class SplicedTurns:
             if has_changed and not turn.entry.insertion.is_known_to_change(turn.at.path):
                 if flags is None:
                     assert changed is not None
-                    flags = changed.tolist()
+                    flags = dict(zip(told, changed.tolist(), strict=False))
                 has_changed, is_known = flags[number], False
             found.append(has_changed)
         changes = tuple(found)

@@ -265,9 +265,11 @@ class Insertion:
         """Record that an error was raised where it is called."""
         self._has_failed = True
 
-    def is_known_to_change(self, path: str) -> bool:
-        """Whether it has changed a value at a node."""
-        return path in self.tally.changes
+    def is_known_to_change(self, path: str, calls: int = 1) -> bool:
+        """Whether it has changed a value at a node, in some calls or more."""
+        if calls == 1 or path not in self.tally.changes:
+            return path in self.tally.changes
+        return self.tally.times_changed(path) >= calls
 
 
 # Reports of insertions: where they were called, how often, and whether they changed anything.
@@ -446,6 +448,11 @@ class Tally:
         with self._lock:
             row = self._row(at.path)
             row.backward += 1
+
+    def times_changed(self, path: str) -> int:
+        """Return how often a value was changed at a node."""
+        self._count()
+        return self._rows[path].changed if path in self._rows else 0
 
     def clear(self) -> None:
         """Reset the counts."""

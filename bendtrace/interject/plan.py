@@ -51,7 +51,7 @@ class Placed(Protocol):
     def failed(self) -> None:
         """Record that an error was raised where it is called."""
 
-    def is_known_to_change(self, path: str) -> bool:
+    def is_known_to_change(self, path: str, calls: int = 1) -> bool:
         """Return whether it has changed a value at a node."""
 
     def ran(self, recording: Recording) -> None:
