@@ -16,17 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from bendtrace._history import ModelHistory
 from bendtrace._lazy import required_pandas
+from bendtrace._trace import ModelHistory
 from bendtrace.errors import InputError, LayerKeyError, NeverFiredWarning
 from bendtrace.graph import Graph
 from bendtrace.history.building import Log
 from bendtrace.history.capture import Capture, GraphMarks
 from bendtrace.history.copies import copied
-from bendtrace.history.entries import LayerEntry, Source, counted, nbytes_of
+from bendtrace.history.entries import LayerEntry, Source, Table, counted, nbytes_of
 from bendtrace.history.names import near_names
 from bendtrace.history.run_log import Facts
-from bendtrace.history.tables import Table
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Tree
 from bendtrace.tape.tape import TensorMeta
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     import pandas
 
     from bendtrace._trace import Trace
-    from bendtrace.view.drawing.picture import Picture
+    from bendtrace.view.picture import Picture
 
 _MOST = 50  # nodes that are printed
 _COLUMNS = (

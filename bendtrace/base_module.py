@@ -24,7 +24,7 @@ from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.trees import Trees
 from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
-from bendtrace.paths.naming import Registry
+from bendtrace.paths.nodes import Registry
 from bendtrace.recording.effects import Effects
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
     from bendtrace.compiled.speculation import CompiledReport, Speculation
     from bendtrace.exploring import search as exploring_search
     from bendtrace.exploring.search import Exploration
-    from bendtrace.view.drawing.picture import Format, Picture
-    from bendtrace.view.outline import coverage as outline_coverage
-    from bendtrace.view.outline import graph as outline_graph
-    from bendtrace.view.outline import program as outline_program
-    from bendtrace.view.outline.coverage import Coverage
-    from bendtrace.view.outline.graph import StateGraph
-    from bendtrace.view.outline.program import Outline
+    from bendtrace.view import outline as outline_coverage
+    from bendtrace.view import program as outline_program
+    from bendtrace.view import state_graph as outline_graph
+    from bendtrace.view.outline import Coverage
+    from bendtrace.view.picture import Format, Picture
+    from bendtrace.view.program import Outline
+    from bendtrace.view.state_graph import StateGraph
 else:
     auditing = LazyModule("bendtrace.auditing")
     compiled_settings = LazyModule("bendtrace.compiled.settings")
     compiled_speculation = LazyModule("bendtrace.compiled.speculation")
     exploring_search = LazyModule("bendtrace.exploring.search")
-    outline_coverage = LazyModule("bendtrace.view.outline.coverage")
-    outline_graph = LazyModule("bendtrace.view.outline.graph")
-    outline_program = LazyModule("bendtrace.view.outline.program")
+    outline_coverage = LazyModule("bendtrace.view.outline")
+    outline_graph = LazyModule("bendtrace.view.state_graph")
+    outline_program = LazyModule("bendtrace.view.program")
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -31,7 +31,7 @@ from bendtrace.interject.structure import assemble, describe, take_apart, versio
 from bendtrace.interject.where import Where, near_misses
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
-from bendtrace.paths.naming import identifier
+from bendtrace.paths.nodes import identifier
 from bendtrace.torch_rules.functions import is_torchs_function
 from bendtrace.torch_rules.owners import parts_of
 

@@ -17,7 +17,7 @@ from bendtrace.history.names import Names
 from bendtrace.paths.build import Builder, StepSource, Visit
 from bendtrace.paths.candidates import CandidateGraph, RunNodes, candidates_of
 from bendtrace.paths.events import Events
-from bendtrace.paths.naming import Registry
+from bendtrace.paths.nodes import Registry
 from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording
 

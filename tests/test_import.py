@@ -24,15 +24,13 @@ from tests.documents import run_forked
 HEAVY = {"matplotlib", "networkx", "pandas", "scipy", "tabulate", "tqdm", "xml"}
 LOOKS_AT_RUNS = {
     "bendtrace.analysis",
-    "bendtrace.view.diff",
     "bendtrace.distributed",
-    "bendtrace.view.drawing",
     "bendtrace.graph.export",
     "bendtrace.graph.fx",
     "bendtrace.graph.mirror",
     "bendtrace.harvesting",
     "bendtrace.interject.selectors",
-    "bendtrace.view.outline",
+    "bendtrace.view",
     "bendtrace.storage",
     "bendtrace.workflows",
 }
@@ -88,7 +86,7 @@ def test_tracing_and_replaying_loads_no_graph_library_and_nothing_that_looks_at_
 @pytest.mark.all
 def test_what_is_asked_for_is_loaded_then() -> None:
     loaded = fresh(f"{USE}\nassert len(bended.latest_trace.graph) == 6\nprint(bended.tree)")
-    assert {"networkx", "bendtrace.graph.mirror", "bendtrace.view.outline.program"} <= loaded
+    assert {"networkx", "bendtrace.graph.mirror", "bendtrace.view.program"} <= loaded
 
 
 @pytest.mark.all

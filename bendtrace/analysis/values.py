@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bendtrace._lazy import required_pandas
 from bendtrace.errors import InputError
-from bendtrace.paths.naming import identifier
+from bendtrace.paths.nodes import identifier
 from bendtrace.tape.scalars import TRACED, plain
 
 if TYPE_CHECKING:

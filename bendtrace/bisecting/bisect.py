@@ -36,14 +36,14 @@ from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.module import BendedModule
 from bendtrace.preserved_state import PreservedState
 from bendtrace.tape.tape import Op, OpKind, refs_in
-from bendtrace.view.diff.changes import (
+from bendtrace.view.difference import Difference
+from bendtrace.view.matching import (
     FlowChange,
     Parting,
     ValueDifference,
     compare_numbers,
     compare_tensors,
 )
-from bendtrace.view.diff.difference import Difference
 
 # What rounding in a dtype may do, as in `torch.testing.assert_close`.
 _ROUNDING = {

@@ -27,9 +27,8 @@ from bendtrace._compare import same_bits
 from bendtrace._lazy import imported, tabulate
 from bendtrace._places import place_text
 from bendtrace._trace import Trace, trace
-from bendtrace._tracebacks import UsersError, during, one_line
 from bendtrace.cli.example import AdaptiveBlock
-from bendtrace.cli.inputs import Inputs, build, find, read
+from bendtrace.cli.inputs import Inputs, UsersError, build, during, find, one_line, read
 from bendtrace.dispatcher import Stats
 from bendtrace.errors import BendtraceError, InputError
 from bendtrace.export.exporting import export

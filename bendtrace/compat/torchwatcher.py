@@ -45,7 +45,7 @@ from bendtrace.interject.selectors.naming import (
 )
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate
-from bendtrace.paths.naming import identifier
+from bendtrace.paths.nodes import identifier
 from bendtrace.rewriting import replace_module, replace_module_native, shared_copy
 from bendtrace.torch_rules.owners import is_leaf_module, modules_in
 

@@ -26,7 +26,7 @@ from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Instance, build
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, Tape, TensorMeta
 from bendtrace.torch_rules.functions import name_of
-from bendtrace.view.outline.walks import Choice
+from bendtrace.view.walks import Choice
 
 _FAR = 1e6  # where no distance is known
 

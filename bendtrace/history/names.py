@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from bendtrace.errors import NodePathError
 from bendtrace.history.entries import LayerEntry
-from bendtrace.paths.naming import dotted
-from bendtrace.paths.nodes import Chosen, Pass, TreeNode, children_of
+from bendtrace.paths.nodes import Chosen, Pass, TreeNode, children_of, dotted
 from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only, plain_path
 
 if TYPE_CHECKING:

@@ -22,7 +22,19 @@ from bendtrace._places import full_place_text, is_installed
 from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep, ShapeFlowStep
 from bendtrace.history.building import Log
-from bendtrace.history.entries import LayerEntry, ModuleEntry, counted, listed, size_text
+from bendtrace.history.entries import (
+    LayerEntry,
+    ModuleEntry,
+    Table,
+    counted,
+    data_frame,
+    facts_of,
+    hash_of,
+    listed,
+    shape_text,
+    size_text,
+    table_of,
+)
 from bendtrace.history.names import (
     Names,
     ambiguity,
@@ -32,7 +44,6 @@ from bendtrace.history.names import (
     near_names,
     passes_of,
 )
-from bendtrace.history.tables import Table, data_frame, facts_of, hash_of, shape_text, table_of
 from bendtrace.paths.candidates import OneSelectable
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node, NodePath, Tree, is_path_only

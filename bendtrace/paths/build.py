@@ -15,8 +15,18 @@ from torch import Tensor, nn
 
 from bendtrace.flow import FlowStep, LoopFlowStep, steps_of
 from bendtrace.paths.events import Events, items_of, result_type, type_name
-from bendtrace.paths.naming import Holders, Registry, identifier
-from bendtrace.paths.nodes import Kind, Pass, Place, Role, Step, TreeNode, Variant
+from bendtrace.paths.nodes import (
+    Holders,
+    Kind,
+    Pass,
+    Place,
+    Registry,
+    Role,
+    Step,
+    TreeNode,
+    Variant,
+    identifier,
+)
 from bendtrace.recording import numbers, recorder, scopes, texts
 from bendtrace.recording.names import base_name, target_name
 from bendtrace.source.sites import Site

@@ -18,8 +18,7 @@ from bendtrace.history.copies import copied, materialize, tensors_in
 from bendtrace.history.entries import Source
 from bendtrace.history.names import Names, call_around, holders_of, near_names, passes_of
 from bendtrace.interject.resolver import describe_where, meant_by, name_of
-from bendtrace.paths.naming import Registry
-from bendtrace.paths.nodes import Pass, TreeNode
+from bendtrace.paths.nodes import Pass, Registry, TreeNode
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record, uninitialized_in
 from bendtrace.replay.global_state import GlobalState

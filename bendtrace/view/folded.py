@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from bendtrace._history import ModelHistory
+    from bendtrace._trace import ModelHistory
     from bendtrace.history.entries import LayerEntry
     from bendtrace.module import BendedModule
 

@@ -16,7 +16,7 @@ from bendtrace._checks import required_choice, required_int
 from bendtrace._lazy import required_pandas
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.structure import describe
-from bendtrace.view.heat_map import heat_map, plotted, text_table
+from bendtrace.view.overlay import heat_map, plotted, text_table
 
 if TYPE_CHECKING:
     import pandas

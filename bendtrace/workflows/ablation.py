@@ -35,7 +35,6 @@ from bendtrace.workflows._grids import (
     position_of,
     required_metric,
 )
-from bendtrace.workflows._heads import require_heads
 from bendtrace.workflows._sites import (
     At,
     Key,
@@ -44,6 +43,7 @@ from bendtrace.workflows._sites import (
     first_replaced,
     listed_sites,
     replaced,
+    require_heads,
 )
 
 How = Literal["zero", "mean", "resample"] | float | Tensor | Callable[[Tensor], Tensor]

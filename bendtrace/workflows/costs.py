@@ -10,9 +10,8 @@ from bendtrace._places import place_text
 from bendtrace._trace import Trace
 from bendtrace.backward import BackwardPass
 from bendtrace.errors import InputError
-from bendtrace.history.entries import LayerEntry, size_text
+from bendtrace.history.entries import LayerEntry, Table, in_percent, in_seconds, rounded, size_text
 from bendtrace.history.run_log import RunLog
-from bendtrace.history.tables import Table, in_percent, in_seconds, rounded
 from bendtrace.tape.tape import refs_in
 from bendtrace.torch_rules.writes import works_in_place
 

@@ -15,8 +15,7 @@ from bendtrace._places import place_text
 from bendtrace._trace import Trace, trace
 from bendtrace.calls import required_bended
 from bendtrace.errors import InputError, NonFiniteError
-from bendtrace.history.entries import LayerEntry
-from bendtrace.history.tables import Table, in_percent, rounded
+from bendtrace.history.entries import LayerEntry, Table, in_percent, rounded
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass

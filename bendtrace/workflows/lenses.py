@@ -17,7 +17,7 @@ from bendtrace.errors import InputError
 from bendtrace.history.entries import counted
 from bendtrace.interject.structure import describe
 from bendtrace.module import BendedModule
-from bendtrace.view.heat_map import heat_map
+from bendtrace.view.overlay import heat_map
 
 if TYPE_CHECKING:
     import pandas as pd

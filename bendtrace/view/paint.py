@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from bendtrace.view.drawing.canvas import (
+from bendtrace.view.canvas import (
     Canvas,
     Group,
     Line,
@@ -16,9 +16,9 @@ from bendtrace.view.drawing.canvas import (
     cut,
     width,
 )
-from bendtrace.view.drawing.layout import Net, Shape, Wire, place
-from bendtrace.view.drawing.overlay import Scale, color, ink
-from bendtrace.view.drawing.scene import Edge, Node, Scene
+from bendtrace.view.layout import Net, Shape, Wire, place
+from bendtrace.view.overlay import Scale, color, ink
+from bendtrace.view.scene import Edge, Node, Scene
 
 BIG, SMALL = 11.0, 9.0  # font sizes
 LINE = 12.0  # from one line of text to the next

@@ -23,11 +23,8 @@ from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.tape import OpKind, TensorMeta
-from bendtrace.view.drawing.canvas import cut
-from bendtrace.view.drawing.paint import figure, paint
-from bendtrace.view.drawing.picture import Format, Picture
-from bendtrace.view.drawing.scene import Edge, Node, Scene
-from bendtrace.view.outline.structure import (
+from bendtrace.view.canvas import cut
+from bendtrace.view.outline import (
     Branch,
     Flow,
     ProgramOutline,
@@ -38,7 +35,10 @@ from bendtrace.view.outline.structure import (
     title,
     value_text,
 )
-from bendtrace.view.outline.walks import End, Event, PathEvents, Walk, keys_asked, walks_of
+from bendtrace.view.paint import figure, paint
+from bendtrace.view.picture import Format, Picture
+from bendtrace.view.scene import Edge, Node, Scene
+from bendtrace.view.walks import End, Event, PathEvents, Walk, keys_asked, walks_of
 
 
 def fold(tree: TraceTree) -> list[ProgramOutline]:

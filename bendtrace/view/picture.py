@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from bendtrace.errors import InputError
-from bendtrace.view.drawing.canvas import Canvas, printable, svg
-from bendtrace.view.drawing.items import Numbers
-from bendtrace.view.drawing.overlay import Overlay, lay_over
-from bendtrace.view.drawing.paint import figure, paint
-from bendtrace.view.drawing.raster import rasterize
-from bendtrace.view.drawing.scene import Node, Scene, scene
+from bendtrace.view.canvas import Canvas, printable, svg
+from bendtrace.view.items import Numbers
+from bendtrace.view.overlay import Overlay, lay_over
+from bendtrace.view.paint import figure, paint
+from bendtrace.view.raster import rasterize
+from bendtrace.view.scene import Node, Scene, scene
 from bendtrace.view.viewer import viewer_html
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from bendtrace.history.entries import (
     listed,
     number_text,
 )
-from bendtrace.view.drawing.canvas import cut, printable
-from bendtrace.view.drawing.items import (
+from bendtrace.view.canvas import cut, printable
+from bendtrace.view.items import (
     Box,
     Item,
     Leaf,

@@ -19,21 +19,19 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.program import Program
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.tape import OpKind, Tape
-from bendtrace.view.outline.program import Chart, joined, selection, signature_of
-from bendtrace.view.outline.structure import value_text
-from bendtrace.view.outline.walks import End, Event, Walk, key_of_guard, walks_of
+from bendtrace.view.outline import value_text
+from bendtrace.view.program import Chart, joined, selection, signature_of
+from bendtrace.view.walks import End, Event, Walk, key_of_guard, walks_of
 
 if TYPE_CHECKING:
     from bendtrace._trace import Trace
-    from bendtrace.view.drawing.picture import Format, Picture
+    from bendtrace.view.picture import Format, Picture
 
-EdgeName = tuple[str, str, str]
-
-
-if TYPE_CHECKING:
     MultiDiGraph = nx.MultiDiGraph[Any]
 else:  # where it is not generic
     MultiDiGraph = nx.MultiDiGraph
+
+EdgeName = tuple[str, str, str]
 
 
 class StateGraph(MultiDiGraph):

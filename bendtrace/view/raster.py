@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from bendtrace._lazy import required
 from bendtrace.errors import InputError
-from bendtrace.view.drawing.canvas import (
+from bendtrace.view.canvas import (
     Canvas,
     Group,
     Line,

@@ -21,23 +21,23 @@ from bendtrace._compare import same_bits
 from bendtrace._places import place_text
 from bendtrace.errors import InputError
 from bendtrace.flow import EscapeFlowStep, FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
-from bendtrace.history.entries import LayerEntry, counted
+from bendtrace.history.entries import LayerEntry, Table, counted
 from bendtrace.history.run_log import RunLog
-from bendtrace.history.tables import Table
 from bendtrace.torch_rules.functions import UNINITIALIZED
-from bendtrace.view.diff.changes import (
+from bendtrace.view.matching import (
     FlowChange,
     LayerChange,
+    Matching,
     ModuleChange,
     Parting,
+    RunIndex,
     ValueDifference,
     compare_numbers,
     compare_tensors,
+    increasing,
 )
-from bendtrace.view.diff.matching import Matching, RunIndex, increasing
-from bendtrace.view.diff.picture import difference_picture
-from bendtrace.view.diff.text import difference_text, numbers_text
-from bendtrace.view.drawing.picture import Format, Picture
+from bendtrace.view.picture import Format, Picture
+from bendtrace.view.report import difference_picture, difference_text, numbers_text
 
 
 class _Logged(Protocol):
