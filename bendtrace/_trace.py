@@ -240,18 +240,14 @@ def run_trace(
     try:
         return _run_trace(function, args, kwargs, options)
     except TypeError as error:
-        _note_misspelt(error, kwargs)
+        # Say on an error about an unknown argument which option it may have been meant for.
+        refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if refused and refused[1] in kwargs:
+            near = difflib.get_close_matches(refused[1], OPTIONS, n=1)
+            if near:
+                error.add_note(f"{refused[1]}= was passed to the model; did you mean {near[0]}=, "
+                               "an option of bendtrace.trace?")  # fmt: skip
         raise
-
-
-def _note_misspelt(error: TypeError, kwargs: dict[str, Any]) -> None:
-    """Say on an error about an unknown argument which option it may have been meant for."""
-    refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    if refused and refused[1] in kwargs:
-        near = difflib.get_close_matches(refused[1], OPTIONS, n=1)
-        if near:
-            error.add_note(f"{refused[1]}= was passed to the model; did you mean {near[0]}=, "
-                           "an option of bendtrace.trace?")  # fmt: skip
 
 
 def _run_trace(

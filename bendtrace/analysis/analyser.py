@@ -273,19 +273,16 @@ class Analyser(Interjection):
                 path = f"{path}:{number + 1}" if self.per_pass else path
                 try:
                     with _full_precision(tensor.device.type):
-                        self._take_in(path, tensor, known)
+                        if self.needs_targets:
+                            _check_targets(tensor, known.targets)
+                        state = self._states.get(path)
+                        if state is None:
+                            state = self.start(path)
+                        self.update_state(state, tensor, known)
+                        self._states[path] = state  # not before it worked out
+                        self._calls[path] = self._calls.get(path, 0) + 1
                 except InputError as error:
                     raise InputError(f"{self.label} at {path!r}: {error}") from error
-
-    def _take_in(self, path: str, value: Tensor, batch: Batch) -> None:
-        if self.needs_targets:
-            _check_targets(value, batch.targets)
-        state = self._states.get(path)
-        if state is None:
-            state = self.start(path)
-        self.update_state(state, value, batch)
-        self._states[path] = state  # not before it worked out
-        self._calls[path] = self._calls.get(path, 0) + 1
 
     def reset(self) -> None:
         """Forget all values. Settings, targets and `enabled` stay."""

@@ -530,7 +530,21 @@ class _Search:
     def _search(self) -> None:
         chance = self._space.chance
         while missing := self._missing():
-            target = self._next_target(missing)
+            # The question, and the answer to it, that was tried least.
+            best, least = None, float("inf")
+            for key, answers in self._reached.items():
+                for answer in (True, False):
+                    if not answers.get(not answer) or self._is_met(key, answer):
+                        continue
+                    asked = answers[not answer][0].questions.get(key)
+                    is_wanted = asked is None or any(
+                        side in missing for side in asked.sides(answer)
+                    )
+                    weight = 1.0 if is_wanted else 2.0 if len(key) < 3 or key[2] == 1 else 3.0
+                    rank = (1 + self._attempts[key, answer]) * weight
+                    if rank < least:
+                        best, least = (key, answer), rank
+            target = best
             if target is None or chance.random() < 0.05:
                 base = chance.choice(self._corpus)
                 other = chance.choice(self._corpus)
@@ -586,21 +600,6 @@ class _Search:
         if type(key[0]) is Choice:
             return not self._is_missing(key[0], answer)
         return answer in self._reached[key]
-
-    def _next_target(self, missing: set[Answers]) -> tuple[Key, bool] | None:
-        """Return the question, and the answer to it, that was tried least."""
-        best, least = None, float("inf")
-        for key, answers in self._reached.items():
-            for answer in (True, False):
-                if not answers.get(not answer) or self._is_met(key, answer):
-                    continue
-                asked = answers[not answer][0].questions.get(key)
-                is_wanted = asked is None or any(side in missing for side in asked.sides(answer))
-                weight = 1.0 if is_wanted else 2.0 if len(key) < 3 or key[2] == 1 else 3.0
-                rank = (1 + self._attempts[key, answer]) * weight
-                if rank < least:
-                    best, least = (key, answer), rank
-        return best
 
     def _run(self, candidate: Candidate, is_given: bool = False) -> CandidateRun:
         """Run the model, and note all that is new."""
@@ -718,7 +717,8 @@ class _Search:
                     best, least = move, now
                     if now == 0:
                         break
-            self._require_time()
+            if self._seconds is not None and time.perf_counter() - self._began >= self._seconds:
+                raise _OutOfBudget
             since += 1
             if least < distance:
                 candidate, stuck = best, 0
@@ -747,10 +747,6 @@ class _Search:
             if question.leads_to(target):
                 wanted.append((question, bool(question.guard.expected)))
         return Course(run.recording.tape, wanted)
-
-    def _require_time(self) -> None:
-        if self._seconds is not None and time.perf_counter() - self._began >= self._seconds:
-            raise _OutOfBudget
 
     def _distance(self, course: Course, candidate: Candidate) -> float:
         with warnings.catch_warnings(action="ignore"), torch.inference_mode(False):
@@ -1210,7 +1206,12 @@ class Subject:
             for (code, _), place in zip(site.chain, site.places, strict=True):
                 if not place.in_torch:
                     taken |= self._under(place, scope.path)
-                    self._read_constants(code)
+                    if code not in self._codes:
+                        self._codes.add(code)
+                        numbers: Iterator[Any] = (
+                            n for n in code.co_consts if type(n) in (int, float)
+                        )
+                        self._space.numbers.update(dict.fromkeys(numbers))
             known = self._sites[id(site), scope.path] = site, taken
         run.under |= known[1]
 
@@ -1248,9 +1249,3 @@ class Subject:
                     }
             trace = trace.tb_next
         return taken
-
-    def _read_constants(self, code: CodeType) -> None:
-        if code not in self._codes:
-            self._codes.add(code)
-            numbers: Iterator[Any] = (n for n in code.co_consts if type(n) in (int, float))
-            self._space.numbers.update(dict.fromkeys(numbers))

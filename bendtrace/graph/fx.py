@@ -127,7 +127,12 @@ class _Writer:
         nodes = list(self.mirror.nodes(data=True))
         for name, data in nodes:
             if data["op"] == "placeholder":
-                self._placeholder(name, data)
+                label = str(data["target"]).replace("[", "_").replace("]", "")
+                # In code that fx generates, these mean something else.
+                label += "_" * (label in ("device", "torch", "inf", "nan"))
+                node = self.fx.placeholder(label)
+                self.arguments.append(node)
+                self._keep(name, data, node)
         if self.guards:
             self._check_arguments()
         for name, data in nodes:
@@ -146,14 +151,6 @@ class _Writer:
         module = fx.GraphModule(self.holder, self.fx, class_name="BendedGraph")
         module.training = getattr(self.root, "training", True)
         return module
-
-    def _placeholder(self, name: str, data: dict[str, Any]) -> None:
-        label = str(data["target"]).replace("[", "_").replace("]", "")
-        # In code that fx generates, these mean something else.
-        label += "_" * (label in ("device", "torch", "inf", "nan"))
-        node = self.fx.placeholder(label)
-        self.arguments.append(node)
-        self._keep(name, data, node)
 
     def _check_arguments(self) -> None:
         """Test what the path can depend on besides tensors and traced numbers."""
@@ -181,7 +178,17 @@ class _Writer:
         if call is not None:
             if self.folded.first[id(call)] == op.index:
                 self._switch(op.context)
-                self._fold(call)
+                assert call.module is not None
+                _put(self.holder, call.path, call.module)
+                args, kwargs = map_refs(
+                    (call.args, call.kwargs), lambda r: NodeRef(self.names[r.index])
+                )
+                node = self.fx.call_module(call.path, self._value(args), self._value(kwargs))
+                for index, path in results(call):
+                    taken = node
+                    for key in path:
+                        taken = self.fx.call_function(operator.getitem, (taken, key))
+                    self.nodes[self.names[index]] = taken
             return
         if op.raised is not None:
             raise ConversionError(
@@ -212,17 +219,6 @@ class _Writer:
     def _keep(self, name: str, data: dict[str, Any], node: fx.Node) -> None:
         node.meta.update({key: data[key] for key in ("shape", "dtype", "site") if key in data})
         self.nodes[name] = node
-
-    def _fold(self, call: ModuleCall) -> None:
-        assert call.module is not None
-        _put(self.holder, call.path, call.module)
-        args, kwargs = map_refs((call.args, call.kwargs), lambda r: NodeRef(self.names[r.index]))
-        node = self.fx.call_module(call.path, self._value(args), self._value(kwargs))
-        for index, path in results(call):
-            taken = node
-            for key in path:
-                taken = self.fx.call_function(operator.getitem, (taken, key))
-            self.nodes[self.names[index]] = taken
 
     def _value(self, value: Any) -> Any:
         return mapped(value, self._item)

@@ -239,7 +239,16 @@ class RunNodes:
         self.of_call[id(call)] = node.path
         self.executions.append(node.path)
         if node.path not in self.candidates:
-            self.candidates[node.path] = self._candidate_of_call(call, node)
+            is_root = call is self.events.root
+            output = self.events.recording.root.output if is_root else call.output
+            meta = next(filter(None, map(self._first_of, refs_in(output))), None)
+            around = None if is_root else call.parent
+            self.candidates[node.path] = Candidate(
+                node.path, node.label or node.name, call.module, call.path, None,
+                None if around is None else around.module, "" if around is None else around.path,
+                None if is_root else call.site,
+                None if meta is None else meta.shape, None if meta is None else meta.dtype,
+            )  # fmt: skip
         names: dict[int, TreeNode] = {}
         for position, name in builder.marks[id(call)]:
             child = node.children[name]
@@ -268,18 +277,6 @@ class RunNodes:
     def _is_parameter(self, ref: Ref) -> bool:
         op = self.events.ops[ref.index]
         return op.kind is OpKind.STATE and issubclass(op.target.type, nn.Parameter)
-
-    def _candidate_of_call(self, call: ModuleCall, node: TreeNode) -> Candidate:
-        is_root = call is self.events.root
-        output = self.events.recording.root.output if is_root else call.output
-        meta = next(filter(None, map(self._first_of, refs_in(output))), None)
-        around = None if is_root else call.parent
-        return Candidate(
-            node.path, node.label or node.name, call.module, call.path, None,
-            None if around is None else around.module, "" if around is None else around.path,
-            None if is_root else call.site,
-            None if meta is None else meta.shape, None if meta is None else meta.dtype,
-        )  # fmt: skip
 
     def _first_of(self, ref: Ref) -> TensorMeta | None:
         return _first_tensor(self.events.ops[ref.index].meta)

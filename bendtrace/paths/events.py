@@ -363,12 +363,8 @@ def result_type(op: Op, keys: tuple[Any, ...] | None) -> tuple[str, list[tuple[A
     """Return the type of a result with several tensors, and the keys and names of its parts."""
     if keys is not None:
         return "dict", [(key, str(key)) for key in keys]
-    fields = _fields_of_result(op)
+    named = getattr(torch.return_types, name_of(op.target), None)
+    fields = tuple(getattr(named, "__match_args__", ()))
     if fields and len(fields) == len(op.meta):
         return name_of(op.target), list(enumerate(fields))
     return "tuple", [(i, f"sub_{i}") for i in range(len(op.meta))]
-
-
-def _fields_of_result(op: Op) -> tuple[str, ...]:
-    named = getattr(torch.return_types, name_of(op.target), None)
-    return tuple(getattr(named, "__match_args__", ()))

@@ -250,7 +250,15 @@ class Visit:
         if len(self.events) == self._stop:
             self._ended = True
             with torch._C.DisableTorchFunction():
-                self.frames = self._frames(frame)
+                # The frames of the model with copies of their variables.
+                memo: dict[int, Any] = {}
+                self.frames = tuple(
+                    Frame(
+                        each.f_code.co_qualname, each.f_code.co_filename, each.f_lineno,
+                        {name: self._copies(value, memo) for name, value in each.f_locals.items()},
+                    )
+                    for each in _frames_of_model(frame)
+                )  # fmt: skip
             raise StopRun
         if self._looks is not None:
             with torch._C.DisableTorchFunction():
@@ -301,17 +309,6 @@ class Visit:
         return kind(items)
 
     # Looking
-
-    def _frames(self, frame: FrameType | None) -> tuple[Frame, ...]:
-        """Return the frames of the model with copies of their variables."""
-        memo: dict[int, Any] = {}
-        return tuple(
-            Frame(
-                each.f_code.co_qualname, each.f_code.co_filename, each.f_lineno,
-                {name: self._copies(value, memo) for name, value in each.f_locals.items()},
-            )
-            for each in _frames_of_model(frame)
-        )  # fmt: skip
 
     def _copies(self, value: Any, memo: dict[int, Any]) -> Any:
         """Return what is seen of a value: tensors as they are now, and numbers that are plain."""

@@ -592,24 +592,20 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
             try:
                 os.mkdir(draft.folder)
                 yield draft
-                _commit(directory, draft, about)
+                sync_directory(draft.folder)
+                manifest = {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    **about,
+                    "data": os.path.basename(draft.folder),
+                    "files": draft.files,
+                }
+                replace_sealed(os.path.join(directory, MANIFEST), manifest, draft.path(MANIFEST))
             except BaseException:
                 if not _is_current(directory, draft):
                     shutil.rmtree(draft.folder, ignore_errors=True)
                 raise
             _clean(directory)
-
-
-def _commit(directory: str, draft: Draft, about: dict[str, Any]) -> None:
-    sync_directory(draft.folder)
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        **about,
-        "data": os.path.basename(draft.folder),
-        "files": draft.files,
-    }
-    replace_sealed(os.path.join(directory, MANIFEST), manifest, draft.path(MANIFEST))
 
 
 @contextmanager

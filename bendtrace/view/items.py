@@ -562,17 +562,13 @@ def fold(root: Box, depth: int | None, most: int) -> bool:
                 total -= visible(box) - 1
                 box.is_folded = True
     if total > most:
-        _in_parts(root, most)
+        # Group neighbours, except the model's inputs and outputs.
+        inner = [i for i in root.items if isinstance(i, Box) or i.kind not in ("input", "output")]
+        size = -(-len(inner) // max(min(most, _PARTS), 1))
+        parts: dict[Item, Box] = {}
+        for start in range(0, len(inner), size):
+            part = Box("part", items=inner[start : start + size], is_folded=True)
+            parts[part.items[0]] = part
+        inside = set(inner)
+        root.items = [parts.get(i, i) for i in root.items if i in parts or i not in inside]
     return True
-
-
-def _in_parts(root: Box, most: int) -> None:
-    """Group neighbours, except the model's inputs and outputs."""
-    inner = [i for i in root.items if isinstance(i, Box) or i.kind not in ("input", "output")]
-    size = -(-len(inner) // max(min(most, _PARTS), 1))
-    parts: dict[Item, Box] = {}
-    for start in range(0, len(inner), size):
-        part = Box("part", items=inner[start : start + size], is_folded=True)
-        parts[part.items[0]] = part
-    inside = set(inner)
-    root.items = [parts.get(i, i) for i in root.items if i in parts or i not in inside]

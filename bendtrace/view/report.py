@@ -507,14 +507,6 @@ class _Builder:
 
     def build(self) -> Union:
         steps_a, steps_b = self._steps()
-        self._name_entries()
-        self._modules(steps_b)
-        self._entries(steps_a, steps_b)
-        self._consumed(steps_a, steps_b)
-        self._order_modules()
-        return self.union
-
-    def _name_entries(self) -> None:
         for position, entry in enumerate(self.a.entries):
             only = position not in self.matching.entries
             self.labels_a[entry.label] = _labelled(entry, "a") if only else entry.label
@@ -523,6 +515,18 @@ class _Builder:
             self.labels_b[entry.label] = (
                 _labelled(entry, "b") if partner is None else self.a.entries[partner].label
             )
+        self._modules(steps_b)
+        self._entries(steps_a, steps_b)
+        labels = [""] * len(self.union.flow_steps)
+        for numbers, run, known in (
+            (steps_b, self.b, self.labels_b),
+            (steps_a, self.a, self.labels_a),
+        ):
+            for number, label in enumerate(run.history.step_labels):
+                labels[numbers[number]] = known.get(label, "")
+        self.union.step_labels = labels
+        self._order_modules()
+        return self.union
 
     def _steps(self) -> tuple[dict[int, int], dict[int, int]]:
         """Put the flow steps of both runs in one order; return their new numbers."""
@@ -634,16 +638,6 @@ class _Builder:
         if change is not None and change.kind == "side" and tone in ("added", "removed"):
             side = change.value_in(change.a if tone == "removed" else change.b)
             self.union.under.setdefault(number, []).append((entry.label, side))
-
-    def _consumed(self, numbers_a: dict[int, int], numbers_b: dict[int, int]) -> None:
-        labels = [""] * len(self.union.flow_steps)
-        for numbers, run, known in (
-            (numbers_b, self.b, self.labels_b),
-            (numbers_a, self.a, self.labels_a),
-        ):
-            for number, label in enumerate(run.history.step_labels):
-                labels[numbers[number]] = known.get(label, "")
-        self.union.step_labels = labels
 
     def _order_modules(self) -> None:
         """Order the calls by their beginning, those without kept entries last."""

@@ -380,7 +380,13 @@ class Sites:
             known = False
         if not known:
             self._group.remove()
-            self._name_nodes()
+            # Call the model as it is, so that its nodes have names.
+            try:
+                for call in self._calls:
+                    self._still.rewind()
+                    own_copy(call).to(self._bended)
+            finally:
+                self._still.rewind()
             self._insert()
         return self
 
@@ -399,15 +405,6 @@ class Sites:
             for number, item in enumerate(self._items)
         ]
         self._group.put_in(*made[self._count :], *made[: self._count])
-
-    def _name_nodes(self) -> None:
-        """Call the model as it is, so that its nodes have names."""
-        try:
-            for call in self._calls:
-                self._still.rewind()
-                own_copy(call).to(self._bended)
-        finally:
-            self._still.rewind()
 
 
 def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:

@@ -388,7 +388,13 @@ def _substitute_of(
 ) -> _Substitute:
     """Read how values are replaced, and run the reference, if there is one."""
     required_int("seed", seed)
-    axes = _axes_of(over)
+    listed = over if isinstance(over, (tuple, list)) else (over,)
+    try:
+        axes = tuple(operator.index(axis) for axis in listed)
+    except TypeError:
+        raise InputError(f"over= takes an axis or axes, not {over!r}") from None
+    if not axes:
+        raise InputError("over= is empty: pass the axes to take the mean over")
     named = how if isinstance(how, str) and how in ("zero", "mean", "resample") else None
     if named is None and (isinstance(how, str) or not (callable(how) or _is_number(how))):
         raise InputError(
@@ -435,17 +441,6 @@ def _zeros(path: str, number: int, value: Tensor) -> Tensor:
 
 def _is_number(how: Any) -> bool:
     return isinstance(how, (Tensor, int, float, complex))
-
-
-def _axes_of(over: Any) -> tuple[int, ...]:
-    listed = over if isinstance(over, (tuple, list)) else (over,)
-    try:
-        axes = tuple(operator.index(axis) for axis in listed)
-    except TypeError:
-        raise InputError(f"over= takes an axis or axes, not {over!r}") from None
-    if not axes:
-        raise InputError("over= is empty: pass the axes to take the mean over")
-    return axes
 
 
 def _constant(held: Any) -> Source:

@@ -746,18 +746,14 @@ def _of_dictionary_learning(config: dict[str, Any], path: str) -> SparseAutoenco
     if architecture == "topk":
         k = _number(state["k"].item() if "k" in state else config["trainer"].get("k"), path)
     if name == "AutoEncoder":
-        _normalise(tensors)
+        # Give the rows of the decoder length 1, and the latents their lengths.
+        norms = tensors["W_dec"].norm(dim=1)
+        if not torch.allclose(norms, torch.ones_like(norms)):
+            norms = norms.where(norms > 0, 1.0)
+            tensors["W_dec"] = tensors["W_dec"] / norms[:, None]
+            tensors["W_enc"] = tensors["W_enc"] * norms
+            tensors["b_enc"] = tensors["b_enc"] * norms
     return SparseAutoencoder(architecture, tensors, config, subtracts=subtracts, k=k)
-
-
-def _normalise(tensors: dict[str, Tensor]) -> None:
-    """Give the rows of the decoder length 1, and the latents their lengths."""
-    norms = tensors["W_dec"].norm(dim=1)
-    if not torch.allclose(norms, torch.ones_like(norms)):
-        norms = norms.where(norms > 0, 1.0)
-        tensors["W_dec"] = tensors["W_dec"] / norms[:, None]
-        tensors["W_enc"] = tensors["W_enc"] * norms
-        tensors["b_enc"] = tensors["b_enc"] * norms
 
 
 def _check(found: Mapping[str, Tensor], wanted: Mapping[str, str], what: str, path: str) -> None:

@@ -524,7 +524,17 @@ def steer(
     norm = "vector" if normalise is True else normalise or None
     if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor, Expression)):
         raise InputError(f"scale= has to be a number or a BendingParameter, not {scale!r}")
-    _check_positions(positions)
+    if isinstance(positions, (list, tuple, range)) and positions:
+        fits = all(isinstance(p, int) and not isinstance(p, bool) for p in positions)
+    elif isinstance(positions, Tensor):
+        fits = not positions.is_floating_point()
+    else:
+        fits = positions is None or isinstance(positions, (int, slice)) or callable(positions)
+    if not fits or isinstance(positions, bool):
+        raise InputError(
+            "positions= takes numbers, a slice, a mask or a function of the value, not "
+            f"{positions!r}"
+        )
     bended = required_bended(model, "what is steered")
     counter, group = _Steps(bended.model), InsertionGroup(bended)
     if chosen is not _always:
@@ -557,20 +567,6 @@ def _by_place(vectors: Any, where: Any) -> list[tuple[Any, Any]]:
         if not isinstance(value, Tensor) or not value.dim():
             raise InputError(f"a steering vector needs at least one axis, and {value!r} has none")
     return found
-
-
-def _check_positions(positions: Any) -> None:
-    if isinstance(positions, (list, tuple, range)) and positions:
-        fits = all(isinstance(p, int) and not isinstance(p, bool) for p in positions)
-    elif isinstance(positions, Tensor):
-        fits = not positions.is_floating_point()
-    else:
-        fits = positions is None or isinstance(positions, (int, slice)) or callable(positions)
-    if not fits or isinstance(positions, bool):
-        raise InputError(
-            "positions= takes numbers, a slice, a mask or a function of the value, not "
-            f"{positions!r}"
-        )
 
 
 def _chooser(steps: Any) -> Callable[[int], bool]:
