@@ -21,10 +21,6 @@ def same_bits(a: Any, b: Any) -> bool:
     bit, too. Containers and objects are compared recursively and by type, dicts also by the order
     of their keys. Everything else is compared with `==`.
 
-    Args:
-        a: one value; it may be nested, or contain itself.
-        b: the other.
-
     Example:
         >>> import torch
         >>> same_bits([torch.tensor(float("nan"))], [torch.tensor(float("nan"))])

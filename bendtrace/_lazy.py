@@ -51,14 +51,7 @@ def imported(name: str) -> ModuleType:
 
 
 def required(name: str, use: str, packages: str = "", error: type[Exception] = ImportError) -> Any:
-    """Return a module of an optional package, which is imported if necessary.
-
-    Args:
-        name: full name of the module.
-        use: what needs it, for the message.
-        packages: what to install, if it is more than the package that the module is in.
-        error: what to raise if it cannot be imported.
-    """
+    """Return a module of an optional package, which is imported if necessary."""
     try:
         return imported(name)
     except ImportError as missing:
@@ -68,19 +61,12 @@ def required(name: str, use: str, packages: str = "", error: type[Exception] = I
 
 
 def required_pandas() -> Any:
-    """Return the module pandas, which is an optional dependency.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Return the module pandas, which is an optional dependency."""
     return required("pandas", "a data frame")
 
 
 class LazyModule(ModuleType):
     """A proxy that imports a module on first attribute access.
-
-    Args:
-        name: full name of the module.
 
     Example:
         >>> fractions = LazyModule("fractions")

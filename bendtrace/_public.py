@@ -58,12 +58,7 @@ PLACES = {
 
 
 def importer(names: dict[str, Any], places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a module that imports names on first use.
-
-    Args:
-        names: the module's namespace.
-        places: the defining module of each name.
-    """
+    """Return a `__getattr__` for a module that imports names on first use."""
 
     def __getattr__(name: str) -> Any:
         package = names["__name__"]

@@ -516,11 +516,7 @@ class Trace(ModelHistory):
         }  # fmt: skip
 
     def _settle(self, capture: Capture) -> None:
-        """Resolve the requests that only the finished run can resolve.
-
-        Raises:
-            LayerKeyError: a request matches nothing, or is ambiguous.
-        """
+        """Resolve the requests that only the finished run can resolve."""
         wants = capture.deferred
         keys: list[tuple[int, tuple[Any, ...]]] = []
         for want in wants:
@@ -545,11 +541,7 @@ class Trace(ModelHistory):
             capture.choose(keys)
 
     def _require_met(self, capture: Capture) -> None:
-        """Raise if a requested name does not exist.
-
-        Raises:
-            LayerKeyError: it does not exist.
-        """
+        """Raise if a requested name does not exist."""
         for what, selection in (("save", capture.chosen), ("stop_after", capture.stop)):
             if not isinstance(selection, Selection) or capture.ended:
                 continue  # what did not come up may have been still to come

@@ -28,12 +28,7 @@ from bendtrace.torch_rules.writes import storage_of
 
 
 class Auditor:
-    """Chooses replays to be done again.
-
-    Args:
-        model: the model.
-        share: how many of the replays are, from 0 to 1.
-    """
+    """Chooses replays to be done again."""
 
     def __init__(self, model: Callable[..., Any], share: float) -> None:
         self._model = model

@@ -251,14 +251,7 @@ Loss = tuple[str, int, tuple[int, ...], torch.dtype, torch.device]
 def build_log(
     trace: Trace, nodes: Sequence[BackwardNode], losses: Iterable[Loss]
 ) -> tuple[Log, Tree, Graph, Facts]:
-    """Return the parts of a log of a backward pass.
-
-    Args:
-        trace: the run.
-        nodes: the nodes that ran, in order.
-        losses: for each loss the node that it comes from, which result of that node it is, and its
-            shape, dtype and device.
-    """
+    """Return the parts of a log of a backward pass."""
     name = f"backward pass of {trace.name}"
     log = Log(name)
     arriving: dict[str, list[LayerEntry]] = {}
@@ -519,15 +512,7 @@ def _kept(graph: AutogradGraph, save: Any) -> set[int]:
 
 
 class _Change:
-    """An edit at one node.
-
-    Args:
-        key: the key that it was given for.
-        node: the node.
-        entry: its record.
-        place: which of the arriving gradients it edits; None for all of them.
-        what: the function, or the tensor to put there.
-    """
+    """An edit at one node."""
 
     def __init__(
         self, key: Any, node: Any, entry: BackwardNode, place: int | None, what: Any

@@ -133,14 +133,6 @@ _BYTES, _ALL_BYTES = 1 << 20, 1 << 24
 class Dispatcher:
     """Serves the calls of one model, and keeps the paths that they take.
 
-    Args:
-        known: the runs of the model, as insertions ask about them.
-        signature: puts arguments in order.
-        trees: where paths are kept.
-        speculation: paths that are compiled; None if none are.
-        called: gives a context in which the model's own Python runs.
-        auditor: chooses replays to be done again by the model itself; None for none.
-
     Attributes:
         speculation: as given.
         stats: how the calls so far were served.
@@ -184,14 +176,7 @@ class Dispatcher:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
         auditor: Auditor | None = None,
     ) -> Any:  # fmt: skip
-        """Serve a call.
-
-        Args:
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            plan: what is inserted; None if nothing is.
-            auditor: has this call compared, if it is a replay; None for what was given first.
-        """
+        """Serve a call."""
         if modes := seeing_modes():
             self.passing[_reason_of_mode(modes[-1])] = None
             return self._under_modes(args, kwargs, plan)
@@ -320,11 +305,7 @@ class Dispatcher:
         return self._trees.of(plan)
 
     def _spliced(self, call: _Call, program: Program | None) -> Any:
-        """Serve a call with insertions along the paths without them.
-
-        Raises:
-            Unfit: they have to be recorded.
-        """
+        """Serve a call with insertions along the paths without them."""
         assert call.splicer is not None
         assert call.plan is not None
         attempt().receives(call.args, call.kwargs)

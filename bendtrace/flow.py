@@ -355,9 +355,6 @@ def _iterations(step: LoopFlowStep) -> str:
 def steps_of(recording: Recording) -> FlowSteps:
     """Return the flow steps of a recorded run, derived once.
 
-    Args:
-        recording: the run.
-
     Example:
         >>> import torch, bendtrace as bt
         >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
@@ -574,10 +571,6 @@ class _Governing:
     """Tells under which flow steps things of a run happened.
 
     Has to be asked in the order in which they did.
-
-    Args:
-        tape: the run.
-        steps: its flow steps.
     """
 
     def __init__(self, tape: Tape, steps: FlowSteps) -> None:
@@ -589,13 +582,7 @@ class _Governing:
         self._in_force: dict[object, dict[tuple[str, Span], tuple[int, tuple[Span, ...]]]] = {}
 
     def at(self, position: int, scope: ModuleCall, site: Site | None) -> tuple[int, ...]:
-        """Return the numbers of the steps that led to something, outermost first.
-
-        Args:
-            position: length of the tape when it happened; not less than at the last question.
-            scope: the module call it happened in.
-            site: where.
-        """
+        """Return the numbers of the steps that led to something, outermost first."""
         while self._coming and self._coming[-1][0] <= position:
             _, number, step, activation, spans = self._coming.pop()
             at = (step.file, step.place.span)

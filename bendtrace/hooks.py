@@ -343,11 +343,7 @@ class HookManager:
     def _select(
         self, modules: tuple[nn.Module, ...] | None, hook_types: HookTypes, category: Filter
     ) -> list[HookHandle]:
-        """Return the handles that pass all filters, in the order of registration.
-
-        Raises:
-            InputError: if something is not registered, or there is no such category.
-        """
+        """Return the handles that pass all filters, in the order of registration."""
         check_category(category)
         functions = None if hook_types is None else self._hooks_of(hook_types)
         names = None if modules is None else [self.name_of(module) for module in modules]
@@ -360,11 +356,7 @@ class HookManager:
         ]
 
     def _hooks_of(self, hook_types: Function | Iterable[Function]) -> list[HookFunction]:
-        """Return what functions are registered as.
-
-        Raises:
-            InputError: if one is not registered.
-        """
+        """Return what functions are registered as."""
         found: list[HookFunction] = []
         for function in [hook_types] if callable(hook_types) else list(hook_types):
             own = [

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.base_module import BaseModule, R
+from bendtrace.calls import Call
 from bendtrace.errors import InputError
 from bendtrace.history.entries import listed
 from bendtrace.hooks import HookManager
@@ -580,7 +581,7 @@ class BendedModule(BaseModule[ModelT]):
             raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
         inserted = exporting.Insertions(self._board, self._known) if self._board else None
         examples = self._dispatcher.examples
-        calls = exporting.calls_in(inputs) if inputs else examples.calls()
+        calls = [tuple(Call.of(one)) for one in inputs] if inputs else examples.calls()
         exported = exporting.export(
             self._model, self._signature, calls, to, unseen, inserted, insertions == "inputs",
             tolerance,
@@ -609,9 +610,6 @@ class BendedModule(BaseModule[ModelT]):
         """Return what a copy is to have besides the model.
 
         That is names, what is inserted, the backend, and the hooks on this module itself.
-
-        Args:
-            memo: the objects copied so far, for a deep copy; None when everything is pickled.
         """
         speculation = self._dispatcher.speculation
         return {
@@ -648,3 +646,25 @@ def _wrap(
     BendedModule.__init__(made, model, max_traces=limit, **carried["backend"])
     made._take_over(carried)
     return made
+
+
+def bended_of(model: Callable[..., Any]) -> BendedModule:
+    """Return a model as a `BendedModule`: itself, where it is one.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.relu)
+        >>> bended_of(bended) is bended
+        True
+    """
+    return model if isinstance(model, BendedModule) else BendedModule(model)
+
+
+def required_bended(model: Any, what: str) -> BendedModule:
+    """Return a model that something stays in after the call."""
+    if not isinstance(model, BendedModule):
+        raise InputError(
+            f"{what} stays in the model until it is removed, so the model has to be a "
+            "BendedModule: make `bended = bendtrace.BendedModule(model)`, and pass that"
+        )
+    return model

@@ -82,11 +82,7 @@ class PreservedState:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def rewind(self) -> None:
-        """Restore them.
-
-        Raises:
-            InputError: a run has changed something that cannot be restored.
-        """
+        """Restore them."""
         for generator, state in self._generators:
             generator.set_state(state)
         for module, mode in self._modes:
@@ -154,13 +150,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 class _Held(NamedTuple):
-    """A tensor that existed before the run.
-
-    Attributes:
-        label: its name.
-        tensor: the tensor.
-        copy: its content at the start; None where no run writes to it.
-    """
+    """A tensor that existed before the run."""
 
     label: str
     tensor: Tensor

@@ -518,10 +518,6 @@ class Sent(Interjection):
 class Edge(Interjection):
     """Replaces those inputs of a node that come from another node.
 
-    Args:
-        sent: the record of the other node's outputs.
-        what: returns the new values.
-
     Attributes:
         applied: the number of values passed to `what`.
     """
@@ -646,13 +642,7 @@ def _picker(select: int | str | Callable[[Any], Any] | None) -> Callable[[Any], 
 
 
 class Spliced(Interjection):
-    """Passes a value through a module.
-
-    Args:
-        module: the module.
-        keep_error: whether the value stays as it is.
-        select: selects the part of the module's output that is the value.
-    """
+    """Passes a value through a module."""
 
     def __init__(
         self,
@@ -796,9 +786,6 @@ def shared_copy(model: nn.Module) -> nn.Module:
     """Copy a model without its parameters and buffers, which the copy shares.
 
     Training one trains the other. Replaced modules and new attributes affect the copy alone.
-
-    Raises:
-        InputError: a part of the model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for module in parts_of(model):

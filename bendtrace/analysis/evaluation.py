@@ -493,7 +493,7 @@ def _moved(value: Any, device: torch.device | None) -> Any:
 
 
 def _count(call: Call) -> int | None:
-    for value in take_apart((call.args, dict(call.kwargs)))[1]:
+    for value in take_apart(tuple(call))[1]:
         if isinstance(value, Tensor) and value.dim() > 0:
             return value.shape[0]
     return None
@@ -507,9 +507,6 @@ def lightning_callback(evaluation: AnalyserEvaluation) -> Any:
 
     The model is the `LightningModule`, unless the evaluation has an `of=`. Batches of validation
     and of the sanity check are ignored. A step is one training batch.
-
-    Raises:
-        ImportError: Lightning is not installed.
     """
     base = required("lightning.pytorch", "this callback").Callback
 
@@ -549,9 +546,6 @@ def trainer_callback(evaluation: AnalyserEvaluation) -> Any:
     accumulation. These callbacks do not receive batches: without a loader, the targets come from
     the keyword arguments of the model. Nor are they notified of errors: after an error, call
     `evaluation.end()` to remove all insertions; otherwise the next training removes them.
-
-    Raises:
-        ImportError: transformers is not installed.
     """
     base = required("transformers", "this callback").TrainerCallback
 

@@ -638,13 +638,7 @@ def share_in_common(a: RunLog, b: RunLog, pairs: dict[str, str]) -> float:
 def partings(
     a: Side, b: Side, is_same: Callable[[Tensor, Tensor], bool]
 ) -> tuple[LayerEntry | None, LayerEntry | None]:
-    """Return the first entry of each run that is not sound, though all that it reads is.
-
-    Args:
-        a: the first run.
-        b: the second run.
-        is_same: whether two values of one shape are the same.
-    """
+    """Return the first entry of each run that is not sound, though all that it reads is."""
     ones, others = _values(a), _values(b)
     found_a: set[str] = set()
     found_b: set[str] = set()
@@ -766,7 +760,7 @@ def placed(model: object, other: object, call: Call) -> Call:
     if mine is None:
         return call
     dtype = None if theirs is None or theirs.dtype == mine.dtype else mine.dtype
-    shape, parts = take_apart((call.args, dict(call.kwargs)))
+    shape, parts = take_apart(tuple(call))
     for number, part in enumerate(parts):
         if isinstance(part, Tensor):
             floats = part.is_floating_point()
@@ -799,15 +793,7 @@ def _is_compiled(model: object) -> bool:
 
 
 def side_of(model: Any, call: Call | None) -> Side:
-    """Run one side.
-
-    Args:
-        model: a model, a `BendedModule`, what `torch.compile` made of a module, or a log.
-        call: the inputs; None for a log.
-
-    Raises:
-        InputError: it cannot be run so, or the log holds no values.
-    """
+    """Run one side."""
     if isinstance(model, RunLog):
         if all(entry.tensor_contents is None for entry in model.layers):
             raise InputError(
@@ -831,7 +817,7 @@ def side_of(model: Any, call: Call | None) -> Side:
 
 def _traced(model: Callable[..., Any], call: Call) -> Trace:
     call = own_copy(call)
-    return run_trace(model, call.args, dict(call.kwargs), SaveOptions("all"))
+    return run_trace(model, *call, SaveOptions("all"))
 
 
 # Replayed
@@ -980,33 +966,20 @@ class Again(Protocol):
     """Runs ops of one log again."""
 
     def inputs(self, entry: LayerEntry) -> list[Any]:
-        """Return the values that the op of an entry read, in their order.
-
-        Raises:
-            Unable: one of them is not known.
-        """
+        """Return the values that the op of an entry read, in their order."""
 
     def producers(self, entry: LayerEntry) -> list[str]:
         """Return, for each of these values, the label of its entry; "" for none."""
 
     def run(self, entry: LayerEntry, values: Sequence[Any]) -> Any:
-        """Run the op of an entry on other values, and return what the entry would be then.
-
-        Raises:
-            Unable: it cannot be run, or raises.
-        """
+        """Run the op of an entry on other values, and return what the entry would be then."""
 
     def state(self, entry: LayerEntry) -> Tensor | None:
         """Return the tensor of a state entry; None if it is not known."""
 
 
 def again_of(log: RunLog, kept: Kept | None = None) -> Again:
-    """Return what runs the ops of a log again.
-
-    Args:
-        log: the log. One that was loaded has no ops: they are read from its text.
-        kept: the values of the run; None for those that the log itself has kept.
-    """
+    """Return what runs the ops of a log again."""
     if isinstance(log, Trace):
         capture = kept if kept is not None else log._capture
         if capture is not None:

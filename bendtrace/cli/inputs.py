@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from textwrap import shorten
@@ -28,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from bendtrace._checks import did_you_mean
 from bendtrace._lazy import imported, required
 from bendtrace.errors import InputError
 
@@ -60,11 +60,11 @@ def load(path: str) -> Any:
 
 
 def _hint(path: str) -> str:
-    folder, name = os.path.split(path)
+    folder = os.path.dirname(path)
     if not os.path.isdir(folder or "."):
         return f": there is no folder {folder!r}"
-    near = get_close_matches(name, filter(is_tensor_file, os.listdir(folder or ".")), n=3)
-    return f"; did you mean {', '.join(os.path.join(folder, n) for n in near)}?" if near else ""
+    files = [os.path.join(folder, n) for n in os.listdir(folder or ".") if is_tensor_file(n)]
+    return did_you_mean(path, files, quotes=False)
 
 
 def _load_torch(path: str) -> Any:
@@ -349,9 +349,8 @@ class _Reader:
 
     def _unknown(self, node: ast.expr) -> InputError:
         known = [*MAKERS, "load", *_CONSTANTS, *DTYPES]
-        near = get_close_matches(self._name(node), known, n=3)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        return InputError(f"{self._where(node)} is not known: {hint}{_KNOWN}")
+        hint = did_you_mean(self._name(node), known, otherwise=";", quotes=False)
+        return InputError(f"{self._where(node)} is not known{hint} {_KNOWN}")
 
     def _refused(self, node: ast.expr) -> InputError:
         return InputError(
@@ -550,11 +549,11 @@ def _callables(holder: Any, *, own: bool = False) -> list[str]:
 
 def _near(name: str, known: Iterable[str], own: Sequence[str] = ()) -> str:
     known = list(known)
-    near = get_close_matches(name, known, n=3, cutoff=0.7)
-    near = near or [other for other in known if other.lower() == name.lower()]
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    return f"; it has {', '.join(own)}" if 0 < len(own) <= 12 else ""
+    folded = [other for other in known if other.lower() == name.lower()]
+    otherwise = f"; it has {', '.join(own)}" if 0 < len(own) <= 12 else ""
+    if folded:
+        otherwise = f"; did you mean {' or '.join(folded)}?"
+    return did_you_mean(name, known, cutoff=0.7, otherwise=otherwise, quotes=False)
 
 
 # Errors raised by the user's own code, and the user's part of their tracebacks.
@@ -565,12 +564,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class UsersError(Exception):
-    """Wraps an error that the user's code raised.
-
-    Args:
-        what: what was being done, such as "importing model.py".
-        error: the error.
-    """
+    """Wraps an error that the user's code raised."""
 
     def __init__(self, what: str, error: BaseException) -> None:
         super().__init__(f"{what} raised {one_line(error)}")

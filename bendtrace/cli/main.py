@@ -226,11 +226,7 @@ class _Session:
 
 
 class _Rival:
-    """What torch.fx makes of a model.
-
-    Attributes:
-        error: what is wrong with it, if anything; it may show only when it is called.
-    """
+    """What torch.fx makes of a model."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self.error: str | None = None
@@ -623,14 +619,7 @@ def _finite(value: Any) -> Any:
 
 
 def as_text(run: CommandRun, *, source: bool = False, full: bool = False, width: int = 0) -> str:
-    """Return a run as text for a terminal.
-
-    Args:
-        run: the run to report.
-        source: whether to start with the source of the model's forward.
-        full: whether to print the graph, and every line of long sections.
-        width: columns of the terminal; 0 detects it.
-    """
+    """Return a run as text for a terminal."""
     width = max(width or shutil.get_terminal_size((100, 24)).columns, _NARROWEST) - len(_INDENT)
     trace, steps = run.trace, run.trace.flow_steps
     flow = ["no branch, loop or index depends on the inputs"]

@@ -138,12 +138,7 @@ class Asked(Protocol):
 
 
 class Course:
-    """The part of a recorded run that leads to some of its questions, to be done again.
-
-    Args:
-        tape: of the run.
-        wanted: truths, with the answer that each is to have.
-    """
+    """The part of a recorded run that leads to some of its questions, to be done again."""
 
     def __init__(self, tape: Tape, wanted: Iterable[tuple[Asked, bool]]) -> None:
         self._ops = tape.ops
@@ -172,15 +167,7 @@ class Course:
         return any(name_of(op.target) in ("shape", "size") for op in self._order if op.is_work)
 
     def distance(self, arguments: tuple[Any, ...]) -> Tensor:
-        """Return how far some arguments are from the answers that are wanted; 0 if they give them.
-
-        Args:
-            arguments: those of the model, bound, with floating point tensors for whatever is to
-                have gradients.
-
-        Raises:
-            Exception: whatever an op raises.
-        """
+        """Return how far arguments are from giving the answers that are wanted; 0 if they do."""
         values = self._values = {}
         self.tokens = {}
         with torch.enable_grad():
@@ -198,13 +185,7 @@ class Course:
         return self._values[index]
 
     def applied(self, function: Callable[..., Any], operands: list[Any], is_whole: bool) -> Any:
-        """Return what a function of Python's gives, with gradients as far as possible.
-
-        Args:
-            function: an operator, a builtin function of numbers, or one of `math`.
-            operands: what it is given.
-            is_whole: whether its operands are integers.
-        """
+        """Return what a function of Python's gives, with gradients as far as possible."""
         name = function.__name__.strip("_")
         if not any(isinstance(value, (Tensor, Margin, Index)) for value in operands):
             return function(*operands)

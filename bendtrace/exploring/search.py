@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from bendtrace._checks import required_int, required_number
 from bendtrace._lazy import tabulate
 from bendtrace._places import place_text
+from bendtrace.calls import Call
 from bendtrace.errors import InputError
 from bendtrace.exploring.distance import (
     Asked,
@@ -236,16 +237,7 @@ def _note_copies(value: Any, memo: dict[int, Any]) -> None:
 
 
 class Space:
-    """All inputs that a search may try.
-
-    Args:
-        domains: by the name of the argument, or of the part of one, `batch['ids']`.
-        signature: gives arguments their names.
-        seed: for random numbers.
-
-    Raises:
-        InputError: a domain makes no sense.
-    """
+    """All inputs that a search may try."""
 
     def __init__(self, domains: Mapping[str, Any], signature: Signature, seed: int) -> None:
         if not isinstance(domains, Mapping) or not domains:
@@ -262,11 +254,7 @@ class Space:
         self.numbers: dict[float, None] = {0: None, 1: None}  # constants of the model's code
 
     def candidate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Candidate:
-        """Return an input that is given.
-
-        Raises:
-            InputError: it is outside of the domain.
-        """
+        """Return an input that is given."""
         parts = dict(self._parts(args, kwargs))
         for label, domain in self.domains.items():
             if label not in parts:
@@ -450,30 +438,13 @@ def explore(
     required_int("seed", seed, 0)
     if seconds is None and tries is None:
         raise InputError("a search needs an end: give seconds= or tries=")
-    space = Space(domain, Signature(model), seed)
-    starts = [space.candidate(*call) for call in _calls(inputs)]
-    with Subject(model, space) as subject:
-        return _Search(space, subject, tree, seconds, tries).result(starts)
-
-
-def _calls(inputs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the calls that inputs stand for."""
-    calls = [_call(given) for given in (inputs if isinstance(inputs, list) else [inputs])]
+    calls = [Call.of(one) for one in (inputs if isinstance(inputs, list) else [inputs])]
     if not calls:
         raise InputError("a search begins at inputs of the model: the list has none")
-    return calls
-
-
-def _call(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(getattr(given, "kwargs", None), Mapping):  # a `Call`
-        return tuple(given.args), dict(given.kwargs)
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    if type(given) is not tuple:
-        return (given,), {}
-    if len(given) == 2 and type(given[0]) is tuple and type(given[1]) is dict:
-        return given[0], dict(given[1])
-    return given, {}
+    space = Space(domain, Signature(model), seed)
+    starts = [space.candidate(*call) for call in calls]
+    with Subject(model, space) as subject:
+        return _Search(space, subject, tree, seconds, tries).result(starts)
 
 
 class _OutOfBudget(Exception):
@@ -1106,11 +1077,7 @@ class CandidateRun:
     _recorded: Recorded | None = None
 
     def asked(self, key: Key) -> Question | Formula | None:
-        """Return a question; None if the run did not come to it.
-
-        Args:
-            key: of a question, or a branch that no question decides and the function it is in.
-        """
+        """Return a question; None if the run did not come to it."""
         if self.recording is None or type(key[0]) is not Choice:
             return self.questions.get(key)
         if key not in self.formulas:

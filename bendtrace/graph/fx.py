@@ -388,14 +388,7 @@ def _content(part: Captured, now: Any) -> Any:
 
 
 def check_guard(value: Any, test: str, expected: Any, what: str) -> None:
-    """Raise `DivergenceError` if a value of a converted graph differs from the recording.
-
-    Args:
-        value: the value.
-        test: name of the `Test`.
-        expected: the recorded outcome.
-        what: the test of the model and its place: "if `x.sum() > 0` at model.py:41".
-    """
+    """Raise `DivergenceError` if a value of a converted graph differs from the recording."""
     if test == Test.TRUTH.value:
         now: Any = bool(value)
     elif test == Test.LENGTH.value:

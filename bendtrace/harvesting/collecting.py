@@ -176,11 +176,6 @@ def _named(name: str, axis: int | None, feature_axis: int | None) -> Callable[[T
 class Collector:
     """Insertions that copy the outputs of nodes to the current shard.
 
-    Args:
-        bended: the model.
-        settings: the options of the harvest.
-        several: whether the model may be called several times per batch.
-
     Attributes:
         filling: the shard.
         places: the source locations of the reached nodes, by path.

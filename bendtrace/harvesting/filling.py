@@ -36,12 +36,6 @@ from bendtrace.tape.tape import OpKind, TensorMeta
 class Rows:
     """The rows of one node, for several batches, in a buffer that is reused.
 
-    Args:
-        asked: the text that the node was requested by, if it was text.
-        dtype: dtype of the elements.
-        per_sample: whether there is a row for each sample, or one for each batch.
-        room: the approximate size of the buffer, in bytes.
-
     Attributes:
         shapes: the shape of the rows of each batch that has rows.
         batches: the numbers of these batches in the shard.
@@ -85,12 +79,7 @@ class Rows:
         return True
 
     def put(self, value: Tensor, rows: int) -> Tensor:
-        """Copy the rows of a batch that may be dropped; return the copy.
-
-        Args:
-            value: the rows.
-            rows: the approximate number of rows of the whole shard.
-        """
+        """Copy the rows of a batch that may be dropped; return the copy."""
         stop = self._used + value.shape[0]
         self._shape = None
         if stop > self._room_for or self._rest != value.shape[1:]:
@@ -239,18 +228,7 @@ class Filling(Record):
     def add(
         self, key: str, asked: str, value: Tensor, per_sample: bool, dtype: torch.dtype
     ) -> None:
-        """Copy rows of the current batch.
-
-        Args:
-            key: their name.
-            asked: the text that they were requested by, if it was text.
-            value: the rows, along the first dimension.
-            per_sample: whether there is one for each sample, or one for the batch.
-            dtype: the type to store them as.
-
-        Raises:
-            InputError: they do not fit the rows of earlier batches, or the dtype.
-        """
+        """Copy rows of the current batch."""
         column = self.columns.get(key)
         if column is None:
             column = self.columns[key] = Rows(asked, dtype, per_sample, self.room)
@@ -398,10 +376,6 @@ def batches_of(loader: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator
 
     A `DataLoader` of items with indices skips loading batches that are not wanted. Other loaders
     load all batches.
-
-    Args:
-        loader: an iterable of batches.
-        wanted: whether the batch with a number is wanted; called once for each, in order.
     """
     if not _is_picking(loader):
         for number, content in enumerate(loader):

@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm import TqdmWarning
 
 from bendtrace._checks import shown
-from bendtrace.calls import Call, bended_of
+from bendtrace.calls import Call
 from bendtrace.errors import BendtraceError, HarvestError, InputError, SaveError
 from bendtrace.harvesting.collecting import (
     Collector,
@@ -63,7 +63,7 @@ from bendtrace.harvesting.reading import Harvest
 from bendtrace.interject.interjection import PassNumbers
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
-from bendtrace.module import BendedModule
+from bendtrace.module import BendedModule, bended_of
 from bendtrace.preserved_state import PreservedState, no_model
 from bendtrace.storage.tensors import DirectoryLock, sync_directory, writing
 from bendtrace.torch_rules.draws import RandomStates, seed_all
@@ -243,14 +243,7 @@ def _named(keep: Any) -> Mapping[str, Any]:
 
 
 class _Site:
-    """The directory of a harvest.
-
-    Args:
-        directory: its directory.
-        about: the description of the harvest: its settings, the model, the number of processes.
-        check_weights: whether the weights have to be those of the beginning.
-        resume: whether a harvest that is there may be resumed.
-    """
+    """The directory of a harvest."""
 
     def __init__(
         self, directory: str, about: dict[str, Any], check_weights: bool, resume: bool
@@ -263,12 +256,7 @@ class _Site:
 
     @contextmanager
     def opened(self, workers: Workers) -> Iterator[bool]:
-        """Make the directory ready; yield whether the harvest there is complete already.
-
-        Raises:
-            SaveError: it holds something else, is being written to, or cannot be.
-            InputError: it holds another harvest.
-        """
+        """Make the directory ready; yield whether the harvest there is complete already."""
         try:
             workers.first(self._open)
             yield os.path.exists(os.path.join(self.directory, INDEX))
@@ -358,11 +346,7 @@ _ORDERS = (1 << 61) - 1
 
 
 class HarvestRun:
-    """The harvest of one process.
-
-    Attributes:
-        done: the number of samples harvested before.
-    """
+    """The harvest of one process."""
 
     def __init__(
         self,
@@ -740,12 +724,7 @@ with warnings.catch_warnings():
 
 
 class Workers:
-    """The processes that harvest together. An error in one raises in all.
-
-    Attributes:
-        rank: number of this process.
-        world: the number of processes.
-    """
+    """The processes that harvest together. An error in one raises in all."""
 
     def __init__(self) -> None:
         several = dist.is_available() and dist.is_initialized()
@@ -753,12 +732,7 @@ class Workers:
         self.world: int = dist.get_world_size() if several else 1
 
     def together(self, step: Callable[[], Any]) -> list[Any]:
-        """Run a step in each process, and return the results of all of them.
-
-        Raises:
-            BendtraceError: the step raised in another process; an error in this process is raised
-                unchanged.
-        """
+        """Run a step in each process, and return the results of all of them."""
         if self.world == 1:
             return [step()]
         error: Exception | None = None
@@ -796,11 +770,7 @@ class Writer:
         self._written: Future[None] | None = None
 
     def exchange(self, full: Filling) -> Filling:
-        """Start writing a shard, and return another one to fill.
-
-        Raises:
-            SaveError: the earlier shard could not be written.
-        """
+        """Start writing a shard, and return another one to fill."""
         self.wait()
         spare, self._spare = self._spare, full
         spare.clear(full)
@@ -808,11 +778,7 @@ class Writer:
         return spare
 
     def wait(self) -> None:
-        """Wait until all is written.
-
-        Raises:
-            SaveError: it could not be written.
-        """
+        """Wait until all is written."""
         written, self._written = self._written, None
         if written is not None:
             written.result()
@@ -835,13 +801,7 @@ def peak_memory() -> int | None:
 
 
 class Progress:
-    """A progress bar of samples, with the rate and the peak memory so far.
-
-    Args:
-        shown: whether there is one.
-        total: the number of samples; None if unknown.
-        done: the number of samples done before.
-    """
+    """A progress bar of samples, with the rate and the peak memory so far."""
 
     def __init__(self, shown: bool, total: int | None, done: int) -> None:
         self._bar: Any = None

@@ -84,14 +84,7 @@ class Log:
 
 
 def build_log(recording: Recording, name: str, tree: Tree, torchlens: bool = False) -> Log:
-    """Return the log of a run, without the data that only a capture has.
-
-    Args:
-        recording: the run.
-        name: the name of the model.
-        tree: the node paths.
-        torchlens: see `Namer`.
-    """
+    """Return the log of a run, without the data that only a capture has."""
     builder = _Builder(recording, name, tree, torchlens)
     builder.build()
     return builder.log

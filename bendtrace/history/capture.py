@@ -780,12 +780,7 @@ def _module_names(model: Any) -> frozenset[str] | None:
 
 
 def _is_deferred(key: Any, modules: frozenset[str] | None) -> bool:
-    """Return whether only the finished run can resolve a key.
-
-    Args:
-        key: the key.
-        modules: the names of the modules; None if strings are names of layers or modules anyway.
-    """
+    """Return whether only the finished run can resolve a key."""
     if isinstance(key, _DEFERRED):
         return True
     if not isinstance(key, str):

@@ -51,12 +51,7 @@ def lazily_copied(value: Tensor) -> Tensor:
 
 
 def lazily_copied_unless(value: Tensor, fixed: Container[int]) -> Tensor | None:
-    """Copy an exact `Tensor` lazily; return None if it needs a closer look.
-
-    Args:
-        value: the value to copy.
-        fixed: storages (see `storage_of`) that must not move.
-    """
+    """Copy an exact `Tensor` lazily; return None if it needs a closer look."""
     if value.layout is not torch.strided or value.dtype not in _LAZY or value.is_neg():
         return None
     try:

@@ -285,12 +285,7 @@ def layers_by_name(entries: list[LayerEntry]) -> dict[str, list[LayerEntry]]:
 
 
 def ambiguity(text: str, meanings: list[tuple[Names, Meaning]]) -> tuple[str, tuple[str, ...]]:
-    """Return a description of an ambiguous string, and names that are not ambiguous.
-
-    Args:
-        text: the string.
-        meanings: its meanings, each with the names of its run.
-    """
+    """Return a description of an ambiguous string, and names that are not ambiguous."""
     runs = list({id(names): names for names, _ in meanings}.values())
     found = [(meaning, names.clear(meaning, runs)) for names, meaning in meanings]
     clear = tuple(dict.fromkeys(name for _, name in found if name != text))

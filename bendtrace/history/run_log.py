@@ -515,17 +515,7 @@ class Facts:
 def log_text(
     log: Log, lookup: Lookup, facts: Facts, most: int | None, *, details: bool, mine: bool
 ) -> str:
-    """Return a log as text.
-
-    Args:
-        log: the log.
-        lookup: its keys.
-        facts: further facts.
-        most: the maximum number of layers, and twice the maximum number of flow steps; None for
-            all.
-        details: whether the line of each layer has its shape and its module.
-        mine: whether to leave out the flow steps of installed packages.
-    """
+    """Return a log as text."""
     saved = [entry for entry in lookup.layers if entry.has_contents]
     # An op with several result tensors has several entries, but its parameters count once.
     uses = len({
@@ -572,13 +562,7 @@ _ALL = "(all of them: print(log.to_text(None)), where log is this one)"
 
 
 def flow_text(log: Log, most: int | None = None, mine: bool = False) -> str:
-    """Return the flow steps as a table that refers to entries.
-
-    Args:
-        log: the log.
-        most: the maximum number of steps, without reads of sizes; None for all, with these.
-        mine: whether to leave out the steps of installed packages.
-    """
+    """Return the flow steps as a table that refers to entries."""
     steps = [
         dataclasses.replace(step, name=label or step.name)
         for step, label in zip(log.flow_steps, log.step_labels, strict=True)
@@ -895,12 +879,6 @@ class Lookup:
 
     Strings are resolved by `Names`, as everywhere else, and ambiguous ones raise. Only the full
     label of an entry always finds that entry, unless it is also the label of a module.
-
-    Args:
-        log: the log.
-        tree: the node paths.
-        select: returns the paths of the nodes that a selector, or any value that converts to one,
-            selects; None for a log without its model, where only regular expressions work.
     """
 
     def __init__(
@@ -946,11 +924,7 @@ class Lookup:
             self._found.setdefault(name, list(dict.fromkeys(several)))
 
     def find(self, key: Any) -> LayerEntry | Entries:
-        """Return the entry, or the entries, for a key.
-
-        Raises:
-            LayerKeyError: there is no such entry.
-        """
+        """Return the entry, or the entries, for a key."""
         if isinstance(key, slice):
             return Entries(self.layers[self._bounds(key)])
         if isinstance(key, list):

@@ -99,14 +99,7 @@ class Kept(Protocol):
 
 
 class Validator:
-    """Recomputes ops, one by one, from the saved values.
-
-    Args:
-        ops: the tape.
-        capture: the saved values.
-        labels: the names of ops, for errors.
-        seed: seed of the replacement values for edges.
-    """
+    """Recomputes ops, one by one, from the saved values."""
 
     def __init__(self, ops: list[Op], capture: Kept, labels: dict[Any, str], seed: int) -> None:
         self._ops = ops
@@ -219,12 +212,7 @@ class Validator:
         return MISSING if not parts else _nested(source.meta, dict(parts), ())
 
     def carry_out(self, op: Op, given: dict[int, Any]) -> Any:
-        """Run an op on copies of what it is given; return what it gave, or wrote to.
-
-        Args:
-            op: the op.
-            given: what to give it for the value of each op that it reads.
-        """
+        """Run an op on copies of what it is given; return what it gave, or wrote to."""
         records = op.context.grad and not op.context.inference
         copies = {
             index: _copied(value, records and self._had_graph(index))

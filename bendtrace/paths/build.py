@@ -49,10 +49,6 @@ _TRACERS = frozenset(module.__file__ for module in (recorder, scopes, numbers, t
 class Builder:
     """Creates the nodes of the tree of one run, or reuses existing ones.
 
-    Args:
-        events: the events of the run.
-        registry: the registry of node names.
-
     Attributes:
         root: the root of the tree.
         where: for each module call, by identity, its node and the number of its pass.
@@ -150,17 +146,7 @@ class Builder:
         role: Role,
         places: tuple[Place, ...] = (),
     ) -> TreeNode:
-        """Add a value, and its contents, to pass `number` of a node.
-
-        Args:
-            parent: the enclosing node.
-            number: the pass of the parent.
-            key: the key that identifies the node.
-            label: its preferred name.
-            value: the value, as recorded.
-            role: its relation to the graph.
-            places: its places in the source.
-        """
+        """Add a value, and its contents, to pass `number` of a node."""
         value = self.plain(value)
         items = items_of(value, self.events)
         if items is not None:
@@ -486,11 +472,7 @@ _Counts = dict[tuple[int, str], int]
 
 
 class StepSource:
-    """Finds the place of each flow step in a tree, on demand.
-
-    Args:
-        builder: the builder of the tree.
-    """
+    """Finds the place of each flow step in a tree, on demand."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
@@ -559,12 +541,7 @@ _FEW = 3  # so many values of one variable are written out
 
 
 def value_text(value: Any, name: Name) -> str:
-    """Return recorded arguments as source text.
-
-    Args:
-        value: the recorded object.
-        name: returns the text for a value of the run.
-    """
+    """Return recorded arguments as source text."""
     kind = type(value)
     if kind is Ref:
         return name(value)
@@ -707,10 +684,6 @@ def _plain(value: Any) -> str:
 
 def module_expression(relative: str, module: nn.Module | None = None) -> str:
     """Return the expression for a submodule, parameter or buffer in the code of a module.
-
-    Args:
-        relative: its name in that module.
-        module: the module whose code it is.
 
     Example:
         >>> [module_expression(name) for name in ("linear", "layers.8", "0", "a b")]

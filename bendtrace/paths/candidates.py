@@ -203,18 +203,12 @@ def candidates_of(nodes: RunNodes) -> CandidateGraph:
 
     Nodes are the calls of modules and functions that accept insertions; the tree of paths also
     shows sizes and arithmetic on numbers.
-
-    Args:
-        nodes: the nodes.
     """
     return CandidateGraph(nodes.candidates, list(_Flow(nodes).edges()))
 
 
 class RunNodes:
     """Which node each op, and each call of a module, is a pass of.
-
-    Args:
-        builder: the builder of the tree of the run.
 
     Attributes:
         events: the events of the run.
@@ -370,13 +364,7 @@ class _Flow:
     def _connect(
         self, source: int, path: str | None, scope: ModuleCall
     ) -> Iterator[tuple[str, str]]:
-        """Yield the edges from all that gives a value to what uses it.
-
-        Args:
-            source: the op that gave it.
-            path: the op that uses it; None for a call as such.
-            scope: the call in which it is used.
-        """
+        """Yield the edges from all that gives a value to what uses it."""
         given = self._nodes.of_op.get(source)
         if given is not None:
             giving, using = self._between(self._ops[source].scope, scope)

@@ -111,13 +111,7 @@ def draw(
 
 
 class _Row(NamedTuple):
-    """A line right below a node.
-
-    Attributes:
-        text: what it says.
-        node: the child that it shows; None for a flow step, or several children at once.
-        chosen: the passes of the child.
-    """
+    """A line right below a node."""
 
     text: str
     node: TreeNode | None = None
@@ -125,12 +119,7 @@ class _Row(NamedTuple):
 
 
 class _Picture:
-    """How a tree is drawn.
-
-    Args:
-        flow: whether flow steps are shown.
-        folds: whether graphs that are like the one before are shown in one line.
-    """
+    """How a tree is drawn."""
 
     def __init__(self, flow: bool, folds: bool) -> None:
         self._flow = flow
@@ -208,12 +197,7 @@ def _step_rows(steps: Sequence[Step], chosen: Chosen) -> list[_Row]:
 
 
 def step_text(step: Step, chosen: Chosen = None) -> str:
-    """Return a flow step as one line: `if x.sum() > 3: True  (model.py:41)`.
-
-    Args:
-        step: the step.
-        chosen: the passes of the graph to describe; None for all. "" if it is in none of them.
-    """
+    """Return a flow step as one line: `if x.sum() > 3: True  (model.py:41)`."""
     counts: dict[str, int] = {}
     for made, text, count in step.outcomes:
         if chosen is None or made in chosen:
@@ -319,12 +303,7 @@ class Step(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """The code of a graph, for the passes that ran the same code.
-
-    Attributes:
-        text: the code.
-        passes: these passes, counted from 0.
-    """
+    """The code of a graph, for the passes that ran the same code."""
 
     text: str
     passes: tuple[int, ...]
@@ -407,11 +386,7 @@ class TreeNode:
 
     @classmethod
     def from_dict(cls, row: dict[str, Any], path: str = "") -> TreeNode:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            KeyError: a field is missing; also TypeError or ValueError.
-        """
+        """Read what `to_dict` wrote."""
         node = cls(
             name=row["name"], kind=row["kind"], type=row["type"], role=row["role"],
             key=row.get("key"), label=row.get("label", ""), module=row.get("module", ""),
@@ -530,13 +505,7 @@ class Registry:
         return known[1]
 
     def name(self, parent: str, key: Hashable, base: str) -> str:
-        """Return the name of a node.
-
-        Args:
-            parent: path of the node around it.
-            key: identifies the node among those of the parent.
-            base: the preferred name.
-        """
+        """Return the name of a node."""
         names = self._names.get(parent)
         if names is None:
             names = self._names[parent] = _Names()
@@ -554,11 +523,6 @@ class Registry:
         """Return the name that a node will have whose output is not known yet.
 
         Nodes of values are identified by a key and a kind: `key` is the former.
-
-        Args:
-            parent: path of the node around it.
-            key: identifies the node, whatever its output is.
-            base: the preferred name.
         """
         names = self._names.get(parent)
         if names is None:
@@ -618,12 +582,7 @@ class Holders:
         return _relative(call.path, call.parent.path if call.parent is not None else "")
 
     def state(self, label: str, call: ModuleCall) -> str:
-        """Return the name of a tensor in the code of a call: `weight`.
-
-        Args:
-            label: its label in the environment of the run.
-            call: the call.
-        """
+        """Return the name of a tensor in the code of a call: `weight`."""
         label = label.removeprefix("self.")
         tensor = self._by_path.get(label)
         if tensor is not None and call.module is not None:

@@ -631,14 +631,7 @@ class Version(NamedTuple):
 def stepped_data(
     version: Version, steps: Sequence[FlowStep], sides: Mapping[int, Sequence[Version]], budget: int
 ) -> dict[str, Any]:
-    """Return what the viewer needs, besides the log, to go through a run.
-
-    Args:
-        version: the run.
-        steps: its flow steps.
-        sides: for questions, by their number, the runs in which they had another answer.
-        budget: how many characters the texts of a page may have.
-    """
+    """Return what the viewer needs, besides the log, to go through a run."""
     rows = _Rows(steps)
     events = rows.of(version, 0, {})
     others = [
@@ -669,11 +662,7 @@ def _end(version: Version) -> dict[str, str]:
 
 
 class _Rows:
-    """Events as plain values; frames and texts are tables that they share.
-
-    Args:
-        steps: the flow steps of the run that is shown.
-    """
+    """Events as plain values; frames and texts are tables that they share."""
 
     def __init__(self, steps: Sequence[FlowStep]) -> None:
         self._steps: dict[int | None, list[tuple[int, FlowStep]]] = {}
@@ -686,14 +675,7 @@ class _Rows:
     def of(
         self, version: Version, first: int, lines: Mapping[int, str | None]
     ) -> list[dict[str, Any]]:
-        """Return the events of a run from some event on.
-
-        Args:
-            version: the run.
-            first: the event.
-            lines: Python that makes changes of the run, by their numbers; None for a change that
-                the page cannot repeat.
-        """
+        """Return the events of a run from some event on."""
         found = []
         for number in range(first, len(version.events)):
             row = self._row(version, number)
@@ -907,12 +889,7 @@ class Places:
         return len(self._events)
 
     def _values(self, place: Any, *, is_value: bool = True) -> list[tuple[int, tuple[Any, ...]]]:
-        """Return the events that compute the values of a node, and where in their results.
-
-        Args:
-            place: the node.
-            is_value: whether the value itself is asked for, and not only when it was computed.
-        """
+        """Return the events that compute the values of a node, and where in their results."""
         tree = self._trace._run.tree
         numbers = {e.index: number for number, e in enumerate(self._events) if e.kind == "op"}
         found = set()

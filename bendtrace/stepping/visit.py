@@ -391,11 +391,7 @@ def _random() -> list[bytes]:
 
 
 def require_tensor(value: Any) -> Tensor:
-    """Return a tensor to be used as a value.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Return a tensor to be used as a value."""
     if type(value) not in (Tensor, nn.Parameter):
         raise InputError(f"a value has to be a plain tensor, not {value!r}")
     return value if value.requires_grad else copied(value.detach())
@@ -597,14 +593,7 @@ _TORCH = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format
 
 
 class FrameText(NamedTuple):
-    """A running function of the model, with its variables as text.
-
-    Attributes:
-        function: its name.
-        file: its file.
-        line: the line that it had come to.
-        variables: pairs of a name and a text.
-    """
+    """A running function of the model, with its variables as text."""
 
     function: str
     file: str
@@ -713,9 +702,6 @@ def text_of(value: Any) -> str:
 
     Tensors have their shape, dtype and first values, and large ones their range; objects of other
     classes have the name of their class.
-
-    Args:
-        value: a value as it is during a run, or the copy of one.
 
     Example:
         >>> import torch

@@ -88,19 +88,7 @@ Point: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle with rounded corners.
-
-    Attributes:
-        x: left edge.
-        y: upper edge.
-        width: its width.
-        height: its height.
-        fill: the fill colour, or "none".
-        stroke: colour of the border.
-        radius: radius of the corners.
-        thick: width of the border.
-        dash: lengths of dashes and gaps; empty for a solid border.
-    """
+    """A rectangle with rounded corners."""
 
     x: float
     y: float
@@ -184,15 +172,7 @@ Mark: TypeAlias = Rectangle | Polygon | Line | Text | Group
 
 @dataclass
 class Canvas:
-    """A picture.
-
-    Attributes:
-        width: its width.
-        height: its height.
-        marks: its marks, from back to front.
-        title: the title.
-        description: what is seen, for those who do not see it.
-    """
+    """A picture."""
 
     width: float
     height: float

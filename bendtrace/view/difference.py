@@ -566,11 +566,7 @@ class GuardChange:
 
 
 def guard_changes(matching: Matching) -> list[GuardChange]:
-    """Compare the guards of two runs.
-
-    Args:
-        matching: the matching of the runs.
-    """
+    """Compare the guards of two runs."""
     rows_a, rows_b = (_keyed(run, matching) for run in (matching.a, matching.b))
     changes = []
     for key, a in rows_a.items():
@@ -608,12 +604,7 @@ Time = tuple[float, int]
 
 
 class Timeline:
-    """A common order for the two runs: that of their common entries in the first run.
-
-    Args:
-        matching: the matching of the runs.
-        flow: the differences of their flow.
-    """
+    """A common order for the two runs: that of their common entries in the first run."""
 
     def __init__(self, matching: Matching, flow: Sequence[FlowChange]) -> None:
         self.matching = matching
@@ -774,12 +765,7 @@ class Timeline:
 
 
 def without_tests(steps: Sequence[FlowStep], flow: Sequence[FlowChange]) -> list[FlowChange]:
-    """Leave out the tests of a `while` whose number of iterations is reported.
-
-    Args:
-        steps: the steps of the first run.
-        flow: the differences of the flow.
-    """
+    """Leave out the tests of a `while` whose number of iterations is reported."""
     told = {id(change.a) for change in flow if change.kind == "iterations"}
     tests = {id(step) for step, loop in zip(steps, headers(steps), strict=True)
              if loop is not None and id(loop) in told}  # fmt: skip

@@ -46,11 +46,7 @@ class Crossing:
 
 
 def heights(runs: Sequence[Crossing]) -> int:
-    """Choose the track of each net, so that few lines cross and no lines overlap.
-
-    Returns:
-        The number of tracks.
-    """
+    """Choose tracks for the nets, so that few lines cross and none overlap; return their number."""
     across = [run for run in runs if run.stop > run.start]
     ordered = _ordered(sorted(across, key=lambda run: (run.start, run.stop)))
     count = 0
@@ -467,11 +463,7 @@ def _title(wide: float, width: float, ports: Sequence[float]) -> tuple[float, fl
 
 
 def _look_up(box: Shape, done: dict[Shape, _Placed], hints: dict[Shape, dict[Net, float]]) -> bool:
-    """Say for each box from how far left or right its nets come.
-
-    Returns:
-        Whether that is not the order in which they enter.
-    """
+    """Say for each box from how far its nets come; return whether they enter in another order."""
     crossed = False
     for shape, vertex in done[box].level.vertex.items():
         if shape.children is None:

@@ -118,11 +118,7 @@ def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
 
 
 def increasing(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return a longest subset of pairs that increases on both sides.
-
-    Args:
-        pairs: sorted by their first items.
-    """
+    """Return a longest subset of pairs that increases on both sides."""
     ends: list[int] = []  # the smallest second item that ends a choice of each length
     last: list[int] = []  # and which pair that is
     before: list[int] = []
@@ -234,12 +230,7 @@ class RunIndex:
         return {(step.place.function, step.text) for step in self.steps}
 
     def side(self, flow: Iterable[int], known: set[tuple[str, str]]) -> Hashable:
-        """Return the innermost of some conditions among flow steps, and the side that was taken.
-
-        Args:
-            flow: numbers of the flow steps.
-            known: the conditions to consider.
-        """
+        """Return the innermost of some conditions among flow steps, and the side that was taken."""
         for number in reversed(tuple(flow)):
             step = self.steps[number]
             condition = step.place.function, step.text
@@ -262,12 +253,7 @@ class _Site:
 
 
 class Matching:
-    """The matching of two runs.
-
-    Args:
-        a: one run.
-        b: the other.
-    """
+    """The matching of two runs."""
 
     def __init__(self, a: RunIndex, b: RunIndex) -> None:
         self.a = a
@@ -336,11 +322,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _shifted(a: dict[str, str], b: dict[str, str]) -> set[str]:
-    """Return where modules were inserted or removed, so that the numbers of others have shifted.
-
-    Returns:
-        The names of the numbered modules' parents, with a trailing dot.
-    """
+    """Return the parents, with a trailing dot, whose numbered modules have shifted."""
     return {
         f"{name.rpartition('.')[0]}."
         for name in a.keys() & b.keys()

@@ -284,12 +284,7 @@ def title(program: ProgramOutline) -> str:
 
 
 def programs_as_text(programs: Sequence[ProgramOutline], mine: bool = False) -> Iterator[str]:
-    """Yield each program as text; programs with the same text as an earlier one take one line.
-
-    Args:
-        programs: the programs.
-        mine: whether to leave out the branches of installed packages.
-    """
+    """Yield each program as text; programs with the same text as an earlier one take one line."""
     known: dict[tuple[str, ...], int] = {}
     for program in programs:
         rows = list(_flow(program.flow, 1, mine))

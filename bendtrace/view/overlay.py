@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from bendtrace._checks import did_you_mean
 from bendtrace._lazy import required
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry
@@ -150,8 +150,7 @@ def _fill_from(scene: Scene, numbers: Mapping[str, float], history: RunLog) -> N
         modules.setdefault(call.label, set()).add(call.label)
     unknown = [key for key in numbers if key not in entries and key not in modules]
     if unknown:
-        near = get_close_matches(str(unknown[0]), [*entries, *modules], n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        hint = did_you_mean(unknown[0], [*entries, *modules], quotes=False)
         more = f" (and {len(unknown) - 1} more keys)" if len(unknown) > 1 else ""
         raise InputError(
             f"the overlay names {unknown[0]!r}{more}, but this run has no such value, node "

@@ -151,11 +151,7 @@ _FORMS = ", ".join(get_args(Format)[:-1]) + " or " + get_args(Format)[-1]
 
 
 def form_of(path: Path) -> Format:
-    """Return the format that the ending of a path selects.
-
-    Raises:
-        InputError: the ending is unknown.
-    """
+    """Return the format that the ending of a path selects."""
     ending = path.suffix.lower().removeprefix(".")
     for form in get_args(Format):
         if ending == form:

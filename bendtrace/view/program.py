@@ -178,14 +178,7 @@ class Chart:
         self._hits: Counter[tuple[Node, Node, str]] = Counter()
 
     def begin(self, key: Hashable, title: str, counts: str, facts: Iterable[str]) -> None:
-        """Begin the chart of another program.
-
-        Args:
-            key: the name of its start in `link`.
-            title: which program it is, and, after a colon, its inputs.
-            counts: how often it ran.
-            facts: what selects it.
-        """
+        """Begin the chart of another program."""
         name, _, inputs = title.partition(": ")
         box = Node(f"b{len(self._nodes)}", "module", name, [cut(inputs, 2 * _WIDEST)], title)
         box.children = []

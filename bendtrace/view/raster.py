@@ -26,16 +26,7 @@ _SANS, _MONO = 0.86, 0.98
 
 
 def rasterize(canvas: Canvas, form: Literal["png", "pdf"], scale: float = 2.0) -> bytes:
-    """Return a picture as PNG or PDF.
-
-    Args:
-        canvas: the picture.
-        form: "png" or "pdf".
-        scale: the number of PNG pixels per pixel of the picture.
-
-    Raises:
-        InputError: matplotlib is not installed.
-    """
+    """Return a picture as PNG or PDF."""
     use = f"a picture as {form.upper()}, not as SVG, HTML or DOT,"
     required("matplotlib", use, error=InputError)
     from matplotlib.backends.backend_agg import FigureCanvasAgg

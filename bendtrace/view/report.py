@@ -80,14 +80,7 @@ def roll(entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[s
 
 
 def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: RunIndex) -> Row:
-    """Return one line for entries.
-
-    Args:
-        kind: "entry" for one, "passes" for those of several sites, or "module" for all in one.
-        name: the label, the numbers of the passes, or the module.
-        sites: the entries of each site.
-        run: the run that has them.
-    """
+    """Return one line for entries."""
     entries = [entry for site in sites for entry in site]
     first = entries[0]
     if kind == "entry":
@@ -316,12 +309,7 @@ _WIDE_CHANGE = 100
 
 
 def difference_text(difference: Difference, limit: int | None) -> str:
-    """Return the report of a difference.
-
-    Args:
-        difference: the difference to report.
-        limit: the maximum number of rows of a table; None for all.
-    """
+    """Return the report of a difference."""
     names = [difference.a.name, difference.b.name]
     title = names[0] if names[0] == names[1] else f"a: {names[0]}, b: {names[1]}"
     if not difference:
@@ -727,12 +715,7 @@ _MARGIN, _SQUARE = 16.0, 10.0
 
 
 def difference_picture(difference: Difference, **options: Any) -> Picture:
-    """Draw both runs of a difference.
-
-    Args:
-        difference: the difference to draw.
-        **options: options of `bendtrace.view.scene.scene`.
-    """
+    """Draw both runs of a difference."""
     union = union_of(difference)
     # A scene takes no more of a log than a union has.
     made = scene(cast("RunLog", union), **options)

@@ -6,12 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from bendtrace._checks import did_you_mean
 from bendtrace._places import place_text
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, IndexFlowStep, LoopFlowStep
@@ -177,14 +177,7 @@ class Emitter:
         self.count = 0
 
     def emit(self, root: Box, all_nodes: int, capped: bool, within: str | None) -> Scene:
-        """Return the scene.
-
-        Args:
-            root: the items.
-            all_nodes: the number of nodes with all boxes open.
-            capped: whether boxes were closed because there were too many nodes.
-            within: the drawn module; None for all.
-        """
+        """Return the scene."""
         node = Node("root", "root", "")
         node.children = [self.node(item, within or "") for item in root.items]
         outside = self._outside(node) if within is not None else {}
@@ -204,14 +197,7 @@ class Emitter:
         return f"n{self.count}"
 
     def node(self, item: Item, parent: str, around: int = 1, named: bool = False) -> Node:
-        """Return the node for an item, including the nodes in it.
-
-        Args:
-            item: the item.
-            parent: name of the module around it.
-            around: the repetition counts of the boxes around it, which apply to it as well.
-            named: whether a surrounding box already names several modules.
-        """
+        """Return the node for an item, including the nodes in it."""
         steps = self.history.flow_steps
         if isinstance(item, Leaf):
             if item.kind == "decision":
@@ -337,18 +323,7 @@ class Emitter:
         place: int = 0,
         step: int | None = None,
     ) -> None:
-        """Add a value that goes from one node to another.
-
-        Args:
-            found: the edges so far.
-            source: the node it comes from.
-            target: the node it goes to.
-            entry: the value.
-            kind: of the edge, unless it goes from one repetition to the next.
-            user: the value computed from it.
-            place: which of the user's parents it is.
-            step: number of the flow step that consumed it.
-        """
+        """Add a value that goes from one node to another."""
         name = user.label if user is not None else step_name(step) if step is not None else ""
         if name and (source is target or self._repeats(entry.label, name)):
             kind = "repeat"
@@ -471,9 +446,8 @@ def _part(history: RunLog, within: str | None) -> tuple[list[LayerEntry], tuple[
     found = calls.get(within) or next((c for c in history.modules if c.name == within), None)
     if found is None:
         names = list(dict.fromkeys([c.name for c in history.modules] + list(calls)))
-        near = get_close_matches(within, names, n=3)
         called = listed(list(dict.fromkeys(call.name for call in history.modules)))
-        hint = f"; did you mean {', '.join(near)}?" if near else f"; it called {called}"
+        hint = did_you_mean(within, names, otherwise=f"; it called {called}", quotes=False)
         raise InputError(f"no module {within!r} was called in this run{hint}")
     chain = [found.label]
     while calls[chain[0]].parent:

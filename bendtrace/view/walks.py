@@ -97,12 +97,7 @@ class Event:
 
 
 class PathEvents:
-    """The events of a recorded run, in order.
-
-    Args:
-        recording: the run.
-        asked: keys of guards without a flow step whose outcomes differ somewhere.
-    """
+    """The events of a recorded run, in order."""
 
     def __init__(self, recording: Recording, asked: Collection[Key] = frozenset()) -> None:
         self.recording = recording
@@ -575,13 +570,7 @@ class Header:
 
 @functools.cache
 def header_of(place: Place, kind: str, text: str) -> Header:
-    """Return the line for a flow step.
-
-    Args:
-        place: its place.
-        kind: its kind: "if", "while", "for", "and", ...
-        text: source of the expression that decides.
-    """
+    """Return the line for a flow step."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
     if node is None:

@@ -150,11 +150,7 @@ class Part:
     is_one_of_all: bool = False
 
     def index(self, value: Tensor) -> tuple[Any, ...] | None:
-        """Return the index of the part in a tensor; None for all of it.
-
-        Raises:
-            NoPart: the tensor does not have this part.
-        """
+        """Return the index of the part in a tensor; None for all of it."""
         size = value.shape[self.axis] if -value.dim() <= self.axis < value.dim() else None
         if self.is_one_of_all and isinstance(self.position, int) and size is not None:
             if self.position >= size:
@@ -261,16 +257,7 @@ class Columns:
         seen: Mapping[Any, Mapping[int, Tensor]],
         cell: Callable[[int, Part], float],
     ) -> dict[str, Any]:
-        """Compute all cells of a grid.
-
-        Args:
-            names: the sites.
-            seen: their values, which determine the number of positions.
-            cell: returns the number of a cell, for the index of the site and a part.
-
-        Returns:
-            The fields of a `Grid`.
-        """
+        """Compute all cells of a grid."""
         positions = self.settled(value for passes in seen.values() for value in passes.values())
         parts = self.parts(positions)
         found = [[cell(number, part) for part in parts] for number in range(len(names))]

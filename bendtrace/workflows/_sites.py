@@ -87,11 +87,7 @@ def replaced(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor
 def first_replaced(
     inputs: Inputs, path: str, change: Callable[[Tensor], Tensor | None]
 ) -> Inputs | None:
-    """Replace the first tensor among the inputs of a node; return None to keep it.
-
-    Raises:
-        SiteError: it has no tensor inputs.
-    """
+    """Replace the first tensor among the inputs of a node; return None to keep it."""
     shape, found = take_apart((tuple(inputs), inputs.kwargs))
     first = next((i for i, value in enumerate(found) if isinstance(value, Tensor)), None)
     if first is None:
@@ -134,13 +130,7 @@ def _names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
 def differing(
     source: Mapping[int, Tensor] | None, target: Mapping[int, Tensor] | None, names: tuple[str, str]
 ) -> str:
-    """Return why a node's values in one run cannot replace those in another; "" if they can.
-
-    Args:
-        source: its passes in the one run; None if the run did not reach it.
-        target: its passes in the other run.
-        names: the names of the two runs.
-    """
+    """Return why a node's values in one run cannot replace those in another; "" if they can."""
     if not source or not target:
         return f"the {names[1] if source else names[0]} run did not reach it"
     if source.keys() != target.keys():
@@ -412,14 +402,7 @@ def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
 
 
 class Exchange:
-    """Puts values of one run into another, cell by cell.
-
-    Args:
-        source: the values of the one run.
-        target: those of the other run.
-        names: the names of the runs, for errors.
-        missing: what to do if a value cannot be replaced.
-    """
+    """Puts values of one run into another, cell by cell."""
 
     def __init__(
         self, source: Seen, target: Seen, names: tuple[str, str], missing: Missing
@@ -517,18 +500,7 @@ _JOINING = frozenset({"cat", "concat", "concatenate", "hstack", "stack"})
 def require_heads(
     model: BendedModule, columns: Columns, at: str, selects: Callable[[Candidate], bool]
 ) -> None:
-    """Raise if the values at some nodes do not consist of the heads that a workflow separates.
-
-    Args:
-        model: the model, of which a run has to be known.
-        columns: the parts of the values.
-        at: "output" or "input".
-        selects: whether a node is a site.
-
-    Raises:
-        SiteError: slices of such a value would mean nothing.
-        InputError: no run is known, and the nodes are not projections by their parameters.
-    """
+    """Raise if the values at some nodes do not consist of the heads that a workflow separates."""
     if columns.heads is None:
         return
     recordings = model._known.recordings()

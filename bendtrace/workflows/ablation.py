@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bendtrace._checks import required_choice, required_int
-from bendtrace.calls import Call, are_several, bended_of, calls_of, required_bended
+from bendtrace.calls import Call, are_several, calls_of
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.effects import Effect, can_cast, effect_of_value
 from bendtrace.interject.insertion import Insertion
@@ -22,7 +22,7 @@ from bendtrace.interject.purity import effect_of_function
 from bendtrace.interject.reading import is_contained
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import Where
-from bendtrace.module import BendedModule
+from bendtrace.module import BendedModule, bended_of, required_bended
 from bendtrace.tape.tape import TensorMeta
 from bendtrace.workflows._grids import (
     Beyond,
@@ -325,14 +325,7 @@ def ablation_study(
 
 @dataclass(frozen=True)
 class _Substitute:
-    """The replacement of ablated values.
-
-    Attributes:
-        name: what reports call it.
-        source: returns it.
-        is_contained: whether it depends on nothing but the value.
-        compiled: gives it as the effect on a value, or says why it cannot be compiled.
-    """
+    """The replacement of ablated values."""
 
     name: str
     source: Source
@@ -346,12 +339,7 @@ class _Substitute:
         return self.compiled(path, number, like)
 
     def put(self, path: str, number: int, value: Tensor, parts: Sequence[Part]) -> Tensor:
-        """Return a value with parts of it replaced.
-
-        Raises:
-            NoPart: the value has no such part.
-            SiteError: the replacement does not fit.
-        """
+        """Return a value with parts of it replaced."""
         return self.put_in(path, value, self.source(path, number, value), parts)
 
     def put_in(self, path: str, value: Tensor, other: Tensor, parts: Sequence[Part]) -> Tensor:

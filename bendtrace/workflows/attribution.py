@@ -15,11 +15,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bendtrace._checks import required_int
 from bendtrace._lazy import required
-from bendtrace.calls import Call, bended_of
+from bendtrace.calls import Call
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import Where
+from bendtrace.module import bended_of
 from bendtrace.paths.candidates import Candidate
 from bendtrace.preserved_state import PreservedState, no_model
 from bendtrace.workflows._grids import (

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace._lazy import imported, required
-from bendtrace.calls import required_bended
 from bendtrace.errors import InputError, InterjectionError, LoadError
 from bendtrace.interject.bends.bend import Expression, value_of
 from bendtrace.interject.effects import Effect
@@ -25,7 +24,7 @@ from bendtrace.interject.registry import InsertionGroup, InsertionHandle, is_roo
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import Where
-from bendtrace.module import BendedModule
+from bendtrace.module import BendedModule, required_bended
 from bendtrace.tape.tape import TensorMeta
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace._checks import required_choice
-from bendtrace.calls import Call, bended_of
+from bendtrace.calls import Call
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
 from bendtrace.history.entries import LayerEntry
@@ -32,7 +32,7 @@ from bendtrace.interject.where import (
     require_equal,
     transformer_lens_aliases,
 )
-from bendtrace.module import BendedModule
+from bendtrace.module import BendedModule, bended_of
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.recording.recorder import Recording
 from bendtrace.torch_rules.mode_queries import unseen
@@ -443,7 +443,7 @@ def run_with_cache(
         raise wanted.explained(error) from None
     finally:
         wanted.close()
-    for tensor in tensors_in((output, call.args, dict(call.kwargs))):
+    for tensor in tensors_in((output, *call)):
         materialize(tensor)  # the caller's tensors are ordinary ones
     if is_lazy and fixed is not None:
         for run in (run for insertion in wanted.group.insertions for run in insertion.runs):
@@ -545,7 +545,7 @@ class _InputKeeper(_Keeper):
 
 def _fixed(model: Any, call: Call) -> set[int]:
     """Return the memory that exists before the call: others know it by its address."""
-    tensors = list(tensors_in((call.args, dict(call.kwargs))))
+    tensors = list(tensors_in(tuple(call)))
     if isinstance(model, nn.Module):
         tensors += [*model.parameters(), *model.buffers()]
     with unseen():
@@ -663,9 +663,6 @@ class _Wanted:
         """Insert what keeps the values, around all other insertions.
 
         Inputs are kept after all other insertions have changed them if their keeper is innermost.
-
-        Raises:
-            NodePathError: a name matches no node.
         """
         for source in self._sources:
             kind = _InputKeeper if source.is_input else _Keeper

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace._lazy import required_pandas
-from bendtrace.calls import Call, bended_of, seen_in
+from bendtrace.calls import Call, seen_in
 from bendtrace.errors import InputError
 from bendtrace.history.entries import counted
 from bendtrace.interject.structure import describe
-from bendtrace.module import BendedModule
+from bendtrace.module import BendedModule, bended_of
 from bendtrace.view.overlay import heat_map
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from bendtrace._checks import required_choice, required_int, required_number
 from bendtrace._trace import Trace, trace
-from bendtrace.calls import Call, bended_of
+from bendtrace.calls import Call
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.interject.where import Where
+from bendtrace.module import bended_of
 from bendtrace.workflows._grids import (
     Columns,
     Grid,
@@ -206,7 +207,7 @@ def scan(model: Any, inputs: Any) -> Trace:
                 is_parameter = isinstance(each, nn.Parameter)
                 memo[id(each)] = nn.Parameter(shape, each.requires_grad) if is_parameter else shape
     shadow = copy.deepcopy(module, memo)
-    structure, parts = take_apart((call.args, dict(call.kwargs)))
+    structure, parts = take_apart(tuple(call))
     moved = [part.to("meta") if isinstance(part, Tensor) else part for part in parts]
     args, kwargs = assemble(structure, moved)
     try:

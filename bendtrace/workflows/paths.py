@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from bendtrace._trace import Trace
-from bendtrace.calls import Call, bended_of, own_copy
+from bendtrace.calls import Call, own_copy
 from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.history.copies import tensors_in
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.registry import InsertionGroup
 from bendtrace.interject.resolver import describe_where
-from bendtrace.module import BendedModule
+from bendtrace.module import BendedModule, bended_of
 from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.preserved_state import PreservedState
 from bendtrace.tape.tape import (
@@ -594,11 +594,7 @@ def path_patching(
 
 
 class _Plan:
-    """The senders, the receivers, and the paths between them, as they were given.
-
-    Attributes:
-        noted: all places in the model besides the senders.
-    """
+    """The senders, the receivers, and the paths between them, as they were given."""
 
     def __init__(self, senders: Any, receivers: Any, paths: Any, frozen: Any) -> None:
         self.senders = listed_sites(senders, "senders")
@@ -815,13 +811,7 @@ Pass = tuple[str, int]  # a node and its pass
 
 
 def _with_changed(recorded: Any, given: Any, changed: Mapping[int, Any]) -> Any:
-    """Return arguments with the values of some ops replaced.
-
-    Args:
-        recorded: the arguments as the tape has them.
-        given: the arguments of the same call in another run.
-        changed: the replacements.
-    """
+    """Return arguments with the values of some ops replaced."""
     kind = type(recorded)
     if kind is Ref:
         return changed.get(recorded.index, given)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from bendtrace.analysis.spectra import Products
 from bendtrace.analysis.spectra import ridge as closed_form
-from bendtrace.calls import Call, bended_of, rows_of, seen_in
+from bendtrace.calls import Call, rows_of, seen_in
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import Where
+from bendtrace.module import bended_of
 
 
 @dataclass(frozen=True)

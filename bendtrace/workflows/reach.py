@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
+from bendtrace._checks import did_you_mean
 from bendtrace._lazy import networkx as nx
 from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call
@@ -259,8 +259,7 @@ def _trace_of(model: Any, inputs: Any) -> Trace:
         return model
     if inputs is None:
         raise InputError("pass the inputs of the model as inputs=, or pass a trace")
-    call = Call.of(inputs)
-    return run_trace(model, call.args, dict(call.kwargs), None)
+    return run_trace(model, *Call.of(inputs), None)
 
 
 def _data_graph(trace: Trace) -> nx.DiGraph[int]:
@@ -346,8 +345,6 @@ def _ops_of(trace: Trace, node: Any) -> list[int]:
             found += [ref.index for ref in refs_in(call.output)]
     if not found:
         known = [*trace.names, *paths.values(), *(call.path for call in trace.module_calls)]
-        near = ", ".join(map(repr, get_close_matches(name, [k for k in known if k], n=3)))
-        raise NodePathError(
-            f"the run has no node {name!r}" + (f"; did you mean {near}?" if near else ""), name
-        )
+        near = did_you_mean(name, filter(None, known))
+        raise NodePathError(f"the run has no node {name!r}{near}", name)
     return sorted(set(found))

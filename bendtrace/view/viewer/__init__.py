@@ -64,13 +64,7 @@ def viewer_html(history: RunLog, *, flops: bool = True) -> str:
 
 
 def stepped_html(history: RunLog, stepped: dict[str, Any] | None, *, flops: bool = True) -> str:
-    """Return a run as one HTML file; if it was stepped through, with what was seen at its events.
-
-    Args:
-        history: the run.
-        stepped: the events, as `SteppedRun.to_html` describes them; None if there are none.
-        flops: whether to count floating point operations first.
-    """
+    """Return a run as one HTML file, with what was seen at the events of a stepped run."""
     if flops and any(entry.flop_count is None for entry in history.entries):
         history._count_flops()
     style, script = _palette() + _part("style.css"), _script()
@@ -248,10 +242,6 @@ def viewer_data(history: RunLog, stepped: dict[str, Any] | None = None) -> dict[
 
     Entries, modules, states, sources and files refer to each other by their positions in the lists;
     empty fields are left out.
-
-    Args:
-        history: a run, traced or loaded.
-        stepped: what was seen when the run was stepped through; its sources are `Source`.
     """
     shared = _Shared(history)
     entries = [shared.entry(entry) for entry in history.entries]
