@@ -21,8 +21,7 @@ from bendtrace._trace import ModelHistory
 from bendtrace.errors import InputError, LayerKeyError, NeverFiredWarning
 from bendtrace.graph import Graph
 from bendtrace.history.building import Log
-from bendtrace.history.capture import Capture, GraphMarks
-from bendtrace.history.copies import copied
+from bendtrace.history.capture import Capture, GraphMarks, copied
 from bendtrace.history.entries import LayerEntry, Source, Table, counted, nbytes_of
 from bendtrace.history.names import near_names
 from bendtrace.history.run_log import Facts

@@ -20,7 +20,7 @@ from bendtrace.environment.environment import Environment
 from bendtrace.environment.reachability import namespace_of
 from bendtrace.environment.scan import reason_of_hooks
 from bendtrace.errors import InputError
-from bendtrace.history.copies import copied
+from bendtrace.history.capture import copied
 from bendtrace.source.internals import keeps_version
 from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
 from bendtrace.torch_rules.draws import restorer_of

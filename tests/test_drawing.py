@@ -20,8 +20,7 @@ from torch import nn
 import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.view.canvas import cut, width
-from bendtrace.view.overlay import color, contrast, ink
-from bendtrace.view.paint import _BOXES, FAINT, FILLS, INK, figure
+from bendtrace.view.paint import _BOXES, FAINT, FILLS, INK, color, contrast, figure, ink
 from bendtrace.view.picture import draw
 from bendtrace.view.scene import Node, Scene, scene
 from tests.corpus import CASES

@@ -25,7 +25,7 @@ from bendtrace.analysis.spectra import (
 from bendtrace.analysis.streaming import Moments, Statistic, decoded, encoded
 from bendtrace.analysis.values import Keep, check_keep
 from bendtrace.errors import InputError
-from bendtrace.history.copies import lazily_copied
+from bendtrace.history.capture import lazily_copied
 
 # So that a forgotten `train_step` ends with a message, and not with the memory.
 _MOST_WAITING = 4096

@@ -26,8 +26,7 @@ from bendtrace._places import place_text
 from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call, own_copy
 from bendtrace.errors import ConversionError, InputError
-from bendtrace.history.capture import SaveOptions, State
-from bendtrace.history.copies import copied
+from bendtrace.history.capture import SaveOptions, State, copied
 from bendtrace.history.entries import LayerEntry, counted, tensors_of
 from bendtrace.history.run_log import RunLog
 from bendtrace.history.validate import MISSING, Kept, Validator

@@ -349,8 +349,8 @@ class _Reader:
 
     def _unknown(self, node: ast.expr) -> InputError:
         known = [*MAKERS, "load", *_CONSTANTS, *DTYPES]
-        hint = did_you_mean(self._name(node), known, otherwise=";", quotes=False)
-        return InputError(f"{self._where(node)} is not known{hint} {_KNOWN}")
+        hint = did_you_mean(self._name(node), known, otherwise=";", quotes=False)[1:]
+        return InputError(f"{self._where(node)} is not known:{hint} {_KNOWN}")
 
     def _refused(self, node: ast.expr) -> InputError:
         return InputError(

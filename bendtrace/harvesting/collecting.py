@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from bendtrace._checks import required_int
 from bendtrace.errors import InputError
 from bendtrace.harvesting.filling import Filling, Path, PathNames, require_place
-from bendtrace.history.copies import copied
+from bendtrace.history.capture import copied
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from bendtrace._compare import same_bits
 from bendtrace.errors import InputError
-from bendtrace.history.capture import Capture, State
-from bendtrace.history.copies import copied
+from bendtrace.history.capture import Capture, State, copied
 from bendtrace.history.entries import counted, listed, tensors_of
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import ContextSwitch

@@ -14,7 +14,7 @@ from bendtrace._places import is_file, place_text, read_place
 from bendtrace._trace import Trace
 from bendtrace.errors import BendtraceError, InputError, NodePathError
 from bendtrace.flow import FlowStep
-from bendtrace.history.copies import copied, materialize, tensors_in
+from bendtrace.history.capture import copied, materialize, tensors_in
 from bendtrace.history.entries import Source
 from bendtrace.history.names import Names, call_around, holders_of, near_names, passes_of
 from bendtrace.interject.resolver import describe_where, meant_by, name_of

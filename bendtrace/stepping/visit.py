@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bendtrace._compare import same_bits
 from bendtrace.errors import InputError, NondeterminismError
-from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
+from bendtrace.history.capture import copied, lazily_copied, materialize, tensors_in
 from bendtrace.preserved_state import ModelState, PreservedState, no_model
 from bendtrace.recording.texts import shows
 from bendtrace.source.sites import BEHIND, PACKAGE, TORCH

@@ -29,7 +29,15 @@ from bendtrace.workflows.cache import ActivationCache, run_with_cache
 from bendtrace.workflows.costs import Costs, cost, dead_ends, hot_path, recomputation
 from bendtrace.workflows.debugging import NonFinite, Range, find_nan, gradient_flow, raise_on_nan
 from bendtrace.workflows.facet_finder import Facet, Facets, facets
-from bendtrace.workflows.lenses import LensResult, TunedLens, logit_lens
+from bendtrace.workflows.lenses import (
+    LensResult,
+    ProbeData,
+    RidgeProbe,
+    TunedLens,
+    fit_ridge,
+    logit_lens,
+    probe_data,
+)
 from bendtrace.workflows.patching import (
     CausalTrace,
     Patching,
@@ -38,7 +46,6 @@ from bendtrace.workflows.patching import (
     scan,
 )
 from bendtrace.workflows.paths import PathPatching, path_patching
-from bendtrace.workflows.probing import ProbeData, RidgeProbe, fit_ridge, probe_data
 from bendtrace.workflows.reach import Reach, ancestry, influence
 from bendtrace.workflows.steering import Steering, SteeringVectors, steer, steering_vector
 

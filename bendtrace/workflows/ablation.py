@@ -24,26 +24,24 @@ from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule, bended_of, required_bended
 from bendtrace.tape.tape import TensorMeta
-from bendtrace.workflows._grids import (
+from bendtrace.workflows._sites import (
+    At,
     Beyond,
     Columns,
     Grid,
+    Key,
     Missing,
     NoPart,
     Part,
-    number_of,
-    position_of,
-    required_metric,
-)
-from bendtrace.workflows._sites import (
-    At,
-    Key,
     Seen,
     Sites,
     first_replaced,
     listed_sites,
+    number_of,
+    position_of,
     replaced,
     require_heads,
+    required_metric,
 )
 
 How = Literal["zero", "mean", "resample"] | float | Tensor | Callable[[Tensor], Tensor]

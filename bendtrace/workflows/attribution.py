@@ -23,19 +23,26 @@ from bendtrace.interject.where import Where
 from bendtrace.module import bended_of
 from bendtrace.paths.candidates import Candidate
 from bendtrace.preserved_state import PreservedState, no_model
-from bendtrace.workflows._grids import (
+from bendtrace.workflows._sites import (
+    At,
     Beyond,
     Columns,
+    Key,
     Metric,
     Missing,
     NoPart,
     Part,
+    Row,
+    Seen,
+    Sites,
     TwoRuns,
     as_number,
+    differing,
+    listed_sites,
     required_metric,
     scalar_of,
+    unlike,
 )
-from bendtrace.workflows._sites import At, Key, Row, Seen, Sites, differing, listed_sites, unlike
 from bendtrace.workflows.patching import Direction, in_order
 
 Passes = tuple[Key, int]

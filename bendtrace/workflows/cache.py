@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bendtrace._checks import required_choice
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
-from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
+from bendtrace.history.capture import copied, lazily_copied, materialize, tensors_in
 from bendtrace.history.entries import LayerEntry
 from bendtrace.interject.activations import as_html, as_text
 from bendtrace.interject.insertion import Insertion

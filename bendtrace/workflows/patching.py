@@ -18,17 +18,24 @@ from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.interject.where import Where
 from bendtrace.module import bended_of
-from bendtrace.workflows._grids import (
+from bendtrace.workflows._sites import (
+    Act,
+    At,
     Columns,
+    Exchange,
     Grid,
+    Key,
     Missing,
     NoPart,
     Part,
+    Row,
+    Seen,
+    Sites,
     TwoRuns,
+    listed_sites,
     position_of,
     required_metric,
 )
-from bendtrace.workflows._sites import Act, At, Exchange, Key, Row, Seen, Sites, listed_sites
 
 Direction = Literal["denoise", "noise"]
 HINT = " (missing='nan' uses nan for values that cannot be replaced)"

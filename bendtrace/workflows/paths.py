@@ -15,7 +15,7 @@ from torch import Tensor
 from bendtrace._trace import Trace
 from bendtrace.calls import Call, own_copy
 from bendtrace.errors import InputError, NodePathError, SiteError
-from bendtrace.history.copies import tensors_in
+from bendtrace.history.capture import tensors_in
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.registry import InsertionGroup
 from bendtrace.interject.resolver import describe_where
@@ -31,18 +31,24 @@ from bendtrace.tape.tape import (
     refs_in,
 )
 from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES
-from bendtrace.workflows._grids import (
+from bendtrace.workflows._sites import (
+    At,
     Columns,
     Metric,
     Missing,
     NoPart,
     Part,
+    Row,
+    Seen,
+    Sites,
     Table,
+    differing,
     effect_of,
+    listed_sites,
     number_of,
     required_metric,
+    unlike,
 )
-from bendtrace.workflows._sites import At, Row, Seen, Sites, differing, listed_sites, unlike
 from bendtrace.workflows.patching import Direction, in_order
 
 # The edges of a run that carry a change from some nodes to others.
