@@ -815,8 +815,8 @@ def side_of(model: Any, call: Call | None) -> Side:
 
 
 def _traced(model: Callable[..., Any], call: Call) -> Trace:
-    call = own_copy(call)
-    return run_trace(model, *call, SaveOptions("all"))
+    args, kwargs = own_copy(call)
+    return run_trace(model, args, kwargs, SaveOptions("all"))
 
 
 # Replayed

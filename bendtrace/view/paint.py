@@ -676,7 +676,7 @@ def plotted(
         InputError: matplotlib is not installed.
     """
     figures = required("matplotlib.figure", "a plot", error=InputError)
-    figure: Figure = figures.Figure(
+    figure: PlotFigure = figures.Figure(
         (2 + 0.5 * max(len(columns), 4), 1 + 0.3 * len(names)), layout="constrained"
     )
     axes = figure.subplots()

@@ -259,7 +259,8 @@ def _trace_of(model: Any, inputs: Any) -> Trace:
         return model
     if inputs is None:
         raise InputError("pass the inputs of the model as inputs=, or pass a trace")
-    return run_trace(model, *Call.of(inputs), None)
+    args, kwargs = Call.of(inputs)
+    return run_trace(model, args, kwargs, None)
 
 
 def _data_graph(trace: Trace) -> nx.DiGraph[int]:
