@@ -16,7 +16,6 @@ from typing import Any, Literal, Self, TypeAlias
 
 from torch import nn
 
-from bendtrace.base_module import BaseModule
 from bendtrace.errors import InputError
 from bendtrace.history.entries import counted
 from bendtrace.interject.hooks import (
@@ -35,6 +34,7 @@ from bendtrace.interject.hooks import (
 )
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.native import Attached
+from bendtrace.module_proxy import ModuleProxy
 from bendtrace.torch_rules import owners
 
 __all__ = ["HookFunction", "HookHandle", "HookManager"]
@@ -86,8 +86,8 @@ class HookManager:
     def __init__(self, model: nn.Module | None = None) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise InputError(f"a model has to be a module, not a {type(model).__name__}")
-        self._board = model._board if isinstance(model, BaseModule) else None
-        self._model = owners.module_of(model.model) if isinstance(model, BaseModule) else model
+        self._board = model._board if isinstance(model, ModuleProxy) else None
+        self._model = owners.module_of(model.model) if isinstance(model, ModuleProxy) else model
         self._modules: list[Registered] = []
         self._functions: list[HookFunction] = []
 

@@ -67,7 +67,7 @@ def test_no_garbage_is_looked_for_while_it_is_imported_and_as_before_afterwards(
             "seen = len(runs)\nbt.BendedModule\nassert len(runs) == seen, len(runs) - seen\n"
             f"assert gc.isenabled() is {switch == 'enable'}\n"
         )
-        assert "bendtrace.base_module" in loaded
+        assert "bendtrace.module" in loaded
 
 
 def test_garbage_is_looked_for_again_after_an_import_that_failed() -> None:
@@ -78,7 +78,7 @@ def test_garbage_is_looked_for_again_after_an_import_that_failed() -> None:
 
 def test_tracing_and_replaying_loads_no_graph_library_and_nothing_that_looks_at_runs() -> None:
     loaded = fresh(USE)
-    assert "bendtrace.base_module" in loaded
+    assert "bendtrace.module" in loaded
     assert not {name for name in loaded if name.partition(".")[0] in HEAVY}
     assert not loaded & LOOKS_AT_RUNS
 
