@@ -36,15 +36,7 @@ from bendtrace.recording.probes import look_at_flow_once
 from bendtrace.source.features import is_off
 from bendtrace.source.sites import Place, Site, Span
 from bendtrace.source.statements import Loop, governed, part_taken
-from bendtrace.tape.tape import (
-    Guard,
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    Tape,
-    Test,
-)
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test
 from bendtrace.torch_rules.functions import SHAPES, is_gate
 
 __all__ = [

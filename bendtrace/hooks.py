@@ -34,6 +34,7 @@ from bendtrace.interject.hooks import (
 )
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.native import Attached
+from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.module_proxy import ModuleProxy
 from bendtrace.torch_rules import owners
 
@@ -86,7 +87,9 @@ class HookManager:
     def __init__(self, model: nn.Module | None = None) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise InputError(f"a model has to be a module, not a {type(model).__name__}")
-        self._board = model._board if isinstance(model, ModuleProxy) else None
+        self._board: InsertionRegistry | None = (
+            model._board if isinstance(model, ModuleProxy) else None
+        )
         self._model = owners.module_of(model.model) if isinstance(model, ModuleProxy) else model
         self._modules: list[Registered] = []
         self._functions: list[HookFunction] = []

@@ -35,14 +35,7 @@ from bendtrace.paths.nodes import identifier
 from bendtrace.torch_rules.functions import is_torchs_function
 from bendtrace.torch_rules.owners import parts_of
 
-__all__ = [
-    "between",
-    "remove",
-    "replace",
-    "replace_module",
-    "replace_module_native",
-    "splice",
-]
+__all__ = ["between", "remove", "replace", "replace_module", "replace_module_native", "splice"]
 __dir__ = __all__.copy
 
 

@@ -241,13 +241,7 @@ class Analyser(Interjection):
         return backward
 
     def update(
-        self,
-        key: str,
-        value: Any,
-        targets: Any = None,
-        samples: Any = None,
-        *,
-        number: int = 0,
+        self, key: str, value: Any, targets: Any = None, samples: Any = None, *, number: int = 0
     ) -> None:
         """Add a value. Does nothing while not `enabled`.
 

@@ -123,13 +123,7 @@ class AnalyserList(Analyser):
         return backward
 
     def update(
-        self,
-        key: str,
-        value: Any,
-        targets: Any = None,
-        samples: Any = None,
-        *,
-        number: int = 0,
+        self, key: str, value: Any, targets: Any = None, samples: Any = None, *, number: int = 0
     ) -> None:
         """Pass a value to all of them; see `Analyser.update`."""
         if self.enabled:

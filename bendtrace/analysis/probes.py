@@ -15,13 +15,7 @@ from torch.optim import Optimizer
 
 from bendtrace._checks import required_int, required_number
 from bendtrace.analysis.analyser import Analyser, Batch
-from bendtrace.analysis.spectra import (
-    Products,
-    as_matrix,
-    check_features,
-    check_width,
-    ridge,
-)
+from bendtrace.analysis.spectra import Products, as_matrix, check_features, check_width, ridge
 from bendtrace.analysis.streaming import Moments, Statistic, decoded, encoded
 from bendtrace.analysis.values import Keep, check_keep
 from bendtrace.errors import InputError

@@ -33,14 +33,7 @@ from bendtrace.tape.captured import (
     is_as_copied,
 )
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.structure import (
-    Existing,
-    Fixed,
-    Instance,
-    Made,
-    Opaque,
-    build,
-)
+from bendtrace.tape.structure import Existing, Fixed, Instance, Made, Opaque, build
 from bendtrace.tape.tape import (
     Guard,
     ModuleCall,
@@ -58,10 +51,7 @@ from bendtrace.torch_rules.owners import is_leaf_module
 
 
 def to_fx(
-    graph: Graph,
-    *,
-    fold: bool | Callable[[nn.Module], bool] = False,
-    guards: bool = True,
+    graph: Graph, *, fold: bool | Callable[[nn.Module], bool] = False, guards: bool = True
 ) -> fx.GraphModule:
     """Convert the mirror of a trace to a runnable `torch.fx.GraphModule`.
 

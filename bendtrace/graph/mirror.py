@@ -16,12 +16,7 @@ from bendtrace.recording.names import NodeRef, target_name
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import Access, Captured
 from bendtrace.tape.structure import Existing
-from bendtrace.tape.tape import (
-    Op,
-    OpKind,
-    TensorMeta,
-    map_refs,
-)
+from bendtrace.tape.tape import Op, OpKind, TensorMeta, map_refs
 from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["Graph", "NodeRef", "mirror"]

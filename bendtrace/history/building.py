@@ -30,15 +30,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import Site
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Opaque
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    map_refs,
-    refs_in,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, map_refs, refs_in
 from bendtrace.torch_rules.functions import name_of
 from bendtrace.torch_rules.writes import works_in_place
 
@@ -288,10 +280,7 @@ class _Builder:
     # Modules
 
     def _begin(
-        self,
-        call: ModuleCall,
-        flow: tuple[int, ...],
-        into: list[tuple[ModuleCall, ModuleEntry]],
+        self, call: ModuleCall, flow: tuple[int, ...], into: list[tuple[ModuleCall, ModuleEntry]]
     ) -> None:
         if call.parent is None or call.path == "":
             return  # of the traced module itself

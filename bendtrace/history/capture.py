@@ -28,12 +28,7 @@ from bendtrace.paths.view import Node
 from bendtrace.recording.names import NodeRef, target_name
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import requires_grad
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    meta_of,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, meta_of
 from bendtrace.tape.watchers import StopRun, unwatched
 from bendtrace.torch_rules.functions import is_torchs_function, name_of
 from bendtrace.torch_rules.mode_queries import unseen

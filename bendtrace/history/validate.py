@@ -18,14 +18,7 @@ from bendtrace.history.entries import counted, listed, tensors_of
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.structure import Existing
-from bendtrace.tape.tape import (
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    map_refs,
-    refs_in,
-)
+from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, map_refs, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     SHAPES,

@@ -32,14 +32,7 @@ from bendtrace.recording.names import base_name, target_name
 from bendtrace.source.sites import Site
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Instance, Made, existing_in
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    refs_in,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import is_gate, name_of
 
 # The code of the tracer itself that runs a function.
@@ -116,13 +109,7 @@ class Builder:
         return known
 
     def node(
-        self,
-        parent: TreeNode,
-        key: Hashable,
-        label: str,
-        kind: Kind,
-        type_: str,
-        role: Role,
+        self, parent: TreeNode, key: Hashable, label: str, kind: Kind, type_: str, role: Role
     ) -> TreeNode:
         """Return the child of a node for a key; create it if it is new."""
         if role == "output" and parent.kind == "graph":

@@ -17,14 +17,7 @@ from bendtrace.paths.events import Events
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node
 from bendtrace.source.sites import Site
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    refs_in,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES
 
 

@@ -13,22 +13,10 @@ import torch
 from torch import nn
 
 from bendtrace.recording.recorder import Recording
-from bendtrace.tape.captured import (
-    Access,
-    AttributeKey,
-    Captured,
-    CaptureKind,
-)
+from bendtrace.tape.captured import Access, AttributeKey, Captured, CaptureKind
 from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.structure import Existing, Instance, Opaque
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    refs_in,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 
 Origin = tuple[int, tuple[Any, ...]]

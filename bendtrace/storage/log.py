@@ -66,11 +66,7 @@ class Rows(Generic[T]):
     """
 
     def __init__(
-        self,
-        cls: type[T],
-        forms: Mapping[str, Form],
-        codec: Codec,
-        without: Collection[str] = (),
+        self, cls: type[T], forms: Mapping[str, Form], codec: Codec, without: Collection[str] = ()
     ) -> None:
         self._cls = cls
         self._codec = codec

@@ -538,10 +538,7 @@ class Coverage(Sequence[BranchCoverage]):
     """
 
     def __init__(
-        self,
-        branches: Sequence[BranchCoverage],
-        total: int,
-        uneven: Sequence[BranchCoverage] = (),
+        self, branches: Sequence[BranchCoverage], total: int, uneven: Sequence[BranchCoverage] = ()
     ) -> None:
         self._branches = list(branches)
         self.total = total
@@ -606,9 +603,7 @@ def coverage(tree: TraceTree, only: str = "all") -> Coverage:
     return _Survey(tree).result(is_mine)
 
 
-def sides_seen(
-    tree: TraceTree,
-) -> tuple[list[tuple[str, ast.AST]], list[Answers], set[Choice]]:
+def sides_seen(tree: TraceTree) -> tuple[list[tuple[str, ast.AST]], list[Answers], set[Choice]]:
     """Return the functions that ran, and the sides of their branches that were seen.
 
     Returns:

@@ -13,17 +13,7 @@ from bendtrace._checks import did_you_mean
 from bendtrace._lazy import required
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry
-from bendtrace.view.canvas import (
-    Canvas,
-    Group,
-    Line,
-    Mark,
-    Polygon,
-    Rectangle,
-    Text,
-    cut,
-    width,
-)
+from bendtrace.view.canvas import Canvas, Group, Line, Mark, Polygon, Rectangle, Text, cut, width
 from bendtrace.view.layout import Net, Shape, Wire, place
 from bendtrace.view.scene import Edge, Node, Scene
 

@@ -84,12 +84,7 @@ class Picture:
         scene: its scene.
     """
 
-    def __init__(
-        self,
-        canvas: Canvas,
-        scene: Scene,
-        html: Callable[[], str] | None = None,
-    ) -> None:
+    def __init__(self, canvas: Canvas, scene: Scene, html: Callable[[], str] | None = None) -> None:
         self.canvas = canvas
         self.scene = scene
         self._html = html

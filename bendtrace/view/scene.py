@@ -162,11 +162,7 @@ class Emitter:
     count: int
 
     def __init__(
-        self,
-        history: RunLog,
-        entries: Sequence[LayerEntry],
-        units: Units,
-        shown: set[str],
+        self, history: RunLog, entries: Sequence[LayerEntry], units: Units, shown: set[str]
     ) -> None:
         self.history = history
         self.entries = entries

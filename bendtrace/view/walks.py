@@ -11,13 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bendtrace._places import place_text
-from bendtrace.flow import (
-    FlowStep,
-    LogicalFlowStep,
-    LoopFlowStep,
-    ShapeFlowStep,
-    steps_of,
-)
+from bendtrace.flow import FlowStep, LogicalFlowStep, LoopFlowStep, ShapeFlowStep, steps_of
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
@@ -42,13 +36,7 @@ from bendtrace.source.statements import (
     spans_of_item,
 )
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import (
-    Guard,
-    ModuleCall,
-    Op,
-    Raised,
-    Test,
-)
+from bendtrace.tape.tape import Guard, ModuleCall, Op, Raised, Test
 
 Key = tuple[Any, ...]
 

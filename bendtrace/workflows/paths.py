@@ -22,14 +22,7 @@ from bendtrace.interject.resolver import describe_where
 from bendtrace.module import BendedModule, bended_of
 from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.preserved_state import PreservedState
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    refs_in,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES
 from bendtrace.workflows._sites import (
     At,
@@ -305,8 +298,7 @@ class Flow:
         call = spot.call
         if call is not None and any(not call.start <= i < call.stop for i in spot.values):
             raise SiteError(
-                f"{spot.path!r} returns its input: name the node that computes the input",
-                spot.path,
+                f"{spot.path!r} returns its input: name the node that computes the input", spot.path
             )
 
     def _arrive(self, made: Edges, carried: set[int], ends: Sequence[Spot]) -> None:
