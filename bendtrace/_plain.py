@@ -97,7 +97,7 @@ class Codec:
         for cls in records:
             self._decoders[f"${cls.__name__}"] = self._record(cls)
         for name, (_, _, back) in special.items():
-            self._decoders[f"${name}"] = self._made(back)
+            self._decoders[f"${name}"] = self._restorer(back)
 
     def encode(self, value: Any, around: tuple[int, ...] = ()) -> Any:
         """Return a value as plain JSON.
@@ -197,7 +197,7 @@ class Codec:
     def _record(self, cls: type[Any]) -> Callable[[Any], Any]:
         return lambda content: cls(**{key: self.decode(item) for key, item in content.items()})
 
-    def _made(self, back: Callable[..., Any]) -> Callable[[Any], Any]:
+    def _restorer(self, back: Callable[..., Any]) -> Callable[[Any], Any]:
         return lambda value: back(self.decode(value))
 
     def _dict(self, pairs: Any) -> dict[Any, Any]:

@@ -416,7 +416,7 @@ def backward(
             f"the loss does not depend on this run of {trace.name}: none of its "
             f"{len(graph.nodes)} gradient functions was made in it"
         )
-    kept = _kept(graph, save)
+    kept = _numbers_to_keep(graph, save)
     changes = list(_changes(graph, edits or {}))
     record = BackwardPass(trace, graph, losses, earlier, create_graph)
     watch = _Watch(graph, record, kept, starts or ())
@@ -501,7 +501,7 @@ def _starts(losses: list[Tensor], gradients: Tensors | None) -> list[Tensor] | N
     return starts
 
 
-def _kept(graph: AutogradGraph, save: Any) -> set[int]:
+def _numbers_to_keep(graph: AutogradGraph, save: Any) -> set[int]:
     if save is None or (isinstance(save, str) and save == "none"):
         return set()
     if isinstance(save, str) and save == "all":
@@ -583,7 +583,7 @@ class _Watch:
     ) -> None:
         self._graph = graph
         self._record = record
-        self._kept = kept
+        self._numbers_to_keep = kept
         self._count = itertools.count()
         self._task: int | None = None
         self._began: dict[int, float] = {}
@@ -604,7 +604,7 @@ class _Watch:
                 return
             entry.order = next(self._count)
             entry.given = tuple(map(_meta, gradients))
-            if number in self._kept:
+            if number in self._numbers_to_keep:
                 entry.gradients_in = tuple(map(_copy, gradients))
             self._mark(number, gradients)
             self._began[number] = time.perf_counter()
@@ -620,7 +620,7 @@ class _Watch:
                 return
             entry.time = time.perf_counter() - self._began[number]
             entry.made = tuple(map(_meta, made))
-            if number in self._kept:
+            if number in self._numbers_to_keep:
                 entry.gradients_out = tuple(map(_copy, made))
             self._mark(number, made)
 
@@ -636,7 +636,7 @@ class _Watch:
             if tensor.is_leaf:
                 entry = self._graph.entries[number]
                 entry.order, entry.given = next(self._count), (_meta(gradient),)
-                if number in self._kept:
+                if number in self._numbers_to_keep:
                     entry.gradients_in, entry.gradients_out = (_copy(gradient),), ()
 
     def _is_own(self) -> bool:

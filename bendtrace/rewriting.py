@@ -343,7 +343,7 @@ def replace_module(
     if not isinstance(root, nn.Module):
         raise InputError(f"only a module has modules to replace, not {root!r}")
     where = outside(selector, root, leaves_in(tracer_kwargs))
-    names = _meant(root, where, [] if bended is None else _graphs(bended))
+    names = _selected_names(root, where, [] if bended is None else _graphs(bended))
     if not names and not allow_none:
         known = [name for name, _ in root.named_modules() if name]
         text = selector if isinstance(selector, str) else getattr(selector, "pattern", "")
@@ -425,7 +425,9 @@ def _graphs(bended: BendedModule) -> list[CandidateGraph]:
     return [bended._known.run(recording).candidates for recording in bended._trees.plain_runs()]
 
 
-def _meant(model: nn.Module, selector: NodeSelector, graphs: list[CandidateGraph]) -> set[str]:
+def _selected_names(
+    model: nn.Module, selector: NodeSelector, graphs: list[CandidateGraph]
+) -> set[str]:
     """Return the qualified names of the modules that a selector means."""
     if not graphs and (selector.looks_ahead or selector.needs_output):
         raise InputError(

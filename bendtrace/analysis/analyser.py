@@ -169,7 +169,7 @@ class Analyser(Interjection):
 
     @targets.setter
     def targets(self, targets: Any) -> None:
-        self._told("_targets", _per_sample(targets, "targets"))
+        self._set_batch("_targets", _per_sample(targets, "targets"))
 
     @property
     def samples(self) -> Tensor | None:
@@ -183,9 +183,9 @@ class Analyser(Interjection):
             raise InputError(
                 f"samples= has to be integers, (batch,); got {found.dtype}, {tuple(found.shape)}"
             )
-        self._told("_samples", found)
+        self._set_batch("_samples", found)
 
-    def _told(self, name: str, found: Tensor | None) -> None:
+    def _set_batch(self, name: str, found: Tensor | None) -> None:
         setattr(self, name, found)
 
     @contextmanager

@@ -311,7 +311,7 @@ class LinearProbe(Analyser):
         """Return a matrix, and the shape that its samples have in the value."""
         if value.dim() == 0:
             raise InputError("a number has no dimension that counts samples")
-        kept = _kept(value, self.keep)
+        kept = _feature_dims(value, self.keep)
         rows = as_matrix(value, self.keep)
         samples = tuple(size for dim, size in enumerate(value.shape) if dim not in kept)
         exact = (
@@ -425,7 +425,7 @@ def _clear(linear: nn.Linear) -> None:
         parameter.grad = None
 
 
-def _kept(value: Tensor, keep: Keep) -> set[int]:
+def _feature_dims(value: Tensor, keep: Keep) -> set[int]:
     """Return which dimensions are features, as numbers from 0."""
     if value.dim() == 1:
         return set()

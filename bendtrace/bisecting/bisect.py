@@ -306,7 +306,7 @@ class Bisection:
             states = [side.again.state(e) for side, e in zip(self._sides, (a, b), strict=True)]
             far = None if None in states else self._far(*states)
             if far is not None:
-                self.culprits.append(Culprit("state", a, b, "it differs", _told(far)))
+                self.culprits.append(Culprit("state", a, b, "it differs", _unless_empty(far)))
             return
         if a.kind not in ("op", "number", "input"):
             return
@@ -314,7 +314,7 @@ class Bisection:
         if far is None:
             return
         if a.kind == "input" or (a.kind == "number" and not a.parents and not a.state):
-            self.culprits.append(Culprit("input", a, b, "it differs", _told(far)))
+            self.culprits.append(Culprit("input", a, b, "it differs", _unless_empty(far)))
             return
         try:
             why = self._why(a, b)
@@ -322,7 +322,7 @@ class Bisection:
             self.unknown[a.label] = str(reason)
             return
         if why:
-            self.culprits.append(Culprit("op", a, b, why, _told(far)))
+            self.culprits.append(Culprit("op", a, b, why, _unless_empty(far)))
         else:
             self.passing.append(a.label)
 
@@ -571,7 +571,7 @@ def _like(value: Any, other: Any) -> Any:
     return value
 
 
-def _told(far: ValueDifference) -> ValueDifference | None:
+def _unless_empty(far: ValueDifference) -> ValueDifference | None:
     return far if far.elements else None
 
 

@@ -422,7 +422,7 @@ def build(target: Any, text: str) -> Callable[..., Any]:
     if not callable(target):
         raise InputError(f"{text} is of type {type(target).__name__} and cannot be called")
     if not _is_factory(target):
-        made = _made_by_defaults(target)
+        made = _default_module(target)
         return cast(Callable[..., Any], target if made is None else made)
     made = _make(target, text)
     if not callable(made):
@@ -431,7 +431,7 @@ def build(target: Any, text: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], made)
 
 
-def _made_by_defaults(function: Callable[..., Any]) -> nn.Module | None:
+def _default_module(function: Callable[..., Any]) -> nn.Module | None:
     """Return the module that a function returns when it is left to its defaults, if any."""
     parameters = _parameters(function)
     if not inspect.isfunction(function) or any(p.default is p.empty for p in parameters):

@@ -192,16 +192,16 @@ class _Session:
 
     def call(self, number: int, inputs: Inputs) -> Call:
         seed = self.seed + number
-        args, kwargs = _made(inputs, seed)
+        args, kwargs = _make_inputs(inputs, seed)
         check(self.eager, args, kwargs, self.target)
         described = describe(self.eager, args, kwargs)
         shown = ", ".join(f"{name}: {text}" for name, text in described.items())
         with during(f"{self.target}, called with {shown or 'no inputs'},"):
             output = self.eager(*args, **kwargs)
         wanted = _after(self.eager, output, args, kwargs)
-        self.rival.check(number, *_made(inputs, seed), output)
+        self.rival.check(number, *_make_inputs(inputs, seed), output)
         before, old = replace(self.bended.stats), self.bended.last_mismatch
-        args, kwargs = _made(inputs, seed)
+        args, kwargs = _make_inputs(inputs, seed)
         output = self._bended(args, kwargs)
         given = _after(self.bended.model, output, args, kwargs)
         how, new = _how(before, self.bended.stats), self.bended.last_mismatch
@@ -276,7 +276,7 @@ def _how(before: Stats, after: Stats) -> str:
     return "replay"
 
 
-def _made(inputs: Inputs, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _make_inputs(inputs: Inputs, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     seed_all(seed)
     made = inputs.make()
     seed_all(seed)  # what the model draws should not depend on how inputs were made

@@ -219,7 +219,7 @@ class Course:
             return None
         if op.index not in self._strict:
             try:
-                args, kwargs = self._given(op.args, False), self._given(op.kwargs, False)
+                args, kwargs = self._values_for(op.args, False), self._values_for(op.kwargs, False)
                 known = self._known(op, name_of(op.target).strip("_"), args, kwargs)
                 if known is not NotImplemented:
                     return known
@@ -229,21 +229,21 @@ class Course:
                 return op.target(*args, **kwargs)
             except Exception:
                 self._strict.add(op.index)
-        return op.target(*self._given(op.args, True), **self._given(op.kwargs, True))
+        return op.target(*self._values_for(op.args, True), **self._values_for(op.kwargs, True))
 
-    def _given(self, value: Any, strict: bool) -> Any:
+    def _values_for(self, value: Any, strict: bool) -> Any:
         kind = type(value)
         if kind is Ref:
             return self._hard(value.index) if strict else self._values[value.index]
         if kind in (tuple, list):
-            return kind(self._given(item, strict) for item in value)
+            return kind(self._values_for(item, strict) for item in value)
         if kind is dict:
-            return {key: self._given(item, strict) for key, item in value.items()}
+            return {key: self._values_for(item, strict) for key, item in value.items()}
         if kind is slice:
             parts = (value.start, value.stop, value.step)
-            return slice(*(self._given(part, strict) for part in parts))
+            return slice(*(self._values_for(part, strict) for part in parts))
         if kind is Instance:
-            items = [self._given(item, strict) for item in value.items]
+            items = [self._values_for(item, strict) for item in value.items]
             return build(value.cls, items, {})
         if kind is Existing:
             return value.part.read(()) if isinstance(value.part, Captured) else None

@@ -260,13 +260,13 @@ class _Writer:
             if guard.test is Test.RAISED:
                 continue  # an error of an fx graph is raised as it is
             if self.tape.ops[guard.index].target is error_of:
-                self._check_error(guard, self._asked(number))
+                self._check_error(guard, self._guard_text(number))
                 continue
             expected = guard.expected
             if guard.test in (Test.SAME, Test.OTHER):
                 expected = self.nodes[self.names[guard.expected]]
             node = self.nodes[self.names[guard.index]]
-            what = self._asked(number)
+            what = self._guard_text(number)
             self.fx.call_function(check_guard, (node, guard.test.value, expected, what))
 
     def _check_error(self, guard: Guard, what: str) -> None:
@@ -281,7 +281,7 @@ class _Writer:
             refs = map_refs(tuple(operands), lambda ref: NodeRef(self.names[ref.index]))
             self.fx.call_function(check_error, self._value(refs))
 
-    def _asked(self, number: int) -> str:
+    def _guard_text(self, number: int) -> str:
         """Say what a guard is about, and where."""
         step = self.steps.get(number)
         if step is not None:

@@ -272,7 +272,7 @@ class Collector:
         self._most[path] = number + 1
         if not self._waits and not self._passes.admits(number, None):
             return
-        rows = self._made_of(at, rule, value)
+        rows = self._rows_from(at, rule, value)
         if self._waits:
             with torch.no_grad():
                 self._kept[path, number] = rule, copied(rows.detach())
@@ -303,7 +303,7 @@ class Collector:
             if self._passes.admits(number, totals[path]):
                 self._store(path, number, rule, rows)
 
-    def _made_of(self, at: NodePass, rule: _Rule, value: Any) -> Tensor:
+    def _rows_from(self, at: NodePass, rule: _Rule, value: Any) -> Tensor:
         """Return the rows, along the first dimension; without samples the value."""
         change = rule.change if isinstance(value, Tensor) or not rule.is_named else None
         if change is not None:

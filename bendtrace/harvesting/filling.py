@@ -640,7 +640,7 @@ class Path:
     conditions: tuple[Condition, ...]
 
     def __str__(self) -> str:
-        return _told(self.conditions)
+        return _condition_text(self.conditions)
 
     def told_apart(self, others: Iterable[Path]) -> str:
         """Return the conditions whose outcomes differ among some other paths.
@@ -652,10 +652,10 @@ class Path:
         if not known:
             return str(self)
         own = [c for c in self.conditions if not all(c in other for other in known)]
-        return _told(own)
+        return _condition_text(own)
 
 
-def _told(conditions: Sequence[Condition]) -> str:
+def _condition_text(conditions: Sequence[Condition]) -> str:
     if not conditions:
         return "no condition"
     # The number of iterations stands for the tests of a loop.

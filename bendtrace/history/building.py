@@ -253,12 +253,12 @@ class _Builder:
             entry.shape, entry.dtype, entry.device = source.shape, source.dtype, source.device
             entry.nbytes = source.nbytes
             assert source.index is not None
-            self._parents.append((entry, list(self._given_out(index, source))))
+            self._parents.append((entry, list(self._output_keys(index, source))))
             if index in self._recording.output_reads:
                 self.log.given_out[entry.label] = index
             self._add(entry, layer, None)
 
-    def _given_out(self, index: int, source: LayerEntry) -> Iterator[Key]:
+    def _output_keys(self, index: int, source: LayerEntry) -> Iterator[Key]:
         """Yield the values of an output, including those of writers."""
         writer = self._recording.output_reads.get(index)
         if writer is not None:
@@ -312,14 +312,16 @@ class _Builder:
         # Inner calls end first.
         for call, entry in reversed(modules):
             entry.passes = passes[entry.name]
-            received = self._held((call.args, call.kwargs), call.start, (entry.label, "input"))
+            received = self._entries_in(
+                (call.args, call.kwargs), call.start, (entry.label, "input")
+            )
             entry.inputs += [given.label for given in received]
-            for given in self._held(call.output, call.stop, (entry.label, "output")):
+            for given in self._entries_in(call.output, call.stop, (entry.label, "output")):
                 entry.outputs.append(given.label)
                 if entry.label not in given.output_of:
                     given.output_of = (*given.output_of, entry.label)
 
-    def _held(self, value: Any, position: int, way: tuple[str, str]) -> Iterator[LayerEntry]:
+    def _entries_in(self, value: Any, position: int, way: tuple[str, str]) -> Iterator[LayerEntry]:
         """Yield the entries in a module's arguments or output, as they were at that position."""
         for ref in refs_in(value):
             writer = self._writer(ref.index, position)

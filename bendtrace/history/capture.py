@@ -384,21 +384,21 @@ class Capture:
         met = self.stop.layer(names, position)
         if not met and self.stop.needs_entries:
             entry = self._entry(op, element, layer, passed, position, tensor)
-            met = self._asked(self.stop, entry) is not None
+            met = self._ask_functions(self.stop, entry) is not None
         if met:
             self._end(f"after {layer.name}", is_running=op.kind is not OpKind.INPUT)
 
     def _make(self, key: Key, entry: LayerEntry, tensor: Tensor) -> None:
         """Keep the result of a function for an entry."""
         assert isinstance(self.chosen, Selection)
-        made = self._asked(self.chosen, entry)
+        made = self._ask_functions(self.chosen, entry)
         if made is True:
             self._put(key, entry.saved)
             self._watch(key, tensor)
         elif made is not None:
             self._put(key, made)
 
-    def _asked(self, selection: Selection, entry: LayerEntry) -> Any:
+    def _ask_functions(self, selection: Selection, entry: LayerEntry) -> Any:
         """Return the results of a selection's functions for an entry; end the run if one raises."""
         try:
             return selection.made_of(entry)

@@ -851,7 +851,7 @@ class Entries(Sequence[LayerEntry]):
             (
                 "" if entry.ordinal is None else entry.ordinal,
                 entry.label,
-                *_told(entry),
+                *_meta_texts(entry),
                 entry.module,
             )
             for entry in self._entries
@@ -867,7 +867,7 @@ _PROPERTIES = {
 }
 
 
-def _told(entry: LayerEntry) -> tuple[object, str, str]:
+def _meta_texts(entry: LayerEntry) -> tuple[object, str, str]:
     """Return shape, dtype and size of a tensor, or a number."""
     if entry.shape is None:
         return "", repr(entry.value), ""
@@ -950,7 +950,7 @@ class Lookup:
                     key,
                 ) from None
         if not isinstance(key, str):
-            return self._meant(key)
+            return self._select_entries(key)
         entries = None if is_path_only(key) else self._labels.get(key)
         if entries is not None:
             return entries[0] if len(entries) == 1 else Entries(entries, key)
@@ -969,7 +969,7 @@ class Lookup:
         """Return the entries for a key, as a list."""
         return list(self.find(key))
 
-    def _meant(self, key: Any) -> LayerEntry | Entries:
+    def _select_entries(self, key: Any) -> LayerEntry | Entries:
         """Return the entries of the nodes that a selector selects."""
         found: dict[LayerEntry, None] = {}
         try:

@@ -869,7 +869,7 @@ class Places:
     def _calls(self, place: Any) -> list[int]:
         """Return the first event of each selected call of a module; nothing if it is no module."""
         found = []
-        for _, node, chosen in self._meant(place):
+        for _, node, chosen in self._places_of(place):
             if node.kind != "graph" or not node.module:
                 return []
             calls = self._tape.calls
@@ -893,7 +893,7 @@ class Places:
         tree = self._trace._run.tree
         numbers = {e.index: number for number, e in enumerate(self._events) if e.kind == "op"}
         found = set()
-        for _, node, chosen in self._meant(place):
+        for _, node, chosen in self._places_of(place):
             for data, made in passes_of(node, chosen):
                 assert made.index is not None
                 index, element = tree.origin(made.index, made.element)
@@ -946,7 +946,7 @@ class Places:
                 "returned it: name the op"
             )
 
-    def _meant(self, place: Any) -> Sequence[Any]:
+    def _places_of(self, place: Any) -> Sequence[Any]:
         name = name_of(place, self._known)
         if name is None:
             raise InputError(f"{place!r} is no place in a run")

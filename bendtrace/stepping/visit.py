@@ -158,7 +158,7 @@ class Visit:
         """Hand over what is known (see `Inserter`)."""
         self._stage = stage
         self._ops: list[Op] = stage.tape.ops
-        stage.answer_with(self._asked)
+        stage.answer_with(self._question)
         stage.hand_over(Handed(self._kept))
 
     def starts(self, args: Any, kwargs: dict[str, Any], frame: FrameType) -> Any:
@@ -229,7 +229,7 @@ class Visit:
 
     # Events
 
-    def _asked(self, guard: Guard, answer: Any) -> Any:
+    def _question(self, guard: Guard, answer: Any) -> Any:
         """Return the answer to a question of the model, which may be another than its own."""
         if guard.how not in _QUESTIONS or guard.site is None:
             return answer

@@ -528,7 +528,7 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
     """
     with writing(directory):
         _require_ours(directory)
-        with _made(directory), ExitStack() as stack:
+        with _directory_at(directory), ExitStack() as stack:
             stack.callback(DirectoryLock(directory).release)
             _require_ours(directory)
             _clean(directory)
@@ -553,7 +553,7 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
 
 
 @contextmanager
-def _made(directory: str) -> Iterator[None]:
+def _directory_at(directory: str) -> Iterator[None]:
     """Make a directory and those above it. If the body fails, remove those that are empty."""
     missing: list[str] = []
     path = directory

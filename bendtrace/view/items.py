@@ -111,7 +111,7 @@ def nest(
     """
     positions = {entry.label: float(i) for i, entry in enumerate(entries)}
     steps = _decisions(history, entries, positions, inside) if flow else []
-    shown = _shown(history, entries, [number for _, _, number in steps], numbers)
+    shown = _node_labels(history, entries, [number for _, _, number in steps], numbers)
     placed: list[tuple[float, tuple[str, ...], Leaf]] = [
         (position, scopes, Leaf("decision", steps=[number])) for position, scopes, number in steps
     ]
@@ -196,7 +196,7 @@ def _around(
     return tuple(reversed(chain))
 
 
-def _shown(
+def _node_labels(
     history: RunLog, entries: Sequence[LayerEntry], steps: Iterable[int], numbers: Numbers
 ) -> set[str]:
     """Return the labels of the values that get nodes."""

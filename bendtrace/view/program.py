@@ -450,10 +450,10 @@ def _grouped(facts: Facts) -> Iterator[str]:
         count = alike.pop((_attribute(label), text), 0)
         if count:
             more = f" (and {count - 1} more like it)" if count > 1 else ""
-            yield f"{_said(label, text)}{more}"
+            yield f"{_selector_text(label, text)}{more}"
 
 
-def _said(label: str, text: str) -> str:
+def _selector_text(label: str, text: str) -> str:
     return f"{label.partition('#')[0]} {text}"
 
 

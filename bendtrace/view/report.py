@@ -540,7 +540,7 @@ class _Builder:
                     numbers_b[self.matching.steps[i]] = len(steps)
                 if change is not None:
                     self.union.step_changes[len(steps)] = change
-                steps.append(step if change is None else _told(step, change))
+                steps.append(step if change is None else _with_outcomes(step, change))
             for j in following.get(i, ()):
                 numbers_b[j] = len(steps)
                 if id(self.b.steps[j]) in only_b:
@@ -669,7 +669,7 @@ def _copied(
     return copy
 
 
-def _told(step: FlowStep, change: FlowChange) -> FlowStep:
+def _with_outcomes(step: FlowStep, change: FlowChange) -> FlowStep:
     """Return a flow step with its outcomes in both runs."""
     if change.b is None:
         return step

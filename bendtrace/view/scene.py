@@ -404,7 +404,7 @@ def scene(
     def collapse_all(root: Box) -> Units:
         return collapse(root, lambda i, by_name: _step_key(steps[i], by_name))
 
-    def made(*merges: Callable[[Box], Units | None]) -> tuple[int, Scene]:
+    def emitted(*merges: Callable[[Box], Units | None]) -> tuple[int, Scene]:
         root = nest(history, entries, flow=flow, numbers=numbers, inside=inside)
         emitter = Emitter(
             history, entries, {}, {entry.label for leaf in root.leaves() for entry in leaf.entries}
@@ -420,7 +420,7 @@ def scene(
     if rolled and collapsed:
         # Blocks that share code, but no layers, are no longer alike once that code is rolled.
         ways.append([collapse_all, roll_all])
-    return min((made(*way) for way in ways), key=itemgetter(0))[1]
+    return min((emitted(*way) for way in ways), key=itemgetter(0))[1]
 
 
 def _step_key(step: FlowStep, by_name: bool) -> object:

@@ -208,7 +208,9 @@ def _axis(axis: int, value: Tensor) -> int:
 def _entry(position: Position, size: int, axis: int) -> Any:
     if isinstance(position, slice):
         if size and not len(range(*position.indices(size))):
-            raise NoPart(f"axis {axis} has size {size}, and no positions {_shown(position)}")
+            raise NoPart(
+                f"axis {axis} has size {size}, and no positions {_position_text(position)}"
+            )
         return position
     listed = position if isinstance(position, tuple) else (position,)
     for number in listed:
@@ -324,19 +326,19 @@ class Table:
         Raises:
             InputError: matplotlib is not installed.
         """
-        return plotted(*self._shown())
+        return plotted(*self._cells())
 
-    def _shown(self) -> tuple[str, list[str], list[str], list[list[float]]]:
+    def _cells(self) -> tuple[str, list[str], list[str], list[list[float]]]:
         (_, names), *axes = self._axes().items()
         labels = [[f"{_PREFIXES[axis]}{label}" for label in found] for axis, found in axes]
         columns = [self._between.join(parts) for parts in product(*labels)]
         return self._title(), columns, list(names), self.effect.reshape(len(names), -1).tolist()
 
     def __repr__(self) -> str:
-        return text_table(*self._shown())
+        return text_table(*self._cells())
 
     def _repr_html_(self) -> str:
-        return heat_map(*self._shown())
+        return heat_map(*self._cells())
 
 
 _PREFIXES = {"position": "", "head": "head ", "receiver": "to "}
@@ -365,7 +367,7 @@ class Grid(Table):
     def _axes(self) -> dict[str, Sequence[Any]]:
         axes: dict[str, Sequence[Any]] = {"site": self.sites}
         if self.positions != (None,):
-            axes["position"] = [_shown(position) for position in self.positions]
+            axes["position"] = [_position_text(position) for position in self.positions]
         return axes if self.heads is None else axes | {"head": self.heads}
 
 
@@ -406,7 +408,7 @@ class TwoRuns(Grid):
         )
 
 
-def _shown(position: Any) -> str:
+def _position_text(position: Any) -> str:
     if isinstance(position, slice):
         parts = [position.start, position.stop, *([] if position.step is None else [position.step])]
         return ":".join("" if part is None else str(part) for part in parts)

@@ -116,7 +116,7 @@ class _Reconstructs(Interjection):
                 f"'{at.path}.output|sub_0'",
                 at.path,
             )
-        made, edited = self._made(output, key)
+        made, edited = self._reconstruct(output, key)
         for what in (made, edited):
             if not isinstance(what, Tensor) or what.shape != output.shape:
                 raise InterjectionError(
@@ -216,7 +216,7 @@ class _Reconstructs(Interjection):
             for key in [k for k in kept if path in (None, k, k.rpartition(":")[0])]:
                 del kept[key]
 
-    def _made(self, value: Tensor, key: str) -> tuple[Any, Any]:
+    def _reconstruct(self, value: Tensor, key: str) -> tuple[Any, Any]:
         if self.encode is None or self.decode is None:
             made = self._whole(value)
             if isinstance(made, tuple) and len(made) == 2:

@@ -97,7 +97,7 @@ class LensResult:
         for site, value in self.logits.items():
             best = value.softmax(-1).topk(k, dim=-1)
             for at in product(*map(range, value.shape[:-1])):
-                shown = [self._shown(int(c)) for c in best.indices[at]]
+                shown = [self._class_text(int(c)) for c in best.indices[at]]
                 row: dict[str, Any] = {"site": site}
                 row |= dict(zip(("example", "position"), at, strict=False))
                 row |= {"top": shown[0] if k == 1 else shown}
@@ -107,14 +107,14 @@ class LensResult:
                 rows.append(row)
         return required_pandas().DataFrame(rows)  # type: ignore[no-any-return]
 
-    def _shown(self, number: int) -> Any:
+    def _class_text(self, number: int) -> Any:
         return number if self.decode is None else self.decode(number)
 
     def _repr_html_(self) -> str:
         """Return the best classes of the first example, coloured by their probabilities."""
         best = {site: value[0].softmax(-1).max(-1) for site, value in self.logits.items()}
         values = [found.values.reshape(-1).tolist() for found in best.values()]
-        texts = [list(map(self._shown, b.indices.reshape(-1).tolist())) for b in best.values()]
+        texts = [list(map(self._class_text, b.indices.reshape(-1).tolist())) for b in best.values()]
         columns = [str(number) for number in range(len(values[0]))]
         title = "best classes of the first example, and their probabilities"
         return heat_map(title, columns, self.sites, values, texts)
@@ -126,7 +126,7 @@ class LensResult:
         lines = [f"<LensResult: {sites}, logits {tuple(self.final.shape)}>"]
         for site in self.sites:
             row = self.logits[site][0].reshape(-1, self.final.shape[-1]).argmax(-1).tolist()
-            shown = " ".join(str(self._shown(number)) for number in row[:8])
+            shown = " ".join(str(self._class_text(number)) for number in row[:8])
             more = " ..." if len(row) > 8 else ""
             lines.append(f"  {site:<{wide}}  kl {kl[site].mean():.3f}  top {shown}{more}")
         return "\n".join(lines)

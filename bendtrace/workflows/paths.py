@@ -238,13 +238,13 @@ class Flow:
 
     def given(self, spot: Spot) -> int:
         """Return the op of the first tensor among the inputs of a node."""
-        given = self._given(spot)
+        given = self._input_ops(spot)
         first = next((i for i in given if isinstance(self.ops[i].meta, TensorMeta)), None)
         if first is None:
             raise SiteError(f"{spot.path!r} receives no tensor", spot.path)
         return first
 
-    def _given(self, spot: Spot) -> list[int]:
+    def _input_ops(self, spot: Spot) -> list[int]:
         called = self.ops[spot.index] if spot.call is None else spot.call
         return _refs((called.args, called.kwargs))
 
@@ -270,7 +270,7 @@ class Flow:
             (spot.index, spot.index + 1) if spot.call is None else (spot.call.start, spot.call.stop)
         )
         with_elements = self._spread(made, carried, lambda op: False)
-        if not with_elements & set(self._given(spot)):
+        if not with_elements & set(self._input_ops(spot)):
             return set()
         return set(spot.values) & self._spread(
             made, carried, lambda op: first <= op.index < last
@@ -303,7 +303,7 @@ class Flow:
 
     def _arrive(self, made: Edges, carried: set[int], ends: Sequence[Spot]) -> None:
         for spot in ends:
-            given = set(spot.values) if spot.is_output else set(self._given(spot))
+            given = set(spot.values) if spot.is_output else set(self._input_ops(spot))
             if sources := given & carried:
                 made.ends.append(End(spot, frozenset(sources)))
 
@@ -364,7 +364,7 @@ class Flow:
                 reads.append(self._output_reads)
                 waiting += spot.values
                 continue
-            waiting += self._given(spot)
+            waiting += self._input_ops(spot)
             inner = [spot.index] if spot.call is None else range(spot.call.start, spot.call.stop)
             reads += [self.ops[index].reads for index in inner]
         seen = starts | held
@@ -964,12 +964,12 @@ class Runs:
         self._aside = _Aside(flow.ops, aside)
         ends = [end.spot for edges in made.values() for end in edges.ends]
         inner = [spot for spot in ends if not spot.is_output]
-        self._given = _Given({(spot.path, spot.number): flow.arguments(spot) for spot in inner})
+        self._inputs = _Given({(spot.path, spot.number): flow.arguments(spot) for spot in inner})
         self._put: dict[str, Tensor] = {}
         self._group = InsertionGroup(bended)
         for where, what in (
             (sorted({NodePath(path) for path, _ in aside}), self._aside),
-            (sorted({NodePath(spot.path) for spot in inner}), self._given),
+            (sorted({NodePath(spot.path) for spot in inner}), self._inputs),
         ):
             if where:
                 self._group.make(where, what)
@@ -990,7 +990,7 @@ class Runs:
 
     def value(self, made: Edges, known: dict[int, Tensor]) -> float:
         """Return the metric for some edges, and the values sent along them."""
-        aside, given = self._aside, self._given
+        aside, given = self._aside, self._inputs
         aside.into, aside.values = made.into, dict(known)
         self._run()
         changed: dict[Pass, dict[int, Any]] = {}

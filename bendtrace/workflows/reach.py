@@ -103,7 +103,7 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
     written = _written_into(trace, node)
     above = set(found) | written
     above = above.union(*(nx.ancestors(data, index) for index in above))
-    kept = _kept_by(trace)
+    kept = _ops_by_branch(trace)
     steps: set[int] = set()
     deciding: set[int] = set()
     new = {-1}
@@ -157,7 +157,7 @@ def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
     for _, target, number in trace.graph.control_edges():
         if number in steps and target in positions:
             under.add(positions[target])
-    for number, others in _kept_by(trace).items():
+    for number, others in _ops_by_branch(trace).items():
         if number in steps:
             under |= others
     nested = set(under)
@@ -198,7 +198,7 @@ def _deciding(trace: Trace, target: int, reached: set[int]) -> tuple[FlowStep, .
     )
 
 
-def _kept_by(trace: Trace) -> dict[int, set[int]]:
+def _ops_by_branch(trace: Trace) -> dict[int, set[int]]:
     """Return for branches the ops that ran only because a branch did not leave their block.
 
     The control edges of the mirror know the ops behind such a branch in its block, and not those

@@ -253,7 +253,7 @@ def viewer_data(history: RunLog, stepped: dict[str, Any] | None = None) -> dict[
     seen = {} if stepped is None else {"stepped": shared.stepped(stepped)}
     files = _Table[str]()
     sources = [_source(source, files) for source in shared.sources.rows]
-    wanted = [(source["file"], source["line"], _told(source)) for source in sources]
+    wanted = [(source["file"], source["line"], _statement_text(source)) for source in sources]
     return {
         "name": history.name,
         # As text: the numbers of JavaScript have 53 bits.
@@ -417,7 +417,7 @@ def _source(source: Source, files: _Table[str]) -> dict[str, Any]:
     )
 
 
-def _told(source: dict[str, Any]) -> str:
+def _statement_text(source: dict[str, Any]) -> str:
     text: str = source.get("statement") or source.get("text", "")
     return text
 
