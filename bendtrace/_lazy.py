@@ -37,9 +37,6 @@ def imported(name: str) -> ModuleType:
 
     Objects made by an import stay alive. A garbage collection during the import would go through
     all of torch's objects, which takes as long as importing this package.
-
-    Args:
-        name: full name of the module.
     """
     if name in sys.modules or not gc.isenabled():
         return importlib.import_module(name)
@@ -82,12 +79,7 @@ class LazyModule(ModuleType):
 
 
 class LazyMethod:
-    """A descriptor that imports a function on first access and binds it as a method.
-
-    Args:
-        module: full name of the module.
-        name: name of the function; its first argument is the instance.
-    """
+    """A descriptor that imports a function on first access and binds it as a method."""
 
     def __init__(self, module: str, name: str) -> None:
         self._module = module

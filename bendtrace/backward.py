@@ -833,11 +833,7 @@ class AutogradGraph:
     # Looking things up
 
     def find(self, key: Any) -> list[int]:
-        """Return the positions of the nodes for a key.
-
-        Raises:
-            LayerKeyError: there are none.
-        """
+        """Return the positions of the nodes for a key."""
         if isinstance(key, BackwardNode):
             key = key.label
         if isinstance(key, str):
@@ -862,11 +858,7 @@ class AutogradGraph:
         return sorted(set(found))
 
     def values(self, key: Any) -> list[LayerEntry]:
-        """Return the values of the run for a key; for an output, the value that it was.
-
-        Raises:
-            LayerKeyError: there are none.
-        """
+        """Return the values of the run for a key; for an output, the value that it was."""
         try:
             found = self._trace[key]
         except LayerKeyError as error:

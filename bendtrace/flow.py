@@ -363,13 +363,6 @@ def _derived(recording: Recording) -> FlowSteps:
 def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
     """Derive the flow steps of a tape.
 
-    Args:
-        tape: a finished tape.
-        names: name of each op's node.
-
-    Returns:
-        The flow steps, as `Trace.flow_steps` has them.
-
     Example:
         >>> import torch, bendtrace as bt
         >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))

@@ -158,13 +158,7 @@ class _Held(NamedTuple):
 
 
 class ModelState:
-    """What a run of a model can read and change, as it is now.
-
-    Args:
-        function: the model.
-        bound: its arguments by name.
-        refuse: returns the error for what cannot be restored.
-    """
+    """What a run of a model can read and change, as it is now."""
 
     def __init__(
         self,
@@ -216,11 +210,7 @@ class ModelState:
         return [*own, *(reason for other in others for reason in other.blockers)]
 
     def require_restorable(self) -> None:
-        """Raise if it is known that something cannot be restored.
-
-        Raises:
-            InputError: it is.
-        """
+        """Raise if it is known that something cannot be restored."""
         if reasons := self.unrestorable:
             raise self._refuse(reasons)
 
@@ -229,11 +219,7 @@ class ModelState:
         return storage_of(tensor) in self._storages
 
     def undo(self) -> None:
-        """Restore what a run has changed.
-
-        Raises:
-            InputError: something cannot be restored.
-        """
+        """Restore what a run has changed."""
         for restore in self._drawn:
             restore()
         if self._variables != os.environ:

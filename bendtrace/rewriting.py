@@ -803,17 +803,6 @@ def replaced(model: nn.Module, targets: Collection[nn.Module], create: Create) -
 
     Inner modules come first: the function for an outer module sees its new parts. New modules get
     the training mode of the modules they replace.
-
-    Args:
-        model: the model, which is changed in place.
-        targets: the modules to replace.
-        create: called with each of them; returns the replacement, which may contain the module.
-
-    Returns:
-        The model, or its replacement.
-
-    Raises:
-        InputError: a replacement is not a module.
     """
     wanted = {id(module) for module in targets}
     known = {id(module): module for module in _inside_out(model, set())}

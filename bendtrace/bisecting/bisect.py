@@ -748,11 +748,6 @@ def placed(model: object, other: object, call: Call) -> Call:
     """Return inputs as a model wants them: where its parameters are, and in their dtype.
 
     The dtype of floating point tensors is changed only where the two models differ in theirs.
-
-    Args:
-        model: the model that is to be called.
-        other: the one that it is compared with.
-        call: the inputs of both.
     """
     mine, theirs = _parameter(model), _parameter(other)
     call = own_copy(call)

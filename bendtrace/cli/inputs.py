@@ -41,15 +41,7 @@ def is_tensor_file(text: str) -> bool:
 
 
 def load(path: str) -> Any:
-    """Read a file of tensors onto the CPU.
-
-    Args:
-        path: a file of `torch.save`, or a safetensors file, read as a dict of tensors.
-
-    Raises:
-        InputError: the file does not exist, or contains other objects than tensors and plain
-            values.
-    """
+    """Read a file of tensors onto the CPU."""
     path = os.path.expanduser(path)
     if not is_tensor_file(path):
         kinds = ", ".join((*_TORCH_FILES, _SAFETENSORS))
@@ -160,11 +152,7 @@ class Inputs:
         return cls(tuple(part.strip() for part in parts if part.strip()))
 
     def make(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return new positional and keyword arguments.
-
-        Raises:
-            InputError: an expression is invalid, or cannot be evaluated.
-        """
+        """Return new positional and keyword arguments."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for text in self.texts:
@@ -208,13 +196,6 @@ def _arguments(text: str) -> Iterator[tuple[str | None, Any]]:
 
 def read(text: str) -> Any:
     """Return the value of an expression made of literals, arithmetic and known functions.
-
-    Args:
-        text: such as `randn(2, 3)`, `[1, 2.5]`, `4 * ones(2, dtype=int64)`,
-            `load("batch.pt")["x"]`.
-
-    Raises:
-        InputError: it is not such an expression, or torch cannot evaluate it.
 
     Example:
         >>> read("full((2, 2), 1.5, dtype=float64)")
@@ -372,15 +353,7 @@ _FORM = "write a target as package.module:name or path/to/file.py:name"
 
 
 def find(text: str) -> Any:
-    """Import what a target names.
-
-    Args:
-        text: module or file, a colon, and a name inside (dots lead into classes).
-
-    Raises:
-        InputError: the target does not exist.
-        UsersError: importing it raised.
-    """
+    """Import what a target names."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise InputError(f"{text!r} does not name a target: {_FORM}")
@@ -404,14 +377,6 @@ def build(target: Any, text: str) -> Callable[..., Any]:
     annotation is an nn.Module, is called. A function whose parameters all have defaults is called
     to see whether it returns an nn.Module: if not, or if it raises, the function itself is the
     model. Any other callable is the model itself, too.
-
-    Args:
-        target: what `find` returned.
-        text: the target as written, for messages.
-
-    Raises:
-        InputError: no model can be made from it.
-        UsersError: creating it raised.
     """
     if isinstance(target, nn.Module):
         return target

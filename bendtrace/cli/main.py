@@ -45,17 +45,7 @@ from bendtrace.workflows.costs import cost
 
 
 def check(model: Callable[..., Any], args: Any, kwargs: Any, target: str) -> None:
-    """Raise if a call does not fit the signature.
-
-    Args:
-        model: the function or module to call.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        target: the name of the model, for messages.
-
-    Raises:
-        InputError: there are too many, too few or unknown arguments.
-    """
+    """Raise if a call does not fit the signature."""
     try:
         signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
     except (TypeError, ValueError):  # builtins
@@ -149,19 +139,7 @@ def run(
     seed: int = 0,
     grad: bool = False,
 ) -> CommandRun:
-    """Trace a model on the first inputs, call it on the others, and compare.
-
-    Args:
-        target: the name of the model.
-        model: the model.
-        calls: the inputs. Number `k` is created, and the model run on it, with the seed `seed + k`.
-        seed: seed of the first call.
-        grad: whether autograd records.
-
-    Raises:
-        UsersError: the model raised.
-        BendtraceError: the model runs, but another step fails.
-    """
+    """Trace a model on the first inputs, call it on the others, and compare."""
     session = _Session(target, model, seed)
     with torch.set_grad_enabled(grad):
         done = tuple(session.call(number, inputs) for number, inputs in enumerate(calls))
@@ -560,12 +538,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def exported(options: argparse.Namespace) -> str:
-    """Carry out the command, and return its report.
-
-    Raises:
-        InputError: an option is wrong.
-        ExportError: the model cannot be exported.
-    """
+    """Carry out the command, and return its report."""
     if options.repeat < 1:
         raise InputError(f"--repeat takes a positive number, not {options.repeat}")
     given = [Inputs(tuple(options.input))] if options.input else []

@@ -1087,15 +1087,7 @@ class CandidateRun:
 
 
 class Subject:
-    """A model, which each run finds as it was at the beginning. A context manager.
-
-    Args:
-        model: the model.
-        space: the inputs, of which the constants of the model's code are told.
-
-    Raises:
-        InputError: the model holds something that cannot be restored.
-    """
+    """A model, which each run finds as it was at the beginning. A context manager."""
 
     def __init__(self, model: Callable[..., Any], space: Space) -> None:
         self._model = model

@@ -149,12 +149,7 @@ def _show(value: Any) -> str:
 
 
 def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
-    """Build the mirror of a recorded run.
-
-    Args:
-        recording: the run.
-        function: the function that was run.
-    """
+    """Build the mirror of a recorded run."""
     graph, names, steps = Graph(), recording.names, steps_of(recording)
     graph.graph.update(recording=recording, flow_steps=steps, root=function)
     taken = set(names)

@@ -168,9 +168,6 @@ def checksum(bits: Tensor) -> int:
 
     It is ten times as fast as a CRC-32 of everything, and detects every change within one word, and
     every block that has moved.
-
-    Args:
-        bits: uint8 of one dimension.
     """
     whole = bits.numel() // _BLOCK * _BLOCK
     told = b""

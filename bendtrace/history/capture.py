@@ -169,11 +169,7 @@ class Capture:
         return self.chosen.deferred if isinstance(self.chosen, Selection) else []
 
     def choose(self, keys: Iterable[Key]) -> None:
-        """Keep some values of the finished run, and forget the others.
-
-        Args:
-            keys: the values selected by `deferred`.
-        """
+        """Keep some values of the finished run, and forget the others."""
         waiting, self._waiting = self._waiting or {}, None
         for key in keys:
             if key in waiting and key not in self.saved:
@@ -474,12 +470,7 @@ class Capture:
         return entry
 
     def attach(self, log: Log, end: int) -> None:
-        """Attach the kept data to the entries of the log of the finished run.
-
-        Args:
-            log: the log.
-            end: length of the tape.
-        """
+        """Attach the kept data to the entries of the log of the finished run."""
         labels: dict[str, LayerEntry] = {}
         for entry in log.entries:
             source, value = entry, None

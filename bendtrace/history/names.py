@@ -79,11 +79,6 @@ class Names:
 
     Everything that accepts names as strings uses this class: the log, insertions, patches,
     activations. So a string has the same meaning everywhere, or is rejected everywhere.
-
-    Args:
-        tree: the node paths.
-        log: returns the log of the run; None if there is none.
-        layer_types: the types of the layers in the log; None if unknown without the log.
     """
 
     def __init__(

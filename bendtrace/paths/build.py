@@ -213,13 +213,7 @@ def _described(
 
 
 class Visit:
-    """One module call, while it is added to the tree.
-
-    Args:
-        builder: the builder of the tree.
-        call: the call.
-        node: its node.
-    """
+    """One module call, while it is added to the tree."""
 
     def __init__(self, builder: Builder, call: ModuleCall, node: TreeNode) -> None:
         self.builder = builder
@@ -723,13 +717,7 @@ def kept_name(name: str) -> str:
 
 
 def layout(lines: list[Line], given: Collection[str] = (), kept: Collection[str] = ()) -> list[str]:
-    """Return statements as text, with variables freed after their last use and repetitions folded.
-
-    Args:
-        lines: the statements.
-        given: the arguments.
-        kept: variables whose earlier values are still needed after reassignment.
-    """
+    """Return statements as text: variables are freed after their last use, repetitions folded."""
     lines = _keeping(lines, kept)
     taken = {line.target for line in lines}.union(given)
     freed = [[name for name in names if name in taken] for names in _freed(lines)]

@@ -23,12 +23,7 @@ Origin = tuple[int, tuple[Any, ...]]
 
 
 class Events:
-    """A tape, grouped by module call.
-
-    Args:
-        recording: the run.
-        function: the function that was run.
-    """
+    """A tape, grouped by module call."""
 
     def __init__(self, recording: Recording, function: Callable[..., Any]) -> None:
         self.recording = recording

@@ -45,12 +45,7 @@ Chosen = Sequence[int] | None
 
 
 def describe(node: TreeNode, chosen: Chosen = None) -> str:
-    """Return a short description of a node: `Graph(5)`, `Tensor(3, 2)`, `tuple(2)`, `float`.
-
-    Args:
-        node: the node.
-        chosen: the passes to describe; None for all.
-    """
+    """Return a short description of a node: `Graph(5)`, `Tensor(3, 2)`, `tuple(2)`, `float`."""
     passes = node.passes if chosen is None else [node.passes[i] for i in chosen]
     text = node.type
     if node.kind in ("graph", "container"):
@@ -712,17 +707,7 @@ class LiveNames:
     def op(
         self, scope: ModuleCall, site: Site | None, function: Any, states: Iterable[str]
     ) -> tuple[str, str]:
-        """Name a call of a function.
-
-        Args:
-            scope: the module call that it happens in.
-            site: its place in the source.
-            function: the function.
-            states: the labels of parameters and buffers among its arguments.
-
-        Returns:
-            Its path, and its name without a number.
-        """
+        """Name a call of a function."""
         base = base_name_of(function)
         path, number = self._paths[id(scope)], self._number(site)
         name = self._named.get((path, number, base))

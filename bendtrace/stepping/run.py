@@ -803,13 +803,7 @@ def is_of(step: FlowStep, event: Event, tape: Tape) -> bool:
 
 
 class Places:
-    """Finds the events of a place in a run.
-
-    Args:
-        function: the model.
-        trace: the run.
-        events: its events.
-    """
+    """Finds the events of a place in a run."""
 
     def __init__(self, function: Callable[..., Any], trace: Trace, events: list[Event]) -> None:
         self._known = _Known(function, trace)
@@ -818,12 +812,7 @@ class Places:
         self._events = events
 
     def numbers(self, place: Any) -> list[int]:
-        """Return the events of a place in order; at least one.
-
-        Raises:
-            InputError: there is none.
-            NodePathError: the run has no such node.
-        """
+        """Return the events of a place in order; at least one."""
         if isinstance(place, FlowStep):
             return self._questions(place)
         line = _line(place)
@@ -843,16 +832,7 @@ class Places:
         return found
 
     def values(self, place: Any, kind: str = "") -> list[tuple[int, tuple[Any, ...]]]:
-        """Return the events whose values a place stands for, and where in their results.
-
-        Args:
-            place: the place.
-            kind: which kind of events to prefer at a line.
-
-        Raises:
-            InputError: there is none.
-            NodePathError: the run has no such node.
-        """
+        """Return the events whose values a place stands for, and where in their results."""
         if not isinstance(place, FlowStep) and _line(place) is None:
             return self._values(place)
         numbers = self.numbers(place)

@@ -286,11 +286,7 @@ class Visit:
             raise StopRun
 
     def require_same(self) -> None:
-        """Raise if the run did something else than before.
-
-        Raises:
-            NondeterminismError: it did.
-        """
+        """Raise if the run did something else than before."""
         if self.went_astray:
             raise NondeterminismError(
                 "the model did not do the same again that it did before from the same start: "
@@ -403,9 +399,6 @@ def require_tensor(value: Any) -> Tensor:
 class Kept:
     """Values by op. Where there are too many, those go that are the quickest to compute again.
 
-    Args:
-        budget: how many bytes they may take.
-
     Attributes:
         nbytes: how many bytes they take.
     """
@@ -508,15 +501,7 @@ class Random:
 
 
 class Start(ModelState):
-    """What a run can read, as it is before the run.
-
-    Args:
-        function: the model.
-        bound: its arguments by name.
-
-    Raises:
-        InputError: it holds something that cannot be restored.
-    """
+    """What a run can read, as it is before the run."""
 
     def __init__(self, function: Callable[..., Any], bound: dict[str, Any]) -> None:
         super().__init__(function, bound, lambda reasons: cannot("; ".join(reasons)))
@@ -528,11 +513,7 @@ class Start(ModelState):
         return Random(self.generators)
 
     def begin(self) -> None:
-        """Have a run begin here.
-
-        Raises:
-            InputError: the model or the inputs are not what they were.
-        """
+        """Have a run begin here."""
         environment = self._environments[0]
         reasons = environment.blockers
         known = len(reasons)
@@ -553,11 +534,7 @@ class Start(ModelState):
         self._random.restore()
 
     def before(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Prepare for a call that may write to what existed before.
-
-        Returns:
-            Why the call could not be undone; "" if it can.
-        """
+        """Prepare for a call that may write to what existed before."""
         name = known_as(function)
         if function in _BACKWARD:
             return f"{name} adds to gradients outside of the run"
@@ -603,10 +580,6 @@ class FrameText(NamedTuple):
 
 class Looks:
     """Keeps the frames of positions as text. Where there are too many, the farthest go.
-
-    Args:
-        budget: how many characters they may take together; what positions share counts once.
-        centre: the position around which positions are kept.
 
     Attributes:
         frames: the frames of each position that was kept, innermost first.

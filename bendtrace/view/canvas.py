@@ -32,15 +32,6 @@ _OTHER = 0.75  # letters that the table does not know; full-width ones take 1.05
 def width(text: str, size: float, *, mono: bool = False, bold: bool = False) -> float:
     """Return the width of a line of text.
 
-    Args:
-        text: the line.
-        size: font size, in pixels.
-        mono: whether it is set in a monospace font.
-        bold: whether it is set in bold.
-
-    Returns:
-        Its width in pixels.
-
     Example:
         >>> width("conv2d", 10)
         32.24
@@ -196,11 +187,7 @@ def svg(canvas: Canvas) -> str:
 
 
 def rounded(points: Sequence[Point], radius: float) -> list[tuple[Point, Point, Point]]:
-    """Round the corners of a line.
-
-    Returns:
-        For each corner: where the curve starts, the corner, where the curve ends.
-    """
+    """Round the corners of a line."""
     found = []
     for before, here, after in zip(points, points[1:], points[2:], strict=False):
         first = abs(here[0] - before[0]) + abs(here[1] - before[1])

@@ -304,13 +304,7 @@ class Compared:
 
 
 class Comparison:
-    """Compares two runs.
-
-    Args:
-        matching: the matching of the runs.
-        rtol: relative tolerance for values, as in `torch.isclose`.
-        atol: absolute tolerance for values, as in `torch.isclose`.
-    """
+    """Compares two runs."""
 
     def __init__(self, matching: Matching, rtol: float, atol: float) -> None:
         self.matching = matching

@@ -97,18 +97,7 @@ def nest(
     numbers: Numbers = "deciding",
     inside: Sequence[str] = (),
 ) -> Box:
-    """Sort values into the calls of modules in which they were computed.
-
-    Args:
-        history: their log.
-        entries: the values, in the order of the run.
-        flow: whether flow steps become decisions.
-        numbers: which numbers are shown.
-        inside: labels of module calls around everything, which get no boxes.
-
-    Returns:
-        A box without a name that contains everything.
-    """
+    """Sort values into the calls of modules in which they were computed."""
     positions = {entry.label: float(i) for i, entry in enumerate(entries)}
     steps = _decisions(history, entries, positions, inside) if flow else []
     shown = _node_labels(history, entries, [number for _, _, number in steps], numbers)
@@ -244,12 +233,7 @@ def origins(
 
 
 def roll(box: Box, key_of_step: Mapping[int, object]) -> None:
-    """Merge the passes of each op, and the calls of each module.
-
-    Args:
-        box: the box to process, including all boxes in it.
-        key_of_step: returns equal keys for flow steps that are passes of one.
-    """
+    """Merge the passes of each op, and the calls of each module."""
     known: dict[object, Item] = {}
     kept: list[Item] = []
     for item in box.items:
@@ -525,14 +509,6 @@ def fold(root: Box, depth: int | None, most: int) -> bool:
 
     The deepest boxes are closed first, all of a class at once, starting with the class that has the
     most nodes. If that is not enough, neighbours are merged, in the order of the run.
-
-    Args:
-        root: the outermost box.
-        depth: the number of nested boxes to draw; None for all.
-        most: the maximum number of nodes to draw.
-
-    Returns:
-        Whether anything was closed because of `most`.
     """
     levels: list[list[Box]] = []
 

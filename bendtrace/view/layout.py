@@ -301,15 +301,7 @@ class _Placed:
 
 
 def place(root: Shape, nets: Sequence[Net]) -> list[Wire]:
-    """Lay out a drawing.
-
-    Args:
-        root: the outermost box. All shapes in it get their positions and sizes.
-        nets: the nets between its plain shapes.
-
-    Returns:
-        The lines to draw.
-    """
+    """Lay out a drawing."""
     locals_ = _by_level(root, nets)
     hints: dict[Shape, dict[Net, float]] = {}
     done: dict[Shape, _Placed] = {}
@@ -533,12 +525,7 @@ class Column:
 
 
 def align(level: Level, gap: Callable[[Vertex, Vertex], float]) -> None:
-    """Set the x of each vertex, and the ends of each link.
-
-    Args:
-        level: the level, with its ranks in order.
-        gap: the minimum distance between two neighbours.
-    """
+    """Set the x of each vertex, and the ends of each link."""
     _straighten(level)
     _spread(level)
     columns = _columns(level, gap)

@@ -45,14 +45,6 @@ def match(
     following rounds, the items left over between two pairs are aligned in order. An item whose key
     is None skips the round.
 
-    Args:
-        a: for each round, the key of each item of one sequence.
-        b: the same for the other.
-        single: in so many of the last rounds, pair only keys that are left over once on each side.
-
-    Returns:
-        The position of the partner in `b`, by position in `a`.
-
     Example:
         >>> match([["x", "f", "y"], [0, 1, 2]], [["new", "x", "g", "y"], [9, 0, 1, 2]])
         {0: 1, 2: 3, 1: 2}

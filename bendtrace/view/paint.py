@@ -175,12 +175,7 @@ _BOXES = ("#f6f8fa", "#eff2f6")  # of open boxes, by turns from the outside in
 
 
 def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
-    """Paint a scene that has positions.
-
-    Args:
-        drawn: the scene.
-        scale: the meaning of the numbers of its nodes; None if they have none.
-    """
+    """Paint a scene that has positions."""
     scene = drawn.scene
     root = drawn.shapes[scene.root]
     head = _head(scene, scale)
@@ -660,11 +655,7 @@ def heat_map(
 def plotted(
     title: str, columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence[float]]
 ) -> PlotFigure:
-    """Return numbers as a figure of matplotlib, in the colours of `heat_map`.
-
-    Raises:
-        InputError: matplotlib is not installed.
-    """
+    """Return numbers as a figure of matplotlib, in the colours of `heat_map`."""
     figures = required("matplotlib.figure", "a plot", error=InputError)
     figure: PlotFigure = figures.Figure(
         (2 + 0.5 * max(len(columns), 4), 1 + 0.3 * len(names)), layout="constrained"

@@ -51,13 +51,7 @@ class Row:
 
 
 def roll(entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[str]) -> list[Row]:
-    """Group the entries that only one run has, ordered by the first of each group.
-
-    Args:
-        entries: the entries, in the order of the run.
-        run: the run that has them.
-        known_modules: names of the modules that the other run has as well.
-    """
+    """Group the entries that only one run has, ordered by the first of each group."""
     known = set(known_modules)
     parts: dict[tuple[str, ...], list[LayerEntry]] = {}
     for entry in entries:

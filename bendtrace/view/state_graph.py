@@ -176,12 +176,7 @@ _ENDS = ("return", "raise", "live")
 
 
 def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]) -> StateGraph:
-    """Return the known paths of a model as a graph.
-
-    Args:
-        tree: the programs.
-        trace_of: returns a recorded run as a `Trace`.
-    """
+    """Return the known paths of a model as a graph."""
     graph = StateGraph()
     programs = sorted(tree.programs(), key=lambda program: program.serial)
     traces: dict[Recording, tuple[int, Trace]] = {}

@@ -467,11 +467,7 @@ def listed_sites(sites: Any, name: str = "sites") -> list[Any]:
 
 
 def replaced(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor | None]) -> Any:
-    """Replace the only tensor in the value of a node; return None to keep it.
-
-    Raises:
-        SiteError: the value has no tensor, or several.
-    """
+    """Replace the only tensor in the value of a node; return None to keep it."""
     if isinstance(value, Tensor):
         return change(value)
     shape, found = take_apart(value)
@@ -605,22 +601,6 @@ class Sites:
     All are inserted at once, and for all runs, so that the runs share their traces; each run
     decides on the replacements.
 
-    Args:
-        bended: the model.
-        items: the nodes, one item for each site.
-        calls: inputs that the model will be called with. If no known run has reached a site, the
-            model is called once with each of them, so that its nodes have names.
-        at: whether the value is the output of a node, or its first input.
-        columns: the parts of the values; heads have to be there.
-        also: further sites, with their outputs as the values. They come last in the numbering, run
-            before the others, and are not rows.
-        noted: further nodes, whose passes are only recorded, in `places`.
-        label: the name in reports.
-        observes: whether runs never replace anything.
-        every_part: whether each tensor in a container is a separate value, under the path of the
-            part. Otherwise a container has to hold one tensor.
-        allow_none: whether an item may match no node.
-
     Attributes:
         places: the passes of the noted nodes in the last run.
     """
@@ -661,13 +641,7 @@ class Sites:
         self._still = PreservedState(bended.model)
 
     def run(self, call: Call, act: Act | None = None, *, with_gradients: bool = False) -> Any:
-        """Call the model with copies of some inputs, and the same random numbers and buffers.
-
-        Args:
-            call: the inputs.
-            act: called with the tensor of each pass of each node of the sites.
-            with_gradients: whether gradients reach the inputs.
-        """
+        """Call the model with copies of some inputs, and the same random numbers and buffers."""
         given = own_copy(call)
         if with_gradients:
             given = differentiable(given)
@@ -707,12 +681,6 @@ class Sites:
 
         An item that matches several nodes becomes a row for each, in the order in which they ran; a
         list of items becomes one row.
-
-        Args:
-            *runs: the values of some runs.
-
-        Raises:
-            SiteError: no run reached any of the nodes of a site.
         """
         found = []
         for number, item in enumerate(self._items[: self._count]):

@@ -90,11 +90,7 @@ class Edges:
 
 
 class Flow:
-    """The ops of a run, and their inputs.
-
-    Args:
-        trace: the run, recorded without insertions.
-    """
+    """The ops of a run, and their inputs."""
 
     def __init__(self, trace: Trace) -> None:
         self.ops = trace.ops
@@ -110,11 +106,7 @@ class Flow:
     # Nodes
 
     def spot(self, path: str, number: int) -> Spot:
-        """Return a pass of a node.
-
-        Raises:
-            SiteError: this run has no such pass.
-        """
+        """Return a pass of a node."""
         if path == "output" or path.startswith("output|"):
             values = tuple(index for _, index in self.outputs(Spot(path, number, ())))
             return Spot(path, number, values, is_output=True)
@@ -171,11 +163,7 @@ class Flow:
         return next(found, index)
 
     def place(self, index: int) -> tuple[str, int]:
-        """Return the path and pass for insertions at an op.
-
-        Raises:
-            SiteError: insertions at the op are not possible.
-        """
+        """Return the path and pass for insertions at an op."""
         node = self._tree.locate(index)
         if node is None or node._data.role != "op":
             raise self._refusal(index, "is not a node, so nothing can be inserted at it")
@@ -185,12 +173,7 @@ class Flow:
     # Edges
 
     def begin(self, senders: Sequence[Spot], within: bool) -> tuple[Edges, set[int]]:
-        """Return the changed values at the beginning, and the values that pass them on.
-
-        Args:
-            senders: the nodes.
-            within: whether to change their inputs, for them alone, instead of their outputs.
-        """
+        """Return the changed values at the beginning, and the values that pass them on."""
         made = Edges()
         if not within:
             made.known = _values(senders)
@@ -221,11 +204,7 @@ class Flow:
         self._require_no_memory(carried, held, ends)
 
     def along(self, made: Edges, carried: set[int], nodes: Sequence[Sequence[Spot]]) -> None:
-        """Add the edges of a path, given as its nodes with their passes, both ends included.
-
-        Raises:
-            SiteError: two consecutive nodes have no edge between them.
-        """
+        """Add the edges of a path, given as its nodes with their passes, both ends included."""
         for before, spots in pairwise(nodes[:-1]):
             came = set[int]().union(*(self._through(made, carried, spot) for spot in spots))
             if not came:
@@ -310,11 +289,7 @@ class Flow:
     # Ops that cannot run on the side
 
     def needed(self, made: Edges) -> list[int]:
-        """Return the ops that have to run on the side, in order.
-
-        Raises:
-            SiteError: one of them cannot run on the side.
-        """
+        """Return the ops that have to run on the side, in order."""
         wanted: set[int] = set()
         waiting = [index for end in made.ends for index in end.sources]
         while waiting:
@@ -929,15 +904,6 @@ class Runs:
     """Runs with ops on the side, and runs whose receivers get the side results.
 
     It is also a context manager: the insertions that all cells need stay active while it lasts.
-
-    Args:
-        bended: the model.
-        flow: the patched run.
-        needed: the ops that run on the side, for each cell.
-        made: the edges of each cell.
-        still: restores the state at the beginning of each run.
-        call: the inputs.
-        metric: of the output.
     """
 
     def __init__(
