@@ -25,6 +25,7 @@ from bendtrace.history.entries import LayerEntry, Table, counted
 from bendtrace.history.run_log import RunLog
 from bendtrace.torch_rules.functions import UNINITIALIZED
 from bendtrace.view.matching import (
+    Change,
     FlowChange,
     LayerChange,
     Matching,
@@ -533,7 +534,7 @@ def _are_close(a: Any, b: Any, tolerances: dict[str, float]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class GuardChange:
+class GuardChange(Change):
     """A guard that only one run has, or that had another outcome in the other.
 
     Attributes:
@@ -546,10 +547,6 @@ class GuardChange:
     kind: Literal["removed", "added", "expected"]
     a: dict[str, Any] | None
     b: dict[str, Any] | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the change as plain values, ready for JSON."""
-        return {"kind": self.kind, "a": self.a, "b": self.b}
 
     def __str__(self) -> str:
         row = self.a or self.b or {}

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -691,8 +691,18 @@ def loop_text(step: FlowStep) -> str:
     return f"{step.kind} {step.text}" if step.kind in ("if", "assert") else step.text
 
 
+class Change:
+    """A difference between two runs, with the names of what its plain form has."""
+
+    _plain_form: ClassVar[tuple[str, ...]] = ("kind", "a", "b")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the change as plain values, ready for JSON."""
+        return {name: _plain(getattr(self, name)) for name in self._plain_form}
+
+
 @dataclass(frozen=True, eq=False)
-class LayerChange:
+class LayerChange(Change):
     """A layer, number or state that both runs have, with differences.
 
     Attributes:
@@ -717,16 +727,7 @@ class LayerChange:
         more = {"value": self.value, "gradient": self.gradient}
         return (*self.aspects, *(name for name, found in more.items() if found is not None))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the change as plain values, ready for JSON."""
-        return {
-            "a": self.a.label,
-            "b": self.b.label,
-            "what": list(self.what),
-            "aspects": {key: [_plain(x) for x in pair] for key, pair in self.aspects.items()},
-            "value": None if self.value is None else self.value.to_dict(),
-            "gradient": None if self.gradient is None else self.gradient.to_dict(),
-        }
+    _plain_form = ("a", "b", "what", "aspects", "value", "gradient")
 
     def __str__(self) -> str:
         parts = [f"{name} {_text(x)} -> {_text(y)}" for name, (x, y) in self.aspects.items()]
@@ -738,7 +739,7 @@ class LayerChange:
 
 
 @dataclass(frozen=True, eq=False)
-class FlowChange:
+class FlowChange(Change):
     """A flow step with another outcome in the other run, or without a counterpart.
 
     Attributes:
@@ -770,12 +771,6 @@ class FlowChange:
         is_close = self.a is not None and self.b is not None and len(rounded) == 1
         return repr(step.value) if is_close else number_text(step.value)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the change as plain values, ready for JSON."""
-        steps = {key: None if step is None else step.to_dict()
-                 for key, step in (("a", self.a), ("b", self.b))}  # fmt: skip
-        return {"kind": self.kind, **steps}
-
     def __str__(self) -> str:
         step = self.step
         place = f"`{loop_text(step)}` ({place_text(step.file, step.line)})"
@@ -787,7 +782,7 @@ class FlowChange:
 
 
 @dataclass(frozen=True, eq=False)
-class ModuleChange:
+class ModuleChange(Change):
     """A module that only one run has, or that differs between the runs.
 
     Attributes:
@@ -814,12 +809,8 @@ class ModuleChange:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the change as plain values, ready for JSON."""
-        return {
-            "kind": self.kind,
-            "module": self.name,
-            "before": _plain(self.before),
-            "after": _plain(self.after),
-        }
+        before, after = _plain(self.before), _plain(self.after)
+        return {"kind": self.kind, "module": self.name, "before": before, "after": after}
 
     def __str__(self) -> str:
         name = self.name or "the model itself"
@@ -834,7 +825,7 @@ class ModuleChange:
 
 
 @dataclass(frozen=True, eq=False)
-class Parting:
+class Parting(Change):
     """The first point where two runs diverge.
 
     Attributes:
@@ -862,19 +853,19 @@ class Parting:
                 return side.source.file, side.source.line
         return None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the parting as plain values, ready for JSON."""
-        plain: dict[str, Any] = {"kind": self.kind, "text": self.text, "after": self.after}
-        for key, side in (("a", self.a), ("b", self.b)):
-            plain[key] = side.to_dict() if isinstance(side, FlowStep) else side and side.label
-        plain["source"] = None if self.source is None else list(self.source)
-        return plain
+    _plain_form = ("kind", "text", "after", "a", "b", "source")
 
     def __str__(self) -> str:
         return self.text
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, LayerEntry):
+        return value.label
+    if isinstance(value, (Change, FlowStep, ValueDifference)):
+        return value.to_dict()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)) and not isinstance(value, Source):
         return [_plain(item) for item in value]
     return value if isinstance(value, _BY_TYPE) else str(value)
