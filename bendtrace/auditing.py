@@ -232,7 +232,7 @@ def _first_difference(replayed: Recording, anew: Recording) -> str:
 
 
 def _are_of_one_name(old: Op, new: Op) -> bool:
-    """Whether both give what two models have under one name."""
+    """Return whether both give what two models have under one name."""
     return old.is_given and old.kind is new.kind and str(old.target) == str(new.target)
 
 

@@ -93,7 +93,7 @@ def _is_pair(inputs: Any) -> bool:
 
 
 def are_several(batches: Any) -> bool:
-    """Whether something is several inputs, such as a data loader, and not those of one call.
+    """Return whether something is several inputs, such as a data loader, and not those of one call.
 
     A list is several, a tuple is not: it holds the arguments of one call, as everywhere.
 

@@ -447,7 +447,7 @@ class Dispatcher:
         return self._kept(recording, program)
 
     def _passes(self, recording: Recording) -> bool:
-        """Whether a run could not be repeated, although later ones may; note why."""
+        """Return whether a run could not be repeated, although later ones may; note why."""
         if not recording.is_transient or self._passing >= _PASSING:
             return False
         self._passing += 1
@@ -600,7 +600,7 @@ _PASSING = 4
 
 @dataclass
 class Stats:
-    """How the calls of a `BendedModule` were served.
+    """Counts of how the calls of a `BendedModule` were served.
 
     Attributes:
         traces: paths recorded.
@@ -627,7 +627,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which traces could serve some inputs, judging by the input guards alone.
+    """The traces that could serve some inputs, judging by the input guards alone.
 
     Attributes:
         serving: traces whose input guards all hold.

@@ -220,7 +220,7 @@ class LoopFlowStep(FlowStep):
 
     @property
     def how_often(self) -> str:
-        """How often the body was begun, in words: "2 iterations"."""
+        """The number of times that the body was begun, in words: "2 iterations"."""
         if self.iterations is None:
             return "an unknown number of iterations"
         return f"{self.iterations} iteration{'s' * (self.iterations != 1)}"
@@ -420,7 +420,7 @@ def _without_iterations(step: FlowStep) -> FlowStep:
 
 
 def _is_asked_by_gate(record: Op | Guard, tape: Tape) -> bool:
-    """Whether a guard is on what a gate says of containers, which no code of the model asks for."""
+    """Return whether a guard is on containers at a gate, which no code of the model asks for."""
     op = tape.ops[record.index]
     if not isinstance(record, Guard) or op.kind is not OpKind.SCALAR or len(op.args) != 2:
         return False
@@ -441,7 +441,7 @@ class _Header:
         self.taken: dict[Span, list[int]] = {}
 
     def holds(self, mark: Mark) -> bool:
-        """Whether a mark belongs to the same evaluation of the header."""
+        """Return whether a mark belongs to the same evaluation of the header."""
         return (
             mark.activation == self.last.activation
             and mark.place.offset >= self.last.place.offset
@@ -450,7 +450,7 @@ class _Header:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that the header can consume has been seen."""
+        """True if all that the header can consume has been seen."""
         return self.loop.length(self.taken) is not None
 
     def take(self, mark: Mark, value: Any, steps: list[FlowStep], iterations: Iterations) -> None:
@@ -503,7 +503,7 @@ def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:
 
 
 def _is_used_size(op: Op, tape: Tape) -> bool:
-    """Whether an op reads one size. A shape that nothing looked at has no such op."""
+    """Return whether an op reads one size. A shape that nothing looked at has no such op."""
     if op.kind is OpKind.CALL:
         return op.target in SHAPES and type(op.meta) is int
     if op.kind is OpKind.SCALAR and op.target is operator.getitem:

@@ -214,7 +214,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @property
     def stats(self) -> Stats:
-        """How the calls so far were served.
+        """Counts of how the calls so far were served.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -240,7 +240,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @property
     def _bendtrace_model(self) -> Callable[..., Any]:
-        """What is traced where this is asked to be: the model, under its own names."""
+        """The model, under its own names, which is traced in place of this module."""
         return self._model
 
     if TYPE_CHECKING:  # a function keeps its signature; what a module returns is not known
@@ -338,7 +338,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @property
     def graph(self) -> StateGraph:
-        """What is known of the model as a networkx graph: its states, and what lies between them.
+        """The known paths of the model as a networkx graph of states and the segments between them.
 
         It is made anew each time it is asked for. `Trace.graph` is the graph of one run, with its
         operations as nodes.
@@ -415,7 +415,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @property
     def tree(self) -> Outline:
-        """What is known of the model's paths, as a program: prints, and draws, as one.
+        """The known paths of the model as a program, which prints and draws as one.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -494,7 +494,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @property
     def compiled(self) -> CompiledReport:
-        """What became of the paths that are compiled, or why they are not; prints as a table.
+        """A report on compiled paths, or why there are none; prints as a table.
 
         Example:
             >>> import torch, bendtrace as bt

@@ -158,7 +158,7 @@ class _Held(NamedTuple):
 
 
 class ModelState:
-    """What a run of a model can read and change, as it is now."""
+    """Everything that a run of a model can read and change, as it is now."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class ModelState:
 
     @property
     def unrestorable(self) -> list[str]:
-        """What is known before a run to be out of reach, one line each."""
+        """The parts that are known before a run to be out of reach, one line each."""
         model, *others = self._environments
         hooked = tuple(
             reason_of_hooks(label, name)

@@ -501,7 +501,7 @@ class Sent(Interjection):
             known[id(tensor)] = weakref.ref(tensor), version_of(tensor)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the node has output this tensor in this call of the model, unchanged since."""
+        """Return whether the node has output this tensor in this call, unchanged since."""
         known = self._known().get(id(tensor))
         return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
 
@@ -587,7 +587,7 @@ class Between:
 
     @property
     def active(self) -> bool:
-        """Whether it is active."""
+        """True if it is active."""
         return self.insertions[0].active
 
     @property
@@ -744,7 +744,7 @@ class Splice:
 
     @property
     def active(self) -> bool:
-        """Whether it is active."""
+        """True if it is active."""
         return self.insertion.active
 
     def remove(self) -> None:

@@ -106,7 +106,7 @@ class Run:
 
     @cached_property
     def naming(self) -> Names:
-        """What strings name in the run; the log is built once a string looks like a layer's."""
+        """The meanings of strings; the log is built once a string looks like the name of a layer."""
         ops = self.recording.tape.ops
 
         @functools.cache
@@ -118,7 +118,7 @@ class Run:
 
     @cached_property
     def naming_without_log(self) -> Names:
-        """What strings name in the run besides layers: those of runs with insertions differ."""
+        """The meanings of strings besides layers: those of runs with insertions differ."""
         return Names(self.tree, None)
 
 

@@ -151,7 +151,7 @@ class LinearProbe(Analyser):
 
     @property
     def training(self) -> bool:
-        """Whether features are kept for a training step, or scored."""
+        """True if features are kept for a training step, or scored."""
         return self._training
 
     def train(self, mode: bool = True) -> Self:

@@ -569,7 +569,7 @@ class Spectrum:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the matrix was free of NaN and infinity; otherwise all measures are NaN."""
+        """True if the matrix was free of NaN and infinity; otherwise all measures are NaN."""
         return bool(self.singular_values.isfinite().all())
 
     @property

@@ -1,4 +1,4 @@
-"""Which op is the first that makes two runs differ."""
+"""Finding the first op that makes two runs differ."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ class Bisection:
         return ""
 
     def _reads_the_same(self, a: LayerEntry, b: LayerEntry) -> bool:
-        """Whether all that an op reads, as far as the logs know it, is the same."""
+        """Return whether all that an op reads, as far as the logs know it, is the same."""
         pairs = zip(a.parents, b.parents, strict=False)
         return len(a.parents) == len(b.parents) and all(
             _value(self._entries_a[x]) is not None
@@ -402,7 +402,7 @@ class Bisection:
         return None
 
     def _is_after_path(self, entry: LayerEntry) -> bool:
-        """Whether a condition went otherwise before an op."""
+        """Return whether a condition went otherwise before an op."""
         if self.path is None:
             return False
         timeline = self.difference.timeline

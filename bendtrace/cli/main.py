@@ -116,7 +116,7 @@ class CommandRun:
 
     @property
     def equal(self) -> bool:
-        """Whether every call returned the model's own outputs, bit for bit."""
+        """True if every call returned the model's own outputs, bit for bit."""
         return all(call.equal for call in self.calls)
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class _Session:
 
 
 class _Rival:
-    """What torch.fx makes of a model."""
+    """The result of torch.fx for a model."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self.error: str | None = None

@@ -1,4 +1,4 @@
-"""How far a run is from another answer to one of its questions, with gradients.
+"""The distance of a run from another answer to one of its questions, with gradients.
 
 A part of a recorded run is done again on other inputs, with gradients, and with integers and truths
 as numbers. What comes out only guides the search: the model itself decides what is a find.
@@ -55,7 +55,7 @@ class Margin:
 
 
 class Index:
-    """Which of several scores is the greatest, and the scores, along their last dimension."""
+    """The index of the greatest of several scores, and the scores, along their last dimension."""
 
     def __init__(self, hard: Tensor, scores: Tensor) -> None:
         self.hard = hard
@@ -158,12 +158,12 @@ class Course:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether it depends on nothing but the arguments, and changes nothing."""
+        """True if it depends on nothing but the arguments, and changes nothing."""
         return not any(op.kind is OpKind.STATE or op.writes for op in self._order)
 
     @property
     def reads_sizes(self) -> bool:
-        """Whether sizes are asked for on the way."""
+        """True if sizes are asked for on the way."""
         return any(name_of(op.target) in ("shape", "size") for op in self._order if op.is_work)
 
     def distance(self, arguments: tuple[Any, ...]) -> Tensor:
@@ -570,7 +570,7 @@ class _Reader:
         raise _Unknown
 
     def _is_read(self, operand: ast.expr) -> bool:
-        """Whether an operand of `and` or `or` can be read: the run may not have come to it."""
+        """Return whether an operand of `and` or `or` can be read: the run may have skipped it."""
         trial = _Reader(self._function, self._values, self._recording)
         try:
             trial.read(operand, operand.lineno)

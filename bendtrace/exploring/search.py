@@ -55,7 +55,7 @@ from bendtrace.view.walks import (
 
 
 class Domain:
-    """Which values one input of a model may have.
+    """The values that one input of a model may have.
 
     Args:
         low: the least number, of a tensor's elements or of a number.
@@ -123,7 +123,7 @@ class Domain:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether it says more than sizes."""
+        """True if it says more than sizes."""
         return self.low is not None or self.values is not None
 
     def require(self, label: str, value: Any) -> None:
@@ -164,7 +164,7 @@ class Domain:
                 raise InputError(f"{label} has elements outside of {self!r}")
 
     def holds(self, number: float) -> bool:
-        """Whether a number lies between low and high."""
+        """Return whether a number lies between low and high."""
         low, high = self.bounds(False)
         # Bounds are compared as the tensor stores them: 0.1 is not a float32.
         slack = 1e-6 * max(abs(low), abs(high)) if type(number) is float else 0
@@ -562,12 +562,12 @@ class _Search:
                             self._unread[choice] += 1
 
     def _is_missing(self, choice: Choice, side: bool) -> bool:
-        """Whether a branch that no question decides is not known to have taken a side."""
+        """Return whether a branch that no question decides is not known to have taken a side."""
         spans = choice.if_true if side else choice.if_false
         return bool(spans) and not any(side in s for s in self._taken.get(choice, {}).values())
 
     def _is_met(self, key: Key, answer: bool) -> bool:
-        """Whether a question has been answered in some way."""
+        """Return whether a question has been answered in some way."""
         if type(key[0]) is Choice:
             return not self._is_missing(key[0], answer)
         return answer in self._reached[key]
@@ -910,7 +910,7 @@ _SHOWN = 40
 
 
 class Exploration(Sequence[Find]):
-    """What a search has found: a list of finds that prints as a table.
+    """The result of a search: a list of finds that prints as a table.
 
     Attributes:
         not_found: the sides that are left. That an input was not found does not say that there is
@@ -1037,7 +1037,7 @@ class Question:
         ]
 
     def leads_to(self, other: Question | Formula) -> bool:
-        """Whether a later question is only asked because of the answer to this one."""
+        """Return whether a later question is only asked because of the answer to this one."""
         mine, running = self.around[0]
         if mine == other.around[0][0] and running == other.around[0][1]:
             return True  # a loop has come to it again
@@ -1054,7 +1054,7 @@ class Question:
 
 @dataclass(eq=False)
 class CandidateRun:
-    """What running the model on a candidate has shown.
+    """The result of running the model on a candidate.
 
     Attributes:
         candidate: the input.

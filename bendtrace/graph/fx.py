@@ -366,7 +366,7 @@ def _check_part(part: Captured, arguments: tuple[Any, ...]) -> None:
 
 
 def _content(part: Captured, now: Any) -> Any:
-    """What `part.size` says of a container, for the one that is there now."""
+    """Return the `part.size` of the container that is there now."""
     if isinstance(part.size, tuple) and part.kind in (
         CaptureKind.DICT, CaptureKind.LIST, CaptureKind.TUPLE
     ):  # fmt: skip

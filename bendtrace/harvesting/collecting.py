@@ -80,7 +80,7 @@ class _Watched(Insertion):
 
 
 class _Rule:
-    """How the values of a node become rows.
+    """The rule by which the values of a node become rows.
 
     Attributes:
         asked: the text that the node was requested by, if it was text.

@@ -121,7 +121,7 @@ class Rows:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are rows that are not kept yet."""
+        """True if there are rows that are not kept yet."""
         return self._pending is not None
 
     def drop(self) -> None:

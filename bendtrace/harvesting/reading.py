@@ -141,7 +141,7 @@ class Harvest:
 
     @property
     def is_per_sample(self) -> bool:
-        """Whether all batches have one sample, so that paths are those of samples."""
+        """True if all batches have one sample, so that paths are those of samples."""
         return all(batch.size == 1 for batch in self._batches)
 
     # Values

@@ -229,7 +229,7 @@ class Capture:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every value of the run was kept in memory as it was."""
+        """True if every value of the run was kept in memory as it was."""
         return self.chosen is True and self._store is None and self._convert is None
 
     # What a run shows
@@ -518,7 +518,7 @@ _WORDS = {"save": "'all' saves everything", "stop_after": "None runs to the end"
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What to keep of a run, and how.
+    """The values to keep of a run, and their form.
 
     Attributes:
         save: "all", "none", or a spec of `Selection`.
@@ -688,17 +688,17 @@ class Selection:
 
     @property
     def last(self) -> int:
-        """How many of the last layers positions from the end can select."""
+        """The number of last layers that positions from the end can select."""
         return -min((key for key in self._positions if key < 0), default=0)
 
     @property
     def asks_for_results(self) -> bool:
-        """Whether outputs of modules, or of the run, can be selected."""
+        """True if outputs of modules, or of the run, can be selected."""
         return bool(self._names or self._modules or self._positions)
 
     @property
     def needs_entries(self) -> bool:
-        """Whether entries are needed to decide what is selected."""
+        """True if entries are needed to decide what is selected."""
         return bool(self._functions)
 
     def layer(self, names: tuple[str, ...], position: int) -> bool:

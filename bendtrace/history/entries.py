@@ -214,7 +214,7 @@ class LayerEntry:
 
     @property
     def is_layer(self) -> bool:
-        """Whether it counts as a layer: an input, a tensor returned by an op, or an output."""
+        """True if it counts as a layer: an input, a tensor returned by an op, or an output."""
         return self.ordinal is not None
 
     @property
@@ -242,7 +242,7 @@ class LayerEntry:
 
     @property
     def has_contents(self) -> bool:
-        """Whether its value was saved."""
+        """True if its value was saved."""
         return self.saved is not None
 
     @property
@@ -788,7 +788,7 @@ def hash_of(entries: Iterable[LayerEntry], steps: FlowSteps) -> str:
 
 
 def _exact(value: Any) -> Any:
-    """What is the same on every machine: a float may differ in its last digits."""
+    """Return a value that is the same on every machine; None for a float, whose digits differ."""
     return value if type(value) in (bool, int, str) else None
 
 

@@ -1,4 +1,4 @@
-"""What a string names in a run: a module, parameter, node of the tree, or layer of the log."""
+"""The meaning of a string in a run: a module, parameter, node of the tree, or layer of the log."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ class Meaning:
 
     @property
     def is_owned(self) -> bool:
-        """Whether it is a module, parameter or buffer by its own name."""
+        """True if it is a module, parameter or buffer by its own name."""
         return self.kind in ("state", "module")
 
     @property
     def is_exact(self) -> bool:
-        """Whether the string is exactly the path of the node."""
+        """True if the string is exactly the path of the node."""
         return self.kind == "node" and self.paths == (plain_path(self.text),)
 
     @property
     def is_alias(self) -> bool:
-        """Whether the string is an alias of the node: `fc` for `fc_1`."""
+        """True if the string is an alias of the node: `fc` for `fc_1`."""
         return self.kind == "node" and not self.is_exact
 
     def covers(self, other: Meaning) -> bool:
-        """Whether another meaning is one of these nodes, or the same value inside of it."""
+        """Return whether another meaning is one of these nodes, or the same value inside of it."""
         own, others = self.paths, other.paths
         if self.is_owned and others and set(others) <= set(own):
             return True

@@ -81,7 +81,7 @@ def validate(trace: Any, capture: Capture | None, seed: int) -> Validation:
 
 
 class Kept(Protocol):
-    """What was kept of a run, by op: see `Capture`."""
+    """The values of a run that were kept, by op: see `Capture`."""
 
     saved: dict[Any, Any]
     reread: dict[tuple[int, int], Tensor]

@@ -899,7 +899,7 @@ def _with_freed(text: str, names: list[str]) -> str:
 
 
 class _Local(NamedTuple):
-    """What a value is called.
+    """The name of a value in the code of a graph.
 
     Attributes:
         name: the variable.

@@ -63,7 +63,7 @@ class Candidate:
 
     @property
     def is_module(self) -> bool:
-        """Whether it is a call of a module."""
+        """True if it is a call of a module."""
         return self.module is not None
 
     @property
@@ -201,7 +201,7 @@ def candidates_of(nodes: RunNodes) -> CandidateGraph:
 
 
 class RunNodes:
-    """Which node each op, and each call of a module, is a pass of.
+    """The node of which each op, and each call of a module, is a pass.
 
     Attributes:
         events: the events of the run.
@@ -406,7 +406,7 @@ def _first_tensor(meta: Any) -> TensorMeta | None:
 
 
 def _can_be_cut_into(op: Op) -> bool:
-    """Whether something can be inserted at an op that the tree shows.
+    """Return whether something can be inserted at an op that the tree shows.
 
     That is not so for sizes and arithmetic on numbers, for what Python asks for at once, such as
     the truth of a tensor, and for what is an insertion itself.

@@ -114,7 +114,7 @@ class _Row(NamedTuple):
 
 
 class _Picture:
-    """How a tree is drawn."""
+    """The settings by which a tree is drawn."""
 
     def __init__(self, flow: bool, folds: bool) -> None:
         self._flow = flow

@@ -403,7 +403,7 @@ class Node:
 
     @property
     def _name(self) -> str:
-        """What the node around it knows it by; "<root>" for the root."""
+        """Its name in the node around it; "<root>" for the root."""
         return self._data.name + self._suffix if self._data.path else "<root>"
 
     @property
@@ -435,7 +435,7 @@ class Node:
 
     @property
     def _code(self) -> Text:
-        """What it ran: for a graph its code, else the lines of the source that led to it."""
+        """The code of a graph; for other nodes the lines of the source that led to it."""
         data = self._data
         places = "\n".join(map(str, data.places))
         if data.kind != "graph":

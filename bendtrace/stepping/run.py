@@ -259,7 +259,7 @@ class SteppedRun:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the kept values take."""
+        """The number of bytes that the kept values take."""
         return self._kept.nbytes
 
     def __len__(self) -> int:
@@ -947,7 +947,7 @@ def _line(place: Any) -> Line | None:
 
 
 class _Known:
-    """What is known of the model, as names are resolved: this run alone."""
+    """The known runs of the model, for resolving names: this run alone."""
 
     def __init__(self, model: Callable[..., Any], trace: Trace) -> None:
         self.model = model

@@ -501,7 +501,7 @@ class Random:
 
 
 class Start(ModelState):
-    """What a run can read, as it is before the run."""
+    """Everything that a run can read, as it is before the run."""
 
     def __init__(self, function: Callable[..., Any], bound: dict[str, Any]) -> None:
         super().__init__(function, bound, lambda reasons: cannot("; ".join(reasons)))

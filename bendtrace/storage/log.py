@@ -969,13 +969,13 @@ def _make_room(directory: str) -> None:
 
 
 def is_streamed(name: str) -> bool:
-    """Whether a file in a directory is one that a `ShardWriter` writes."""
+    """Return whether a file in a directory is one that a `ShardWriter` writes."""
     is_shard = name.startswith("shard-") and name.endswith(".safetensors")
     return is_shard or name in (STREAM, f"{STREAM}.new", LOCK)
 
 
 def is_unfinished(directory: str) -> bool:
-    """Whether a directory holds a stream that was interrupted, or is still being written."""
+    """Return whether a directory holds a stream that was interrupted, or is still being written."""
     try:
         marker = read_sealed(os.path.join(directory, STREAM), STREAM_FORMAT, STREAM_VERSION)
     except LoadError:

@@ -55,7 +55,7 @@ _CHUNK = 1 << 22  # bytes copied to the CPU at a time
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies in memory.
+    """The layout of a tensor in memory.
 
     Attributes:
         dtype: its dtype.
@@ -201,7 +201,7 @@ class Extent(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says about itself.
+    """The description in the header of a file.
 
     Attributes:
         sha256: checksum of the file up to the first tensor, in hexadecimal.
@@ -335,7 +335,7 @@ class TensorFile:
         return len(self._rows)
 
     def takes(self, key: str, layout: Layout) -> bool:
-        """Whether there is room for one more in the header."""
+        """Return whether there is room for one more in the header."""
         return self._used + row_size(key, layout) <= self._reserve
 
     def add(self, key: str, layout: Layout, tensor: Tensor) -> Extent:

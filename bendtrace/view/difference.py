@@ -1,4 +1,4 @@
-"""How two runs differ, and where they first diverge."""
+"""The differences between two runs, and the place where they first diverge."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from bendtrace.view.report import difference_picture, difference_text, numbers_t
 
 
 class _Logged(Protocol):
-    """What has a log, as a backward pass does."""
+    """An object with a log, such as a backward pass."""
 
     @property
     def log(self) -> RunLog: ...
@@ -438,7 +438,7 @@ class Comparison:
         return [entry.name for entry in self.b.entries]
 
     def _is_rewired(self, a: LayerEntry, b: LayerEntry) -> bool:
-        """Whether an entry is computed from others, not counting what came or went in between.
+        """Return whether an entry is computed from others, apart from added and removed ones.
 
         Another pass of the same place is ignored as well: it follows from a loop that ran more
         often.
@@ -963,7 +963,7 @@ class Differences(Sequence["Difference"]):
 
 
 class _Found:
-    """What one run has at the places of the first."""
+    """The differences of one run at the places of the first."""
 
     def __init__(self, difference: Difference) -> None:
         self._changed = {change.a.label: change for change in difference.changed}

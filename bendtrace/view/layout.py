@@ -515,12 +515,12 @@ class Column:
 
     @property
     def is_line(self) -> bool:
-        """Whether it consists only of a line that runs past."""
+        """True if it consists only of a line that runs past."""
         return all(vertex.role == "bend" for vertex in self.vertices)
 
     @property
     def is_lane(self) -> bool:
-        """Whether it is a line that runs back up; these are outside everything else."""
+        """True if it is a line that runs back up; these are outside everything else."""
         return next(iter(self.vertices)).role == "lane"
 
 
@@ -1026,7 +1026,7 @@ def assign_ranks(level: Level) -> None:
     first = 1 if level.ports_in else 0
 
     def alone(vertex: Vertex) -> bool:
-        """Whether it is a box that nothing leads to or from: such boxes are stacked."""
+        """Return whether it is a box that nothing leads to or from: such boxes are stacked."""
         is_box = vertex.shape is not None and vertex.shape.children is not None
         return is_box and not into[vertex] and not out[vertex]
 

@@ -508,7 +508,7 @@ def _columns(rows: Sequence[tuple[Hashable, ...]], width: int) -> list[list[Hash
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How far two values of the same shape are apart.
+    """The distance between two values of the same shape.
 
     Attributes:
         differing: the number of elements that differ: in a bit, or, for different dtypes, in value.

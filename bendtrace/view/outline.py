@@ -178,17 +178,17 @@ class Branch:
 
     @property
     def total(self) -> int:
-        """How often it was reached."""
+        """The number of times that it was reached."""
         return sum(taken.hits for taken in self.taken.values())
 
     @property
     def is_settled(self) -> bool:
-        """Whether its outcome is known from the inputs, before the run."""
+        """True if its outcome is known from the inputs, before the run."""
         return GuardKind.DATA not in self.when and len(self.taken) < 2
 
     @property
     def is_elif(self) -> bool:
-        """Whether it is an `elif`."""
+        """True if it is an `elif`."""
         return self.kind == "if" and is_elif(self.place)
 
     @property

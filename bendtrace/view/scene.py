@@ -143,7 +143,7 @@ class Scene:
 
     @property
     def description(self) -> str:
-        """What is seen, for those who do not see it."""
+        """A description for people who do not see the picture."""
         nodes = self.nodes()
         counts = f"{counted(len(nodes), 'node')} and {counted(len(self.edges), 'edge')}"
         return f"{counts}: {listed([node.title for node in nodes], _NAMED)}"
@@ -347,7 +347,7 @@ class Emitter:
             edge.text = ""
 
     def _repeats(self, source: str, target: str) -> bool:
-        """Whether a value goes from one repetition to another."""
+        """Return whether a value goes from one repetition to another."""
         before, after = self.units.get(source, ()), self.units.get(target, ())
         for (frame, number), (other, its) in zip(before, after, strict=False):
             if frame is not other:

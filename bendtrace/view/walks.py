@@ -348,12 +348,12 @@ class Walk:
 
     @property
     def has_raised(self) -> bool:
-        """Whether its calls ended with an error."""
+        """True if its calls ended with an error."""
         return self.end is not None and self.end.kind == "raise"
 
     @property
     def leads_to_end(self) -> bool:
-        """Whether there is no event between it and the end of the run."""
+        """True if there is no event between it and the end of the run."""
         return self.end is not None and self.first <= self.stop == len(self.events)
 
 

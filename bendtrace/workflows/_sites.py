@@ -393,7 +393,7 @@ class TwoRuns(Grid):
 
     @property
     def effect(self) -> Tensor:
-        """How far each cell moves the metric from the patched run (0) to the other run (1).
+        """The share by which each cell moves the metric from the patched run (0) to the other (1).
 
         nan or inf if both runs have the same metric.
         """

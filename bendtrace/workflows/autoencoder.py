@@ -66,7 +66,7 @@ class LatentEdit:
 
     @property
     def active(self) -> bool:
-        """Whether the change applies."""
+        """True if the change applies."""
         return any(edit is self for edit in self._edits)
 
     def remove(self) -> None:

@@ -476,7 +476,7 @@ class _Clock:
 
     @property
     def copies(self) -> bool:
-        """Whether what it takes are copies."""
+        """True if what it takes are copies."""
         return self._fixed is not None
 
     def taken(self, value: Any) -> tuple[int, Any]:

@@ -49,7 +49,7 @@ class Range(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether no value is NaN or infinite."""
+        """True if no value is NaN or infinite."""
         return not (self.nans or self.infinities)
 
     def __str__(self) -> str:

@@ -375,7 +375,7 @@ def _values(spots: Iterable[Spot]) -> set[int]:
 
 
 def _is_element(op: Op) -> bool:
-    """Whether an op only names a part of another op's output."""
+    """Return whether an op only names a part of another op's output."""
     is_taken = op.kind is OpKind.SCALAR and op.target is operator.getitem
     return is_taken and isinstance(op.meta, tuple)  # that of a tensor is one as well
 
@@ -433,7 +433,7 @@ class PathPatching(Table):
 
     @property
     def effect(self) -> Tensor:
-        """How far each cell moves the metric from the patched run (0) to the other one (1)."""
+        """The share by which each cell moves the metric from the patched run (0) to the other."""
         return effect_of(self.values, self.clean, self.corrupted, self.direction)
 
     _between = ", "
