@@ -106,7 +106,7 @@ class Run:
 
     @cached_property
     def naming(self) -> Names:
-        """The meanings of strings; the log is built once a string looks like the name of a layer."""
+        """The meanings of strings; the log is built for those that look like names of layers."""
         ops = self.recording.tape.ops
 
         @functools.cache
