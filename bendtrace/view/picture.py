@@ -27,9 +27,8 @@ from bendtrace.view.canvas import (
     rounded,
     svg,
 )
-from bendtrace.view.items import Numbers
 from bendtrace.view.paint import Overlay, figure, lay_over, paint
-from bendtrace.view.scene import Node, Scene, scene
+from bendtrace.view.scene import Node, Numbers, Scene, scene
 from bendtrace.view.viewer import viewer_html
 
 if TYPE_CHECKING:
