@@ -28,13 +28,19 @@ if TYPE_CHECKING:
         testing,
         workflows,
     )
-    from bendtrace._history import ModelHistory, load
-    from bendtrace._trace import Trace, log_forward_pass, show_model_graph, trace
+    from bendtrace._trace import (
+        ModelHistory,
+        Trace,
+        load,
+        log_forward_pass,
+        show_model_graph,
+        trace,
+    )
     from bendtrace.bisecting.bisect import Bisection, bisect
     from bendtrace.compat.graphpatch import PatchableGraph
     from bendtrace.dispatcher import Explanation, Stats
     from bendtrace.errors import BendtraceError
-    from bendtrace.exploring.domain import Domain
+    from bendtrace.exploring.search import Domain
     from bendtrace.harvesting.harvest import harvest
     from bendtrace.history.entries import LayerEntry
     from bendtrace.hooks import HookManager
@@ -43,7 +49,7 @@ if TYPE_CHECKING:
     from bendtrace.interject.interjection import Inputs, Interjection, NodePass
     from bendtrace.module import BendedModule
     from bendtrace.torch_rules.intercepts import opaque
-    from bendtrace.view.diff.difference import Difference, diff
+    from bendtrace.view.difference import Difference, diff
 
 __all__ = [
     "Activations",

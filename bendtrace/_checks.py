@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from bendtrace.errors import InputError
+
+
+def did_you_mean(
+    name: Any,
+    known: Iterable[str],
+    *,
+    otherwise: str = "",
+    cutoff: float = 0.6,
+    quotes: bool = True,
+) -> str:
+    """Return the end of a message about a name that does not exist: `; did you mean 'relu'?`."""
+    near = get_close_matches(str(name), list(known), 3, cutoff)
+    words = " or ".join(map(repr if quotes else str, near))
+    return f"; did you mean {words}?" if near else otherwise
 
 
 def refuse_without_arguments(function: Any) -> None:

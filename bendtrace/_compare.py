@@ -21,10 +21,6 @@ def same_bits(a: Any, b: Any) -> bool:
     bit, too. Containers and objects are compared recursively and by type, dicts also by the order
     of their keys. Everything else is compared with `==`.
 
-    Args:
-        a: one value; it may be nested, or contain itself.
-        b: the other.
-
     Example:
         >>> import torch
         >>> same_bits([torch.tensor(float("nan"))], [torch.tensor(float("nan"))])
@@ -135,15 +131,7 @@ def _same_complex(a: complex, b: complex) -> bool:
     return _same_floats(a.real, b.real) and _same_floats(a.imag, b.imag)
 
 
-_NUMBERS: dict[type, Callable[[Any, Any], bool]] = {
-    float: _same_floats,
-    complex: _same_complex,
-}
+_NUMBERS: dict[type, Callable[[Any, Any], bool]] = {float: _same_floats, complex: _same_complex}
 
 # What has a `__dict__` that does not tell one from another.
-_CODE = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.ModuleType,
-)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)

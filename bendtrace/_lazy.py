@@ -37,9 +37,6 @@ def imported(name: str) -> ModuleType:
 
     Objects made by an import stay alive. A garbage collection during the import would go through
     all of torch's objects, which takes as long as importing this package.
-
-    Args:
-        name: full name of the module.
     """
     if name in sys.modules or not gc.isenabled():
         return importlib.import_module(name)
@@ -51,14 +48,7 @@ def imported(name: str) -> ModuleType:
 
 
 def required(name: str, use: str, packages: str = "", error: type[Exception] = ImportError) -> Any:
-    """Return a module of an optional package, which is imported if necessary.
-
-    Args:
-        name: full name of the module.
-        use: what needs it, for the message.
-        packages: what to install, if it is more than the package that the module is in.
-        error: what to raise if it cannot be imported.
-    """
+    """Return a module of an optional package, which is imported if necessary."""
     try:
         return imported(name)
     except ImportError as missing:
@@ -68,19 +58,12 @@ def required(name: str, use: str, packages: str = "", error: type[Exception] = I
 
 
 def required_pandas() -> Any:
-    """Return the module pandas, which is an optional dependency.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Return the module pandas, which is an optional dependency."""
     return required("pandas", "a data frame")
 
 
 class LazyModule(ModuleType):
     """A proxy that imports a module on first attribute access.
-
-    Args:
-        name: full name of the module.
 
     Example:
         >>> fractions = LazyModule("fractions")
@@ -96,12 +79,7 @@ class LazyModule(ModuleType):
 
 
 class LazyMethod:
-    """A descriptor that imports a function on first access and binds it as a method.
-
-    Args:
-        module: full name of the module.
-        name: name of the function; its first argument is the instance.
-    """
+    """A descriptor that imports a function on first access and binds it as a method."""
 
     def __init__(self, module: str, name: str) -> None:
         self._module = module

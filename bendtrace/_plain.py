@@ -50,13 +50,7 @@ class Remembered:
 
 
 class Form(NamedTuple):
-    """A plainer way to write a field whose type is known, used if the value is of that type.
-
-    Attributes:
-        kind: the type.
-        write: writes a value of that type; receives the codec as well.
-        read: reads it back.
-    """
+    """A plainer way to write a field whose type is known, used if the value is of that type."""
 
     kind: type[Any]
     write: Callable[[Codec, Any], Any]
@@ -103,7 +97,7 @@ class Codec:
         for cls in records:
             self._decoders[f"${cls.__name__}"] = self._record(cls)
         for name, (_, _, back) in special.items():
-            self._decoders[f"${name}"] = self._made(back)
+            self._decoders[f"${name}"] = self._restorer(back)
 
     def encode(self, value: Any, around: tuple[int, ...] = ()) -> Any:
         """Return a value as plain JSON.
@@ -158,11 +152,7 @@ class Codec:
         return self._by_text(value)
 
     def decode(self, data: Any) -> Any:
-        """Return the value that plain JSON represents.
-
-        Raises:
-            ValueError: it is not an output of `encode`.
-        """
+        """Return the value that plain JSON represents."""
         kind = type(data)
         if kind is list:
             decode = self.decode
@@ -193,11 +183,7 @@ class Codec:
         return data if form is None or data is None or type(data) is dict else {"$other": data}
 
     def read(self, form: Form | None, data: Any) -> Any:
-        """Return what `write` wrote.
-
-        Raises:
-            ValueError: the JSON is invalid.
-        """
+        """Return what `write` wrote."""
         kind = type(data)
         if form is None and kind not in _NESTED:
             return data
@@ -211,7 +197,7 @@ class Codec:
     def _record(self, cls: type[Any]) -> Callable[[Any], Any]:
         return lambda content: cls(**{key: self.decode(item) for key, item in content.items()})
 
-    def _made(self, back: Callable[..., Any]) -> Callable[[Any], Any]:
+    def _restorer(self, back: Callable[..., Any]) -> Callable[[Any], Any]:
         return lambda value: back(self.decode(value))
 
     def _dict(self, pairs: Any) -> dict[Any, Any]:

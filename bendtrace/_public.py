@@ -32,24 +32,24 @@ PLACES = {
     "BendedModule": "bendtrace.module",
     "BendtraceError": "bendtrace.errors",
     "Bisection": "bendtrace.bisecting.bisect",
-    "Difference": "bendtrace.view.diff.difference",
-    "Domain": "bendtrace.exploring.domain",
+    "Difference": "bendtrace.view.difference",
+    "Domain": "bendtrace.exploring.search",
     "Explanation": "bendtrace.dispatcher",
     "HookManager": "bendtrace.hooks",
     "Inputs": "bendtrace.interject.interjection",
     "Insertion": "bendtrace.interject.insertion",
     "Interjection": "bendtrace.interject.interjection",
     "LayerEntry": "bendtrace.history.entries",
-    "ModelHistory": "bendtrace._history",
+    "ModelHistory": "bendtrace._trace",
     "NodePass": "bendtrace.interject.interjection",
     "PatchableGraph": "bendtrace.compat.graphpatch",
     "Report": "bendtrace.interject.insertion",
     "Stats": "bendtrace.dispatcher",
     "Trace": "bendtrace._trace",
     "bisect": "bendtrace.bisecting.bisect",
-    "diff": "bendtrace.view.diff.difference",
+    "diff": "bendtrace.view.difference",
     "harvest": "bendtrace.harvesting.harvest",
-    "load": "bendtrace._history",
+    "load": "bendtrace._trace",
     "log_forward_pass": "bendtrace._trace",
     "opaque": "bendtrace.torch_rules.intercepts",
     "show_model_graph": "bendtrace._trace",
@@ -58,12 +58,7 @@ PLACES = {
 
 
 def importer(names: dict[str, Any], places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a module that imports names on first use.
-
-    Args:
-        names: the module's namespace.
-        places: the defining module of each name.
-    """
+    """Return a `__getattr__` for a module that imports names on first use."""
 
     def __getattr__(name: str) -> Any:
         package = names["__name__"]

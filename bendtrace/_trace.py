@@ -12,21 +12,21 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import fx, nn
 
 from bendtrace._checks import required_model
-from bendtrace._history import ModelHistory
 from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log, writes_in_place
 from bendtrace.history.capture import Capture, SaveOptions, Selection, Spec
 from bendtrace.history.entries import counted
-from bendtrace.history.run_log import Facts, Lookup
-from bendtrace.paths.naming import Registry
+from bendtrace.history.run_log import Facts, Lookup, RunLog
+from bendtrace.paths.nodes import Registry
 from bendtrace.paths.view import LazyRoot, Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
@@ -45,18 +45,114 @@ if TYPE_CHECKING:
     from bendtrace.history import validate
     from bendtrace.history.validate import Validation
     from bendtrace.interject.selectors import naming
-    from bendtrace.view.drawing.picture import Picture
+    from bendtrace.storage import save
+    from bendtrace.view.folded import log as folded
+    from bendtrace.view.picture import Picture, draw
+    from bendtrace.view.viewer import viewer_html
 else:
     backward = LazyMethod("bendtrace.backward", "backward")
     conversion = LazyModule("bendtrace.graph.fx")
     naming = LazyModule("bendtrace.interject.selectors.naming")
     storage = LazyModule("bendtrace.storage")
     validate = LazyModule("bendtrace.history.validate")
+    draw = LazyMethod("bendtrace.view.picture", "draw")
+    folded = LazyMethod("bendtrace.view.folded", "log")
+    save = LazyMethod("bendtrace.storage", "save")
+    viewer_html = LazyMethod("bendtrace.view.viewer", "viewer_html")
 
 __all__ = [
-    "OPTIONS", "Trace", "log_forward_pass", "positional", "run_logged", "run_trace",
-    "show_model_graph", "trace",
-]  # fmt: skip
+    "OPTIONS",
+    "Trace",
+    "log_forward_pass",
+    "positional",
+    "run_logged",
+    "run_trace",
+    "show_model_graph",
+    "trace",
+]
+
+
+# ModelHistory: the log of a run, and the operations on it.
+
+
+class ModelHistory(RunLog):
+    """The log of one run: print, look up, draw, view, compare and save it.
+
+    A `Trace` is a log that still has its run; `bendtrace.load` reads a log without the model.
+
+    Attributes:
+        picture: the picture that `log_forward_pass(vis_opt=...)` drew.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> history = bt.log_forward_pass(model, torch.ones(4, 2))
+        >>> history.draw().svg[:4]
+        '<svg'
+    """
+
+    picture: Picture | None = None
+
+    draw = draw
+    save = save
+    to_html = viewer_html
+    __treescope_repr__ = folded
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        parts = [f"<pre>{escape(str(self))}</pre>"]
+        if self.layers:
+            parts.append(self.draw().svg if self.picture is None else self.picture.svg)
+        return {"text/plain": str(self), "text/html": "\n".join(parts)}
+
+
+class LoadedHistory(ModelHistory):
+    """A log that was read from a file, which says so where someone asks for the run."""
+
+    # Not in `ModelHistory`: IPython completes nothing of an object that may compute its attributes.
+    if not TYPE_CHECKING:  # a checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            said = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _OF_TRACES:
+                said += ": a loaded log has no model to run. Trace the model again"
+            raise AttributeError(said, name=name, obj=self)
+
+
+_OF_TRACES = frozenset(
+    {"function", "graph", "guards", "output", "replay", "to_fx", "to_json", "validate", "why_live"}
+)
+
+
+def load(
+    directory: str | os.PathLike[str], *, device: torch.device | str | None = None
+) -> ModelHistory:
+    """Read what `ModelHistory.save` wrote, without the model and without running any of its code.
+
+    Activations and gradients stay on disk: each access to `entry.tensor_contents` reads the value
+    anew. It is None for values that could not be stored, and `entry.unsaved` says why.
+
+    Args:
+        directory: the directory that was saved to.
+        device: the device to read tensors to; None for the CPU, wherever they were.
+
+    Returns:
+        The log, a `ModelHistory`.
+
+    Raises:
+        LoadError: there is no save, or it is damaged, unfinished, from another program, or in a
+            newer version of the format. A damaged activation is noticed only when it is read.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> history = bt.trace(torch.nn.ReLU(), torch.tensor([-1.0, 1.0]), save="all")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     history.save(directory)
+        ...     loaded = bt.load(directory)
+        >>> str(loaded) == str(history)
+        True
+    """
+    log = storage.load(directory, device=device)
+    return LoadedHistory(*log._parts())
 
 
 def trace(
@@ -144,18 +240,14 @@ def run_trace(
     try:
         return _run_trace(function, args, kwargs, options)
     except TypeError as error:
-        _note_misspelt(error, kwargs)
+        # Say on an error about an unknown argument which option it may have been meant for.
+        refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if refused and refused[1] in kwargs:
+            near = difflib.get_close_matches(refused[1], OPTIONS, n=1)
+            if near:
+                error.add_note(f"{refused[1]}= was passed to the model; did you mean {near[0]}=, "
+                               "an option of bendtrace.trace?")  # fmt: skip
         raise
-
-
-def _note_misspelt(error: TypeError, kwargs: dict[str, Any]) -> None:
-    """Say on an error about an unknown argument which option it may have been meant for."""
-    refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    if refused and refused[1] in kwargs:
-        near = difflib.get_close_matches(refused[1], OPTIONS, n=1)
-        if near:
-            error.add_note(f"{refused[1]}= was passed to the model; did you mean {near[0]}=, "
-                           "an option of bendtrace.trace?")  # fmt: skip
 
 
 def _run_trace(
@@ -424,11 +516,7 @@ class Trace(ModelHistory):
         }  # fmt: skip
 
     def _settle(self, capture: Capture) -> None:
-        """Resolve the requests that only the finished run can resolve.
-
-        Raises:
-            LayerKeyError: a request matches nothing, or is ambiguous.
-        """
+        """Resolve the requests that only the finished run can resolve."""
         wants = capture.deferred
         keys: list[tuple[int, tuple[Any, ...]]] = []
         for want in wants:
@@ -453,11 +541,7 @@ class Trace(ModelHistory):
             capture.choose(keys)
 
     def _require_met(self, capture: Capture) -> None:
-        """Raise if a requested name does not exist.
-
-        Raises:
-            LayerKeyError: it does not exist.
-        """
+        """Raise if a requested name does not exist."""
         for what, selection in (("save", capture.chosen), ("stop_after", capture.stop)):
             if not isinstance(selection, Selection) or capture.ended:
                 continue  # what did not come up may have been still to come

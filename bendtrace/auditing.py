@@ -28,12 +28,7 @@ from bendtrace.torch_rules.writes import storage_of
 
 
 class Auditor:
-    """Chooses replays to be done again.
-
-    Args:
-        model: the model.
-        share: how many of the replays are, from 0 to 1.
-    """
+    """Chooses replays to be done again."""
 
     def __init__(self, model: Callable[..., Any], share: float) -> None:
         self._model = model
@@ -237,7 +232,7 @@ def _first_difference(replayed: Recording, anew: Recording) -> str:
 
 
 def _are_of_one_name(old: Op, new: Op) -> bool:
-    """Whether both give what two models have under one name."""
+    """Return whether both give what two models have under one name."""
     return old.is_given and old.kind is new.kind and str(old.target) == str(new.target)
 
 

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from bendtrace._history import ModelHistory
 from bendtrace._lazy import required_pandas
+from bendtrace._trace import ModelHistory
 from bendtrace.errors import InputError, LayerKeyError, NeverFiredWarning
 from bendtrace.graph import Graph
 from bendtrace.history.building import Log
-from bendtrace.history.capture import Capture, GraphMarks
-from bendtrace.history.copies import copied
-from bendtrace.history.entries import LayerEntry, Source, counted, nbytes_of
+from bendtrace.history.capture import Capture, GraphMarks, copied
+from bendtrace.history.entries import LayerEntry, Source, Table, counted, nbytes_of
 from bendtrace.history.names import near_names
 from bendtrace.history.run_log import Facts
-from bendtrace.history.tables import Table
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Tree
 from bendtrace.tape.tape import TensorMeta
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     import pandas
 
     from bendtrace._trace import Trace
-    from bendtrace.view.drawing.picture import Picture
+    from bendtrace.view.picture import Picture
 
 _MOST = 50  # nodes that are printed
 _COLUMNS = (
@@ -252,14 +250,7 @@ Loss = tuple[str, int, tuple[int, ...], torch.dtype, torch.device]
 def build_log(
     trace: Trace, nodes: Sequence[BackwardNode], losses: Iterable[Loss]
 ) -> tuple[Log, Tree, Graph, Facts]:
-    """Return the parts of a log of a backward pass.
-
-    Args:
-        trace: the run.
-        nodes: the nodes that ran, in order.
-        losses: for each loss the node that it comes from, which result of that node it is, and its
-            shape, dtype and device.
-    """
+    """Return the parts of a log of a backward pass."""
     name = f"backward pass of {trace.name}"
     log = Log(name)
     arriving: dict[str, list[LayerEntry]] = {}
@@ -425,7 +416,7 @@ def backward(
             f"the loss does not depend on this run of {trace.name}: none of its "
             f"{len(graph.nodes)} gradient functions was made in it"
         )
-    kept = _kept(graph, save)
+    kept = _numbers_to_keep(graph, save)
     changes = list(_changes(graph, edits or {}))
     record = BackwardPass(trace, graph, losses, earlier, create_graph)
     watch = _Watch(graph, record, kept, starts or ())
@@ -510,7 +501,7 @@ def _starts(losses: list[Tensor], gradients: Tensors | None) -> list[Tensor] | N
     return starts
 
 
-def _kept(graph: AutogradGraph, save: Any) -> set[int]:
+def _numbers_to_keep(graph: AutogradGraph, save: Any) -> set[int]:
     if save is None or (isinstance(save, str) and save == "none"):
         return set()
     if isinstance(save, str) and save == "all":
@@ -520,15 +511,7 @@ def _kept(graph: AutogradGraph, save: Any) -> set[int]:
 
 
 class _Change:
-    """An edit at one node.
-
-    Args:
-        key: the key that it was given for.
-        node: the node.
-        entry: its record.
-        place: which of the arriving gradients it edits; None for all of them.
-        what: the function, or the tensor to put there.
-    """
+    """An edit at one node."""
 
     def __init__(
         self, key: Any, node: Any, entry: BackwardNode, place: int | None, what: Any
@@ -600,7 +583,7 @@ class _Watch:
     ) -> None:
         self._graph = graph
         self._record = record
-        self._kept = kept
+        self._numbers_to_keep = kept
         self._count = itertools.count()
         self._task: int | None = None
         self._began: dict[int, float] = {}
@@ -621,7 +604,7 @@ class _Watch:
                 return
             entry.order = next(self._count)
             entry.given = tuple(map(_meta, gradients))
-            if number in self._kept:
+            if number in self._numbers_to_keep:
                 entry.gradients_in = tuple(map(_copy, gradients))
             self._mark(number, gradients)
             self._began[number] = time.perf_counter()
@@ -637,7 +620,7 @@ class _Watch:
                 return
             entry.time = time.perf_counter() - self._began[number]
             entry.made = tuple(map(_meta, made))
-            if number in self._kept:
+            if number in self._numbers_to_keep:
                 entry.gradients_out = tuple(map(_copy, made))
             self._mark(number, made)
 
@@ -653,7 +636,7 @@ class _Watch:
             if tensor.is_leaf:
                 entry = self._graph.entries[number]
                 entry.order, entry.given = next(self._count), (_meta(gradient),)
-                if number in self._kept:
+                if number in self._numbers_to_keep:
                     entry.gradients_in, entry.gradients_out = (_copy(gradient),), ()
 
     def _is_own(self) -> bool:
@@ -850,11 +833,7 @@ class AutogradGraph:
     # Looking things up
 
     def find(self, key: Any) -> list[int]:
-        """Return the positions of the nodes for a key.
-
-        Raises:
-            LayerKeyError: there are none.
-        """
+        """Return the positions of the nodes for a key."""
         if isinstance(key, BackwardNode):
             key = key.label
         if isinstance(key, str):
@@ -879,11 +858,7 @@ class AutogradGraph:
         return sorted(set(found))
 
     def values(self, key: Any) -> list[LayerEntry]:
-        """Return the values of the run for a key; for an output, the value that it was.
-
-        Raises:
-            LayerKeyError: there are none.
-        """
+        """Return the values of the run for a key; for an output, the value that it was."""
         try:
             found = self._trace[key]
         except LayerKeyError as error:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from bendtrace._checks import required_arguments
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import assemble, describe, take_apart
-from bendtrace.interject.where import Where
-from bendtrace.module import BendedModule
+
+if TYPE_CHECKING:
+    from bendtrace.interject.where import Where
+    from bendtrace.module import BendedModule
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Call:
 
     Example:
         >>> import bendtrace as bt
-        >>> bt.workflows.Call.of({"x": 1})
-        Call(args=(), kwargs={'x': 1})
+        >>> bt.workflows.Call.of({"x": 1}), bt.workflows.Call.of(((1,), {"y": 2}))
+        (Call(args=(), kwargs={'x': 1}), Call(args=(1,), kwargs={'y': 2}))
         >>> bt.workflows.Call((1,), {"y": 2}).to(lambda x, y: x + y)
         3
     """
@@ -50,8 +52,9 @@ class Call:
 
         Args:
             inputs: a `Call`; a mapping of keyword arguments, such as a batch of a Hugging Face
-                tokenizer; a tuple or list of positional arguments; anything else, such as a
-                tensor, is the only argument. A model that takes one list or mapping is called by
+                tokenizer; a tuple or list of positional arguments; a pair of a tuple of positional
+                and a dict of keyword arguments; anything else, such as a tensor, is the only
+                argument. A model that takes one list, mapping or such a pair is called by
                 `Call((that,))`.
 
         Raises:
@@ -69,16 +72,28 @@ class Call:
             return cls((), dict(inputs))
         # Named tuples and the like are one value; so are subclasses of tuple with a meaning.
         if type(inputs) in (tuple, list):
-            return cls(tuple(inputs))
+            return cls(*inputs) if _is_pair(inputs) else cls(tuple(inputs))
         return cls((inputs,))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.args, dict(self.kwargs)))
 
     def to(self, model: Callable[..., Any]) -> Any:
         """Call a model with these arguments."""
         return model(*self.args, **self.kwargs)
 
 
+def _is_pair(inputs: Any) -> bool:
+    return (
+        len(inputs) == 2
+        and type(inputs) is type(inputs[0]) is tuple
+        and type(inputs[1]) is dict
+        and all(isinstance(key, str) for key in inputs[1])
+    )
+
+
 def are_several(batches: Any) -> bool:
-    """Whether something is several inputs, such as a data loader, and not those of one call.
+    """Return whether something is several inputs, such as a data loader, and not those of one call.
 
     A list is several, a tuple is not: it holds the arguments of one call, as everywhere.
 
@@ -99,24 +114,15 @@ def calls_of(batches: Any) -> Iterator[Call]:
 
 
 def own_copy(call: Call, *, keeps_graph: bool = False) -> Call:
-    """Return a call with copies of its arguments, which the model may write to.
-
-    Args:
-        call: the call.
-        keeps_graph: whether tensors that require gradients stay as they are, so that gradients
-            reach them.
-
-    Raises:
-        InputError: an argument cannot be copied.
-    """
+    """Return a call with copies of its arguments, which the model may write to."""
     memo: dict[int, Any] = {}
-    for tensor in take_apart((call.args, dict(call.kwargs)))[1]:
+    for tensor in take_apart(tuple(call))[1]:
         if isinstance(tensor, Tensor) and tensor.requires_grad and keeps_graph:
             memo[id(tensor)] = tensor
         elif isinstance(tensor, Tensor) and not tensor.is_leaf:  # which copy.deepcopy refuses
             memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     try:
-        return Call(*copy.deepcopy((call.args, dict(call.kwargs)), memo))
+        return Call(*copy.deepcopy(tuple(call), memo))
     except Exception as error:
         raise InputError(
             "the model is called many times, each time with a copy of the inputs, and they cannot "
@@ -126,7 +132,7 @@ def own_copy(call: Call, *, keeps_graph: bool = False) -> Call:
 
 def differentiable(call: Call) -> Call:
     """Have the floating point tensors in a call require gradients; they may be written to."""
-    shape, found = take_apart((call.args, dict(call.kwargs)))
+    shape, found = take_apart(tuple(call))
     made: dict[int, Tensor] = {}
     for i, value in enumerate(found):
         if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad:
@@ -165,36 +171,3 @@ def rows_of(value: Any, path: str, name: str, made: Any = None) -> Tensor:
             "of examples is wanted; of a container, name a part: 'path|sub_0'"
         )
     return value
-
-
-def bended_of(model: Callable[..., Any]) -> BendedModule:
-    """Return a model as a `BendedModule`: itself, where it is one.
-
-    Raises:
-        InputError: it cannot be called.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> bended = bt.BendedModule(torch.relu)
-        >>> bended_of(bended) is bended
-        True
-    """
-    return model if isinstance(model, BendedModule) else BendedModule(model)
-
-
-def required_bended(model: Any, what: str) -> BendedModule:
-    """Return a model that something stays in after the call.
-
-    Args:
-        model: the model.
-        what: what stays in it, for the error.
-
-    Raises:
-        InputError: it is no `BendedModule`, so that nothing could stay in it.
-    """
-    if not isinstance(model, BendedModule):
-        raise InputError(
-            f"{what} stays in the model until it is removed, so the model has to be a "
-            "BendedModule: make `bended = bendtrace.BendedModule(model)`, and pass that"
-        )
-    return model

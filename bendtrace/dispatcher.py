@@ -133,14 +133,6 @@ _BYTES, _ALL_BYTES = 1 << 20, 1 << 24
 class Dispatcher:
     """Serves the calls of one model, and keeps the paths that they take.
 
-    Args:
-        known: the runs of the model, as insertions ask about them.
-        signature: puts arguments in order.
-        trees: where paths are kept.
-        speculation: paths that are compiled; None if none are.
-        called: gives a context in which the model's own Python runs.
-        auditor: chooses replays to be done again by the model itself; None for none.
-
     Attributes:
         speculation: as given.
         stats: how the calls so far were served.
@@ -184,14 +176,7 @@ class Dispatcher:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
         auditor: Auditor | None = None,
     ) -> Any:  # fmt: skip
-        """Serve a call.
-
-        Args:
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            plan: what is inserted; None if nothing is.
-            auditor: has this call compared, if it is a replay; None for what was given first.
-        """
+        """Serve a call."""
         if modes := seeing_modes():
             self.passing[_reason_of_mode(modes[-1])] = None
             return self._under_modes(args, kwargs, plan)
@@ -320,11 +305,7 @@ class Dispatcher:
         return self._trees.of(plan)
 
     def _spliced(self, call: _Call, program: Program | None) -> Any:
-        """Serve a call with insertions along the paths without them.
-
-        Raises:
-            Unfit: they have to be recorded.
-        """
+        """Serve a call with insertions along the paths without them."""
         assert call.splicer is not None
         assert call.plan is not None
         attempt().receives(call.args, call.kwargs)
@@ -466,7 +447,7 @@ class Dispatcher:
         return self._kept(recording, program)
 
     def _passes(self, recording: Recording) -> bool:
-        """Whether a run could not be repeated, although later ones may; note why."""
+        """Return whether a run could not be repeated, although later ones may; note why."""
         if not recording.is_transient or self._passing >= _PASSING:
             return False
         self._passing += 1
@@ -619,7 +600,7 @@ _PASSING = 4
 
 @dataclass
 class Stats:
-    """How the calls of a `BendedModule` were served.
+    """Counts of how the calls of a `BendedModule` were served.
 
     Attributes:
         traces: paths recorded.
@@ -646,7 +627,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which traces could serve some inputs, judging by the input guards alone.
+    """The traces that could serve some inputs, judging by the input guards alone.
 
     Attributes:
         serving: traces whose input guards all hold.

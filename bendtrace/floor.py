@@ -1,4 +1,4 @@
-"""Which calls run the model itself, because following paths would cost more."""
+"""Choosing the calls that run the model itself, because following paths would cost more."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Floor:
         self._empty: _Account | None = None
 
     def takes(self) -> bool:
-        """Whether the next call is for the model itself."""
+        """Return whether the next call is for the model itself."""
         if not self.waiting:
             return False
         self.waiting -= 1
@@ -104,7 +104,7 @@ class _Account:
 
     @property
     def is_full(self) -> bool:
-        """Whether it holds as much as at first."""
+        """True if it holds as much as at first."""
         return self._left >= self._free
 
     def begin_trial(self) -> None:

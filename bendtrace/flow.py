@@ -36,15 +36,7 @@ from bendtrace.recording.probes import look_at_flow_once
 from bendtrace.source.features import is_off
 from bendtrace.source.sites import Place, Site, Span
 from bendtrace.source.statements import Loop, governed, part_taken
-from bendtrace.tape.tape import (
-    Guard,
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    Tape,
-    Test,
-)
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test
 from bendtrace.torch_rules.functions import SHAPES, is_gate
 
 __all__ = [
@@ -228,7 +220,7 @@ class LoopFlowStep(FlowStep):
 
     @property
     def how_often(self) -> str:
-        """How often the body was begun, in words: "2 iterations"."""
+        """The number of times that the body was begun, in words: "2 iterations"."""
         if self.iterations is None:
             return "an unknown number of iterations"
         return f"{self.iterations} iteration{'s' * (self.iterations != 1)}"
@@ -355,9 +347,6 @@ def _iterations(step: LoopFlowStep) -> str:
 def steps_of(recording: Recording) -> FlowSteps:
     """Return the flow steps of a recorded run, derived once.
 
-    Args:
-        recording: the run.
-
     Example:
         >>> import torch, bendtrace as bt
         >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
@@ -373,13 +362,6 @@ def _derived(recording: Recording) -> FlowSteps:
 
 def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
     """Derive the flow steps of a tape.
-
-    Args:
-        tape: a finished tape.
-        names: name of each op's node.
-
-    Returns:
-        The flow steps, as `Trace.flow_steps` has them.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -438,7 +420,7 @@ def _without_iterations(step: FlowStep) -> FlowStep:
 
 
 def _is_asked_by_gate(record: Op | Guard, tape: Tape) -> bool:
-    """Whether a guard is on what a gate says of containers, which no code of the model asks for."""
+    """Return whether a guard is on containers at a gate, which no code of the model asks for."""
     op = tape.ops[record.index]
     if not isinstance(record, Guard) or op.kind is not OpKind.SCALAR or len(op.args) != 2:
         return False
@@ -459,7 +441,7 @@ class _Header:
         self.taken: dict[Span, list[int]] = {}
 
     def holds(self, mark: Mark) -> bool:
-        """Whether a mark belongs to the same evaluation of the header."""
+        """Return whether a mark belongs to the same evaluation of the header."""
         return (
             mark.activation == self.last.activation
             and mark.place.offset >= self.last.place.offset
@@ -468,7 +450,7 @@ class _Header:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that the header can consume has been seen."""
+        """True if all that the header can consume has been seen."""
         return self.loop.length(self.taken) is not None
 
     def take(self, mark: Mark, value: Any, steps: list[FlowStep], iterations: Iterations) -> None:
@@ -521,7 +503,7 @@ def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:
 
 
 def _is_used_size(op: Op, tape: Tape) -> bool:
-    """Whether an op reads one size. A shape that nothing looked at has no such op."""
+    """Return whether an op reads one size. A shape that nothing looked at has no such op."""
     if op.kind is OpKind.CALL:
         return op.target in SHAPES and type(op.meta) is int
     if op.kind is OpKind.SCALAR and op.target is operator.getitem:
@@ -574,10 +556,6 @@ class _Governing:
     """Tells under which flow steps things of a run happened.
 
     Has to be asked in the order in which they did.
-
-    Args:
-        tape: the run.
-        steps: its flow steps.
     """
 
     def __init__(self, tape: Tape, steps: FlowSteps) -> None:
@@ -589,13 +567,7 @@ class _Governing:
         self._in_force: dict[object, dict[tuple[str, Span], tuple[int, tuple[Span, ...]]]] = {}
 
     def at(self, position: int, scope: ModuleCall, site: Site | None) -> tuple[int, ...]:
-        """Return the numbers of the steps that led to something, outermost first.
-
-        Args:
-            position: length of the tape when it happened; not less than at the last question.
-            scope: the module call it happened in.
-            site: where.
-        """
+        """Return the numbers of the steps that led to something, outermost first."""
         while self._coming and self._coming[-1][0] <= position:
             _, number, step, activation, spans = self._coming.pop()
             at = (step.file, step.place.span)

@@ -16,7 +16,6 @@ from typing import Any, Literal, Self, TypeAlias
 
 from torch import nn
 
-from bendtrace.base_module import BaseModule
 from bendtrace.errors import InputError
 from bendtrace.history.entries import counted
 from bendtrace.interject.hooks import (
@@ -35,6 +34,8 @@ from bendtrace.interject.hooks import (
 )
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.native import Attached
+from bendtrace.interject.registry import InsertionRegistry
+from bendtrace.module_proxy import ModuleProxy
 from bendtrace.torch_rules import owners
 
 __all__ = ["HookFunction", "HookHandle", "HookManager"]
@@ -86,8 +87,10 @@ class HookManager:
     def __init__(self, model: nn.Module | None = None) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise InputError(f"a model has to be a module, not a {type(model).__name__}")
-        self._board = model._board if isinstance(model, BaseModule) else None
-        self._model = owners.module_of(model.model) if isinstance(model, BaseModule) else model
+        self._board: InsertionRegistry | None = (
+            model._board if isinstance(model, ModuleProxy) else None
+        )
+        self._model = owners.module_of(model.model) if isinstance(model, ModuleProxy) else model
         self._modules: list[Registered] = []
         self._functions: list[HookFunction] = []
 
@@ -343,11 +346,7 @@ class HookManager:
     def _select(
         self, modules: tuple[nn.Module, ...] | None, hook_types: HookTypes, category: Filter
     ) -> list[HookHandle]:
-        """Return the handles that pass all filters, in the order of registration.
-
-        Raises:
-            InputError: if something is not registered, or there is no such category.
-        """
+        """Return the handles that pass all filters, in the order of registration."""
         check_category(category)
         functions = None if hook_types is None else self._hooks_of(hook_types)
         names = None if modules is None else [self.name_of(module) for module in modules]
@@ -360,11 +359,7 @@ class HookManager:
         ]
 
     def _hooks_of(self, hook_types: Function | Iterable[Function]) -> list[HookFunction]:
-        """Return what functions are registered as.
-
-        Raises:
-            InputError: if one is not registered.
-        """
+        """Return what functions are registered as."""
         found: list[HookFunction] = []
         for function in [hook_types] if callable(hook_types) else list(hook_types):
             own = [

@@ -69,12 +69,7 @@ class ModuleProxy(nn.Module, _Presented, Generic[ModelT]):
     _model: ModelT
 
     def _stand_in_for(self, model: Callable[..., Any], shared: Iterable[str] = ()) -> None:
-        """Take over a model.
-
-        Args:
-            model: the model; a plain function has nothing to be taken over.
-            shared: methods of this class in whose place the model's are taken if it has some.
-        """
+        """Take over a model."""
         object.__setattr__(self, "_model", model)
         owner = module_of(model)
         if owner is None:
@@ -294,9 +289,6 @@ class SignedMethod:
     Args:
         function: the method.
         model: the class of modules whose `forward` it stands for where it is looked up on a class.
-
-    Attributes:
-        function: as given.
     """
 
     def __init__(self, function: Callable[..., Any], model: type[nn.Module] | None = None) -> None:

@@ -20,7 +20,7 @@ from bendtrace.environment.environment import Environment
 from bendtrace.environment.reachability import namespace_of
 from bendtrace.environment.scan import reason_of_hooks
 from bendtrace.errors import InputError
-from bendtrace.history.copies import copied
+from bendtrace.history.capture import copied
 from bendtrace.source.internals import keeps_version
 from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
 from bendtrace.torch_rules.draws import restorer_of
@@ -82,11 +82,7 @@ class PreservedState:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def rewind(self) -> None:
-        """Restore them.
-
-        Raises:
-            InputError: a run has changed something that cannot be restored.
-        """
+        """Restore them."""
         for generator, state in self._generators:
             generator.set_state(state)
         for module, mode in self._modes:
@@ -154,13 +150,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 class _Held(NamedTuple):
-    """A tensor that existed before the run.
-
-    Attributes:
-        label: its name.
-        tensor: the tensor.
-        copy: its content at the start; None where no run writes to it.
-    """
+    """A tensor that existed before the run."""
 
     label: str
     tensor: Tensor
@@ -168,13 +158,7 @@ class _Held(NamedTuple):
 
 
 class ModelState:
-    """What a run of a model can read and change, as it is now.
-
-    Args:
-        function: the model.
-        bound: its arguments by name.
-        refuse: returns the error for what cannot be restored.
-    """
+    """Everything that a run of a model can read and change, as it is now."""
 
     def __init__(
         self,
@@ -215,7 +199,7 @@ class ModelState:
 
     @property
     def unrestorable(self) -> list[str]:
-        """What is known before a run to be out of reach, one line each."""
+        """The parts that are known before a run to be out of reach, one line each."""
         model, *others = self._environments
         hooked = tuple(
             reason_of_hooks(label, name)
@@ -226,11 +210,7 @@ class ModelState:
         return [*own, *(reason for other in others for reason in other.blockers)]
 
     def require_restorable(self) -> None:
-        """Raise if it is known that something cannot be restored.
-
-        Raises:
-            InputError: it is.
-        """
+        """Raise if it is known that something cannot be restored."""
         if reasons := self.unrestorable:
             raise self._refuse(reasons)
 
@@ -239,11 +219,7 @@ class ModelState:
         return storage_of(tensor) in self._storages
 
     def undo(self) -> None:
-        """Restore what a run has changed.
-
-        Raises:
-            InputError: something cannot be restored.
-        """
+        """Restore what a run has changed."""
         for restore in self._drawn:
             restore()
         if self._variables != os.environ:

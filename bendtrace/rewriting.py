@@ -31,18 +31,11 @@ from bendtrace.interject.structure import assemble, describe, take_apart, versio
 from bendtrace.interject.where import Where, near_misses
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
-from bendtrace.paths.naming import identifier
+from bendtrace.paths.nodes import identifier
 from bendtrace.torch_rules.functions import is_torchs_function
 from bendtrace.torch_rules.owners import parts_of
 
-__all__ = [
-    "between",
-    "remove",
-    "replace",
-    "replace_module",
-    "replace_module_native",
-    "splice",
-]
+__all__ = ["between", "remove", "replace", "replace_module", "replace_module_native", "splice"]
 __dir__ = __all__.copy
 
 
@@ -350,7 +343,7 @@ def replace_module(
     if not isinstance(root, nn.Module):
         raise InputError(f"only a module has modules to replace, not {root!r}")
     where = outside(selector, root, leaves_in(tracer_kwargs))
-    names = _meant(root, where, [] if bended is None else _graphs(bended))
+    names = _selected_names(root, where, [] if bended is None else _graphs(bended))
     if not names and not allow_none:
         known = [name for name, _ in root.named_modules() if name]
         text = selector if isinstance(selector, str) else getattr(selector, "pattern", "")
@@ -432,7 +425,9 @@ def _graphs(bended: BendedModule) -> list[CandidateGraph]:
     return [bended._known.run(recording).candidates for recording in bended._trees.plain_runs()]
 
 
-def _meant(model: nn.Module, selector: NodeSelector, graphs: list[CandidateGraph]) -> set[str]:
+def _selected_names(
+    model: nn.Module, selector: NodeSelector, graphs: list[CandidateGraph]
+) -> set[str]:
     """Return the qualified names of the modules that a selector means."""
     if not graphs and (selector.looks_ahead or selector.needs_output):
         raise InputError(
@@ -506,7 +501,7 @@ class Sent(Interjection):
             known[id(tensor)] = weakref.ref(tensor), version_of(tensor)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the node has output this tensor in this call of the model, unchanged since."""
+        """Return whether the node has output this tensor in this call, unchanged since."""
         known = self._known().get(id(tensor))
         return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
 
@@ -517,10 +512,6 @@ class Sent(Interjection):
 
 class Edge(Interjection):
     """Replaces those inputs of a node that come from another node.
-
-    Args:
-        sent: the record of the other node's outputs.
-        what: returns the new values.
 
     Attributes:
         applied: the number of values passed to `what`.
@@ -596,7 +587,7 @@ class Between:
 
     @property
     def active(self) -> bool:
-        """Whether it is active."""
+        """True if it is active."""
         return self.insertions[0].active
 
     @property
@@ -646,13 +637,7 @@ def _picker(select: int | str | Callable[[Any], Any] | None) -> Callable[[Any], 
 
 
 class Spliced(Interjection):
-    """Passes a value through a module.
-
-    Args:
-        module: the module.
-        keep_error: whether the value stays as it is.
-        select: selects the part of the module's output that is the value.
-    """
+    """Passes a value through a module."""
 
     def __init__(
         self,
@@ -759,7 +744,7 @@ class Splice:
 
     @property
     def active(self) -> bool:
-        """Whether it is active."""
+        """True if it is active."""
         return self.insertion.active
 
     def remove(self) -> None:
@@ -796,9 +781,6 @@ def shared_copy(model: nn.Module) -> nn.Module:
     """Copy a model without its parameters and buffers, which the copy shares.
 
     Training one trains the other. Replaced modules and new attributes affect the copy alone.
-
-    Raises:
-        InputError: a part of the model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for module in parts_of(model):
@@ -821,17 +803,6 @@ def replaced(model: nn.Module, targets: Collection[nn.Module], create: Create) -
 
     Inner modules come first: the function for an outer module sees its new parts. New modules get
     the training mode of the modules they replace.
-
-    Args:
-        model: the model, which is changed in place.
-        targets: the modules to replace.
-        create: called with each of them; returns the replacement, which may contain the module.
-
-    Returns:
-        The model, or its replacement.
-
-    Raises:
-        InputError: a replacement is not a module.
     """
     wanted = {id(module) for module in targets}
     known = {id(module): module for module in _inside_out(model, set())}

@@ -17,7 +17,7 @@ from bendtrace.history.names import Names
 from bendtrace.paths.build import Builder, StepSource, Visit
 from bendtrace.paths.candidates import CandidateGraph, RunNodes, candidates_of
 from bendtrace.paths.events import Events
-from bendtrace.paths.naming import Registry
+from bendtrace.paths.nodes import Registry
 from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording
 
@@ -106,7 +106,7 @@ class Run:
 
     @cached_property
     def naming(self) -> Names:
-        """What strings name in the run; the log is built once a string looks like a layer's."""
+        """The meanings of strings; the log is built for those that look like names of layers."""
         ops = self.recording.tape.ops
 
         @functools.cache
@@ -118,7 +118,7 @@ class Run:
 
     @cached_property
     def naming_without_log(self) -> Names:
-        """What strings name in the run besides layers: those of runs with insertions differ."""
+        """The meanings of strings besides layers: those of runs with insertions differ."""
         return Names(self.tree, None)
 
 

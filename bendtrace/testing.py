@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import os
 
-from bendtrace._history import load
+from bendtrace._trace import load
 from bendtrace.history.run_log import RunLog
-from bendtrace.view.diff.difference import diff
+from bendtrace.view.difference import diff
 
 __all__ = ["assert_same_structure"]
 __dir__ = __all__.copy

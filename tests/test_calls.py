@@ -59,3 +59,25 @@ def test_tuples_and_lists_are_taken() -> None:
         assert torch.equal(bt.workflows.run_with_cache(model, call)[0], model(X))
     assert Call() == Call((), {})
     assert Call.of(Pair(X, X)).args == (Pair(X, X),)
+
+
+def added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y if y.sum() > 5 else x - y
+
+
+PAIR = ((X,), {"y": X})
+
+
+@pytest.mark.parametrize("inputs", [PAIR, [X, X], (X, X), {"x": X, "y": X}, Call(*PAIR)])
+def test_inputs_are_read_alike_where_they_are_called_explored_and_exported(inputs: Any) -> None:
+    assert Call.of(inputs).to(added).equal(added(X, X))
+    bended = bt.BendedModule(added)
+    found = bended.explore([inputs], {"y": (0.0, 10.0)}, tries=1)
+    assert (found.runs, len(found.not_found)) == (1, 1)
+    assert Call.of(inputs).to(bended.export(inputs)).equal(added(X, X))
+
+
+def test_a_pair_is_one_argument_where_a_call_says_so() -> None:
+    assert Call((PAIR,)).args == (PAIR,)
+    assert Call.of(((X,), {1: X})).args == ((X,), {1: X})
+    assert Call.of([(X,), {"y": X}]).args == ((X,), {"y": X})

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import bendtrace as bt
 from bendtrace.paths.candidates import CandidateGraph
-from bendtrace.paths.naming import Registry
+from bendtrace.paths.nodes import Registry
 from bendtrace.paths.view import dug
 from bendtrace.run import Run
 from tests.sweep.modules import MODULES

@@ -17,9 +17,8 @@ from torch import nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.view.diff.changes import compare_numbers, compare_tensors
-from bendtrace.view.diff.difference import Differences
-from bendtrace.view.diff.matching import align, match
+from bendtrace.view.difference import Differences
+from bendtrace.view.matching import align, compare_numbers, compare_tensors, match
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.shares import some

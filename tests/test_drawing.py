@@ -19,11 +19,10 @@ from torch import nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.view.drawing.canvas import cut, width
-from bendtrace.view.drawing.overlay import color, contrast, ink
-from bendtrace.view.drawing.paint import _BOXES, FAINT, FILLS, INK, figure
-from bendtrace.view.drawing.picture import draw
-from bendtrace.view.drawing.scene import Node, Scene, scene
+from bendtrace.view.canvas import cut, width
+from bendtrace.view.paint import _BOXES, FAINT, FILLS, INK, color, contrast, figure, ink
+from bendtrace.view.picture import draw
+from bendtrace.view.scene import Node, Scene, scene
 from tests.corpus import CASES
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -24,15 +24,13 @@ from tests.documents import run_forked
 HEAVY = {"matplotlib", "networkx", "pandas", "scipy", "tabulate", "tqdm", "xml"}
 LOOKS_AT_RUNS = {
     "bendtrace.analysis",
-    "bendtrace.view.diff",
     "bendtrace.distributed",
-    "bendtrace.view.drawing",
     "bendtrace.graph.export",
     "bendtrace.graph.fx",
     "bendtrace.graph.mirror",
     "bendtrace.harvesting",
     "bendtrace.interject.selectors",
-    "bendtrace.view.outline",
+    "bendtrace.view",
     "bendtrace.storage",
     "bendtrace.workflows",
 }
@@ -69,7 +67,7 @@ def test_no_garbage_is_looked_for_while_it_is_imported_and_as_before_afterwards(
             "seen = len(runs)\nbt.BendedModule\nassert len(runs) == seen, len(runs) - seen\n"
             f"assert gc.isenabled() is {switch == 'enable'}\n"
         )
-        assert "bendtrace.base_module" in loaded
+        assert "bendtrace.module" in loaded
 
 
 def test_garbage_is_looked_for_again_after_an_import_that_failed() -> None:
@@ -80,7 +78,7 @@ def test_garbage_is_looked_for_again_after_an_import_that_failed() -> None:
 
 def test_tracing_and_replaying_loads_no_graph_library_and_nothing_that_looks_at_runs() -> None:
     loaded = fresh(USE)
-    assert "bendtrace.base_module" in loaded
+    assert "bendtrace.module" in loaded
     assert not {name for name in loaded if name.partition(".")[0] in HEAVY}
     assert not loaded & LOOKS_AT_RUNS
 
@@ -88,7 +86,7 @@ def test_tracing_and_replaying_loads_no_graph_library_and_nothing_that_looks_at_
 @pytest.mark.all
 def test_what_is_asked_for_is_loaded_then() -> None:
     loaded = fresh(f"{USE}\nassert len(bended.latest_trace.graph) == 6\nprint(bended.tree)")
-    assert {"networkx", "bendtrace.graph.mirror", "bendtrace.view.outline.program"} <= loaded
+    assert {"networkx", "bendtrace.graph.mirror", "bendtrace.view.program"} <= loaded
 
 
 @pytest.mark.all

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.compat.graphpatch import PatchableGraph
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.paths.naming import Registry, identifier
+from bendtrace.paths.nodes import Registry, identifier
 from bendtrace.paths.view import Node, Tree
 from bendtrace.run import Run
 from bendtrace.tape.tape import OpKind, TensorMeta

@@ -17,7 +17,7 @@ from torch import nn
 import bendtrace as bt
 from bendtrace import _places
 from bendtrace._places import is_file, place_text, read_place
-from bendtrace.view.viewer.page import viewer_data
+from bendtrace.view.viewer import viewer_data
 
 FILE = "/tmp/ipykernel_7/230483096.py"
 SOURCE = """

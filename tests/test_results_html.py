@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import bendtrace as bt
-from bendtrace.view.drawing.overlay import color, color_around_zero
-from bendtrace.view.heat_map import heat_map
+from bendtrace.view.paint import color, color_around_zero, heat_map
 
 
 def model(x: torch.Tensor) -> torch.Tensor:

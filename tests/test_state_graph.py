@@ -18,8 +18,8 @@ import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.graph import NodeRef, StateGraph
 from bendtrace.source import stacks
-from bendtrace.view.drawing.paint import figure
-from bendtrace.view.outline.structure import Branch
+from bendtrace.view.outline import Branch
+from bendtrace.view.paint import figure
 from tests.pictures import apart
 
 reads_stacks = pytest.mark.skipif(

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.view.viewer import viewer_frame, viewer_html
-from bendtrace.view.viewer.page import activation_data, viewer_data
+from bendtrace.view.viewer import activation_data, viewer_data, viewer_frame, viewer_html
 from tests.browser import Browser, browser, chromium
 
 HOSTILE = '</script><script>hurt = 1</script><img src=x onerror="hurt = 2">&\u2028\'"`${1}'

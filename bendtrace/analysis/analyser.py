@@ -169,7 +169,7 @@ class Analyser(Interjection):
 
     @targets.setter
     def targets(self, targets: Any) -> None:
-        self._told("_targets", _per_sample(targets, "targets"))
+        self._set_batch("_targets", _per_sample(targets, "targets"))
 
     @property
     def samples(self) -> Tensor | None:
@@ -183,9 +183,9 @@ class Analyser(Interjection):
             raise InputError(
                 f"samples= has to be integers, (batch,); got {found.dtype}, {tuple(found.shape)}"
             )
-        self._told("_samples", found)
+        self._set_batch("_samples", found)
 
-    def _told(self, name: str, found: Tensor | None) -> None:
+    def _set_batch(self, name: str, found: Tensor | None) -> None:
         setattr(self, name, found)
 
     @contextmanager
@@ -241,13 +241,7 @@ class Analyser(Interjection):
         return backward
 
     def update(
-        self,
-        key: str,
-        value: Any,
-        targets: Any = None,
-        samples: Any = None,
-        *,
-        number: int = 0,
+        self, key: str, value: Any, targets: Any = None, samples: Any = None, *, number: int = 0
     ) -> None:
         """Add a value. Does nothing while not `enabled`.
 
@@ -273,19 +267,16 @@ class Analyser(Interjection):
                 path = f"{path}:{number + 1}" if self.per_pass else path
                 try:
                     with _full_precision(tensor.device.type):
-                        self._take_in(path, tensor, known)
+                        if self.needs_targets:
+                            _check_targets(tensor, known.targets)
+                        state = self._states.get(path)
+                        if state is None:
+                            state = self.start(path)
+                        self.update_state(state, tensor, known)
+                        self._states[path] = state  # not before it worked out
+                        self._calls[path] = self._calls.get(path, 0) + 1
                 except InputError as error:
                     raise InputError(f"{self.label} at {path!r}: {error}") from error
-
-    def _take_in(self, path: str, value: Tensor, batch: Batch) -> None:
-        if self.needs_targets:
-            _check_targets(value, batch.targets)
-        state = self._states.get(path)
-        if state is None:
-            state = self.start(path)
-        self.update_state(state, value, batch)
-        self._states[path] = state  # not before it worked out
-        self._calls[path] = self._calls.get(path, 0) + 1
 
     def reset(self) -> None:
         """Forget all values. Settings, targets and `enabled` stay."""

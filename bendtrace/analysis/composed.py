@@ -92,10 +92,10 @@ class AnalyserList(Analyser):
             )
         return ("node", "analyser", *(inner.pop() if inner else ()))
 
-    def _told(self, name: str, found: Tensor | None) -> None:
-        super()._told(name, found)
+    def _set_batch(self, name: str, found: Tensor | None) -> None:
+        super()._set_batch(name, found)
         for item in self:
-            item._told(name, found)
+            item._set_batch(name, found)
 
     # Seeing
 
@@ -123,13 +123,7 @@ class AnalyserList(Analyser):
         return backward
 
     def update(
-        self,
-        key: str,
-        value: Any,
-        targets: Any = None,
-        samples: Any = None,
-        *,
-        number: int = 0,
+        self, key: str, value: Any, targets: Any = None, samples: Any = None, *, number: int = 0
     ) -> None:
         """Pass a value to all of them; see `Analyser.update`."""
         if self.enabled:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from bendtrace._lazy import required
 from bendtrace.analysis.analyser import Analyser
 from bendtrace.analysis.values import data_frame
 from bendtrace.calls import Call
@@ -338,8 +339,6 @@ class AnalyserEvaluation:
         Raises:
             ImportError: Lightning is not installed.
         """
-        from bendtrace.analysis.callbacks import lightning_callback
-
         return lightning_callback(self)
 
     def hugging_face(self) -> Any:
@@ -348,8 +347,6 @@ class AnalyserEvaluation:
         Raises:
             ImportError: transformers is not installed.
         """
-        from bendtrace.analysis.callbacks import trainer_callback
-
         return trainer_callback(self)
 
     # What was found
@@ -496,7 +493,86 @@ def _moved(value: Any, device: torch.device | None) -> Any:
 
 
 def _count(call: Call) -> int | None:
-    for value in take_apart((call.args, dict(call.kwargs)))[1]:
+    for value in take_apart(tuple(call))[1]:
         if isinstance(value, Tensor) and value.dim() > 0:
             return value.shape[0]
     return None
+
+
+# Analysers as callbacks of Lightning and of the Hugging Face Trainer.
+
+
+def lightning_callback(evaluation: AnalyserEvaluation) -> Any:
+    """Return a `lightning.pytorch.Callback` for `AnalyserEvaluation`.
+
+    The model is the `LightningModule`, unless the evaluation has an `of=`. Batches of validation
+    and of the sanity check are ignored. A step is one training batch.
+    """
+    base = required("lightning.pytorch", "this callback").Callback
+
+    class AnalyserCallback(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.evaluation = evaluation
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            evaluation.begin(pl_module)
+
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            evaluation.begin_step(batch)
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            evaluation.end_step()
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            evaluation.end_epoch()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            evaluation.end()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            evaluation.end()
+
+    return AnalyserCallback()
+
+
+def trainer_callback(evaluation: AnalyserEvaluation) -> Any:
+    """Return a `transformers.TrainerCallback` for `AnalyserEvaluation`.
+
+    Batches of evaluation are ignored. A step is one optimizer step, also with gradient
+    accumulation. These callbacks do not receive batches: without a loader, the targets come from
+    the keyword arguments of the model. Nor are they notified of errors: after an error, call
+    `evaluation.end()` to remove all insertions; otherwise the next training removes them.
+    """
+    base = required("transformers", "this callback").TrainerCallback
+
+    class AnalyserCallback(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.evaluation = evaluation
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            model = kwargs["model"]
+            evaluation.end()  # of a training that ended by an error
+            evaluation.begin(model)
+            if evaluation.loader is None:
+                hook = model.register_forward_pre_hook(
+                    lambda module, args, kwargs: evaluation.came_by(kwargs), with_kwargs=True
+                )
+                evaluation.at_end(hook.remove)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            evaluation.begin_step()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            evaluation.end_step()
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            evaluation.end_epoch()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            evaluation.end()
+
+    return AnalyserCallback()

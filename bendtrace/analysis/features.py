@@ -112,12 +112,7 @@ class FeatureStatistics(_Corrected):
     """
 
     def __init__(
-        self,
-        *,
-        keep: Keep = 1,
-        higher: bool = False,
-        correction: int = 1,
-        per_pass: bool = False,
+        self, *, keep: Keep = 1, higher: bool = False, correction: int = 1, per_pass: bool = False
     ) -> None:
         super().__init__(keep=keep, correction=correction, per_pass=per_pass)
         self.higher = higher
@@ -524,11 +519,7 @@ class GradientAnalyser(UnitAnalyser):
     after = Interjection.after  # so that it is not called there
 
     def __init__(
-        self,
-        *,
-        of: Literal["output", "input"] = "output",
-        keep: Keep = 1,
-        per_pass: bool = False,
+        self, *, of: Literal["output", "input"] = "output", keep: Keep = 1, per_pass: bool = False
     ) -> None:
         super().__init__(keep=keep, per_pass=per_pass)
         if of not in ("output", "input"):

@@ -15,17 +15,11 @@ from torch.optim import Optimizer
 
 from bendtrace._checks import required_int, required_number
 from bendtrace.analysis.analyser import Analyser, Batch
-from bendtrace.analysis.spectra import (
-    Products,
-    as_matrix,
-    check_features,
-    check_width,
-    ridge,
-)
+from bendtrace.analysis.spectra import Products, as_matrix, check_features, check_width, ridge
 from bendtrace.analysis.streaming import Moments, Statistic, decoded, encoded
 from bendtrace.analysis.values import Keep, check_keep
 from bendtrace.errors import InputError
-from bendtrace.history.copies import lazily_copied
+from bendtrace.history.capture import lazily_copied
 
 # So that a forgotten `train_step` ends with a message, and not with the memory.
 _MOST_WAITING = 4096
@@ -157,7 +151,7 @@ class LinearProbe(Analyser):
 
     @property
     def training(self) -> bool:
-        """Whether features are kept for a training step, or scored."""
+        """True if features are kept for a training step, or scored."""
         return self._training
 
     def train(self, mode: bool = True) -> Self:
@@ -317,7 +311,7 @@ class LinearProbe(Analyser):
         """Return a matrix, and the shape that its samples have in the value."""
         if value.dim() == 0:
             raise InputError("a number has no dimension that counts samples")
-        kept = _kept(value, self.keep)
+        kept = _feature_dims(value, self.keep)
         rows = as_matrix(value, self.keep)
         samples = tuple(size for dim, size in enumerate(value.shape) if dim not in kept)
         exact = (
@@ -431,7 +425,7 @@ def _clear(linear: nn.Linear) -> None:
         parameter.grad = None
 
 
-def _kept(value: Tensor, keep: Keep) -> set[int]:
+def _feature_dims(value: Tensor, keep: Keep) -> set[int]:
     """Return which dimensions are features, as numbers from 0."""
     if value.dim() == 1:
         return set()

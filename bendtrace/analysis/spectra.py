@@ -569,13 +569,13 @@ class Spectrum:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the matrix was free of NaN and infinity; otherwise all measures are NaN."""
+        """True if the matrix was free of NaN and infinity; otherwise all measures are NaN."""
         return bool(self.singular_values.isfinite().all())
 
     @property
     def rank(self) -> float:
         """The number of singular values above the tolerance: an integer, or NaN."""
-        return len(self._kept) if self.is_finite else math.nan
+        return len(self._nonzero_values) if self.is_finite else math.nan
 
     @property
     def normalized_rank(self) -> float:
@@ -590,9 +590,9 @@ class Spectrum:
         Roy and Vetterli, "The effective rank: a measure of effective dimensionality" (2007).
         Between 1 and the rank; 0 for a matrix of zeros.
         """
-        if not len(self._kept):
+        if not len(self._nonzero_values):
             return self.rank
-        parts = self._kept / self._kept.sum()
+        parts = self._nonzero_values / self._nonzero_values.sum()
         return math.exp(-float((parts * parts.log()).sum()))
 
     @property
@@ -602,9 +602,9 @@ class Spectrum:
         Rudelson and Vershynin, "Sampling from large matrices" (2007). Between 1 and the rank; 0 for
         a matrix of zeros.
         """
-        if not len(self._kept):
+        if not len(self._nonzero_values):
             return self.rank
-        return float((self._kept / self._kept[0]).square().sum())
+        return float((self._nonzero_values / self._nonzero_values[0]).square().sum())
 
     @property
     def participation_ratio(self) -> float:
@@ -614,9 +614,9 @@ class Spectrum:
         theory of multineuronal dimensionality, dynamics and measurement" (2017). Between 1 and the
         rank; 0 for a matrix of zeros.
         """
-        if not len(self._kept):
+        if not len(self._nonzero_values):
             return self.rank
-        squared = (self._kept / self._kept[0]).square()
+        squared = (self._nonzero_values / self._nonzero_values[0]).square()
         return float(squared.sum().square() / squared.square().sum())
 
     def measures(self) -> dict[str, float]:
@@ -627,7 +627,7 @@ class Spectrum:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def _kept(self) -> Tensor:
+    def _nonzero_values(self) -> Tensor:
         if not self.is_finite:
             return self.singular_values[:0]
         return self.singular_values[self.singular_values > self.tolerance]

@@ -215,11 +215,7 @@ class Tally(UnitStatistic):
 
 
 def merge_states(state: Any, other: Any) -> None:
-    """Merge a state into another one: a statistic, or a dict or list of such states.
-
-    Raises:
-        InputError: they cannot be merged.
-    """
+    """Merge a state into another one: a statistic, or a dict or list of such states."""
     if type(state) is not type(other):
         raise InputError(
             f"a {type(other).__name__} cannot be added to a {type(state).__name__}: states "
@@ -264,9 +260,6 @@ def encoded(state: Any) -> Any:
 
 def decoded(plain: Any) -> Any:
     """Return the state that `encoded` received; tuples come back as lists.
-
-    Raises:
-        InputError: it contains an unknown kind of statistic.
 
     Example:
         >>> decoded(encoded([Count()]))
@@ -853,9 +846,6 @@ class TopK(UnitStatistic):
 
 def even_edges(bins: int, low: float, high: float) -> Tensor:
     """Return the edges of bins of equal width, (bins + 1,), as `numpy.linspace` does.
-
-    Raises:
-        InputError: there are no bins, or they have no width.
 
     Example:
         >>> even_edges(2, 0.0, 1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bendtrace._lazy import required_pandas
 from bendtrace.errors import InputError
-from bendtrace.paths.naming import identifier
+from bendtrace.paths.nodes import identifier
 from bendtrace.tape.scalars import TRACED, plain
 
 if TYPE_CHECKING:
@@ -122,11 +122,7 @@ _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64} | {
 
 
 def check_keep(keep: Any) -> Keep:
-    """Return the dimensions with separate statistics, as an int, a tuple or `"units"`.
-
-    Raises:
-        InputError: it is not valid, or is dimension 0, which counts the samples.
-    """
+    """Return the dimensions with separate statistics, as an int, a tuple or `"units"`."""
     if keep == "units" or (type(keep) is int and keep != 0):
         return keep  # type: ignore[no-any-return]
     if isinstance(keep, Sequence) and not isinstance(keep, str):

@@ -1,4 +1,4 @@
-"""Which op is the first that makes two runs differ."""
+"""Finding the first op that makes two runs differ."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from bendtrace._places import place_text
 from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call, own_copy
 from bendtrace.errors import ConversionError, InputError
-from bendtrace.history.capture import SaveOptions, State
-from bendtrace.history.copies import copied
+from bendtrace.history.capture import SaveOptions, State, copied
 from bendtrace.history.entries import LayerEntry, counted, tensors_of
 from bendtrace.history.run_log import RunLog
 from bendtrace.history.validate import MISSING, Kept, Validator
@@ -36,14 +35,14 @@ from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.module import BendedModule
 from bendtrace.preserved_state import PreservedState
 from bendtrace.tape.tape import Op, OpKind, refs_in
-from bendtrace.view.diff.changes import (
+from bendtrace.view.difference import Difference
+from bendtrace.view.matching import (
     FlowChange,
     Parting,
     ValueDifference,
     compare_numbers,
     compare_tensors,
 )
-from bendtrace.view.diff.difference import Difference
 
 # What rounding in a dtype may do, as in `torch.testing.assert_close`.
 _ROUNDING = {
@@ -307,7 +306,7 @@ class Bisection:
             states = [side.again.state(e) for side, e in zip(self._sides, (a, b), strict=True)]
             far = None if None in states else self._far(*states)
             if far is not None:
-                self.culprits.append(Culprit("state", a, b, "it differs", _told(far)))
+                self.culprits.append(Culprit("state", a, b, "it differs", _unless_empty(far)))
             return
         if a.kind not in ("op", "number", "input"):
             return
@@ -315,7 +314,7 @@ class Bisection:
         if far is None:
             return
         if a.kind == "input" or (a.kind == "number" and not a.parents and not a.state):
-            self.culprits.append(Culprit("input", a, b, "it differs", _told(far)))
+            self.culprits.append(Culprit("input", a, b, "it differs", _unless_empty(far)))
             return
         try:
             why = self._why(a, b)
@@ -323,7 +322,7 @@ class Bisection:
             self.unknown[a.label] = str(reason)
             return
         if why:
-            self.culprits.append(Culprit("op", a, b, why, _told(far)))
+            self.culprits.append(Culprit("op", a, b, why, _unless_empty(far)))
         else:
             self.passing.append(a.label)
 
@@ -362,7 +361,7 @@ class Bisection:
         return ""
 
     def _reads_the_same(self, a: LayerEntry, b: LayerEntry) -> bool:
-        """Whether all that an op reads, as far as the logs know it, is the same."""
+        """Return whether all that an op reads, as far as the logs know it, is the same."""
         pairs = zip(a.parents, b.parents, strict=False)
         return len(a.parents) == len(b.parents) and all(
             _value(self._entries_a[x]) is not None
@@ -403,7 +402,7 @@ class Bisection:
         return None
 
     def _is_after_path(self, entry: LayerEntry) -> bool:
-        """Whether a condition went otherwise before an op."""
+        """Return whether a condition went otherwise before an op."""
         if self.path is None:
             return False
         timeline = self.difference.timeline
@@ -572,7 +571,7 @@ def _like(value: Any, other: Any) -> Any:
     return value
 
 
-def _told(far: ValueDifference) -> ValueDifference | None:
+def _unless_empty(far: ValueDifference) -> ValueDifference | None:
     return far if far.elements else None
 
 
@@ -638,13 +637,7 @@ def share_in_common(a: RunLog, b: RunLog, pairs: dict[str, str]) -> float:
 def partings(
     a: Side, b: Side, is_same: Callable[[Tensor, Tensor], bool]
 ) -> tuple[LayerEntry | None, LayerEntry | None]:
-    """Return the first entry of each run that is not sound, though all that it reads is.
-
-    Args:
-        a: the first run.
-        b: the second run.
-        is_same: whether two values of one shape are the same.
-    """
+    """Return the first entry of each run that is not sound, though all that it reads is."""
     ones, others = _values(a), _values(b)
     found_a: set[str] = set()
     found_b: set[str] = set()
@@ -755,18 +748,13 @@ def placed(model: object, other: object, call: Call) -> Call:
     """Return inputs as a model wants them: where its parameters are, and in their dtype.
 
     The dtype of floating point tensors is changed only where the two models differ in theirs.
-
-    Args:
-        model: the model that is to be called.
-        other: the one that it is compared with.
-        call: the inputs of both.
     """
     mine, theirs = _parameter(model), _parameter(other)
     call = own_copy(call)
     if mine is None:
         return call
     dtype = None if theirs is None or theirs.dtype == mine.dtype else mine.dtype
-    shape, parts = take_apart((call.args, dict(call.kwargs)))
+    shape, parts = take_apart(tuple(call))
     for number, part in enumerate(parts):
         if isinstance(part, Tensor):
             floats = part.is_floating_point()
@@ -799,15 +787,7 @@ def _is_compiled(model: object) -> bool:
 
 
 def side_of(model: Any, call: Call | None) -> Side:
-    """Run one side.
-
-    Args:
-        model: a model, a `BendedModule`, what `torch.compile` made of a module, or a log.
-        call: the inputs; None for a log.
-
-    Raises:
-        InputError: it cannot be run so, or the log holds no values.
-    """
+    """Run one side."""
     if isinstance(model, RunLog):
         if all(entry.tensor_contents is None for entry in model.layers):
             raise InputError(
@@ -830,8 +810,8 @@ def side_of(model: Any, call: Call | None) -> Side:
 
 
 def _traced(model: Callable[..., Any], call: Call) -> Trace:
-    call = own_copy(call)
-    return run_trace(model, call.args, dict(call.kwargs), SaveOptions("all"))
+    args, kwargs = own_copy(call)
+    return run_trace(model, args, kwargs, SaveOptions("all"))
 
 
 # Replayed
@@ -980,33 +960,20 @@ class Again(Protocol):
     """Runs ops of one log again."""
 
     def inputs(self, entry: LayerEntry) -> list[Any]:
-        """Return the values that the op of an entry read, in their order.
-
-        Raises:
-            Unable: one of them is not known.
-        """
+        """Return the values that the op of an entry read, in their order."""
 
     def producers(self, entry: LayerEntry) -> list[str]:
         """Return, for each of these values, the label of its entry; "" for none."""
 
     def run(self, entry: LayerEntry, values: Sequence[Any]) -> Any:
-        """Run the op of an entry on other values, and return what the entry would be then.
-
-        Raises:
-            Unable: it cannot be run, or raises.
-        """
+        """Run the op of an entry on other values, and return what the entry would be then."""
 
     def state(self, entry: LayerEntry) -> Tensor | None:
         """Return the tensor of a state entry; None if it is not known."""
 
 
 def again_of(log: RunLog, kept: Kept | None = None) -> Again:
-    """Return what runs the ops of a log again.
-
-    Args:
-        log: the log. One that was loaded has no ops: they are read from its text.
-        kept: the values of the run; None for those that the log itself has kept.
-    """
+    """Return what runs the ops of a log again."""
     if isinstance(log, Trace):
         capture = kept if kept is not None else log._capture
         if capture is not None:

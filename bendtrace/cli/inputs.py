@@ -13,10 +13,11 @@ import pickle
 import pkgutil
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from textwrap import shorten
@@ -26,8 +27,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from bendtrace._checks import did_you_mean
 from bendtrace._lazy import imported, required
-from bendtrace._tracebacks import during
 from bendtrace.errors import InputError
 
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
@@ -40,15 +41,7 @@ def is_tensor_file(text: str) -> bool:
 
 
 def load(path: str) -> Any:
-    """Read a file of tensors onto the CPU.
-
-    Args:
-        path: a file of `torch.save`, or a safetensors file, read as a dict of tensors.
-
-    Raises:
-        InputError: the file does not exist, or contains other objects than tensors and plain
-            values.
-    """
+    """Read a file of tensors onto the CPU."""
     path = os.path.expanduser(path)
     if not is_tensor_file(path):
         kinds = ", ".join((*_TORCH_FILES, _SAFETENSORS))
@@ -59,11 +52,11 @@ def load(path: str) -> Any:
 
 
 def _hint(path: str) -> str:
-    folder, name = os.path.split(path)
+    folder = os.path.dirname(path)
     if not os.path.isdir(folder or "."):
         return f": there is no folder {folder!r}"
-    near = get_close_matches(name, filter(is_tensor_file, os.listdir(folder or ".")), n=3)
-    return f"; did you mean {', '.join(os.path.join(folder, n) for n in near)}?" if near else ""
+    files = [os.path.join(folder, n) for n in os.listdir(folder or ".") if is_tensor_file(n)]
+    return did_you_mean(path, files, quotes=False)
 
 
 def _load_torch(path: str) -> Any:
@@ -159,11 +152,7 @@ class Inputs:
         return cls(tuple(part.strip() for part in parts if part.strip()))
 
     def make(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return new positional and keyword arguments.
-
-        Raises:
-            InputError: an expression is invalid, or cannot be evaluated.
-        """
+        """Return new positional and keyword arguments."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for text in self.texts:
@@ -207,13 +196,6 @@ def _arguments(text: str) -> Iterator[tuple[str | None, Any]]:
 
 def read(text: str) -> Any:
     """Return the value of an expression made of literals, arithmetic and known functions.
-
-    Args:
-        text: such as `randn(2, 3)`, `[1, 2.5]`, `4 * ones(2, dtype=int64)`,
-            `load("batch.pt")["x"]`.
-
-    Raises:
-        InputError: it is not such an expression, or torch cannot evaluate it.
 
     Example:
         >>> read("full((2, 2), 1.5, dtype=float64)")
@@ -348,9 +330,8 @@ class _Reader:
 
     def _unknown(self, node: ast.expr) -> InputError:
         known = [*MAKERS, "load", *_CONSTANTS, *DTYPES]
-        near = get_close_matches(self._name(node), known, n=3)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        return InputError(f"{self._where(node)} is not known: {hint}{_KNOWN}")
+        hint = did_you_mean(self._name(node), known, otherwise=";", quotes=False)[1:]
+        return InputError(f"{self._where(node)} is not known:{hint} {_KNOWN}")
 
     def _refused(self, node: ast.expr) -> InputError:
         return InputError(
@@ -372,15 +353,7 @@ _FORM = "write a target as package.module:name or path/to/file.py:name"
 
 
 def find(text: str) -> Any:
-    """Import what a target names.
-
-    Args:
-        text: module or file, a colon, and a name inside (dots lead into classes).
-
-    Raises:
-        InputError: the target does not exist.
-        UsersError: importing it raised.
-    """
+    """Import what a target names."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise InputError(f"{text!r} does not name a target: {_FORM}")
@@ -404,14 +377,6 @@ def build(target: Any, text: str) -> Callable[..., Any]:
     annotation is an nn.Module, is called. A function whose parameters all have defaults is called
     to see whether it returns an nn.Module: if not, or if it raises, the function itself is the
     model. Any other callable is the model itself, too.
-
-    Args:
-        target: what `find` returned.
-        text: the target as written, for messages.
-
-    Raises:
-        InputError: no model can be made from it.
-        UsersError: creating it raised.
     """
     if isinstance(target, nn.Module):
         return target
@@ -422,7 +387,7 @@ def build(target: Any, text: str) -> Callable[..., Any]:
     if not callable(target):
         raise InputError(f"{text} is of type {type(target).__name__} and cannot be called")
     if not _is_factory(target):
-        made = _made_by_defaults(target)
+        made = _default_module(target)
         return cast(Callable[..., Any], target if made is None else made)
     made = _make(target, text)
     if not callable(made):
@@ -431,7 +396,7 @@ def build(target: Any, text: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], made)
 
 
-def _made_by_defaults(function: Callable[..., Any]) -> nn.Module | None:
+def _default_module(function: Callable[..., Any]) -> nn.Module | None:
     """Return the module that a function returns when it is left to its defaults, if any."""
     parameters = _parameters(function)
     if not inspect.isfunction(function) or any(p.default is p.empty for p in parameters):
@@ -549,8 +514,66 @@ def _callables(holder: Any, *, own: bool = False) -> list[str]:
 
 def _near(name: str, known: Iterable[str], own: Sequence[str] = ()) -> str:
     known = list(known)
-    near = get_close_matches(name, known, n=3, cutoff=0.7)
-    near = near or [other for other in known if other.lower() == name.lower()]
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    return f"; it has {', '.join(own)}" if 0 < len(own) <= 12 else ""
+    folded = [other for other in known if other.lower() == name.lower()]
+    otherwise = f"; it has {', '.join(own)}" if 0 < len(own) <= 12 else ""
+    if folded:
+        otherwise = f"; did you mean {' or '.join(folded)}?"
+    return did_you_mean(name, known, cutoff=0.7, otherwise=otherwise, quotes=False)
+
+
+# Errors raised by the user's own code, and the user's part of their tracebacks.
+
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_IMPORTLIB = os.path.dirname(importlib.__file__) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+class UsersError(Exception):
+    """Wraps an error that the user's code raised."""
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        super().__init__(f"{what} raised {one_line(error)}")
+        self.error = error
+
+    def traceback(self) -> str:
+        """Return the traceback from the user's first frame on; "" if no frame is the user's."""
+        told = traceback.TracebackException.from_exception(self.error)
+        found = _keep_theirs(told)
+        return "".join(told.format()) if found or isinstance(self.error, SyntaxError) else ""
+
+
+@contextmanager
+def during(what: str) -> Iterator[None]:
+    """Mark errors raised in this context as coming from the user's code."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise UsersError(what, error) from None
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type and message of an error in one line."""
+    name = type(error).__name__
+    message = shorten(str(error), 300, placeholder=" ...")
+    return f"{name}: {message}" if message else name
+
+
+_EXAMPLE = os.path.join("cli", "example.py")
+
+
+def _keep_theirs(told: traceback.TracebackException) -> bool:
+    """Drop the frames that led to the user's code; return whether there is any of it."""
+    frames = [frame for frame in told.stack if not _is_machinery(frame.filename)]
+    while frames and frames[0].filename.startswith(_TORCH):
+        del frames[0]
+    told.stack = traceback.StackSummary.from_list(frames)
+    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+        if other is not None:
+            _keep_theirs(other)
+    return bool(frames)
+
+
+def _is_machinery(filename: str) -> bool:
+    if filename.endswith(_EXAMPLE):
+        return False
+    return filename.startswith((_OWN, _IMPORTLIB, "<frozen importlib", "<frozen runpy"))

@@ -27,9 +27,8 @@ from bendtrace._compare import same_bits
 from bendtrace._lazy import imported, tabulate
 from bendtrace._places import place_text
 from bendtrace._trace import Trace, trace
-from bendtrace._tracebacks import UsersError, during, one_line
 from bendtrace.cli.example import AdaptiveBlock
-from bendtrace.cli.inputs import Inputs, build, find, read
+from bendtrace.cli.inputs import Inputs, UsersError, build, during, find, one_line, read
 from bendtrace.dispatcher import Stats
 from bendtrace.errors import BendtraceError, InputError
 from bendtrace.export.exporting import export
@@ -46,17 +45,7 @@ from bendtrace.workflows.costs import cost
 
 
 def check(model: Callable[..., Any], args: Any, kwargs: Any, target: str) -> None:
-    """Raise if a call does not fit the signature.
-
-    Args:
-        model: the function or module to call.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        target: the name of the model, for messages.
-
-    Raises:
-        InputError: there are too many, too few or unknown arguments.
-    """
+    """Raise if a call does not fit the signature."""
     try:
         signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
     except (TypeError, ValueError):  # builtins
@@ -127,7 +116,7 @@ class CommandRun:
 
     @property
     def equal(self) -> bool:
-        """Whether every call returned the model's own outputs, bit for bit."""
+        """True if every call returned the model's own outputs, bit for bit."""
         return all(call.equal for call in self.calls)
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,19 +139,7 @@ def run(
     seed: int = 0,
     grad: bool = False,
 ) -> CommandRun:
-    """Trace a model on the first inputs, call it on the others, and compare.
-
-    Args:
-        target: the name of the model.
-        model: the model.
-        calls: the inputs. Number `k` is created, and the model run on it, with the seed `seed + k`.
-        seed: seed of the first call.
-        grad: whether autograd records.
-
-    Raises:
-        UsersError: the model raised.
-        BendtraceError: the model runs, but another step fails.
-    """
+    """Trace a model on the first inputs, call it on the others, and compare."""
     session = _Session(target, model, seed)
     with torch.set_grad_enabled(grad):
         done = tuple(session.call(number, inputs) for number, inputs in enumerate(calls))
@@ -193,16 +170,16 @@ class _Session:
 
     def call(self, number: int, inputs: Inputs) -> Call:
         seed = self.seed + number
-        args, kwargs = _made(inputs, seed)
+        args, kwargs = _make_inputs(inputs, seed)
         check(self.eager, args, kwargs, self.target)
         described = describe(self.eager, args, kwargs)
         shown = ", ".join(f"{name}: {text}" for name, text in described.items())
         with during(f"{self.target}, called with {shown or 'no inputs'},"):
             output = self.eager(*args, **kwargs)
         wanted = _after(self.eager, output, args, kwargs)
-        self.rival.check(number, *_made(inputs, seed), output)
+        self.rival.check(number, *_make_inputs(inputs, seed), output)
         before, old = replace(self.bended.stats), self.bended.last_mismatch
-        args, kwargs = _made(inputs, seed)
+        args, kwargs = _make_inputs(inputs, seed)
         output = self._bended(args, kwargs)
         given = _after(self.bended.model, output, args, kwargs)
         how, new = _how(before, self.bended.stats), self.bended.last_mismatch
@@ -227,11 +204,7 @@ class _Session:
 
 
 class _Rival:
-    """What torch.fx makes of a model.
-
-    Attributes:
-        error: what is wrong with it, if anything; it may show only when it is called.
-    """
+    """The result of torch.fx for a model."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self.error: str | None = None
@@ -281,7 +254,7 @@ def _how(before: Stats, after: Stats) -> str:
     return "replay"
 
 
-def _made(inputs: Inputs, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _make_inputs(inputs: Inputs, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     seed_all(seed)
     made = inputs.make()
     seed_all(seed)  # what the model draws should not depend on how inputs were made
@@ -565,12 +538,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def exported(options: argparse.Namespace) -> str:
-    """Carry out the command, and return its report.
-
-    Raises:
-        InputError: an option is wrong.
-        ExportError: the model cannot be exported.
-    """
+    """Carry out the command, and return its report."""
     if options.repeat < 1:
         raise InputError(f"--repeat takes a positive number, not {options.repeat}")
     given = [Inputs(tuple(options.input))] if options.input else []
@@ -624,14 +592,7 @@ def _finite(value: Any) -> Any:
 
 
 def as_text(run: CommandRun, *, source: bool = False, full: bool = False, width: int = 0) -> str:
-    """Return a run as text for a terminal.
-
-    Args:
-        run: the run to report.
-        source: whether to start with the source of the model's forward.
-        full: whether to print the graph, and every line of long sections.
-        width: columns of the terminal; 0 detects it.
-    """
+    """Return a run as text for a terminal."""
     width = max(width or shutil.get_terminal_size((100, 24)).columns, _NARROWEST) - len(_INDENT)
     trace, steps = run.trace, run.trace.flow_steps
     flow = ["no branch, loop or index depends on the inputs"]

@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 from bendtrace._compare import same_bits
-from bendtrace._history import LoadedHistory, ModelHistory
 from bendtrace._lazy import required_pandas
-from bendtrace._trace import Trace
+from bendtrace._trace import LoadedHistory, ModelHistory, Trace
 from bendtrace.errors import InputError, LayerKeyError
-from bendtrace.history.depths import depths
-from bendtrace.history.entries import LayerEntry, size_text
+from bendtrace.history.entries import LayerEntry, depths, size_text
 from bendtrace.history.run_log import Entries
 from bendtrace.tape.tape import OpKind, map_refs
 
 if TYPE_CHECKING:
     from bendtrace.backward import BackwardPass
-    from bendtrace.view.drawing.picture import Picture
+    from bendtrace.view.picture import Picture
 
 
 class Op(LayerEntry):

@@ -26,8 +26,7 @@ from bendtrace.interject.patches.context import raise_all
 from bendtrace.interject.restricted import Rows
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
-from bendtrace.paths.naming import identifier
-from bendtrace.paths.nodes import NodePath, TreeNode, Variant, describe, passes_in
+from bendtrace.paths.nodes import NodePath, TreeNode, Variant, describe, identifier, passes_in
 from bendtrace.paths.view import Node, Tree
 from bendtrace.torch_rules.owners import module_of, modules_in, unhooked
 

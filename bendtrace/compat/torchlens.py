@@ -35,9 +35,8 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from bendtrace._history import ModelHistory
-from bendtrace._history import load as load_log
-from bendtrace._trace import positional, run_logged
+from bendtrace._trace import ModelHistory, positional, run_logged
+from bendtrace._trace import load as load_log
 from bendtrace.calls import Call, own_copy
 from bendtrace.compat._torchlens_logs import Accessor, Log, Op, TraceLog, with_names
 from bendtrace.compat._torchlens_selectors import (
@@ -67,7 +66,7 @@ from bendtrace.history.capture import SaveOptions
 from bendtrace.module import BendedModule
 from bendtrace.paths.view import NodePath
 from bendtrace.preserved_state import PreservedState
-from bendtrace.view.drawing.picture import Picture
+from bendtrace.view.picture import Picture
 
 __all__ = [
     "Accessor", "Bundle", "CaptureOptions", "ModelHistory", "Op", "Trace", "bundle", "clamp",

@@ -1,4 +1,4 @@
-"""How far a run is from another answer to one of its questions, with gradients.
+"""The distance of a run from another answer to one of its questions, with gradients.
 
 A part of a recorded run is done again on other inputs, with gradients, and with integers and truths
 as numbers. What comes out only guides the search: the model itself decides what is a find.
@@ -26,7 +26,7 @@ from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Instance, build
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, Tape, TensorMeta
 from bendtrace.torch_rules.functions import name_of
-from bendtrace.view.outline.walks import Choice
+from bendtrace.view.walks import Choice
 
 _FAR = 1e6  # where no distance is known
 
@@ -55,7 +55,7 @@ class Margin:
 
 
 class Index:
-    """Which of several scores is the greatest, and the scores, along their last dimension."""
+    """The index of the greatest of several scores, and the scores, along their last dimension."""
 
     def __init__(self, hard: Tensor, scores: Tensor) -> None:
         self.hard = hard
@@ -138,12 +138,7 @@ class Asked(Protocol):
 
 
 class Course:
-    """The part of a recorded run that leads to some of its questions, to be done again.
-
-    Args:
-        tape: of the run.
-        wanted: truths, with the answer that each is to have.
-    """
+    """The part of a recorded run that leads to some of its questions, to be done again."""
 
     def __init__(self, tape: Tape, wanted: Iterable[tuple[Asked, bool]]) -> None:
         self._ops = tape.ops
@@ -163,24 +158,16 @@ class Course:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether it depends on nothing but the arguments, and changes nothing."""
+        """True if it depends on nothing but the arguments, and changes nothing."""
         return not any(op.kind is OpKind.STATE or op.writes for op in self._order)
 
     @property
     def reads_sizes(self) -> bool:
-        """Whether sizes are asked for on the way."""
+        """True if sizes are asked for on the way."""
         return any(name_of(op.target) in ("shape", "size") for op in self._order if op.is_work)
 
     def distance(self, arguments: tuple[Any, ...]) -> Tensor:
-        """Return how far some arguments are from the answers that are wanted; 0 if they give them.
-
-        Args:
-            arguments: those of the model, bound, with floating point tensors for whatever is to
-                have gradients.
-
-        Raises:
-            Exception: whatever an op raises.
-        """
+        """Return how far arguments are from giving the answers that are wanted; 0 if they do."""
         values = self._values = {}
         self.tokens = {}
         with torch.enable_grad():
@@ -198,13 +185,7 @@ class Course:
         return self._values[index]
 
     def applied(self, function: Callable[..., Any], operands: list[Any], is_whole: bool) -> Any:
-        """Return what a function of Python's gives, with gradients as far as possible.
-
-        Args:
-            function: an operator, a builtin function of numbers, or one of `math`.
-            operands: what it is given.
-            is_whole: whether its operands are integers.
-        """
+        """Return what a function of Python's gives, with gradients as far as possible."""
         name = function.__name__.strip("_")
         if not any(isinstance(value, (Tensor, Margin, Index)) for value in operands):
             return function(*operands)
@@ -238,7 +219,7 @@ class Course:
             return None
         if op.index not in self._strict:
             try:
-                args, kwargs = self._given(op.args, False), self._given(op.kwargs, False)
+                args, kwargs = self._values_for(op.args, False), self._values_for(op.kwargs, False)
                 known = self._known(op, name_of(op.target).strip("_"), args, kwargs)
                 if known is not NotImplemented:
                     return known
@@ -248,21 +229,21 @@ class Course:
                 return op.target(*args, **kwargs)
             except Exception:
                 self._strict.add(op.index)
-        return op.target(*self._given(op.args, True), **self._given(op.kwargs, True))
+        return op.target(*self._values_for(op.args, True), **self._values_for(op.kwargs, True))
 
-    def _given(self, value: Any, strict: bool) -> Any:
+    def _values_for(self, value: Any, strict: bool) -> Any:
         kind = type(value)
         if kind is Ref:
             return self._hard(value.index) if strict else self._values[value.index]
         if kind in (tuple, list):
-            return kind(self._given(item, strict) for item in value)
+            return kind(self._values_for(item, strict) for item in value)
         if kind is dict:
-            return {key: self._given(item, strict) for key, item in value.items()}
+            return {key: self._values_for(item, strict) for key, item in value.items()}
         if kind is slice:
             parts = (value.start, value.stop, value.step)
-            return slice(*(self._given(part, strict) for part in parts))
+            return slice(*(self._values_for(part, strict) for part in parts))
         if kind is Instance:
-            items = [self._given(item, strict) for item in value.items]
+            items = [self._values_for(item, strict) for item in value.items]
             return build(value.cls, items, {})
         if kind is Existing:
             return value.part.read(()) if isinstance(value.part, Captured) else None
@@ -589,7 +570,7 @@ class _Reader:
         raise _Unknown
 
     def _is_read(self, operand: ast.expr) -> bool:
-        """Whether an operand of `and` or `or` can be read: the run may not have come to it."""
+        """Return whether an operand of `and` or `or` can be read: the run may have skipped it."""
         trial = _Reader(self._function, self._values, self._recording)
         try:
             trial.read(operand, operand.lineno)

@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind
 from bendtrace.errors import ExportError
 from bendtrace.export.machine import told
 from bendtrace.export.values import DTYPES
-from bendtrace.history.copies import lazily_copied
+from bendtrace.history.capture import lazily_copied
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.internals import pytree
 from bendtrace.source.usage import compares_identity as asks

@@ -50,7 +50,7 @@ from bendtrace.replay.program import Program
 from bendtrace.source.internals import TorchDispatchMode, pytree
 from bendtrace.source.results import can_exchange
 
-__all__ = ["Exported", "Insertions", "calls_in", "compare", "difference", "export", "tensors_in"]
+__all__ = ["Exported", "Insertions", "compare", "difference", "export", "tensors_in"]
 
 
 _serials = itertools.count()
@@ -395,34 +395,6 @@ def _preserved(model: Callable[..., Any]) -> Iterator[None]:
         state = PreservedState(model, buffers=True)
     with state:
         yield
-
-
-def calls_in(inputs: Sequence[Any]) -> list[Inputs]:
-    """Return inputs as positional and keyword arguments."""
-    calls: list[Inputs] = []
-    for given in inputs:
-        if hasattr(given, "args") and hasattr(given, "kwargs"):
-            calls.append((tuple(given.args), dict(given.kwargs)))
-        elif _is_pair(given):
-            calls.append((tuple(given[0]), dict(given[1])))
-        elif isinstance(given, Mapping):
-            calls.append(((), dict(given)))
-        elif type(given) in (tuple, list):
-            calls.append((tuple(given), {}))
-        else:
-            calls.append(((given,), {}))
-    return calls
-
-
-def _is_pair(given: Any) -> bool:
-    """Whether something is a tuple of positional arguments and a dict of keyword arguments."""
-    return (
-        type(given) is tuple
-        and len(given) == 2
-        and type(given[0]) is tuple
-        and type(given[1]) is dict
-        and all(type(key) is str for key in given[1])
-    )
 
 
 def _recorded(

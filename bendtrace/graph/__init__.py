@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bendtrace.graph.fx import from_fx, to_fx
     from bendtrace.graph.mirror import Graph
     from bendtrace.recording.names import NodeRef
-    from bendtrace.view.outline.graph import StateGraph
+    from bendtrace.view.state_graph import StateGraph
 
 __all__ = [
     "Graph",
@@ -35,7 +35,7 @@ if not TYPE_CHECKING:  # what only tracing needs of this package comes without n
         {
             "Graph": "bendtrace.graph.mirror",
             "NodeRef": "bendtrace.recording.names",
-            "StateGraph": "bendtrace.view.outline.graph",
+            "StateGraph": "bendtrace.view.state_graph",
             "from_fx": "bendtrace.graph.fx",
             "to_dot": "bendtrace.graph.export",
             "to_fx": "bendtrace.graph.fx",

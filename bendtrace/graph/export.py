@@ -332,12 +332,7 @@ def flow_rows(steps: Iterable[FlowStep], codec: Codec) -> list[dict[str, Any]]:
 
 
 def flow_steps_of(rows: Iterable[Mapping[str, Any]], codec: Codec) -> FlowSteps:
-    """Return the flow steps that rows describe.
-
-    Raises:
-        ValueError: a value is invalid.
-        LookupError: a field is missing.
-    """
+    """Return the flow steps that rows describe."""
     return FlowSteps([_step_of_row({key: codec.decode(row[key]) for key in row}) for row in rows])
 
 

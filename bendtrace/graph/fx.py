@@ -33,14 +33,7 @@ from bendtrace.tape.captured import (
     is_as_copied,
 )
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.structure import (
-    Existing,
-    Fixed,
-    Instance,
-    Made,
-    Opaque,
-    build,
-)
+from bendtrace.tape.structure import Existing, Fixed, Instance, Made, Opaque, build
 from bendtrace.tape.tape import (
     Guard,
     ModuleCall,
@@ -58,10 +51,7 @@ from bendtrace.torch_rules.owners import is_leaf_module
 
 
 def to_fx(
-    graph: Graph,
-    *,
-    fold: bool | Callable[[nn.Module], bool] = False,
-    guards: bool = True,
+    graph: Graph, *, fold: bool | Callable[[nn.Module], bool] = False, guards: bool = True
 ) -> fx.GraphModule:
     """Convert the mirror of a trace to a runnable `torch.fx.GraphModule`.
 
@@ -130,7 +120,12 @@ class _Writer:
         nodes = list(self.mirror.nodes(data=True))
         for name, data in nodes:
             if data["op"] == "placeholder":
-                self._placeholder(name, data)
+                label = str(data["target"]).replace("[", "_").replace("]", "")
+                # In code that fx generates, these mean something else.
+                label += "_" * (label in ("device", "torch", "inf", "nan"))
+                node = self.fx.placeholder(label)
+                self.arguments.append(node)
+                self._keep(name, data, node)
         if self.guards:
             self._check_arguments()
         for name, data in nodes:
@@ -149,14 +144,6 @@ class _Writer:
         module = fx.GraphModule(self.holder, self.fx, class_name="BendedGraph")
         module.training = getattr(self.root, "training", True)
         return module
-
-    def _placeholder(self, name: str, data: dict[str, Any]) -> None:
-        label = str(data["target"]).replace("[", "_").replace("]", "")
-        # In code that fx generates, these mean something else.
-        label += "_" * (label in ("device", "torch", "inf", "nan"))
-        node = self.fx.placeholder(label)
-        self.arguments.append(node)
-        self._keep(name, data, node)
 
     def _check_arguments(self) -> None:
         """Test what the path can depend on besides tensors and traced numbers."""
@@ -184,7 +171,17 @@ class _Writer:
         if call is not None:
             if self.folded.first[id(call)] == op.index:
                 self._switch(op.context)
-                self._fold(call)
+                assert call.module is not None
+                _put(self.holder, call.path, call.module)
+                args, kwargs = map_refs(
+                    (call.args, call.kwargs), lambda r: NodeRef(self.names[r.index])
+                )
+                node = self.fx.call_module(call.path, self._value(args), self._value(kwargs))
+                for index, path in results(call):
+                    taken = node
+                    for key in path:
+                        taken = self.fx.call_function(operator.getitem, (taken, key))
+                    self.nodes[self.names[index]] = taken
             return
         if op.raised is not None:
             raise ConversionError(
@@ -215,17 +212,6 @@ class _Writer:
     def _keep(self, name: str, data: dict[str, Any], node: fx.Node) -> None:
         node.meta.update({key: data[key] for key in ("shape", "dtype", "site") if key in data})
         self.nodes[name] = node
-
-    def _fold(self, call: ModuleCall) -> None:
-        assert call.module is not None
-        _put(self.holder, call.path, call.module)
-        args, kwargs = map_refs((call.args, call.kwargs), lambda r: NodeRef(self.names[r.index]))
-        node = self.fx.call_module(call.path, self._value(args), self._value(kwargs))
-        for index, path in results(call):
-            taken = node
-            for key in path:
-                taken = self.fx.call_function(operator.getitem, (taken, key))
-            self.nodes[self.names[index]] = taken
 
     def _value(self, value: Any) -> Any:
         return mapped(value, self._item)
@@ -278,13 +264,13 @@ class _Writer:
             if guard.test is Test.RAISED:
                 continue  # an error of an fx graph is raised as it is
             if self.tape.ops[guard.index].target is error_of:
-                self._check_error(guard, self._asked(number))
+                self._check_error(guard, self._guard_text(number))
                 continue
             expected = guard.expected
             if guard.test in (Test.SAME, Test.OTHER):
                 expected = self.nodes[self.names[guard.expected]]
             node = self.nodes[self.names[guard.index]]
-            what = self._asked(number)
+            what = self._guard_text(number)
             self.fx.call_function(check_guard, (node, guard.test.value, expected, what))
 
     def _check_error(self, guard: Guard, what: str) -> None:
@@ -299,7 +285,7 @@ class _Writer:
             refs = map_refs(tuple(operands), lambda ref: NodeRef(self.names[ref.index]))
             self.fx.call_function(check_error, self._value(refs))
 
-    def _asked(self, number: int) -> str:
+    def _guard_text(self, number: int) -> str:
         """Say what a guard is about, and where."""
         step = self.steps.get(number)
         if step is not None:
@@ -384,7 +370,7 @@ def _check_part(part: Captured, arguments: tuple[Any, ...]) -> None:
 
 
 def _content(part: Captured, now: Any) -> Any:
-    """What `part.size` says of a container, for the one that is there now."""
+    """Return the `part.size` of the container that is there now."""
     if isinstance(part.size, tuple) and part.kind in (
         CaptureKind.DICT, CaptureKind.LIST, CaptureKind.TUPLE
     ):  # fmt: skip
@@ -396,14 +382,7 @@ def _content(part: Captured, now: Any) -> Any:
 
 
 def check_guard(value: Any, test: str, expected: Any, what: str) -> None:
-    """Raise `DivergenceError` if a value of a converted graph differs from the recording.
-
-    Args:
-        value: the value.
-        test: name of the `Test`.
-        expected: the recorded outcome.
-        what: the test of the model and its place: "if `x.sum() > 0` at model.py:41".
-    """
+    """Raise `DivergenceError` if a value of a converted graph differs from the recording."""
     if test == Test.TRUTH.value:
         now: Any = bool(value)
     elif test == Test.LENGTH.value:

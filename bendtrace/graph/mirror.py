@@ -16,12 +16,7 @@ from bendtrace.recording.names import NodeRef, target_name
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import Access, Captured
 from bendtrace.tape.structure import Existing
-from bendtrace.tape.tape import (
-    Op,
-    OpKind,
-    TensorMeta,
-    map_refs,
-)
+from bendtrace.tape.tape import Op, OpKind, TensorMeta, map_refs
 from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["Graph", "NodeRef", "mirror"]
@@ -154,12 +149,7 @@ def _show(value: Any) -> str:
 
 
 def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
-    """Build the mirror of a recorded run.
-
-    Args:
-        recording: the run.
-        function: the function that was run.
-    """
+    """Build the mirror of a recorded run."""
     graph, names, steps = Graph(), recording.names, steps_of(recording)
     graph.graph.update(recording=recording, flow_steps=steps, root=function)
     taken = set(names)

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from bendtrace._checks import required_int
 from bendtrace.errors import InputError
 from bendtrace.harvesting.filling import Filling, Path, PathNames, require_place
-from bendtrace.history.copies import copied
+from bendtrace.history.capture import copied
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes
@@ -80,7 +80,7 @@ class _Watched(Insertion):
 
 
 class _Rule:
-    """How the values of a node become rows.
+    """The rule by which the values of a node become rows.
 
     Attributes:
         asked: the text that the node was requested by, if it was text.
@@ -175,11 +175,6 @@ def _named(name: str, axis: int | None, feature_axis: int | None) -> Callable[[T
 
 class Collector:
     """Insertions that copy the outputs of nodes to the current shard.
-
-    Args:
-        bended: the model.
-        settings: the options of the harvest.
-        several: whether the model may be called several times per batch.
 
     Attributes:
         filling: the shard.
@@ -277,7 +272,7 @@ class Collector:
         self._most[path] = number + 1
         if not self._waits and not self._passes.admits(number, None):
             return
-        rows = self._made_of(at, rule, value)
+        rows = self._rows_from(at, rule, value)
         if self._waits:
             with torch.no_grad():
                 self._kept[path, number] = rule, copied(rows.detach())
@@ -308,7 +303,7 @@ class Collector:
             if self._passes.admits(number, totals[path]):
                 self._store(path, number, rule, rows)
 
-    def _made_of(self, at: NodePass, rule: _Rule, value: Any) -> Tensor:
+    def _rows_from(self, at: NodePass, rule: _Rule, value: Any) -> Tensor:
         """Return the rows, along the first dimension; without samples the value."""
         change = rule.change if isinstance(value, Tensor) or not rule.is_named else None
         if change is not None:

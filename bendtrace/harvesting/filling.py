@@ -36,12 +36,6 @@ from bendtrace.tape.tape import OpKind, TensorMeta
 class Rows:
     """The rows of one node, for several batches, in a buffer that is reused.
 
-    Args:
-        asked: the text that the node was requested by, if it was text.
-        dtype: dtype of the elements.
-        per_sample: whether there is a row for each sample, or one for each batch.
-        room: the approximate size of the buffer, in bytes.
-
     Attributes:
         shapes: the shape of the rows of each batch that has rows.
         batches: the numbers of these batches in the shard.
@@ -85,12 +79,7 @@ class Rows:
         return True
 
     def put(self, value: Tensor, rows: int) -> Tensor:
-        """Copy the rows of a batch that may be dropped; return the copy.
-
-        Args:
-            value: the rows.
-            rows: the approximate number of rows of the whole shard.
-        """
+        """Copy the rows of a batch that may be dropped; return the copy."""
         stop = self._used + value.shape[0]
         self._shape = None
         if stop > self._room_for or self._rest != value.shape[1:]:
@@ -132,7 +121,7 @@ class Rows:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are rows that are not kept yet."""
+        """True if there are rows that are not kept yet."""
         return self._pending is not None
 
     def drop(self) -> None:
@@ -239,18 +228,7 @@ class Filling(Record):
     def add(
         self, key: str, asked: str, value: Tensor, per_sample: bool, dtype: torch.dtype
     ) -> None:
-        """Copy rows of the current batch.
-
-        Args:
-            key: their name.
-            asked: the text that they were requested by, if it was text.
-            value: the rows, along the first dimension.
-            per_sample: whether there is one for each sample, or one for the batch.
-            dtype: the type to store them as.
-
-        Raises:
-            InputError: they do not fit the rows of earlier batches, or the dtype.
-        """
+        """Copy rows of the current batch."""
         column = self.columns.get(key)
         if column is None:
             column = self.columns[key] = Rows(asked, dtype, per_sample, self.room)
@@ -398,10 +376,6 @@ def batches_of(loader: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator
 
     A `DataLoader` of items with indices skips loading batches that are not wanted. Other loaders
     load all batches.
-
-    Args:
-        loader: an iterable of batches.
-        wanted: whether the batch with a number is wanted; called once for each, in order.
     """
     if not _is_picking(loader):
         for number, content in enumerate(loader):
@@ -666,7 +640,7 @@ class Path:
     conditions: tuple[Condition, ...]
 
     def __str__(self) -> str:
-        return _told(self.conditions)
+        return _condition_text(self.conditions)
 
     def told_apart(self, others: Iterable[Path]) -> str:
         """Return the conditions whose outcomes differ among some other paths.
@@ -678,10 +652,10 @@ class Path:
         if not known:
             return str(self)
         own = [c for c in self.conditions if not all(c in other for other in known)]
-        return _told(own)
+        return _condition_text(own)
 
 
-def _told(conditions: Sequence[Condition]) -> str:
+def _condition_text(conditions: Sequence[Condition]) -> str:
     if not conditions:
         return "no condition"
     # The number of iterations stands for the tests of a loop.

@@ -58,19 +58,11 @@ class Held(Protocol):
         """Return the elements of a tensor, as one dimension, without reading them if possible."""
 
     def verify(self) -> None:
-        """Read everything, and compare it with the checksums.
-
-        Raises:
-            LoadError: the content has changed.
-        """
+        """Read everything, and compare it with the checksums."""
 
 
 def form_of(name: str) -> Form:
-    """Return the format of a name.
-
-    Raises:
-        InputError: the format does not exist, or needs a package that is not installed.
-    """
+    """Return the format of a name."""
     if name not in ("safetensors", "zarr"):
         raise InputError(f"format= has to be 'safetensors' or 'zarr', not {name!r}")
     return SafetensorsForm() if name == "safetensors" else ZarrForm()
@@ -176,9 +168,6 @@ def checksum(bits: Tensor) -> int:
 
     It is ten times as fast as a CRC-32 of everything, and detects every change within one word, and
     every block that has moved.
-
-    Args:
-        bits: uint8 of one dimension.
     """
     whole = bits.numel() // _BLOCK * _BLOCK
     told = b""
@@ -367,11 +356,7 @@ class ShardFiles:
         self.form = form
 
     def write(self, filling: Filling, is_partial: bool = False) -> None:
-        """Write a shard, completely or not at all.
-
-        Raises:
-            SaveError: it cannot be written.
-        """
+        """Write a shard, completely or not at all."""
         name = _name(self.rank, filling.number, is_partial)
         path = os.path.join(self.directory, f"{name}.{self.form.ending}")
         with writing(self.directory):
@@ -424,11 +409,7 @@ def is_ours(name: str) -> bool:
 
 
 def shards_in(directory: str, rank: int | None = None) -> list[Shard]:
-    """Return the complete shards of one process, or of all, in the order of their numbers.
-
-    Raises:
-        LoadError: one in between is missing, or the index of one is damaged.
-    """
+    """Return the complete shards of one process, or of all, in the order of their numbers."""
     found: dict[tuple[int, int, bool], str] = {}
     for name in os.listdir(directory):
         told = _NAME.fullmatch(name)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 import os
+import sys
+import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
+from tqdm import TqdmWarning
 
 from bendtrace._checks import shown
-from bendtrace.calls import Call, bended_of
+from bendtrace.calls import Call
 from bendtrace.errors import BendtraceError, HarvestError, InputError, SaveError
 from bendtrace.harvesting.collecting import (
     Collector,
@@ -53,11 +60,10 @@ from bendtrace.harvesting.formats import (
     shards_in,
 )
 from bendtrace.harvesting.reading import Harvest
-from bendtrace.harvesting.workers import Progress, Workers, Writer
 from bendtrace.interject.interjection import PassNumbers
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
-from bendtrace.module import BendedModule
+from bendtrace.module import BendedModule, bended_of
 from bendtrace.preserved_state import PreservedState, no_model
 from bendtrace.storage.tensors import DirectoryLock, sync_directory, writing
 from bendtrace.torch_rules.draws import RandomStates, seed_all
@@ -237,14 +243,7 @@ def _named(keep: Any) -> Mapping[str, Any]:
 
 
 class _Site:
-    """The directory of a harvest.
-
-    Args:
-        directory: its directory.
-        about: the description of the harvest: its settings, the model, the number of processes.
-        check_weights: whether the weights have to be those of the beginning.
-        resume: whether a harvest that is there may be resumed.
-    """
+    """The directory of a harvest."""
 
     def __init__(
         self, directory: str, about: dict[str, Any], check_weights: bool, resume: bool
@@ -257,12 +256,7 @@ class _Site:
 
     @contextmanager
     def opened(self, workers: Workers) -> Iterator[bool]:
-        """Make the directory ready; yield whether the harvest there is complete already.
-
-        Raises:
-            SaveError: it holds something else, is being written to, or cannot be.
-            InputError: it holds another harvest.
-        """
+        """Make the directory ready; yield whether the harvest there is complete already."""
         try:
             workers.first(self._open)
             yield os.path.exists(os.path.join(self.directory, INDEX))
@@ -352,11 +346,7 @@ _ORDERS = (1 << 61) - 1
 
 
 class HarvestRun:
-    """The harvest of one process.
-
-    Attributes:
-        done: the number of samples harvested before.
-    """
+    """The harvest of one process."""
 
     def __init__(
         self,
@@ -723,3 +713,124 @@ def total_of(loader: Any, workers: Workers, settings: Settings) -> int | None:
     except TypeError:
         return None
     return total if settings.is_dealt else -(-total // workers.world)
+
+
+# The helpers of a harvest: its processes, its writer thread, and the progress bar.
+
+with warnings.catch_warnings():
+    # In a notebook without its widgets, it would say that there are none.
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
+
+
+class Workers:
+    """The processes that harvest together. An error in one raises in all."""
+
+    def __init__(self) -> None:
+        several = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if several else 0
+        self.world: int = dist.get_world_size() if several else 1
+
+    def together(self, step: Callable[[], Any]) -> list[Any]:
+        """Run a step in each process, and return the results of all of them."""
+        if self.world == 1:
+            return [step()]
+        error: Exception | None = None
+        given: Any = None
+        try:
+            given = step()
+        except Exception as raised:
+            error = raised
+        told = None if error is None else f"{type(error).__name__}: {error}"
+        all_told: list[Any] = [None] * self.world
+        dist.all_gather_object(all_told, (told, given if error is None else None))
+        if error is not None:
+            raise error
+        failed = {rank: told for rank, (told, _) in enumerate(all_told) if told is not None}
+        if failed:
+            listed = "; ".join(f"process {rank}: {told}" for rank, told in failed.items())
+            raise BendtraceError(f"another process of the harvest has failed: {listed}")
+        return [given for _, given in all_told]
+
+    def first(self, step: Callable[[], Any]) -> None:
+        """Run a step in the first process while the others wait."""
+        self.together(step if self.rank == 0 else lambda: None)
+
+
+class Writer:
+    """Writes one shard while the next one is filled.
+
+    There are two sets of buffers, which take turns: they are all the memory that a harvest holds.
+    """
+
+    def __init__(self, files: ShardFiles, spare: Filling) -> None:
+        self._files = files
+        self._thread = ThreadPoolExecutor(1, "bendtrace-harvest")
+        self._spare = spare
+        self._written: Future[None] | None = None
+
+    def exchange(self, full: Filling) -> Filling:
+        """Start writing a shard, and return another one to fill."""
+        self.wait()
+        spare, self._spare = self._spare, full
+        spare.clear(full)
+        self._written = self._thread.submit(self._files.write, full)
+        return spare
+
+    def wait(self) -> None:
+        """Wait until all is written."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(wait=True)
+
+
+def peak_memory() -> int | None:
+    """Return the peak memory of the process so far, in bytes; None if unknown."""
+    try:
+        resource = importlib.import_module("resource")
+    except ImportError:  # Windows
+        return None
+    most: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+class Progress:
+    """A progress bar of samples, with the rate and the peak memory so far."""
+
+    def __init__(self, shown: bool, total: int | None, done: int) -> None:
+        self._bar: Any = None
+        if shown:
+            self._bar = tqdm(
+                total=total, initial=done, unit=" samples", desc="harvest", smoothing=0.1
+            )
+        self._said = 0.0
+
+    def advance(self, samples: int) -> None:
+        """Advance by some samples."""
+        bar = self._bar
+        if bar is None:
+            return
+        bar.update(samples)
+        now = time.monotonic()
+        if now - self._said > 0.5:
+            self._said = now
+            self._say_memory(False)
+
+    def _say_memory(self, refresh: bool) -> None:
+        most = peak_memory()
+        if most is not None:
+            self._bar.set_postfix_str(f"{most / 2**20:.0f} MiB", refresh=refresh)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._say_memory(True)
+            self._bar.close()

@@ -141,7 +141,7 @@ class Harvest:
 
     @property
     def is_per_sample(self) -> bool:
-        """Whether all batches have one sample, so that paths are those of samples."""
+        """True if all batches have one sample, so that paths are those of samples."""
         return all(batch.size == 1 for batch in self._batches)
 
     # Values
@@ -171,7 +171,7 @@ class Harvest:
         """
         found = self._columns.get(name)
         if found is None and isinstance(name, str):
-            found = self._columns.get(self._asked.get(name.removesuffix(":1"), name))
+            found = self._columns.get(self._names_by_request.get(name.removesuffix(":1"), name))
         if found is None:
             names = list(self._columns)
             near = get_close_matches(str(name), names, n=3) or names[:_SHOWN]
@@ -182,7 +182,7 @@ class Harvest:
         return found
 
     @cached_property
-    def _asked(self) -> dict[str, str]:
+    def _names_by_request(self) -> dict[str, str]:
         """The names of nodes in the files, by the texts that they were requested by."""
         found: dict[str, list[str]] = {}
         for shard in self.shards:
@@ -197,7 +197,7 @@ class Harvest:
         return {asked: names[0] for asked, names in found.items() if len(names) == 1}
 
     def __contains__(self, name: object) -> bool:
-        return name in self._columns or name in self._asked
+        return name in self._columns or name in self._names_by_request
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.nodes)

@@ -30,15 +30,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import Site
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Opaque
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    map_refs,
-    refs_in,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, map_refs, refs_in
 from bendtrace.torch_rules.functions import name_of
 from bendtrace.torch_rules.writes import works_in_place
 
@@ -84,14 +76,7 @@ class Log:
 
 
 def build_log(recording: Recording, name: str, tree: Tree, torchlens: bool = False) -> Log:
-    """Return the log of a run, without the data that only a capture has.
-
-    Args:
-        recording: the run.
-        name: the name of the model.
-        tree: the node paths.
-        torchlens: see `Namer`.
-    """
+    """Return the log of a run, without the data that only a capture has."""
     builder = _Builder(recording, name, tree, torchlens)
     builder.build()
     return builder.log
@@ -268,12 +253,12 @@ class _Builder:
             entry.shape, entry.dtype, entry.device = source.shape, source.dtype, source.device
             entry.nbytes = source.nbytes
             assert source.index is not None
-            self._parents.append((entry, list(self._given_out(index, source))))
+            self._parents.append((entry, list(self._output_keys(index, source))))
             if index in self._recording.output_reads:
                 self.log.given_out[entry.label] = index
             self._add(entry, layer, None)
 
-    def _given_out(self, index: int, source: LayerEntry) -> Iterator[Key]:
+    def _output_keys(self, index: int, source: LayerEntry) -> Iterator[Key]:
         """Yield the values of an output, including those of writers."""
         writer = self._recording.output_reads.get(index)
         if writer is not None:
@@ -295,10 +280,7 @@ class _Builder:
     # Modules
 
     def _begin(
-        self,
-        call: ModuleCall,
-        flow: tuple[int, ...],
-        into: list[tuple[ModuleCall, ModuleEntry]],
+        self, call: ModuleCall, flow: tuple[int, ...], into: list[tuple[ModuleCall, ModuleEntry]]
     ) -> None:
         if call.parent is None or call.path == "":
             return  # of the traced module itself
@@ -330,14 +312,16 @@ class _Builder:
         # Inner calls end first.
         for call, entry in reversed(modules):
             entry.passes = passes[entry.name]
-            received = self._held((call.args, call.kwargs), call.start, (entry.label, "input"))
+            received = self._entries_in(
+                (call.args, call.kwargs), call.start, (entry.label, "input")
+            )
             entry.inputs += [given.label for given in received]
-            for given in self._held(call.output, call.stop, (entry.label, "output")):
+            for given in self._entries_in(call.output, call.stop, (entry.label, "output")):
                 entry.outputs.append(given.label)
                 if entry.label not in given.output_of:
                     given.output_of = (*given.output_of, entry.label)
 
-    def _held(self, value: Any, position: int, way: tuple[str, str]) -> Iterator[LayerEntry]:
+    def _entries_in(self, value: Any, position: int, way: tuple[str, str]) -> Iterator[LayerEntry]:
         """Yield the entries in a module's arguments or output, as they were at that position."""
         for ref in refs_in(value):
             writer = self._writer(ref.index, position)

@@ -1,4 +1,4 @@
-"""What a string names in a run: a module, parameter, node of the tree, or layer of the log."""
+"""The meaning of a string in a run: a module, parameter, node of the tree, or layer of the log."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from bendtrace.errors import NodePathError
 from bendtrace.history.entries import LayerEntry
-from bendtrace.paths.naming import dotted
-from bendtrace.paths.nodes import Chosen, Pass, TreeNode, children_of
+from bendtrace.paths.nodes import Chosen, Pass, TreeNode, children_of, dotted
 from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only, plain_path
 
 if TYPE_CHECKING:
@@ -49,21 +48,21 @@ class Meaning:
 
     @property
     def is_owned(self) -> bool:
-        """Whether it is a module, parameter or buffer by its own name."""
+        """True if it is a module, parameter or buffer by its own name."""
         return self.kind in ("state", "module")
 
     @property
     def is_exact(self) -> bool:
-        """Whether the string is exactly the path of the node."""
+        """True if the string is exactly the path of the node."""
         return self.kind == "node" and self.paths == (plain_path(self.text),)
 
     @property
     def is_alias(self) -> bool:
-        """Whether the string is an alias of the node: `fc` for `fc_1`."""
+        """True if the string is an alias of the node: `fc` for `fc_1`."""
         return self.kind == "node" and not self.is_exact
 
     def covers(self, other: Meaning) -> bool:
-        """Whether another meaning is one of these nodes, or the same value inside of it."""
+        """Return whether another meaning is one of these nodes, or the same value inside of it."""
         own, others = self.paths, other.paths
         if self.is_owned and others and set(others) <= set(own):
             return True
@@ -80,11 +79,6 @@ class Names:
 
     Everything that accepts names as strings uses this class: the log, insertions, patches,
     activations. So a string has the same meaning everywhere, or is rejected everywhere.
-
-    Args:
-        tree: the node paths.
-        log: returns the log of the run; None if there is none.
-        layer_types: the types of the layers in the log; None if unknown without the log.
     """
 
     def __init__(
@@ -286,12 +280,7 @@ def layers_by_name(entries: list[LayerEntry]) -> dict[str, list[LayerEntry]]:
 
 
 def ambiguity(text: str, meanings: list[tuple[Names, Meaning]]) -> tuple[str, tuple[str, ...]]:
-    """Return a description of an ambiguous string, and names that are not ambiguous.
-
-    Args:
-        text: the string.
-        meanings: its meanings, each with the names of its run.
-    """
+    """Return a description of an ambiguous string, and names that are not ambiguous."""
     runs = list({id(names): names for names, _ in meanings}.values())
     found = [(meaning, names.clear(meaning, runs)) for names, meaning in meanings]
     clear = tuple(dict.fromkeys(name for _, name in found if name != text))

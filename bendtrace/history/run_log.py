@@ -22,7 +22,19 @@ from bendtrace._places import full_place_text, is_installed
 from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep, ShapeFlowStep
 from bendtrace.history.building import Log
-from bendtrace.history.entries import LayerEntry, ModuleEntry, counted, listed, size_text
+from bendtrace.history.entries import (
+    LayerEntry,
+    ModuleEntry,
+    Table,
+    counted,
+    data_frame,
+    facts_of,
+    hash_of,
+    listed,
+    shape_text,
+    size_text,
+    table_of,
+)
 from bendtrace.history.names import (
     Names,
     ambiguity,
@@ -32,7 +44,6 @@ from bendtrace.history.names import (
     near_names,
     passes_of,
 )
-from bendtrace.history.tables import Table, data_frame, facts_of, hash_of, shape_text, table_of
 from bendtrace.paths.candidates import OneSelectable
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node, NodePath, Tree, is_path_only
@@ -504,17 +515,7 @@ class Facts:
 def log_text(
     log: Log, lookup: Lookup, facts: Facts, most: int | None, *, details: bool, mine: bool
 ) -> str:
-    """Return a log as text.
-
-    Args:
-        log: the log.
-        lookup: its keys.
-        facts: further facts.
-        most: the maximum number of layers, and twice the maximum number of flow steps; None for
-            all.
-        details: whether the line of each layer has its shape and its module.
-        mine: whether to leave out the flow steps of installed packages.
-    """
+    """Return a log as text."""
     saved = [entry for entry in lookup.layers if entry.has_contents]
     # An op with several result tensors has several entries, but its parameters count once.
     uses = len({
@@ -561,13 +562,7 @@ _ALL = "(all of them: print(log.to_text(None)), where log is this one)"
 
 
 def flow_text(log: Log, most: int | None = None, mine: bool = False) -> str:
-    """Return the flow steps as a table that refers to entries.
-
-    Args:
-        log: the log.
-        most: the maximum number of steps, without reads of sizes; None for all, with these.
-        mine: whether to leave out the steps of installed packages.
-    """
+    """Return the flow steps as a table that refers to entries."""
     steps = [
         dataclasses.replace(step, name=label or step.name)
         for step, label in zip(log.flow_steps, log.step_labels, strict=True)
@@ -856,7 +851,7 @@ class Entries(Sequence[LayerEntry]):
             (
                 "" if entry.ordinal is None else entry.ordinal,
                 entry.label,
-                *_told(entry),
+                *_meta_texts(entry),
                 entry.module,
             )
             for entry in self._entries
@@ -872,7 +867,7 @@ _PROPERTIES = {
 }
 
 
-def _told(entry: LayerEntry) -> tuple[object, str, str]:
+def _meta_texts(entry: LayerEntry) -> tuple[object, str, str]:
     """Return shape, dtype and size of a tensor, or a number."""
     if entry.shape is None:
         return "", repr(entry.value), ""
@@ -884,12 +879,6 @@ class Lookup:
 
     Strings are resolved by `Names`, as everywhere else, and ambiguous ones raise. Only the full
     label of an entry always finds that entry, unless it is also the label of a module.
-
-    Args:
-        log: the log.
-        tree: the node paths.
-        select: returns the paths of the nodes that a selector, or any value that converts to one,
-            selects; None for a log without its model, where only regular expressions work.
     """
 
     def __init__(
@@ -935,11 +924,7 @@ class Lookup:
             self._found.setdefault(name, list(dict.fromkeys(several)))
 
     def find(self, key: Any) -> LayerEntry | Entries:
-        """Return the entry, or the entries, for a key.
-
-        Raises:
-            LayerKeyError: there is no such entry.
-        """
+        """Return the entry, or the entries, for a key."""
         if isinstance(key, slice):
             return Entries(self.layers[self._bounds(key)])
         if isinstance(key, list):
@@ -965,7 +950,7 @@ class Lookup:
                     key,
                 ) from None
         if not isinstance(key, str):
-            return self._meant(key)
+            return self._select_entries(key)
         entries = None if is_path_only(key) else self._labels.get(key)
         if entries is not None:
             return entries[0] if len(entries) == 1 else Entries(entries, key)
@@ -984,7 +969,7 @@ class Lookup:
         """Return the entries for a key, as a list."""
         return list(self.find(key))
 
-    def _meant(self, key: Any) -> LayerEntry | Entries:
+    def _select_entries(self, key: Any) -> LayerEntry | Entries:
         """Return the entries of the nodes that a selector selects."""
         found: dict[LayerEntry, None] = {}
         try:

@@ -13,20 +13,12 @@ from torch import Tensor, nn
 
 from bendtrace._compare import same_bits
 from bendtrace.errors import InputError
-from bendtrace.history.capture import Capture, State
-from bendtrace.history.copies import copied
+from bendtrace.history.capture import Capture, State, copied
 from bendtrace.history.entries import counted, listed, tensors_of
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.structure import Existing
-from bendtrace.tape.tape import (
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    map_refs,
-    refs_in,
-)
+from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, map_refs, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     SHAPES,
@@ -89,7 +81,7 @@ def validate(trace: Any, capture: Capture | None, seed: int) -> Validation:
 
 
 class Kept(Protocol):
-    """What was kept of a run, by op: see `Capture`."""
+    """The values of a run that were kept, by op: see `Capture`."""
 
     saved: dict[Any, Any]
     reread: dict[tuple[int, int], Tensor]
@@ -99,14 +91,7 @@ class Kept(Protocol):
 
 
 class Validator:
-    """Recomputes ops, one by one, from the saved values.
-
-    Args:
-        ops: the tape.
-        capture: the saved values.
-        labels: the names of ops, for errors.
-        seed: seed of the replacement values for edges.
-    """
+    """Recomputes ops, one by one, from the saved values."""
 
     def __init__(self, ops: list[Op], capture: Kept, labels: dict[Any, str], seed: int) -> None:
         self._ops = ops
@@ -219,12 +204,7 @@ class Validator:
         return MISSING if not parts else _nested(source.meta, dict(parts), ())
 
     def carry_out(self, op: Op, given: dict[int, Any]) -> Any:
-        """Run an op on copies of what it is given; return what it gave, or wrote to.
-
-        Args:
-            op: the op.
-            given: what to give it for the value of each op that it reads.
-        """
+        """Run an op on copies of what it is given; return what it gave, or wrote to."""
         records = op.context.grad and not op.context.inference
         copies = {
             index: _copied(value, records and self._had_graph(index))

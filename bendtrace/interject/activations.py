@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bendtrace._checks import required_arguments
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.history.copies import copied
+from bendtrace.history.capture import copied
 from bendtrace.history.entries import counted
 from bendtrace.interject.bends.catalogue import NamedActivations, compiled, leaves_of
 from bendtrace.interject.insertion import Insertion

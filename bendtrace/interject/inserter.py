@@ -34,7 +34,7 @@ from bendtrace.interject.structure import Leaf, filled, refilled, take_apart, ve
 from bendtrace.interject.through import fits, is_shared, kind_of
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.events import bound, parameters_of
-from bendtrace.paths.naming import LiveNames, Registry, dotted, identifier
+from bendtrace.paths.nodes import LiveNames, Registry, dotted, identifier
 from bendtrace.recording.names import base_name_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import Site, user_place

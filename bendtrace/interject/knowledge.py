@@ -13,7 +13,7 @@ from bendtrace._places import place_text
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.names import Names
 from bendtrace.paths.candidates import Candidate, RunNodes
-from bendtrace.paths.naming import Registry, identifier
+from bendtrace.paths.nodes import Registry, identifier
 from bendtrace.paths.view import Tree, find
 from bendtrace.recording.recorder import Recording
 from bendtrace.run import Run
@@ -21,7 +21,7 @@ from bendtrace.torch_rules.owners import module_of, modules_in
 
 if TYPE_CHECKING:
     from bendtrace.interject.selectors import naming, source
-    from bendtrace.view.outline.coverage import Coverage
+    from bendtrace.view.outline import Coverage
 else:
     source = LazyModule("bendtrace.interject.selectors.source")
     naming = LazyModule("bendtrace.interject.selectors.naming")

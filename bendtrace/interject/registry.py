@@ -39,8 +39,7 @@ from bendtrace.interject.where import (
     targets_of,
 )
 from bendtrace.paths.candidates import Candidate
-from bendtrace.paths.naming import identifier
-from bendtrace.paths.nodes import Kind, NodePath, Pass, Role, TreeNode
+from bendtrace.paths.nodes import Kind, NodePath, Pass, Role, TreeNode, identifier
 from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature

@@ -18,8 +18,7 @@ from bendtrace.interject.plan import State
 from bendtrace.interject.structure import Leaf, describe, part_of, take_apart
 from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.events import parameters_of
-from bendtrace.paths.naming import identifier
-from bendtrace.paths.nodes import Chosen, TreeNode, children_of
+from bendtrace.paths.nodes import Chosen, TreeNode, children_of, identifier
 from bendtrace.paths.nodes import describe as describe_node
 from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only, plain_path
 from bendtrace.recording.names import NodeRef

@@ -21,7 +21,7 @@ from bendtrace.errors import (
     NondeterminismError,
     NotReplayableError,
 )
-from bendtrace.history.copies import copied
+from bendtrace.history.capture import copied
 from bendtrace.interject.gates import running
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass

@@ -17,9 +17,9 @@ from bendtrace.replay.nodes import Exit
 from bendtrace.replay.tree import TraceTree
 
 if TYPE_CHECKING:
-    from bendtrace.view.outline import program as outlines
+    from bendtrace.view import program as outlines
 else:
-    outlines = LazyModule("bendtrace.view.outline.program")
+    outlines = LazyModule("bendtrace.view.program")
 
 _MOST = 64  # sets of places that paths are kept for
 

@@ -31,8 +31,7 @@ from bendtrace.paths.candidates import (
     NodeSelector,
     OneSelectable,
 )
-from bendtrace.paths.naming import dotted
-from bendtrace.paths.nodes import TreeNode
+from bendtrace.paths.nodes import TreeNode, dotted
 from bendtrace.paths.view import Node, Tree, dug, find
 from bendtrace.recording.names import NodeRef
 from bendtrace.torch_rules.functions import SHAPES, VALUES

@@ -15,21 +15,24 @@ from torch import Tensor, nn
 
 from bendtrace.flow import FlowStep, LoopFlowStep, steps_of
 from bendtrace.paths.events import Events, items_of, result_type, type_name
-from bendtrace.paths.naming import Holders, Registry, identifier
-from bendtrace.paths.nodes import Kind, Pass, Place, Role, Step, TreeNode, Variant
+from bendtrace.paths.nodes import (
+    Holders,
+    Kind,
+    Pass,
+    Place,
+    Registry,
+    Role,
+    Step,
+    TreeNode,
+    Variant,
+    identifier,
+)
 from bendtrace.recording import numbers, recorder, scopes, texts
 from bendtrace.recording.names import base_name, target_name
 from bendtrace.source.sites import Site
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Instance, Made, existing_in
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    refs_in,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import is_gate, name_of
 
 # The code of the tracer itself that runs a function.
@@ -38,10 +41,6 @@ _TRACERS = frozenset(module.__file__ for module in (recorder, scopes, numbers, t
 
 class Builder:
     """Creates the nodes of the tree of one run, or reuses existing ones.
-
-    Args:
-        events: the events of the run.
-        registry: the registry of node names.
 
     Attributes:
         root: the root of the tree.
@@ -110,13 +109,7 @@ class Builder:
         return known
 
     def node(
-        self,
-        parent: TreeNode,
-        key: Hashable,
-        label: str,
-        kind: Kind,
-        type_: str,
-        role: Role,
+        self, parent: TreeNode, key: Hashable, label: str, kind: Kind, type_: str, role: Role
     ) -> TreeNode:
         """Return the child of a node for a key; create it if it is new."""
         if role == "output" and parent.kind == "graph":
@@ -140,17 +133,7 @@ class Builder:
         role: Role,
         places: tuple[Place, ...] = (),
     ) -> TreeNode:
-        """Add a value, and its contents, to pass `number` of a node.
-
-        Args:
-            parent: the enclosing node.
-            number: the pass of the parent.
-            key: the key that identifies the node.
-            label: its preferred name.
-            value: the value, as recorded.
-            role: its relation to the graph.
-            places: its places in the source.
-        """
+        """Add a value, and its contents, to pass `number` of a node."""
         value = self.plain(value)
         items = items_of(value, self.events)
         if items is not None:
@@ -230,13 +213,7 @@ def _described(
 
 
 class Visit:
-    """One module call, while it is added to the tree.
-
-    Args:
-        builder: the builder of the tree.
-        call: the call.
-        node: its node.
-    """
+    """One module call, while it is added to the tree."""
 
     def __init__(self, builder: Builder, call: ModuleCall, node: TreeNode) -> None:
         self.builder = builder
@@ -476,11 +453,7 @@ _Counts = dict[tuple[int, str], int]
 
 
 class StepSource:
-    """Finds the place of each flow step in a tree, on demand.
-
-    Args:
-        builder: the builder of the tree.
-    """
+    """Finds the place of each flow step in a tree, on demand."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
@@ -549,12 +522,7 @@ _FEW = 3  # so many values of one variable are written out
 
 
 def value_text(value: Any, name: Name) -> str:
-    """Return recorded arguments as source text.
-
-    Args:
-        value: the recorded object.
-        name: returns the text for a value of the run.
-    """
+    """Return recorded arguments as source text."""
     kind = type(value)
     if kind is Ref:
         return name(value)
@@ -698,10 +666,6 @@ def _plain(value: Any) -> str:
 def module_expression(relative: str, module: nn.Module | None = None) -> str:
     """Return the expression for a submodule, parameter or buffer in the code of a module.
 
-    Args:
-        relative: its name in that module.
-        module: the module whose code it is.
-
     Example:
         >>> [module_expression(name) for name in ("linear", "layers.8", "0", "a b")]
         ['self.linear', 'self.layers[8]', 'self[0]', "getattr(self, 'a b')"]
@@ -753,13 +717,7 @@ def kept_name(name: str) -> str:
 
 
 def layout(lines: list[Line], given: Collection[str] = (), kept: Collection[str] = ()) -> list[str]:
-    """Return statements as text, with variables freed after their last use and repetitions folded.
-
-    Args:
-        lines: the statements.
-        given: the arguments.
-        kept: variables whose earlier values are still needed after reassignment.
-    """
+    """Return statements as text: variables are freed after their last use, repetitions folded."""
     lines = _keeping(lines, kept)
     taken = {line.target for line in lines}.union(given)
     freed = [[name for name in names if name in taken] for names in _freed(lines)]
@@ -941,7 +899,7 @@ def _with_freed(text: str, names: list[str]) -> str:
 
 
 class _Local(NamedTuple):
-    """What a value is called.
+    """The name of a value in the code of a graph.
 
     Attributes:
         name: the variable.

@@ -17,14 +17,7 @@ from bendtrace.paths.events import Events
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node
 from bendtrace.source.sites import Site
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    refs_in,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES
 
 
@@ -70,7 +63,7 @@ class Candidate:
 
     @property
     def is_module(self) -> bool:
-        """Whether it is a call of a module."""
+        """True if it is a call of a module."""
         return self.module is not None
 
     @property
@@ -203,18 +196,12 @@ def candidates_of(nodes: RunNodes) -> CandidateGraph:
 
     Nodes are the calls of modules and functions that accept insertions; the tree of paths also
     shows sizes and arithmetic on numbers.
-
-    Args:
-        nodes: the nodes.
     """
     return CandidateGraph(nodes.candidates, list(_Flow(nodes).edges()))
 
 
 class RunNodes:
-    """Which node each op, and each call of a module, is a pass of.
-
-    Args:
-        builder: the builder of the tree of the run.
+    """The node of which each op, and each call of a module, is a pass.
 
     Attributes:
         events: the events of the run.
@@ -239,7 +226,16 @@ class RunNodes:
         self.of_call[id(call)] = node.path
         self.executions.append(node.path)
         if node.path not in self.candidates:
-            self.candidates[node.path] = self._candidate_of_call(call, node)
+            is_root = call is self.events.root
+            output = self.events.recording.root.output if is_root else call.output
+            meta = next(filter(None, map(self._first_of, refs_in(output))), None)
+            around = None if is_root else call.parent
+            self.candidates[node.path] = Candidate(
+                node.path, node.label or node.name, call.module, call.path, None,
+                None if around is None else around.module, "" if around is None else around.path,
+                None if is_root else call.site,
+                None if meta is None else meta.shape, None if meta is None else meta.dtype,
+            )  # fmt: skip
         names: dict[int, TreeNode] = {}
         for position, name in builder.marks[id(call)]:
             child = node.children[name]
@@ -268,18 +264,6 @@ class RunNodes:
     def _is_parameter(self, ref: Ref) -> bool:
         op = self.events.ops[ref.index]
         return op.kind is OpKind.STATE and issubclass(op.target.type, nn.Parameter)
-
-    def _candidate_of_call(self, call: ModuleCall, node: TreeNode) -> Candidate:
-        is_root = call is self.events.root
-        output = self.events.recording.root.output if is_root else call.output
-        meta = next(filter(None, map(self._first_of, refs_in(output))), None)
-        around = None if is_root else call.parent
-        return Candidate(
-            node.path, node.label or node.name, call.module, call.path, None,
-            None if around is None else around.module, "" if around is None else around.path,
-            None if is_root else call.site,
-            None if meta is None else meta.shape, None if meta is None else meta.dtype,
-        )  # fmt: skip
 
     def _first_of(self, ref: Ref) -> TensorMeta | None:
         return _first_tensor(self.events.ops[ref.index].meta)
@@ -373,13 +357,7 @@ class _Flow:
     def _connect(
         self, source: int, path: str | None, scope: ModuleCall
     ) -> Iterator[tuple[str, str]]:
-        """Yield the edges from all that gives a value to what uses it.
-
-        Args:
-            source: the op that gave it.
-            path: the op that uses it; None for a call as such.
-            scope: the call in which it is used.
-        """
+        """Yield the edges from all that gives a value to what uses it."""
         given = self._nodes.of_op.get(source)
         if given is not None:
             giving, using = self._between(self._ops[source].scope, scope)
@@ -428,7 +406,7 @@ def _first_tensor(meta: Any) -> TensorMeta | None:
 
 
 def _can_be_cut_into(op: Op) -> bool:
-    """Whether something can be inserted at an op that the tree shows.
+    """Return whether something can be inserted at an op that the tree shows.
 
     That is not so for sizes and arithmetic on numbers, for what Python asks for at once, such as
     the truth of a tensor, and for what is an insertion itself.

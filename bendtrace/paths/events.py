@@ -13,34 +13,17 @@ import torch
 from torch import nn
 
 from bendtrace.recording.recorder import Recording
-from bendtrace.tape.captured import (
-    Access,
-    AttributeKey,
-    Captured,
-    CaptureKind,
-)
+from bendtrace.tape.captured import Access, AttributeKey, Captured, CaptureKind
 from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.structure import Existing, Instance, Opaque
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    refs_in,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 
 Origin = tuple[int, tuple[Any, ...]]
 
 
 class Events:
-    """A tape, grouped by module call.
-
-    Args:
-        recording: the run.
-        function: the function that was run.
-    """
+    """A tape, grouped by module call."""
 
     def __init__(self, recording: Recording, function: Callable[..., Any]) -> None:
         self.recording = recording
@@ -365,12 +348,8 @@ def result_type(op: Op, keys: tuple[Any, ...] | None) -> tuple[str, list[tuple[A
     """Return the type of a result with several tensors, and the keys and names of its parts."""
     if keys is not None:
         return "dict", [(key, str(key)) for key in keys]
-    fields = _fields_of_result(op)
+    named = getattr(torch.return_types, name_of(op.target), None)
+    fields = tuple(getattr(named, "__match_args__", ()))
     if fields and len(fields) == len(op.meta):
         return name_of(op.target), list(enumerate(fields))
     return "tuple", [(i, f"sub_{i}") for i in range(len(op.meta))]
-
-
-def _fields_of_result(op: Op) -> tuple[str, ...]:
-    named = getattr(torch.return_types, name_of(op.target), None)
-    return tuple(getattr(named, "__match_args__", ()))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from functools import cached_property
 from keyword import iskeyword
 from typing import Any
 
 import torch
 
+from bendtrace._checks import did_you_mean
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.paths.build import StepSource
 from bendtrace.paths.nodes import (
@@ -79,11 +79,7 @@ def find(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
 
 
 def require_leaf(root: TreeNode, found: Found, path: str) -> None:
-    """Raise if a node is not a single value.
-
-    Raises:
-        NodePathError: the node is a graph or a container.
-    """
+    """Raise if a node is not a single value."""
     node, chosen = found
     if node.kind == "graph":
         names = tuple(inner.path for inner, _ in children_of(node, chosen))
@@ -102,12 +98,7 @@ def require_leaf(root: TreeNode, found: Found, path: str) -> None:
 
 
 def dug(root: TreeNode, node: TreeNode) -> str:
-    """Return the path of a node with `|` where it leads into a container.
-
-    Args:
-        root: the root of the whole tree.
-        node: a node of it.
-    """
+    """Return the path of a node with `|` where it leads into a container."""
     names = node.path.split(".")
     inner = root
     for position, name in enumerate(names[:-1], 1):
@@ -205,9 +196,8 @@ class _Search:
         if not names:
             message = f"{where} is a {describe(node, chosen)} with nothing below it"
             return NodePathError(f"no node {self.path!r}: {message}", self.path)
-        close = get_close_matches(wrong, names, n=3, cutoff=0.5)
-        near = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-        message = f"{where} has no {wrong!r}; {near}it has {_listed(tuple(names))}"
+        near = did_you_mean(wrong, names, cutoff=0.5, otherwise=";")
+        message = f"{where} has no {wrong!r}{near} it has {_listed(tuple(names))}"
         return NodePathError(f"no node {self.path!r}: {message}", self.path, completions)
 
 
@@ -256,11 +246,7 @@ def _counted(number: int, one: str, several: str) -> str:
 
 
 class Tree:
-    """The nodes of a run.
-
-    Attributes:
-        data: the root, as plain data.
-    """
+    """The nodes of a run."""
 
     def __init__(
         self,
@@ -355,11 +341,7 @@ class Tree:
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Tree:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            InputError: it is not an output of `to_dict`.
-        """
+        """Read what `to_dict` wrote."""
         try:
             elements = {index: (root, tuple(keys)) for index, root, keys in row["elements"]}
             return cls(TreeNode.from_dict(row["root"]), elements)
@@ -421,7 +403,7 @@ class Node:
 
     @property
     def _name(self) -> str:
-        """What the node around it knows it by; "<root>" for the root."""
+        """Its name in the node around it; "<root>" for the root."""
         return self._data.name + self._suffix if self._data.path else "<root>"
 
     @property
@@ -453,7 +435,7 @@ class Node:
 
     @property
     def _code(self) -> Text:
-        """What it ran: for a graph its code, else the lines of the source that led to it."""
+        """The code of a graph; for other nodes the lines of the source that led to it."""
         data = self._data
         places = "\n".join(map(str, data.places))
         if data.kind != "graph":

@@ -37,7 +37,7 @@ MACHINERY = (
     os.path.join(PACKAGE, "interject", ""),
     *(
         os.path.join(PACKAGE, f"{name}.py")
-        for name in ("base_module", "dispatcher", "hooks", "module", "module_proxy", "_trace")
+        for name in ("dispatcher", "hooks", "module", "module_proxy", "_trace")
     ),
 )
 TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -14,12 +14,11 @@ from bendtrace._places import is_file, place_text, read_place
 from bendtrace._trace import Trace
 from bendtrace.errors import BendtraceError, InputError, NodePathError
 from bendtrace.flow import FlowStep
-from bendtrace.history.copies import copied, materialize, tensors_in
+from bendtrace.history.capture import copied, materialize, tensors_in
 from bendtrace.history.entries import Source
 from bendtrace.history.names import Names, call_around, holders_of, near_names, passes_of
 from bendtrace.interject.resolver import describe_where, meant_by, name_of
-from bendtrace.paths.naming import Registry
-from bendtrace.paths.nodes import Pass, TreeNode
+from bendtrace.paths.nodes import Pass, Registry, TreeNode
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record, uninitialized_in
 from bendtrace.replay.global_state import GlobalState
@@ -260,7 +259,7 @@ class SteppedRun:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the kept values take."""
+        """The number of bytes that the kept values take."""
         return self._kept.nbytes
 
     def __len__(self) -> int:
@@ -632,14 +631,7 @@ class Version(NamedTuple):
 def stepped_data(
     version: Version, steps: Sequence[FlowStep], sides: Mapping[int, Sequence[Version]], budget: int
 ) -> dict[str, Any]:
-    """Return what the viewer needs, besides the log, to go through a run.
-
-    Args:
-        version: the run.
-        steps: its flow steps.
-        sides: for questions, by their number, the runs in which they had another answer.
-        budget: how many characters the texts of a page may have.
-    """
+    """Return what the viewer needs, besides the log, to go through a run."""
     rows = _Rows(steps)
     events = rows.of(version, 0, {})
     others = [
@@ -670,11 +662,7 @@ def _end(version: Version) -> dict[str, str]:
 
 
 class _Rows:
-    """Events as plain values; frames and texts are tables that they share.
-
-    Args:
-        steps: the flow steps of the run that is shown.
-    """
+    """Events as plain values; frames and texts are tables that they share."""
 
     def __init__(self, steps: Sequence[FlowStep]) -> None:
         self._steps: dict[int | None, list[tuple[int, FlowStep]]] = {}
@@ -687,14 +675,7 @@ class _Rows:
     def of(
         self, version: Version, first: int, lines: Mapping[int, str | None]
     ) -> list[dict[str, Any]]:
-        """Return the events of a run from some event on.
-
-        Args:
-            version: the run.
-            first: the event.
-            lines: Python that makes changes of the run, by their numbers; None for a change that
-                the page cannot repeat.
-        """
+        """Return the events of a run from some event on."""
         found = []
         for number in range(first, len(version.events)):
             row = self._row(version, number)
@@ -822,13 +803,7 @@ def is_of(step: FlowStep, event: Event, tape: Tape) -> bool:
 
 
 class Places:
-    """Finds the events of a place in a run.
-
-    Args:
-        function: the model.
-        trace: the run.
-        events: its events.
-    """
+    """Finds the events of a place in a run."""
 
     def __init__(self, function: Callable[..., Any], trace: Trace, events: list[Event]) -> None:
         self._known = _Known(function, trace)
@@ -837,12 +812,7 @@ class Places:
         self._events = events
 
     def numbers(self, place: Any) -> list[int]:
-        """Return the events of a place in order; at least one.
-
-        Raises:
-            InputError: there is none.
-            NodePathError: the run has no such node.
-        """
+        """Return the events of a place in order; at least one."""
         if isinstance(place, FlowStep):
             return self._questions(place)
         line = _line(place)
@@ -862,16 +832,7 @@ class Places:
         return found
 
     def values(self, place: Any, kind: str = "") -> list[tuple[int, tuple[Any, ...]]]:
-        """Return the events whose values a place stands for, and where in their results.
-
-        Args:
-            place: the place.
-            kind: which kind of events to prefer at a line.
-
-        Raises:
-            InputError: there is none.
-            NodePathError: the run has no such node.
-        """
+        """Return the events whose values a place stands for, and where in their results."""
         if not isinstance(place, FlowStep) and _line(place) is None:
             return self._values(place)
         numbers = self.numbers(place)
@@ -888,7 +849,7 @@ class Places:
     def _calls(self, place: Any) -> list[int]:
         """Return the first event of each selected call of a module; nothing if it is no module."""
         found = []
-        for _, node, chosen in self._meant(place):
+        for _, node, chosen in self._places_of(place):
             if node.kind != "graph" or not node.module:
                 return []
             calls = self._tape.calls
@@ -908,16 +869,11 @@ class Places:
         return len(self._events)
 
     def _values(self, place: Any, *, is_value: bool = True) -> list[tuple[int, tuple[Any, ...]]]:
-        """Return the events that compute the values of a node, and where in their results.
-
-        Args:
-            place: the node.
-            is_value: whether the value itself is asked for, and not only when it was computed.
-        """
+        """Return the events that compute the values of a node, and where in their results."""
         tree = self._trace._run.tree
         numbers = {e.index: number for number, e in enumerate(self._events) if e.kind == "op"}
         found = set()
-        for _, node, chosen in self._meant(place):
+        for _, node, chosen in self._places_of(place):
             for data, made in passes_of(node, chosen):
                 assert made.index is not None
                 index, element = tree.origin(made.index, made.element)
@@ -970,7 +926,7 @@ class Places:
                 "returned it: name the op"
             )
 
-    def _meant(self, place: Any) -> Sequence[Any]:
+    def _places_of(self, place: Any) -> Sequence[Any]:
         name = name_of(place, self._known)
         if name is None:
             raise InputError(f"{place!r} is no place in a run")
@@ -991,7 +947,7 @@ def _line(place: Any) -> Line | None:
 
 
 class _Known:
-    """What is known of the model, as names are resolved: this run alone."""
+    """The known runs of the model, for resolving names: this run alone."""
 
     def __init__(self, model: Callable[..., Any], trace: Trace) -> None:
         self.model = model

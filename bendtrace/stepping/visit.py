@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bendtrace._compare import same_bits
 from bendtrace.errors import InputError, NondeterminismError
-from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
+from bendtrace.history.capture import copied, lazily_copied, materialize, tensors_in
 from bendtrace.preserved_state import ModelState, PreservedState, no_model
 from bendtrace.recording.texts import shows
 from bendtrace.source.sites import BEHIND, PACKAGE, TORCH
@@ -158,7 +158,7 @@ class Visit:
         """Hand over what is known (see `Inserter`)."""
         self._stage = stage
         self._ops: list[Op] = stage.tape.ops
-        stage.answer_with(self._asked)
+        stage.answer_with(self._question)
         stage.hand_over(Handed(self._kept))
 
     def starts(self, args: Any, kwargs: dict[str, Any], frame: FrameType) -> Any:
@@ -229,7 +229,7 @@ class Visit:
 
     # Events
 
-    def _asked(self, guard: Guard, answer: Any) -> Any:
+    def _question(self, guard: Guard, answer: Any) -> Any:
         """Return the answer to a question of the model, which may be another than its own."""
         if guard.how not in _QUESTIONS or guard.site is None:
             return answer
@@ -250,7 +250,15 @@ class Visit:
         if len(self.events) == self._stop:
             self._ended = True
             with torch._C.DisableTorchFunction():
-                self.frames = self._frames(frame)
+                # The frames of the model with copies of their variables.
+                memo: dict[int, Any] = {}
+                self.frames = tuple(
+                    Frame(
+                        each.f_code.co_qualname, each.f_code.co_filename, each.f_lineno,
+                        {name: self._copies(value, memo) for name, value in each.f_locals.items()},
+                    )
+                    for each in _frames_of_model(frame)
+                )  # fmt: skip
             raise StopRun
         if self._looks is not None:
             with torch._C.DisableTorchFunction():
@@ -278,11 +286,7 @@ class Visit:
             raise StopRun
 
     def require_same(self) -> None:
-        """Raise if the run did something else than before.
-
-        Raises:
-            NondeterminismError: it did.
-        """
+        """Raise if the run did something else than before."""
         if self.went_astray:
             raise NondeterminismError(
                 "the model did not do the same again that it did before from the same start: "
@@ -301,17 +305,6 @@ class Visit:
         return kind(items)
 
     # Looking
-
-    def _frames(self, frame: FrameType | None) -> tuple[Frame, ...]:
-        """Return the frames of the model with copies of their variables."""
-        memo: dict[int, Any] = {}
-        return tuple(
-            Frame(
-                each.f_code.co_qualname, each.f_code.co_filename, each.f_lineno,
-                {name: self._copies(value, memo) for name, value in each.f_locals.items()},
-            )
-            for each in _frames_of_model(frame)
-        )  # fmt: skip
 
     def _copies(self, value: Any, memo: dict[int, Any]) -> Any:
         """Return what is seen of a value: tensors as they are now, and numbers that are plain."""
@@ -394,11 +387,7 @@ def _random() -> list[bytes]:
 
 
 def require_tensor(value: Any) -> Tensor:
-    """Return a tensor to be used as a value.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Return a tensor to be used as a value."""
     if type(value) not in (Tensor, nn.Parameter):
         raise InputError(f"a value has to be a plain tensor, not {value!r}")
     return value if value.requires_grad else copied(value.detach())
@@ -409,9 +398,6 @@ def require_tensor(value: Any) -> Tensor:
 
 class Kept:
     """Values by op. Where there are too many, those go that are the quickest to compute again.
-
-    Args:
-        budget: how many bytes they may take.
 
     Attributes:
         nbytes: how many bytes they take.
@@ -515,15 +501,7 @@ class Random:
 
 
 class Start(ModelState):
-    """What a run can read, as it is before the run.
-
-    Args:
-        function: the model.
-        bound: its arguments by name.
-
-    Raises:
-        InputError: it holds something that cannot be restored.
-    """
+    """Everything that a run can read, as it is before the run."""
 
     def __init__(self, function: Callable[..., Any], bound: dict[str, Any]) -> None:
         super().__init__(function, bound, lambda reasons: cannot("; ".join(reasons)))
@@ -535,11 +513,7 @@ class Start(ModelState):
         return Random(self.generators)
 
     def begin(self) -> None:
-        """Have a run begin here.
-
-        Raises:
-            InputError: the model or the inputs are not what they were.
-        """
+        """Have a run begin here."""
         environment = self._environments[0]
         reasons = environment.blockers
         known = len(reasons)
@@ -560,11 +534,7 @@ class Start(ModelState):
         self._random.restore()
 
     def before(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Prepare for a call that may write to what existed before.
-
-        Returns:
-            Why the call could not be undone; "" if it can.
-        """
+        """Prepare for a call that may write to what existed before."""
         name = known_as(function)
         if function in _BACKWARD:
             return f"{name} adds to gradients outside of the run"
@@ -600,14 +570,7 @@ _TORCH = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format
 
 
 class FrameText(NamedTuple):
-    """A running function of the model, with its variables as text.
-
-    Attributes:
-        function: its name.
-        file: its file.
-        line: the line that it had come to.
-        variables: pairs of a name and a text.
-    """
+    """A running function of the model, with its variables as text."""
 
     function: str
     file: str
@@ -617,10 +580,6 @@ class FrameText(NamedTuple):
 
 class Looks:
     """Keeps the frames of positions as text. Where there are too many, the farthest go.
-
-    Args:
-        budget: how many characters they may take together; what positions share counts once.
-        centre: the position around which positions are kept.
 
     Attributes:
         frames: the frames of each position that was kept, innermost first.
@@ -716,9 +675,6 @@ def text_of(value: Any) -> str:
 
     Tensors have their shape, dtype and first values, and large ones their range; objects of other
     classes have the name of their class.
-
-    Args:
-        value: a value as it is during a run, or the copy of one.
 
     Example:
         >>> import torch

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 import bendtrace
+from bendtrace._checks import did_you_mean
 from bendtrace._places import add_cells, cells_among
 from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, fields_of
 from bendtrace.errors import BendtraceError, InputError, LoadError, SaveError
@@ -63,20 +63,10 @@ class Rows(Generic[T]):
     """Writes instances of one class as rows: an object each, with a key for each field.
 
     Fields that have their default are left out.
-
-    Args:
-        cls: a dataclass or named tuple.
-        forms: fields that are written in a plainer way than values of any type.
-        codec: what the rest is written with.
-        without: fields that are not written.
     """
 
     def __init__(
-        self,
-        cls: type[T],
-        forms: Mapping[str, Form],
-        codec: Codec,
-        without: Collection[str] = (),
+        self, cls: type[T], forms: Mapping[str, Form], codec: Codec, without: Collection[str] = ()
     ) -> None:
         self._cls = cls
         self._codec = codec
@@ -93,13 +83,7 @@ class Rows(Generic[T]):
         return row
 
     def read(self, row: Mapping[str, Any]) -> T:
-        """Return the instance that a row describes.
-
-        Raises:
-            ValueError: if a value makes no sense.
-            LookupError: if there is a field that the class does not have.
-            TypeError: if one is missing.
-        """
+        """Return the instance that a row describes."""
         read, forms = self._codec.read, self._forms
         return self._cls(**{name: read(forms[name], data) for name, data in row.items()})
 
@@ -256,21 +240,7 @@ def read_values(
     files: Mapping[str, tuple[DataFile, Header]],
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Return what `write_values` wrote, by name.
-
-    Args:
-        index: what it returned.
-        files: the files that it wrote.
-        device: where tensors are to be read to; None for the CPU.
-
-    Returns:
-        For each name a `StoredTensor`, a `NotSaved`, a `StoredValue`, or a plain value.
-
-    Raises:
-        LookupError: if something is missing.
-        ValueError: if it makes no sense.
-        TypeError: if a value is of the wrong type.
-    """
+    """Return what `write_values` wrote, by name."""
     values = {}
     rows = index["tensors"]
     for name, data in index["values"]:
@@ -296,20 +266,12 @@ def _handle(
 
 @dataclass(frozen=True, eq=False)
 class StoredValue:
-    """A container with tensors on disk.
-
-    Attributes:
-        value: the container, with handles in place of the tensors.
-    """
+    """A container with tensors on disk."""
 
     value: Any
 
     def read(self) -> Any:
-        """Read it: each call gives new tensors.
-
-        Raises:
-            LoadError: if a file was damaged since.
-        """
+        """Read it: each call gives new tensors."""
         return _replaced(self.value, StoredTensor, StoredTensor.read)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredValue:
@@ -537,12 +499,7 @@ _DATA = re.compile(r"data-[0-9a-f]{12}")
 
 
 class Draft:
-    """A save that is being written.
-
-    Attributes:
-        folder: where its files go.
-        files: for each file what is known of it.
-    """
+    """A save that is being written."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -558,12 +515,7 @@ class Draft:
         self.files[name] = {"size": size, "sha256": sha256}
 
     def add_tensors(self, name: str, header: str) -> None:
-        """Note a file of tensors that was written.
-
-        Args:
-            name: its name.
-            header: the checksum of its header.
-        """
+        """Note a file of tensors that was written."""
         size = os.path.getsize(self.path(name))
         self.files[name] = {"size": size, "header_sha256": header}
 
@@ -573,18 +525,10 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
     """Write a save: the body fills it, and at the end it takes the place of the one before.
 
     If the body fails, what was saved before is as it was.
-
-    Args:
-        directory: where to.
-        about: what to write in `bendtrace.json`; may be added to by the body.
-
-    Raises:
-        SaveError: if the directory holds other things, somebody else saves there, or it cannot
-            be written to.
     """
     with writing(directory):
         _require_ours(directory)
-        with _made(directory), ExitStack() as stack:
+        with _directory_at(directory), ExitStack() as stack:
             stack.callback(DirectoryLock(directory).release)
             _require_ours(directory)
             _clean(directory)
@@ -592,7 +536,15 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
             try:
                 os.mkdir(draft.folder)
                 yield draft
-                _commit(directory, draft, about)
+                sync_directory(draft.folder)
+                manifest = {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    **about,
+                    "data": os.path.basename(draft.folder),
+                    "files": draft.files,
+                }
+                replace_sealed(os.path.join(directory, MANIFEST), manifest, draft.path(MANIFEST))
             except BaseException:
                 if not _is_current(directory, draft):
                     shutil.rmtree(draft.folder, ignore_errors=True)
@@ -600,20 +552,8 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
             _clean(directory)
 
 
-def _commit(directory: str, draft: Draft, about: dict[str, Any]) -> None:
-    sync_directory(draft.folder)
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        **about,
-        "data": os.path.basename(draft.folder),
-        "files": draft.files,
-    }
-    replace_sealed(os.path.join(directory, MANIFEST), manifest, draft.path(MANIFEST))
-
-
 @contextmanager
-def _made(directory: str) -> Iterator[None]:
+def _directory_at(directory: str) -> Iterator[None]:
     """Make a directory and those above it. If the body fails, remove those that are empty."""
     missing: list[str] = []
     path = directory
@@ -633,11 +573,7 @@ def _made(directory: str) -> Iterator[None]:
 
 
 def _require_ours(directory: str) -> None:
-    """Refuse what was not made by saving.
-
-    Raises:
-        SaveError: if the directory holds something else.
-    """
+    """Refuse what was not made by saving."""
     if not os.path.lexists(directory):
         return
     if not os.path.isdir(directory):
@@ -686,12 +622,7 @@ def _clean(directory: str) -> None:
 
 
 class Opened:
-    """A save that is being read.
-
-    Attributes:
-        directory: where it is.
-        manifest: what `bendtrace.json` says.
-    """
+    """A save that is being read."""
 
     def __init__(self, directory: str, manifest: dict[str, Any]) -> None:
         self.directory = directory
@@ -699,11 +630,7 @@ class Opened:
         self.folder: str = os.path.join(directory, manifest["data"])
 
     def read_json(self, name: str) -> Any:
-        """Return what a file of JSON holds.
-
-        Raises:
-            LoadError: if it is not there, or not what was written.
-        """
+        """Return what a file of JSON holds."""
         row = self.manifest["files"].get(name)
         path = os.path.join(self.folder, name)
         if row is None:
@@ -718,11 +645,7 @@ class Opened:
 
 
 def open_manifest(directory: str) -> Opened:
-    """Find the save in a directory.
-
-    Raises:
-        LoadError: if there is none, or it is foreign, newer or damaged.
-    """
+    """Find the save in a directory."""
     if not os.path.isdir(directory):
         if os.path.lexists(directory):
             raise LoadError(directory, "it is a file; a save is a directory")
@@ -750,8 +673,7 @@ def _near(directory: str) -> str:
     folder, name = os.path.split(directory)
     if not os.path.isdir(folder):
         return f", nor {folder!r}"
-    near = get_close_matches(name, sorted(os.listdir(folder)), n=3)
-    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+    return did_you_mean(name, sorted(os.listdir(folder)))
 
 
 # Activations on disk while a run is going on, and handles that read them back.
@@ -849,15 +771,7 @@ def row_of(path: str, extent: Extent, layout: Layout, device: torch.device) -> d
 
 
 def open_files(directory: str, checksums: Mapping[str, str]) -> dict[str, tuple[DataFile, Header]]:
-    """Open files of tensors and examine their headers.
-
-    Args:
-        directory: where they are.
-        checksums: for the name of each file, the checksum of its header.
-
-    Raises:
-        LoadError: if one is missing, or is not the file that was written.
-    """
+    """Open files of tensors and examine their headers."""
     files = {}
     for name, checksum in checksums.items():
         if os.path.basename(name) != name:
@@ -876,13 +790,7 @@ def stored_of(
     files: Mapping[str, tuple[DataFile, Header]],
     to: torch.device | None = None,
 ) -> StoredTensor | NotSaved:
-    """Return the handle that a row of `row_of` describes.
-
-    Raises:
-        LookupError: if something is missing.
-        ValueError: if the row and the file do not go together.
-        TypeError: if a value is of the wrong type.
-    """
+    """Return the handle that a row of `row_of` describes."""
     if "not_saved" in row:
         return NotSaved(row["not_saved"])
     dtype = getattr(torch, row["dtype"], None)
@@ -1061,13 +969,13 @@ def _make_room(directory: str) -> None:
 
 
 def is_streamed(name: str) -> bool:
-    """Whether a file in a directory is one that a `ShardWriter` writes."""
+    """Return whether a file in a directory is one that a `ShardWriter` writes."""
     is_shard = name.startswith("shard-") and name.endswith(".safetensors")
     return is_shard or name in (STREAM, f"{STREAM}.new", LOCK)
 
 
 def is_unfinished(directory: str) -> bool:
-    """Whether a directory holds a stream that was interrupted, or is still being written."""
+    """Return whether a directory holds a stream that was interrupted, or is still being written."""
     try:
         marker = read_sealed(os.path.join(directory, STREAM), STREAM_FORMAT, STREAM_VERSION)
     except LoadError:

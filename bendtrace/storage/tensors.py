@@ -55,7 +55,7 @@ _CHUNK = 1 << 22  # bytes copied to the CPU at a time
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies in memory.
+    """The layout of a tensor in memory.
 
     Attributes:
         dtype: its dtype.
@@ -201,7 +201,7 @@ class Extent(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says about itself.
+    """The description in the header of a file.
 
     Attributes:
         sha256: checksum of the file up to the first tensor, in hexadecimal.
@@ -215,14 +215,7 @@ class Header(NamedTuple):
 
 
 class DataFile:
-    """A file that stays open for reading, so that what it holds cannot be exchanged.
-
-    Args:
-        path: the file.
-
-    Raises:
-        LoadError: if it cannot be opened.
-    """
+    """A file that stays open for reading, so that what it holds cannot be exchanged."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -238,11 +231,7 @@ class DataFile:
         return os.fstat(self._file.fileno()).st_size
 
     def read(self, start: int, nbytes: int) -> Tensor:
-        """Return some bytes as a tensor of uint8 with memory of its own.
-
-        Raises:
-            LoadError: if the file is shorter, or cannot be read.
-        """
+        """Return some bytes as a tensor of uint8 with memory of its own."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if not nbytes:
             return buffer
@@ -260,11 +249,7 @@ class DataFile:
         return buffer
 
     def tensor(self, extent: Extent, layout: Layout) -> Tensor:
-        """Return a tensor, after a look at its checksum.
-
-        Raises:
-            LoadError: if its bytes are not those that were written.
-        """
+        """Return a tensor, after a look at its checksum."""
         stored = self.read(extent.start, extent.nbytes)
         if crc32(stored) != extent.checksum:
             raise LoadError(
@@ -273,11 +258,7 @@ class DataFile:
         return tensor_of(layout, stored)
 
     def header(self) -> Header:
-        """Read and examine the header.
-
-        Raises:
-            LoadError: if the file is not what it should be.
-        """
+        """Read and examine the header."""
         size = self.size
         if size < 8:
             raise LoadError(self.path, "the file is truncated")
@@ -333,12 +314,7 @@ def _extents(header: dict[str, Any], base: int) -> list[tuple[str, Any]]:
 
 
 class TensorFile:
-    """A file that tensors are written to, one after the other.
-
-    Args:
-        path: the file, which must not exist.
-        reserve: bytes kept free for the header.
-    """
+    """A file that tensors are written to, one after the other."""
 
     size: int
 
@@ -359,15 +335,11 @@ class TensorFile:
         return len(self._rows)
 
     def takes(self, key: str, layout: Layout) -> bool:
-        """Whether there is room for one more in the header."""
+        """Return whether there is room for one more in the header."""
         return self._used + row_size(key, layout) <= self._reserve
 
     def add(self, key: str, layout: Layout, tensor: Tensor) -> Extent:
-        """Write a tensor.
-
-        Raises:
-            OSError: if that fails. The file stays usable: what was written of it is forgotten.
-        """
+        """Write a tensor."""
         start = self.size
         checksum = 0
         try:
@@ -385,11 +357,7 @@ class TensorFile:
         return Extent(key, start, layout.nbytes, checksum)
 
     def close(self) -> str:
-        """Write the header and bring everything to the disk.
-
-        Returns:
-            The checksum of the header.
-        """
+        """Write the header and bring everything to the disk."""
         raw = packed_header(self._rows, self._reserve)
         os.fsync(self._fd)  # only a file whose bytes are all there has a header
         os.lseek(self._fd, 0, os.SEEK_SET)
@@ -418,12 +386,7 @@ def header_size(rows: list[tuple[str, Layout]]) -> int:
 
 
 def packed_header(rows: dict[str, Any], size: int = 0) -> bytes:
-    """Return a header with its length, of a size that is reserved, or of its own.
-
-    Args:
-        rows: what `tensor_row` returned, by key.
-        size: the reserved bytes; 0 for as many as it needs.
-    """
+    """Return a header with its length, of a size that is reserved, or of its own."""
     header = _dump({**_METADATA, **rows})
     size = size or -(-(len(header) + 8) // _ALIGNMENT) * _ALIGNMENT
     header = header.ljust(size - 8)
@@ -487,14 +450,7 @@ LOCK = ".lock"  # in a directory, as long as a writer holds it; a process that i
 
 
 class DirectoryLock:
-    """A lock on a directory. The system takes it back when the process dies.
-
-    Args:
-        directory: which one.
-
-    Raises:
-        SaveError: if another writer, of this process or another one, holds it.
-    """
+    """A lock on a directory. The system takes it back when the process dies."""
 
     def __init__(self, directory: str) -> None:
         # A writer may be closed by another thread than the one that opened it.
@@ -533,11 +489,7 @@ def write_json(path: str, value: Any) -> tuple[int, str]:
 
 
 def read_json(path: str, size: int, sha256: str) -> Any:
-    """Read a file of `write_json`.
-
-    Raises:
-        LoadError: if it is not there, or not what was written.
-    """
+    """Read a file of `write_json`."""
     content = _read(path)
     if len(content) < size:
         raise LoadError(path, f"the file is truncated ({len(content)} bytes instead of {size})")
@@ -547,13 +499,7 @@ def read_json(path: str, size: int, sha256: str) -> Any:
 
 
 def replace_sealed(path: str, value: dict[str, Any], draft: str) -> None:
-    """Write JSON with its own checksum, in place of what is there: all of it, or nothing.
-
-    Args:
-        path: the file.
-        value: the content, without a key `sha256`.
-        draft: where to write it first, on the same disk.
-    """
+    """Write JSON with its own checksum, in place of what is there: all of it, or nothing."""
     text = json.dumps({**value, "sha256": _seal(value)}, indent=1, allow_nan=False)
     write_file(draft, text.encode("ascii") + b"\n")
     os.replace(draft, path)
@@ -561,16 +507,7 @@ def replace_sealed(path: str, value: dict[str, Any], draft: str) -> None:
 
 
 def read_sealed(path: str, form: str, version: int) -> dict[str, Any]:
-    """Read a file of `replace_sealed`.
-
-    Args:
-        path: the file.
-        form: what it has to call its format.
-        version: the newest version of the format that is understood.
-
-    Raises:
-        LoadError: if it is not there, foreign, newer or damaged.
-    """
+    """Read a file of `replace_sealed`."""
     from_here = "it is not one of bendtrace's, or is damaged"
     try:
         value = json.loads(_read(path))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from bendtrace._history import ModelHistory
+    from bendtrace._trace import ModelHistory
     from bendtrace.history.entries import LayerEntry
     from bendtrace.module import BendedModule
 
@@ -74,7 +74,7 @@ def _facts(entry: LayerEntry) -> list[tuple[str, str]]:
         if field.name in ("saved", "gradient"):
             if value is not None:
                 name = "tensor_contents" if field.name == "saved" else "grad_contents"
-                found.append((name, _told(getattr(entry, name))))
+                found.append((name, _value_text(getattr(entry, name))))
         elif usual is MISSING or value != usual:
             found.append((field.name, repr(value)))
     return found
@@ -86,7 +86,7 @@ def _form(entry: LayerEntry) -> str:
     return f"{str(entry.dtype).removeprefix('torch.')}{list(entry.shape)}"
 
 
-def _told(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Return a value as text; treescope's own form of tensors depends on what torch removes."""
     if not isinstance(value, Tensor):
         return repr(value)

@@ -8,25 +8,45 @@ tensor([0., 2.])
 """
 
 from bendtrace.calls import Call
-from bendtrace.history.tables import Table
+from bendtrace.history.entries import Table
 from bendtrace.interject.where import Alias, Aliases, transformer_lens_aliases
 from bendtrace.workflows.ablation import AblationStudy, ablate, ablation_study
-from bendtrace.workflows.attribution import Attribution, attribution_patching
-from bendtrace.workflows.autoencoder import LatentEdit, SplicedAutoencoder, splice_autoencoder
+from bendtrace.workflows.attribution import (
+    Attribution,
+    NodeFunction,
+    attribute,
+    attribution_patching,
+)
+from bendtrace.workflows.autoencoder import (
+    LatentEdit,
+    SparseAutoencoder,
+    SplicedAutoencoder,
+    load_autoencoder,
+    splice_autoencoder,
+)
 from bendtrace.workflows.bending import BendingSession, Sweep, bending_session, sweep
 from bendtrace.workflows.cache import ActivationCache, run_with_cache
-from bendtrace.workflows.causal import CausalTrace, causal_tracing
 from bendtrace.workflows.costs import Costs, cost, dead_ends, hot_path, recomputation
 from bendtrace.workflows.debugging import NonFinite, Range, find_nan, gradient_flow, raise_on_nan
 from bendtrace.workflows.facet_finder import Facet, Facets, facets
-from bendtrace.workflows.lenses import LensResult, TunedLens, logit_lens
-from bendtrace.workflows.node_attribution import NodeFunction, attribute
-from bendtrace.workflows.patching import Patching, activation_patching
+from bendtrace.workflows.lenses import (
+    LensResult,
+    ProbeData,
+    RidgeProbe,
+    TunedLens,
+    fit_ridge,
+    logit_lens,
+    probe_data,
+)
+from bendtrace.workflows.patching import (
+    CausalTrace,
+    Patching,
+    activation_patching,
+    causal_tracing,
+    scan,
+)
 from bendtrace.workflows.paths import PathPatching, path_patching
-from bendtrace.workflows.probing import ProbeData, RidgeProbe, fit_ridge, probe_data
 from bendtrace.workflows.reach import Reach, ancestry, influence
-from bendtrace.workflows.saved_autoencoders import SparseAutoencoder, load_autoencoder
-from bendtrace.workflows.scanning import scan
 from bendtrace.workflows.steering import Steering, SteeringVectors, steer, steering_vector
 
 __all__ = [

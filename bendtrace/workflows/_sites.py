@@ -3,35 +3,443 @@
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bendtrace._checks import required_choice
+from bendtrace._checks import required_choice, required_int
+from bendtrace._lazy import required_pandas
 from bendtrace.calls import Call, differentiable, own_copy
 from bendtrace.errors import InputError, NodePathError, SiteError
-from bendtrace.history.copies import copied
+from bendtrace.history.building import Log
+from bendtrace.history.capture import copied
+from bendtrace.history.entries import LayerEntry
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.registry import InsertionGroup
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import Leaf, Shape, assemble, describe, take_apart
 from bendtrace.module import BendedModule
+from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.nodes import NodePath
 from bendtrace.preserved_state import PreservedState
-from bendtrace.workflows._grids import (
-    Beyond,
-    Columns,
-    Metric,
-    Missing,
-    NoPart,
-    Part,
-    number_of,
-)
-from bendtrace.workflows._heads import require_heads
+from bendtrace.view.paint import heat_map, plotted, text_table
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+
+# Numbers over sites, positions and heads, and the metric that computes them.
+
+Position = int | slice | tuple[int, ...]
+Metric = Callable[[Any], Any]
+
+
+# Arguments
+
+
+def required_metric(metric: Any) -> Metric:
+    """Return a metric that can be called; raise an `InputError` for anything else."""
+    if not callable(metric):
+        raise InputError(
+            f"metric= has to be a function from the model's output to a number, not {metric!r}"
+        )
+    return metric  # type: ignore[no-any-return]
+
+
+def scalar_of(metric: Metric, output: Any) -> Tensor | float:
+    """Return the metric of an output: a tensor without dimensions, or a number."""
+    try:
+        value = metric(output)
+    except Exception as error:
+        error.add_note(f"metric= was called with the output of the model, {describe(output)}")
+        raise
+    if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
+        return value
+    hint = ""
+    if isinstance(value, Tensor):
+        what = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+        hint = "; take its mean or sum, or one item"
+    else:
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            what = repr(value)
+    raise InputError(
+        f"metric= has to return a number or a tensor without dimensions, not {what}{hint}"
+    ) from None
+
+
+def number_of(metric: Metric, output: Any) -> float:
+    """Return the metric of an output as a number."""
+    return as_number(scalar_of(metric, output))
+
+
+def as_number(value: Tensor | float) -> float:
+    """Return a tensor without dimensions as a number, in double precision."""
+    return value.detach().to(torch.float64).item() if isinstance(value, Tensor) else value
+
+
+def position_of(said: Any, name: str = "positions") -> Position:
+    """Parse one position, or several that belong together: a number, a slice, or numbers."""
+    if isinstance(said, slice):
+        return said
+    if isinstance(said, Tensor) and said.dim() and not said.dtype.is_floating_point:
+        said = said.tolist()
+    if isinstance(said, Iterable) and not isinstance(said, (str, bytes, Tensor)):
+        several = tuple(_number(item, name) for item in said)
+        if not several:
+            raise InputError(f"{name}= has an empty group of positions")
+        return several
+    return _number(said, name)
+
+
+def _number(said: Any, name: str) -> int:
+    if not isinstance(said, (bool, float, str)):
+        try:
+            return operator.index(said)
+        except TypeError:
+            pass
+    raise InputError(f"{name}= takes ints, slices and groups of ints, not {said!r}")
+
+
+def _positions_of(said: Any) -> tuple[Position, ...] | str | None:
+    """Read several positions: None for all at once, "each" for as many as there are."""
+    if said is None or (isinstance(said, str) and said == "each"):
+        return said
+    if isinstance(said, (int, slice)) and not isinstance(said, bool):
+        return (position_of(said),)
+    if isinstance(said, (str, bytes)) or not isinstance(said, Iterable):
+        raise InputError(
+            'positions= takes None for the whole, "each", or an iterable of ints, slices and '
+            f"groups of ints, not {said!r}"
+        )
+    listed = tuple(map(position_of, said))
+    if not listed:
+        raise InputError("positions= is empty")
+    return listed
+
+
+def _heads_of(said: Any, count: int) -> tuple[int, ...]:
+    """Read which of some heads are chosen; None for all of them."""
+    listed = slice(None) if said is None else position_of(said, "head")
+    if isinstance(listed, slice):
+        return tuple(range(count))[listed]
+    listed = listed if isinstance(listed, tuple) else (listed,)
+    for number in listed:
+        if not -count <= number < count:
+            raise InputError(f"there is no head={number}; there are {count} heads")
+    return tuple(number % count for number in listed)
+
+
+# Parts of an activation
+
+
+class NoPart(Exception):
+    """A value lacks the requested part; the message says why."""
+
+
+class Beyond(NoPart):
+    """A value lacks a position that values of other sites have."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an activation: a position along an axis, and a head, which is a slice of another.
+
+    Attributes:
+        is_one_of_all: whether it is one of all positions that occur in any value.
+    """
+
+    position: Position | None = None
+    axis: int = 1
+    head: int | None = None
+    heads: int = 1
+    head_axis: int = -1
+    is_one_of_all: bool = False
+
+    def index(self, value: Tensor) -> tuple[Any, ...] | None:
+        """Return the index of the part in a tensor; None for all of it."""
+        size = value.shape[self.axis] if -value.dim() <= self.axis < value.dim() else None
+        if self.is_one_of_all and isinstance(self.position, int) and size is not None:
+            if self.position >= size:
+                raise Beyond(f"it has only {size} positions")
+        if self.position is None and self.head is None:
+            return None
+        found: dict[int, Any] = {}
+        if self.position is not None:
+            axis = _axis(self.axis, value)
+            found[axis] = _entry(self.position, value.shape[axis], axis)
+        if self.head is not None:
+            axis = _axis(self.head_axis, value)
+            if axis in found:
+                raise NoPart(f"axis {axis} is used for both the positions and the heads")
+            width, rest = divmod(value.shape[axis], self.heads)
+            if rest:
+                raise NoPart(
+                    f"axis {axis} has size {value.shape[axis]}, which is not a multiple of "
+                    f"{self.heads}"
+                )
+            found[axis] = slice(self.head * width, (self.head + 1) * width)
+        return tuple(found.get(number, slice(None)) for number in range(value.dim()))
+
+    def put(self, value: Tensor, given: Tensor) -> Tensor:
+        """Return a copy of a tensor with this part taken from another tensor."""
+        index = self.index(value)
+        if index is None:
+            return given.clone()
+        made = value.clone()
+        made[index] = given[index].to(made.dtype)
+        return made
+
+
+def _axis(axis: int, value: Tensor) -> int:
+    if not -value.dim() <= axis < value.dim():
+        raise NoPart(f"shape {tuple(value.shape)} has no axis {axis}")
+    return axis % value.dim()
+
+
+def _entry(position: Position, size: int, axis: int) -> Any:
+    if isinstance(position, slice):
+        if size and not len(range(*position.indices(size))):
+            raise NoPart(
+                f"axis {axis} has size {size}, and no positions {_position_text(position)}"
+            )
+        return position
+    listed = position if isinstance(position, tuple) else (position,)
+    for number in listed:
+        if not -size <= number < size:
+            raise NoPart(f"axis {axis} has size {size}, and no position {number}")
+    if isinstance(position, tuple):
+        return torch.tensor([number % size for number in position])
+    return slice(position % size, position % size + 1)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The parts of a grid at each site: positions, and heads if they are separate."""
+
+    positions: tuple[Position, ...] | str | None
+    axis: int
+    heads: int | None
+    which: tuple[int, ...]
+    head_axis: int
+
+    @classmethod
+    def of(
+        cls, positions: Any, axis: Any, heads: Any = None, head: Any = None, head_axis: Any = -1
+    ) -> Columns:
+        """Parse the arguments of a workflow; invalid ones raise an `InputError`."""
+        required_int("axis", axis)
+        required_int("head_axis", head_axis)
+        which: tuple[int, ...] = ()
+        if heads is not None:
+            if type(heads) is not int or heads < 1:
+                raise InputError(f"heads= has to be the number of heads, not {heads!r}")
+            which = _heads_of(head, heads)
+        elif head is not None:
+            raise InputError("head= selects heads: also pass their number as heads=")
+        return cls(_positions_of(positions), axis, heads, which, head_axis)
+
+    @property
+    def chosen_heads(self) -> tuple[int, ...] | None:
+        """The indices of the heads; None if they are not separate."""
+        return None if self.heads is None else self.which
+
+    def settled(self, values: Iterable[Tensor] = ()) -> tuple[Position | None, ...]:
+        """Return the columns with the positions that the values at the sites have."""
+        if self.positions is None or not isinstance(self.positions, str):
+            return self.positions or (None,)
+        with_axis = (v for v in values if -v.dim() <= self.axis < v.dim())
+        return tuple(range(max((v.shape[self.axis] for v in with_axis), default=0)))
+
+    def parts(self, positions: Sequence[Position | None]) -> list[Part]:
+        """Return the parts in order: the heads of the first position, those of the next."""
+        heads: Sequence[int | None] = self.which if self.heads else (None,)
+        is_each = self.positions == "each"
+        return [
+            Part(position, self.axis, head, self.heads or 1, self.head_axis, is_each)
+            for position, head in product(positions, heads)
+        ]
+
+    def grid(
+        self,
+        names: Sequence[str],
+        seen: Mapping[Any, Mapping[int, Tensor]],
+        cell: Callable[[int, Part], float],
+    ) -> dict[str, Any]:
+        """Compute all cells of a grid."""
+        positions = self.settled(value for passes in seen.values() for value in passes.values())
+        parts = self.parts(positions)
+        found = [[cell(number, part) for part in parts] for number in range(len(names))]
+        heads = self.chosen_heads
+        shape = (len(names), len(positions), *(() if heads is None else (len(heads),)))
+        values = torch.tensor(found, dtype=torch.float64).reshape(shape)
+        return {"values": values, "sites": tuple(names), "positions": positions, "heads": heads}
+
+
+# Results
+
+
+class Table:
+    """Results with rows, text, HTML and a data frame."""
+
+    values: Tensor
+    _between = " "  # the parts of a column's name
+
+    @property
+    def effect(self) -> Tensor:
+        """The quantity of interest, in the shape of `values`."""
+        return self.values
+
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def _axes(self) -> dict[str, Sequence[Any]]:
+        """Return the names of the axes of `values`, and the labels along each."""
+        raise NotImplementedError
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a plain row for each cell."""
+        axes = self._axes()
+        numbers = zip(self.values.flatten().tolist(), self.effect.flatten().tolist(), strict=True)
+        for cell, (value, effect) in zip(product(*axes.values()), numbers, strict=True):
+            yield dict(zip(axes, cell, strict=True)) | {"value": value, "effect": effect}
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a row for each cell: its coordinates, its value, and the effect.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return required_pandas().DataFrame(list(self.rows()))  # type: ignore[no-any-return]
+
+    def plot(self) -> Figure:
+        """Return the effect as a figure of matplotlib, with a row for each site.
+
+        Raises:
+            InputError: matplotlib is not installed.
+        """
+        return plotted(*self._cells())
+
+    def _cells(self) -> tuple[str, list[str], list[str], list[list[float]]]:
+        (_, names), *axes = self._axes().items()
+        labels = [[f"{_PREFIXES[axis]}{label}" for label in found] for axis, found in axes]
+        columns = [self._between.join(parts) for parts in product(*labels)]
+        return self._title(), columns, list(names), self.effect.reshape(len(names), -1).tolist()
+
+    def __repr__(self) -> str:
+        return text_table(*self._cells())
+
+    def _repr_html_(self) -> str:
+        return heat_map(*self._cells())
+
+
+_PREFIXES = {"position": "", "head": "head ", "receiver": "to "}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Grid(Table):
+    """A number for each site, position and head.
+
+    Attributes:
+        values: the metric, with shape (sites, positions), or (sites, positions, heads) if heads are
+            separate; float64, nan for missing cells.
+        sites: names of the sites.
+        positions: along the axis: ints, slices, groups of ints; (None,) for the whole value.
+        heads: the numbers of the heads; None where they are not separate.
+        missing: why cells are nan, by name of the site; for "each" position, cells that only other
+            sites have are not listed.
+    """
+
+    values: Tensor
+    sites: tuple[str, ...]
+    positions: tuple[Position | None, ...]
+    heads: tuple[int, ...] | None
+    missing: dict[str, str] = field(default_factory=dict, kw_only=True)
+
+    def _axes(self) -> dict[str, Sequence[Any]]:
+        axes: dict[str, Sequence[Any]] = {"site": self.sites}
+        if self.positions != (None,):
+            axes["position"] = [_position_text(position) for position in self.positions]
+        return axes if self.heads is None else axes | {"head": self.heads}
+
+
+def effect_of(values: Tensor, clean: float, corrupted: float, direction: str) -> Tensor:
+    """Return how far values move a metric from the patched run (0) to the other one (1)."""
+    start, end = (clean, corrupted) if direction == "noise" else (corrupted, clean)
+    return (values - start) / (end - start)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class TwoRuns(Grid):
+    """A grid over two runs, with values of one run put into the other.
+
+    Attributes:
+        clean: the metric of the clean run.
+        corrupted: the metric of the corrupted run.
+        direction: "denoise": values of the clean run are put into the corrupted one; or "noise".
+    """
+
+    clean: float
+    corrupted: float
+    direction: str
+
+    @property
+    def effect(self) -> Tensor:
+        """The share by which each cell moves the metric from the patched run (0) to the other (1).
+
+        nan or inf if both runs have the same metric.
+        """
+        return effect_of(self.values, self.clean, self.corrupted, self.direction)
+
+    _unit = "effect (0 none, 1 all)"
+
+    def _title(self) -> str:
+        return (
+            f"{type(self).__name__} ({self.direction}): clean {self.clean:.4g}, corrupted "
+            f"{self.corrupted:.4g}; {self._unit}"
+        )
+
+
+def _position_text(position: Any) -> str:
+    if isinstance(position, slice):
+        parts = [position.start, position.stop, *([] if position.step is None else [position.step])]
+        return ":".join("" if part is None else str(part) for part in parts)
+    return ", ".join(map(str, position)) if isinstance(position, tuple) else str(position)
+
+
+class Missing:
+    """The cells without a number: raises for the first one, or records nan with the reason.
+
+    Args:
+        option: "raise" or "nan".
+        verb: what the workflow does to a site, for the error.
+        hint: the end of the error message.
+
+    Attributes:
+        reasons: why cells are nan, by name of the site.
+    """
+
+    def __init__(self, option: Any, verb: str, hint: str = "") -> None:
+        self._raises = required_choice("missing", option, "raise", "nan") == "raise"
+        self._verb = verb
+        self._hint = hint
+        self.reasons: dict[str, str] = {}
+
+    def note(self, site: str, why: str) -> float:
+        """Return nan and record the reason; or raise a `SiteError` if that is the option."""
+        if self._raises:
+            raise SiteError(f"cannot {self._verb} {site!r}: {why}{self._hint}", site)
+        self.reasons.setdefault(site, why)
+        return math.nan
+
 
 At = Literal["output", "input"]
 Key = tuple[int, str]  # the number of a site as it was given, and the path of the node
@@ -59,11 +467,7 @@ def listed_sites(sites: Any, name: str = "sites") -> list[Any]:
 
 
 def replaced(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor | None]) -> Any:
-    """Replace the only tensor in the value of a node; return None to keep it.
-
-    Raises:
-        SiteError: the value has no tensor, or several.
-    """
+    """Replace the only tensor in the value of a node; return None to keep it."""
     if isinstance(value, Tensor):
         return change(value)
     shape, found = take_apart(value)
@@ -85,11 +489,7 @@ def replaced(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor
 def first_replaced(
     inputs: Inputs, path: str, change: Callable[[Tensor], Tensor | None]
 ) -> Inputs | None:
-    """Replace the first tensor among the inputs of a node; return None to keep it.
-
-    Raises:
-        SiteError: it has no tensor inputs.
-    """
+    """Replace the first tensor among the inputs of a node; return None to keep it."""
     shape, found = take_apart((tuple(inputs), inputs.kwargs))
     first = next((i for i, value in enumerate(found) if isinstance(value, Tensor)), None)
     if first is None:
@@ -132,13 +532,7 @@ def _names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
 def differing(
     source: Mapping[int, Tensor] | None, target: Mapping[int, Tensor] | None, names: tuple[str, str]
 ) -> str:
-    """Return why a node's values in one run cannot replace those in another; "" if they can.
-
-    Args:
-        source: its passes in the one run; None if the run did not reach it.
-        target: its passes in the other run.
-        names: the names of the two runs.
-    """
+    """Return why a node's values in one run cannot replace those in another; "" if they can."""
     if not source or not target:
         return f"the {names[1] if source else names[0]} run did not reach it"
     if source.keys() != target.keys():
@@ -207,22 +601,6 @@ class Sites:
     All are inserted at once, and for all runs, so that the runs share their traces; each run
     decides on the replacements.
 
-    Args:
-        bended: the model.
-        items: the nodes, one item for each site.
-        calls: inputs that the model will be called with. If no known run has reached a site, the
-            model is called once with each of them, so that its nodes have names.
-        at: whether the value is the output of a node, or its first input.
-        columns: the parts of the values; heads have to be there.
-        also: further sites, with their outputs as the values. They come last in the numbering, run
-            before the others, and are not rows.
-        noted: further nodes, whose passes are only recorded, in `places`.
-        label: the name in reports.
-        observes: whether runs never replace anything.
-        every_part: whether each tensor in a container is a separate value, under the path of the
-            part. Otherwise a container has to hold one tensor.
-        allow_none: whether an item may match no node.
-
     Attributes:
         places: the passes of the noted nodes in the last run.
     """
@@ -263,13 +641,7 @@ class Sites:
         self._still = PreservedState(bended.model)
 
     def run(self, call: Call, act: Act | None = None, *, with_gradients: bool = False) -> Any:
-        """Call the model with copies of some inputs, and the same random numbers and buffers.
-
-        Args:
-            call: the inputs.
-            act: called with the tensor of each pass of each node of the sites.
-            with_gradients: whether gradients reach the inputs.
-        """
+        """Call the model with copies of some inputs, and the same random numbers and buffers."""
         given = own_copy(call)
         if with_gradients:
             given = differentiable(given)
@@ -309,12 +681,6 @@ class Sites:
 
         An item that matches several nodes becomes a row for each, in the order in which they ran; a
         list of items becomes one row.
-
-        Args:
-            *runs: the values of some runs.
-
-        Raises:
-            SiteError: no run reached any of the nodes of a site.
         """
         found = []
         for number, item in enumerate(self._items[: self._count]):
@@ -378,7 +744,13 @@ class Sites:
             known = False
         if not known:
             self._group.remove()
-            self._name_nodes()
+            # Call the model as it is, so that its nodes have names.
+            try:
+                for call in self._calls:
+                    self._still.rewind()
+                    own_copy(call).to(self._bended)
+            finally:
+                self._still.rewind()
             self._insert()
         return self
 
@@ -398,29 +770,13 @@ class Sites:
         ]
         self._group.put_in(*made[self._count :], *made[: self._count])
 
-    def _name_nodes(self) -> None:
-        """Call the model as it is, so that its nodes have names."""
-        try:
-            for call in self._calls:
-                self._still.rewind()
-                own_copy(call).to(self._bended)
-        finally:
-            self._still.rewind()
-
 
 def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
     return list(dict.fromkeys(key for run in runs for key in run if key[0] == number))
 
 
 class Exchange:
-    """Puts values of one run into another, cell by cell.
-
-    Args:
-        source: the values of the one run.
-        target: those of the other run.
-        names: the names of the runs, for errors.
-        missing: what to do if a value cannot be replaced.
-    """
+    """Puts values of one run into another, cell by cell."""
 
     def __init__(
         self, source: Seen, target: Seen, names: tuple[str, str], missing: Missing
@@ -500,3 +856,109 @@ class Exchange:
         else:
             return part.put(value, given)
         return None
+
+
+# Whether a value consists of heads: a run splits it into them, or has joined it from them.
+
+# Each number of their results depends on all numbers of a row, and so on every head.
+_MIXING = frozenset(
+    {
+        "__matmul__", "__rmatmul__", "addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d",
+        "einsum", "embedding", "layer_norm", "linear", "matmul", "mm",
+    }
+)  # fmt: skip
+
+_JOINING = frozenset({"cat", "concat", "concatenate", "hstack", "stack"})
+
+
+def require_heads(
+    model: BendedModule, columns: Columns, at: str, selects: Callable[[Candidate], bool]
+) -> None:
+    """Raise if the values at some nodes do not consist of the heads that a workflow separates."""
+    if columns.heads is None:
+        return
+    recordings = model._known.recordings()
+    if not recordings:
+        parts = [node.module for node in model._known.modules() if selects(node)]
+        if at == "input" and parts and all(map(_projects, parts)):
+            return
+        raise InputError("heads= is compared with a run of the model: call the model once before")
+    for recording in recordings:
+        run = model._known.run(recording)
+        nodes = [*filter(selects, model._known.nodes_of(recording).candidates.values())]
+        for node in nodes:
+            for entry in _values(run.log, node, at):
+                if not _Heads(run.log, columns).are_in(entry, is_given=at == "input"):
+                    raise SiteError(
+                        f"heads={columns.heads}: the {at} of {node.path!r} is neither split into "
+                        f"{columns.heads} heads nor joined from them, so its slices mean nothing. "
+                        'What the heads return is what their output projection is given: at="input"'
+                        " of that",
+                        node.path,
+                    )
+        if nodes:
+            return
+
+
+def _projects(module: nn.Module | None) -> bool:
+    return module is not None and any(p.dim() > 1 for p in module.parameters(recurse=False))
+
+
+def _values(log: Log, node: Candidate, at: str) -> Iterator[LayerEntry]:
+    """Yield the first value that a node is given, or that it returns."""
+    known = {entry.label: entry for entry in log.entries}
+    if node.module is not None:
+        calls = (call for call in log.modules if call.name == node.module_path)
+        labels = next(((c.inputs if at == "input" else c.outputs) for c in calls), [])
+    else:
+        its = next((entry for entry in log.entries if entry.node_path == node.path), None)
+        labels = [] if its is None else its.parents if at == "input" else [its.label]
+    yield from (known[label] for label in labels[:1] if known[label].shape is not None)
+
+
+class _Heads:
+    def __init__(self, log: Log, columns: Columns) -> None:
+        assert columns.heads is not None
+        self._known = {entry.label: entry for entry in log.entries}
+        self._count: int = columns.heads
+        self._axis = columns.head_axis
+
+    def are_in(self, entry: LayerEntry, *, is_given: bool) -> bool:
+        shape = entry.shape or ()
+        if not -len(shape) <= self._axis < len(shape) or shape[self._axis] % self._count:
+            return True  # for which there is another error
+        width = shape[self._axis] // self._count
+        users = [self._known[label] for label in entry.children]
+        return (
+            width == 1
+            or (is_given and any(user.function in _MIXING - {"layer_norm"} for user in users))
+            or self._meets(entry, width, is_before=False)
+            or self._meets(entry, width, is_before=True)
+        )
+
+    def _meets(self, entry: LayerEntry, width: int, is_before: bool) -> bool:
+        """Return whether an op before or after, up to those that mix heads, separates them."""
+        least = (entry.shape or ()).count(width)
+        waiting, known = [entry], {entry.label}
+        while waiting:
+            one = waiting.pop()
+            if is_before and one.function in _MIXING:
+                continue
+            labels = one.parents if is_before else one.children
+            others = [self._known[label] for label in labels]
+            whole = one.function in _JOINING if is_before else len({o.index for o in others}) == 1
+            if whole and len(others) == self._count:  # each is a head
+                return True
+            for other in others:
+                shape = [*(other.shape or ())]
+                mixes = not is_before and other.function in _MIXING
+                if other.label in known or mixes or not shape:
+                    continue
+                if shape.count(width) > least:
+                    shape.remove(width)
+                    # Of queries, keys and values side by side, each third has its heads.
+                    if any(size > 1 and not self._count % size for size in shape):
+                        return True
+                known.add(other.label)
+                waiting.append(other)
+        return False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bendtrace._checks import required_choice, required_int
-from bendtrace.calls import Call, are_several, bended_of, calls_of, required_bended
+from bendtrace.calls import Call, are_several, calls_of
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.effects import Effect, can_cast, effect_of_value
 from bendtrace.interject.insertion import Insertion
@@ -22,28 +22,26 @@ from bendtrace.interject.purity import effect_of_function
 from bendtrace.interject.reading import is_contained
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import Where
-from bendtrace.module import BendedModule
+from bendtrace.module import BendedModule, bended_of, required_bended
 from bendtrace.tape.tape import TensorMeta
-from bendtrace.workflows._grids import (
+from bendtrace.workflows._sites import (
+    At,
     Beyond,
     Columns,
     Grid,
+    Key,
     Missing,
     NoPart,
     Part,
-    number_of,
-    position_of,
-    required_metric,
-)
-from bendtrace.workflows._heads import require_heads
-from bendtrace.workflows._sites import (
-    At,
-    Key,
     Seen,
     Sites,
     first_replaced,
     listed_sites,
+    number_of,
+    position_of,
     replaced,
+    require_heads,
+    required_metric,
 )
 
 How = Literal["zero", "mean", "resample"] | float | Tensor | Callable[[Tensor], Tensor]
@@ -325,14 +323,7 @@ def ablation_study(
 
 @dataclass(frozen=True)
 class _Substitute:
-    """The replacement of ablated values.
-
-    Attributes:
-        name: what reports call it.
-        source: returns it.
-        is_contained: whether it depends on nothing but the value.
-        compiled: gives it as the effect on a value, or says why it cannot be compiled.
-    """
+    """The replacement of ablated values."""
 
     name: str
     source: Source
@@ -346,12 +337,7 @@ class _Substitute:
         return self.compiled(path, number, like)
 
     def put(self, path: str, number: int, value: Tensor, parts: Sequence[Part]) -> Tensor:
-        """Return a value with parts of it replaced.
-
-        Raises:
-            NoPart: the value has no such part.
-            SiteError: the replacement does not fit.
-        """
+        """Return a value with parts of it replaced."""
         return self.put_in(path, value, self.source(path, number, value), parts)
 
     def put_in(self, path: str, value: Tensor, other: Tensor, parts: Sequence[Part]) -> Tensor:
@@ -388,7 +374,13 @@ def _substitute_of(
 ) -> _Substitute:
     """Read how values are replaced, and run the reference, if there is one."""
     required_int("seed", seed)
-    axes = _axes_of(over)
+    listed = over if isinstance(over, (tuple, list)) else (over,)
+    try:
+        axes = tuple(operator.index(axis) for axis in listed)
+    except TypeError:
+        raise InputError(f"over= takes an axis or axes, not {over!r}") from None
+    if not axes:
+        raise InputError("over= is empty: pass the axes to take the mean over")
     named = how if isinstance(how, str) and how in ("zero", "mean", "resample") else None
     if named is None and (isinstance(how, str) or not (callable(how) or _is_number(how))):
         raise InputError(
@@ -435,17 +427,6 @@ def _zeros(path: str, number: int, value: Tensor) -> Tensor:
 
 def _is_number(how: Any) -> bool:
     return isinstance(how, (Tensor, int, float, complex))
-
-
-def _axes_of(over: Any) -> tuple[int, ...]:
-    listed = over if isinstance(over, (tuple, list)) else (over,)
-    try:
-        axes = tuple(operator.index(axis) for axis in listed)
-    except TypeError:
-        raise InputError(f"over= takes an axis or axes, not {over!r}") from None
-    if not axes:
-        raise InputError("over= is empty: pass the axes to take the mean over")
-    return axes
 
 
 def _constant(held: Any) -> Source:

@@ -9,11 +9,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from bendtrace.calls import Call, bended_of, own_copy
+from bendtrace.calls import Call, own_copy
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Bend, BendingParameter, Value
 from bendtrace.interject.bends.catalogue import BendHandle
-from bendtrace.module import BendedModule
+from bendtrace.module import BendedModule, bended_of
 
 
 @dataclass(frozen=True)

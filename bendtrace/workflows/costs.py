@@ -1,4 +1,4 @@
-"""What a run costs: the time and the memory of its ops, modules and lines, and work for nothing."""
+"""The costs of a run: time and memory of its ops, modules and lines, and work for nothing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from bendtrace._places import place_text
 from bendtrace._trace import Trace
 from bendtrace.backward import BackwardPass
 from bendtrace.errors import InputError
-from bendtrace.history.entries import LayerEntry, size_text
+from bendtrace.history.entries import LayerEntry, Table, in_percent, in_seconds, rounded, size_text
 from bendtrace.history.run_log import RunLog
-from bendtrace.history.tables import Table, in_percent, in_seconds, rounded
 from bendtrace.tape.tape import refs_in
 from bendtrace.torch_rules.writes import works_in_place
 
 
 class CostShare(NamedTuple):
-    """What an op, a module or a line cost.
+    """The cost of an op, a module or a line.
 
     Attributes:
         name: the layer, the module, or the place of the line with its text.
@@ -38,7 +37,7 @@ class CostShare(NamedTuple):
 
 
 class Costs(Table):
-    """What the parts of a run cost, the most time first.
+    """The costs of the parts of a run, the most time first.
 
     Args:
         rows: the parts.
@@ -183,7 +182,7 @@ def _measured(run: Trace) -> list[LayerEntry]:
 
 
 class CostRow(NamedTuple):
-    """What one value of a run cost.
+    """The cost of one value of a run.
 
     Attributes:
         label: the entry of the log.
@@ -274,7 +273,7 @@ def hot_path(run: Trace, by: Literal["time", "memory"] = "time") -> Table:
 
 
 class RecomputationRow(NamedTuple):
-    """What it would save to compute a module again in the backward pass.
+    """The memory saved, and the time lost, by computing a module again in the backward pass.
 
     Attributes:
         module: the call of the module.

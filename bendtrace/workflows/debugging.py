@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from bendtrace._checks import required_model
 from bendtrace._places import place_text
 from bendtrace._trace import Trace, trace
-from bendtrace.calls import required_bended
 from bendtrace.errors import InputError, NonFiniteError
-from bendtrace.history.entries import LayerEntry
-from bendtrace.history.tables import Table, in_percent, rounded
+from bendtrace.history.entries import LayerEntry, Table, in_percent, rounded
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.module import BendedModule
+from bendtrace.module import BendedModule, required_bended
 from bendtrace.source.internals import pytree
 
 
@@ -51,7 +49,7 @@ class Range(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether no value is NaN or infinite."""
+        """True if no value is NaN or infinite."""
         return not (self.nans or self.infinities)
 
     def __str__(self) -> str:

@@ -18,9 +18,6 @@ from bendtrace.errors import InputError
 from bendtrace.paths.nodes import NodePath
 from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, map_refs
 
-__all__ = ["Facet", "Facets", "facets"]
-
-
 # Ops that only move elements, and those that only change their dtype.
 _MOVES = frozenset(
     "view reshape transpose permute unsqueeze squeeze split chunk unbind getitem __getitem__ "

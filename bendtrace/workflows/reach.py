@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
+from bendtrace._checks import did_you_mean
 from bendtrace._lazy import networkx as nx
 from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call
@@ -103,7 +103,7 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
     written = _written_into(trace, node)
     above = set(found) | written
     above = above.union(*(nx.ancestors(data, index) for index in above))
-    kept = _kept_by(trace)
+    kept = _ops_by_branch(trace)
     steps: set[int] = set()
     deciding: set[int] = set()
     new = {-1}
@@ -157,7 +157,7 @@ def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
     for _, target, number in trace.graph.control_edges():
         if number in steps and target in positions:
             under.add(positions[target])
-    for number, others in _kept_by(trace).items():
+    for number, others in _ops_by_branch(trace).items():
         if number in steps:
             under |= others
     nested = set(under)
@@ -198,7 +198,7 @@ def _deciding(trace: Trace, target: int, reached: set[int]) -> tuple[FlowStep, .
     )
 
 
-def _kept_by(trace: Trace) -> dict[int, set[int]]:
+def _ops_by_branch(trace: Trace) -> dict[int, set[int]]:
     """Return for branches the ops that ran only because a branch did not leave their block.
 
     The control edges of the mirror know the ops behind such a branch in its block, and not those
@@ -259,8 +259,8 @@ def _trace_of(model: Any, inputs: Any) -> Trace:
         return model
     if inputs is None:
         raise InputError("pass the inputs of the model as inputs=, or pass a trace")
-    call = Call.of(inputs)
-    return run_trace(model, call.args, dict(call.kwargs), None)
+    args, kwargs = Call.of(inputs)
+    return run_trace(model, args, kwargs, None)
 
 
 def _data_graph(trace: Trace) -> nx.DiGraph[int]:
@@ -346,8 +346,6 @@ def _ops_of(trace: Trace, node: Any) -> list[int]:
             found += [ref.index for ref in refs_in(call.output)]
     if not found:
         known = [*trace.names, *paths.values(), *(call.path for call in trace.module_calls)]
-        near = ", ".join(map(repr, get_close_matches(name, [k for k in known if k], n=3)))
-        raise NodePathError(
-            f"the run has no node {name!r}" + (f"; did you mean {near}?" if near else ""), name
-        )
+        near = did_you_mean(name, filter(None, known))
+        raise NodePathError(f"the run has no node {name!r}{near}", name)
     return sorted(set(found))

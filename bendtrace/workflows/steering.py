@@ -10,15 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.calls import (
-    Call,
-    bended_of,
-    calls_of,
-    own_copy,
-    required_bended,
-    rows_of,
-    seen_in,
-)
+from bendtrace.calls import Call, calls_of, own_copy, rows_of, seen_in
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.bend import Expression, value_of
 from bendtrace.interject.effects import Effect, depends_on
@@ -29,7 +21,7 @@ from bendtrace.interject.registry import InsertionGroup, InsertionHandle, is_roo
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import Where
-from bendtrace.module import BendedModule
+from bendtrace.module import BendedModule, bended_of, required_bended
 from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.serving import served_by
 from bendtrace.tape.tape import TensorMeta
@@ -378,11 +370,7 @@ def _always(number: int) -> bool:
 
 
 def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
-    """Return what leads to positions of the second axis.
-
-    Raises:
-        InterjectionError: there are no such positions in this pass.
-    """
+    """Return what leads to positions of the second axis."""
     if value.dim() < 2:
         raise InterjectionError(
             f"steer at {at.path}: {tuple(value.shape)} has no axis of positions; do not pass "
@@ -524,7 +512,17 @@ def steer(
     norm = "vector" if normalise is True else normalise or None
     if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor, Expression)):
         raise InputError(f"scale= has to be a number or a BendingParameter, not {scale!r}")
-    _check_positions(positions)
+    if isinstance(positions, (list, tuple, range)) and positions:
+        fits = all(isinstance(p, int) and not isinstance(p, bool) for p in positions)
+    elif isinstance(positions, Tensor):
+        fits = not positions.is_floating_point()
+    else:
+        fits = positions is None or isinstance(positions, (int, slice)) or callable(positions)
+    if not fits or isinstance(positions, bool):
+        raise InputError(
+            "positions= takes numbers, a slice, a mask or a function of the value, not "
+            f"{positions!r}"
+        )
     bended = required_bended(model, "what is steered")
     counter, group = _Steps(bended.model), InsertionGroup(bended)
     if chosen is not _always:
@@ -557,20 +555,6 @@ def _by_place(vectors: Any, where: Any) -> list[tuple[Any, Any]]:
         if not isinstance(value, Tensor) or not value.dim():
             raise InputError(f"a steering vector needs at least one axis, and {value!r} has none")
     return found
-
-
-def _check_positions(positions: Any) -> None:
-    if isinstance(positions, (list, tuple, range)) and positions:
-        fits = all(isinstance(p, int) and not isinstance(p, bool) for p in positions)
-    elif isinstance(positions, Tensor):
-        fits = not positions.is_floating_point()
-    else:
-        fits = positions is None or isinstance(positions, (int, slice)) or callable(positions)
-    if not fits or isinstance(positions, bool):
-        raise InputError(
-            "positions= takes numbers, a slice, a mask or a function of the value, not "
-            f"{positions!r}"
-        )
 
 
 def _chooser(steps: Any) -> Callable[[int], bool]:

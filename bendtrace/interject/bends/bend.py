@@ -15,7 +15,7 @@ from torch import Tensor
 from bendtrace.errors import BendError, InputError
 from bendtrace.interject.effects import Effect, as_given, chained
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.paths.naming import identifier
+from bendtrace.paths.nodes import identifier
 from bendtrace.source.internals import pytree
 from bendtrace.tape.tape import TensorMeta
 

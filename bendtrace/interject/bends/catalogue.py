@@ -26,8 +26,7 @@ from bendtrace.interject.insertion import Insertion, Report
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.resolver import describe_where, meant_by
 from bendtrace.paths.candidates import Candidate, NodeSelector
-from bendtrace.paths.naming import Registry, identifier
-from bendtrace.paths.nodes import NodePath, Text
+from bendtrace.paths.nodes import NodePath, Registry, Text, identifier
 from bendtrace.paths.view import Node, Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import OpKind, TensorMeta

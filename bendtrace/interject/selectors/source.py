@@ -30,7 +30,7 @@ from bendtrace.tape.captured import identical
 from bendtrace.tape.tape import Guard
 
 if TYPE_CHECKING:
-    from bendtrace.view.outline.coverage import BranchCoverage
+    from bendtrace.view.outline import BranchCoverage
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How two runs differ, and where they first diverge."""
+"""The differences between two runs, and the place where they first diverge."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from bendtrace._compare import same_bits
 from bendtrace._places import place_text
 from bendtrace.errors import InputError
 from bendtrace.flow import EscapeFlowStep, FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
-from bendtrace.history.entries import LayerEntry, counted
+from bendtrace.history.entries import LayerEntry, Table, counted
 from bendtrace.history.run_log import RunLog
-from bendtrace.history.tables import Table
 from bendtrace.torch_rules.functions import UNINITIALIZED
-from bendtrace.view.diff.changes import (
+from bendtrace.view.matching import (
+    Change,
     FlowChange,
     LayerChange,
+    Matching,
     ModuleChange,
     Parting,
+    RunIndex,
     ValueDifference,
     compare_numbers,
     compare_tensors,
+    increasing,
 )
-from bendtrace.view.diff.matching import Matching, RunIndex, increasing
-from bendtrace.view.diff.picture import difference_picture
-from bendtrace.view.diff.text import difference_text, numbers_text
-from bendtrace.view.drawing.picture import Format, Picture
+from bendtrace.view.picture import Format, Picture
+from bendtrace.view.report import difference_picture, difference_text, numbers_text
 
 
 class _Logged(Protocol):
-    """What has a log, as a backward pass does."""
+    """An object with a log, such as a backward pass."""
 
     @property
     def log(self) -> RunLog: ...
@@ -304,13 +305,7 @@ class Compared:
 
 
 class Comparison:
-    """Compares two runs.
-
-    Args:
-        matching: the matching of the runs.
-        rtol: relative tolerance for values, as in `torch.isclose`.
-        atol: absolute tolerance for values, as in `torch.isclose`.
-    """
+    """Compares two runs."""
 
     def __init__(self, matching: Matching, rtol: float, atol: float) -> None:
         self.matching = matching
@@ -443,7 +438,7 @@ class Comparison:
         return [entry.name for entry in self.b.entries]
 
     def _is_rewired(self, a: LayerEntry, b: LayerEntry) -> bool:
-        """Whether an entry is computed from others, not counting what came or went in between.
+        """Return whether an entry is computed from others, apart from added and removed ones.
 
         Another pass of the same place is ignored as well: it follows from a loop that ran more
         often.
@@ -539,7 +534,7 @@ def _are_close(a: Any, b: Any, tolerances: dict[str, float]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class GuardChange:
+class GuardChange(Change):
     """A guard that only one run has, or that had another outcome in the other.
 
     Attributes:
@@ -553,10 +548,6 @@ class GuardChange:
     a: dict[str, Any] | None
     b: dict[str, Any] | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the change as plain values, ready for JSON."""
-        return {"kind": self.kind, "a": self.a, "b": self.b}
-
     def __str__(self) -> str:
         row = self.a or self.b or {}
         what = f"{row['test']} of `{row['source'] or row['node']}`"
@@ -566,11 +557,7 @@ class GuardChange:
 
 
 def guard_changes(matching: Matching) -> list[GuardChange]:
-    """Compare the guards of two runs.
-
-    Args:
-        matching: the matching of the runs.
-    """
+    """Compare the guards of two runs."""
     rows_a, rows_b = (_keyed(run, matching) for run in (matching.a, matching.b))
     changes = []
     for key, a in rows_a.items():
@@ -608,12 +595,7 @@ Time = tuple[float, int]
 
 
 class Timeline:
-    """A common order for the two runs: that of their common entries in the first run.
-
-    Args:
-        matching: the matching of the runs.
-        flow: the differences of their flow.
-    """
+    """A common order for the two runs: that of their common entries in the first run."""
 
     def __init__(self, matching: Matching, flow: Sequence[FlowChange]) -> None:
         self.matching = matching
@@ -774,12 +756,7 @@ class Timeline:
 
 
 def without_tests(steps: Sequence[FlowStep], flow: Sequence[FlowChange]) -> list[FlowChange]:
-    """Leave out the tests of a `while` whose number of iterations is reported.
-
-    Args:
-        steps: the steps of the first run.
-        flow: the differences of the flow.
-    """
+    """Leave out the tests of a `while` whose number of iterations is reported."""
     told = {id(change.a) for change in flow if change.kind == "iterations"}
     tests = {id(step) for step, loop in zip(steps, headers(steps), strict=True)
              if loop is not None and id(loop) in told}  # fmt: skip
@@ -986,7 +963,7 @@ class Differences(Sequence["Difference"]):
 
 
 class _Found:
-    """What one run has at the places of the first."""
+    """The differences of one run at the places of the first."""
 
     def __init__(self, difference: Difference) -> None:
         self._changed = {change.a.label: change for change in difference.changed}

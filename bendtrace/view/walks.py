@@ -11,13 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bendtrace._places import place_text
-from bendtrace.flow import (
-    FlowStep,
-    LogicalFlowStep,
-    LoopFlowStep,
-    ShapeFlowStep,
-    steps_of,
-)
+from bendtrace.flow import FlowStep, LogicalFlowStep, LoopFlowStep, ShapeFlowStep, steps_of
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
@@ -42,13 +36,7 @@ from bendtrace.source.statements import (
     spans_of_item,
 )
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import (
-    Guard,
-    ModuleCall,
-    Op,
-    Raised,
-    Test,
-)
+from bendtrace.tape.tape import Guard, ModuleCall, Op, Raised, Test
 
 Key = tuple[Any, ...]
 
@@ -97,12 +85,7 @@ class Event:
 
 
 class PathEvents:
-    """The events of a recorded run, in order.
-
-    Args:
-        recording: the run.
-        asked: keys of guards without a flow step whose outcomes differ somewhere.
-    """
+    """The events of a recorded run, in order."""
 
     def __init__(self, recording: Recording, asked: Collection[Key] = frozenset()) -> None:
         self.recording = recording
@@ -365,12 +348,12 @@ class Walk:
 
     @property
     def has_raised(self) -> bool:
-        """Whether its calls ended with an error."""
+        """True if its calls ended with an error."""
         return self.end is not None and self.end.kind == "raise"
 
     @property
     def leads_to_end(self) -> bool:
-        """Whether there is no event between it and the end of the run."""
+        """True if there is no event between it and the end of the run."""
         return self.end is not None and self.first <= self.stop == len(self.events)
 
 
@@ -575,13 +558,7 @@ class Header:
 
 @functools.cache
 def header_of(place: Place, kind: str, text: str) -> Header:
-    """Return the line for a flow step.
-
-    Args:
-        place: its place.
-        kind: its kind: "if", "while", "for", "and", ...
-        text: source of the expression that decides.
-    """
+    """Return the line for a flow step."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
     if node is None:

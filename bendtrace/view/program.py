@@ -23,11 +23,8 @@ from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.tape import OpKind, TensorMeta
-from bendtrace.view.drawing.canvas import cut
-from bendtrace.view.drawing.paint import figure, paint
-from bendtrace.view.drawing.picture import Format, Picture
-from bendtrace.view.drawing.scene import Edge, Node, Scene
-from bendtrace.view.outline.structure import (
+from bendtrace.view.canvas import cut
+from bendtrace.view.outline import (
     Branch,
     Flow,
     ProgramOutline,
@@ -38,7 +35,10 @@ from bendtrace.view.outline.structure import (
     title,
     value_text,
 )
-from bendtrace.view.outline.walks import End, Event, PathEvents, Walk, keys_asked, walks_of
+from bendtrace.view.paint import figure, paint
+from bendtrace.view.picture import Format, Picture
+from bendtrace.view.scene import Edge, Node, Scene
+from bendtrace.view.walks import End, Event, PathEvents, Walk, keys_asked, walks_of
 
 
 def fold(tree: TraceTree) -> list[ProgramOutline]:
@@ -178,14 +178,7 @@ class Chart:
         self._hits: Counter[tuple[Node, Node, str]] = Counter()
 
     def begin(self, key: Hashable, title: str, counts: str, facts: Iterable[str]) -> None:
-        """Begin the chart of another program.
-
-        Args:
-            key: the name of its start in `link`.
-            title: which program it is, and, after a colon, its inputs.
-            counts: how often it ran.
-            facts: what selects it.
-        """
+        """Begin the chart of another program."""
         name, _, inputs = title.partition(": ")
         box = Node(f"b{len(self._nodes)}", "module", name, [cut(inputs, 2 * _WIDEST)], title)
         box.children = []
@@ -457,10 +450,10 @@ def _grouped(facts: Facts) -> Iterator[str]:
         count = alike.pop((_attribute(label), text), 0)
         if count:
             more = f" (and {count - 1} more like it)" if count > 1 else ""
-            yield f"{_said(label, text)}{more}"
+            yield f"{_selector_text(label, text)}{more}"
 
 
-def _said(label: str, text: str) -> str:
+def _selector_text(label: str, text: str) -> str:
     return f"{label.partition('#')[0]} {text}"
 
 

@@ -19,21 +19,19 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.program import Program
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.tape import OpKind, Tape
-from bendtrace.view.outline.program import Chart, joined, selection, signature_of
-from bendtrace.view.outline.structure import value_text
-from bendtrace.view.outline.walks import End, Event, Walk, key_of_guard, walks_of
+from bendtrace.view.outline import value_text
+from bendtrace.view.program import Chart, joined, selection, signature_of
+from bendtrace.view.walks import End, Event, Walk, key_of_guard, walks_of
 
 if TYPE_CHECKING:
     from bendtrace._trace import Trace
-    from bendtrace.view.drawing.picture import Format, Picture
+    from bendtrace.view.picture import Format, Picture
 
-EdgeName = tuple[str, str, str]
-
-
-if TYPE_CHECKING:
     MultiDiGraph = nx.MultiDiGraph[Any]
 else:  # where it is not generic
     MultiDiGraph = nx.MultiDiGraph
+
+EdgeName = tuple[str, str, str]
 
 
 class StateGraph(MultiDiGraph):
@@ -178,12 +176,7 @@ _ENDS = ("return", "raise", "live")
 
 
 def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]) -> StateGraph:
-    """Return the known paths of a model as a graph.
-
-    Args:
-        tree: the programs.
-        trace_of: returns a recorded run as a `Trace`.
-    """
+    """Return the known paths of a model as a graph."""
     graph = StateGraph()
     programs = sorted(tree.programs(), key=lambda program: program.serial)
     traces: dict[Recording, tuple[int, Trace]] = {}

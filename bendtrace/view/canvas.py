@@ -32,15 +32,6 @@ _OTHER = 0.75  # letters that the table does not know; full-width ones take 1.05
 def width(text: str, size: float, *, mono: bool = False, bold: bool = False) -> float:
     """Return the width of a line of text.
 
-    Args:
-        text: the line.
-        size: font size, in pixels.
-        mono: whether it is set in a monospace font.
-        bold: whether it is set in bold.
-
-    Returns:
-        Its width in pixels.
-
     Example:
         >>> width("conv2d", 10)
         32.24
@@ -88,19 +79,7 @@ Point: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle with rounded corners.
-
-    Attributes:
-        x: left edge.
-        y: upper edge.
-        width: its width.
-        height: its height.
-        fill: the fill colour, or "none".
-        stroke: colour of the border.
-        radius: radius of the corners.
-        thick: width of the border.
-        dash: lengths of dashes and gaps; empty for a solid border.
-    """
+    """A rectangle with rounded corners."""
 
     x: float
     y: float
@@ -184,15 +163,7 @@ Mark: TypeAlias = Rectangle | Polygon | Line | Text | Group
 
 @dataclass
 class Canvas:
-    """A picture.
-
-    Attributes:
-        width: its width.
-        height: its height.
-        marks: its marks, from back to front.
-        title: the title.
-        description: what is seen, for those who do not see it.
-    """
+    """A picture."""
 
     width: float
     height: float
@@ -216,11 +187,7 @@ def svg(canvas: Canvas) -> str:
 
 
 def rounded(points: Sequence[Point], radius: float) -> list[tuple[Point, Point, Point]]:
-    """Round the corners of a line.
-
-    Returns:
-        For each corner: where the curve starts, the corner, where the curve ends.
-    """
+    """Round the corners of a line."""
     found = []
     for before, here, after in zip(points, points[1:], points[2:], strict=False):
         first = abs(here[0] - before[0]) + abs(here[1] - before[1])

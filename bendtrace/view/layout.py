@@ -46,11 +46,7 @@ class Crossing:
 
 
 def heights(runs: Sequence[Crossing]) -> int:
-    """Choose the track of each net, so that few lines cross and no lines overlap.
-
-    Returns:
-        The number of tracks.
-    """
+    """Choose tracks for the nets, so that few lines cross and none overlap; return their number."""
     across = [run for run in runs if run.stop > run.start]
     ordered = _ordered(sorted(across, key=lambda run: (run.start, run.stop)))
     count = 0
@@ -305,15 +301,7 @@ class _Placed:
 
 
 def place(root: Shape, nets: Sequence[Net]) -> list[Wire]:
-    """Lay out a drawing.
-
-    Args:
-        root: the outermost box. All shapes in it get their positions and sizes.
-        nets: the nets between its plain shapes.
-
-    Returns:
-        The lines to draw.
-    """
+    """Lay out a drawing."""
     locals_ = _by_level(root, nets)
     hints: dict[Shape, dict[Net, float]] = {}
     done: dict[Shape, _Placed] = {}
@@ -467,11 +455,7 @@ def _title(wide: float, width: float, ports: Sequence[float]) -> tuple[float, fl
 
 
 def _look_up(box: Shape, done: dict[Shape, _Placed], hints: dict[Shape, dict[Net, float]]) -> bool:
-    """Say for each box from how far left or right its nets come.
-
-    Returns:
-        Whether that is not the order in which they enter.
-    """
+    """Say for each box from how far its nets come; return whether they enter in another order."""
     crossed = False
     for shape, vertex in done[box].level.vertex.items():
         if shape.children is None:
@@ -531,22 +515,17 @@ class Column:
 
     @property
     def is_line(self) -> bool:
-        """Whether it consists only of a line that runs past."""
+        """True if it consists only of a line that runs past."""
         return all(vertex.role == "bend" for vertex in self.vertices)
 
     @property
     def is_lane(self) -> bool:
-        """Whether it is a line that runs back up; these are outside everything else."""
+        """True if it is a line that runs back up; these are outside everything else."""
         return next(iter(self.vertices)).role == "lane"
 
 
 def align(level: Level, gap: Callable[[Vertex, Vertex], float]) -> None:
-    """Set the x of each vertex, and the ends of each link.
-
-    Args:
-        level: the level, with its ranks in order.
-        gap: the minimum distance between two neighbours.
-    """
+    """Set the x of each vertex, and the ends of each link."""
     _straighten(level)
     _spread(level)
     columns = _columns(level, gap)
@@ -1047,7 +1026,7 @@ def assign_ranks(level: Level) -> None:
     first = 1 if level.ports_in else 0
 
     def alone(vertex: Vertex) -> bool:
-        """Whether it is a box that nothing leads to or from: such boxes are stacked."""
+        """Return whether it is a box that nothing leads to or from: such boxes are stacked."""
         is_box = vertex.shape is not None and vertex.shape.children is not None
         return is_box and not into[vertex] and not out[vertex]
 

@@ -1,1 +1,0 @@
-"""Where two runs diverge, and how they differ."""
