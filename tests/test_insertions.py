@@ -1944,3 +1944,27 @@ def test_a_leaf_whose_flag_is_set_by_a_statement_cannot_be_replaced() -> None:
     with bended.interject("detach", lambda value: value + 1):
         for x in (torch.ones(2), -torch.ones(2), torch.ones(2)):
             assert_same(bended(x), (x + 1) * (2 if x.sum() > 0 else -2))
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_calls_are_counted_whenever_somebody_asks_and_few_wait_for_that(is_live: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y * float(y.numpy().max()) if is_live else y
+
+    model, x = Model(), torch.ones(2, 4)
+    bended = bt.BendedModule(model)
+    with torch.no_grad():
+        bended(x)
+        handle = bended.interject(model.layer, lambda value: value * 2)
+        for _ in range(1200):
+            bended(x)
+    assert len(handle.tally.noted) < 600
+    assert [(row.fired, row.changed) for row in handle.report().rows] == [(1200, 1200)]
+    handle.clear_report()
+    assert handle.report().rows == ()

@@ -107,6 +107,8 @@ class Beside:
             if recording is not self._reported and recording is not None:
                 self._plan.ran(recording)
                 self._reported = recording
+            for entry in self._plan.entries:
+                entry.insertion.tally.limit()
             return output
         finally:
             with _lock:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bendtrace.errors import InputError, InterjectionError, NodePathError
 from bendtrace.history.entries import layer_type_of
 from bendtrace.history.names import Names, is_layer_name
-from bendtrace.interject import gates
+from bendtrace.interject import gates, through
 from bendtrace.interject.insertion import Insertion, What, as_interjection, blaming
 from bendtrace.interject.interjection import Interjection, Passes, PassNumbers
 from bendtrace.interject.knowledge import Knowledge
@@ -46,7 +46,7 @@ from bendtrace.recording.run import Signature
 from bendtrace.run import Run
 from bendtrace.tape.scalars import TRACED
 
-_DEEPEST = 30  # calls inside of each other, before an insertion is asked whether it makes them
+_DEEPEST = 40  # calls inside of each other, before an insertion is asked whether it makes them
 _OF_NODE = gates.InsteadGate._node.__code__
 _MOST_NOTES = 16  # on why something was not called; more would not be read
 
@@ -243,7 +243,8 @@ class InsertionRegistry:
         """Raise if the innermost gate around this call has called one of the insertions."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not _OF_NODE:  # which calls the model's code
-            entry = frame.f_locals.get("entry") if frame.f_globals is vars(gates) else None
+            is_gate = frame.f_globals is vars(gates) or frame.f_globals is vars(through)
+            entry = frame.f_locals.get("entry") if is_gate else None
             if entry is not None and entry.insertion._owner is self:
                 raise InterjectionError(
                     f"{entry.what.label} at {describe_where(entry.insertion.where)} calls the "
