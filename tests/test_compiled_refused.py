@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import bendtrace as bt
 from bendtrace.compiled.attempts import _Comparison
+from tests.compiled.common import assert_promise_with, states
 from tests.promise import bits
 
 X = torch.ones(4, 4)
@@ -186,3 +187,29 @@ def test_compiled_results_are_compared_in_all_that_python_can_read_of_a_tensor()
     assert _Comparison([]).between([plain, plain[0]], [plain.clone(), torch.ones(2)])
     assert _Comparison([]).between(plain, plain + 1)
     assert _Comparison([]).between(plain, plain.clone()) is None
+
+
+SQUEEZED: dict[str, Callable[[Tensor], Any]] = {
+    "asked": lambda x: x * x[None, x > 0].squeeze(1).ndim,
+    "all": lambda x: x * torch.squeeze(x[None, x > 0]).ndim,
+    "length of the shape": lambda x: x * len(x[None, x > 0].squeeze(1).shape),
+    "an overload": lambda x: x * torch.ops.aten.squeeze.dims(x[None, x > 0], [1]).ndim,
+    "returned": lambda x: x[None, x > 0].squeeze(1) * 2,
+}
+
+
+@pytest.mark.parametrize("case", SQUEEZED)
+def test_values_that_decide_how_many_dimensions_there_are(case: str) -> None:
+    values = [(3.0, 1, 1), (2.0, 1, 3), (3.0, -1, -1), (-3.0, -2, 1), (1.0, 1, 1)] * 2
+    calls = [lambda some=some: ((torch.tensor(some),), {}) for some in values]
+    bended = assert_promise_with("eager", lambda: SQUEEZED[case], calls)
+    assert any("how many dimensions squeeze" in row["reason"] for row in bended.compiled)
+
+
+def test_a_dimension_of_fixed_size_is_dropped_in_compiled_code() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x[x > 0][:, None].squeeze(1) * 2
+
+    values = [(3.0, 1, 1), (2.0, 1, 3), (3.0, -1, -1), (-3.0, -2, 1), (1.0, 1, 1)] * 2
+    calls = [lambda some=some: ((torch.tensor(some),), {}) for some in values]
+    assert states(assert_promise_with("eager", lambda: model, calls)) == ["used"]

@@ -622,3 +622,38 @@ def test_a_side_that_each_round_has_is_listed_once() -> None:
 def test_a_list_of_inputs_says_to_unpack_it() -> None:
     with pytest.raises(ExportError, match="for several calls, unpack it"):
         bt.BendedModule(nn.Linear(3, 3)).export([ONES, ONES])
+
+
+def by_rank_of_input(x: Tensor) -> Tensor:
+    return x * 2 if x[None].squeeze(1).ndim == 1 else x * 3
+
+
+def test_a_size_that_decides_how_many_dimensions_there_are_is_a_condition() -> None:
+    made = bt.BendedModule(by_rank_of_input).export(torch.ones(3), torch.ones(4))
+    for size in (2, 3, 5):
+        assert_equal(made, by_rank_of_input, torch.randn(size))
+    with pytest.raises(AssertionError, match=r"Guard failed: x.size\(\)\[0\] != 1"):
+        made(torch.ones(1))
+    made = bt.BendedModule(lambda x: x[None].squeeze(1) * 3).export(torch.ones(3), torch.ones(4))
+    for size in (1, 2, 5):  # nobody asks
+        assert_equal(made, lambda x: x[None].squeeze(1) * 3, torch.randn(size))
+
+
+@pytest.mark.parametrize(
+    "squeezed",
+    [
+        lambda x: x[None, x > 0].squeeze(1),
+        lambda x: torch.squeeze(x[None, x > 0]),
+        lambda x: torch.corrcoef(x[None, x > -9][:, :2] + x[x > 0].sum()),
+    ],
+    ids=["dim", "all", "corrcoef"],
+)
+def test_values_that_decide_how_many_dimensions_there_are_are_refused(
+    squeezed: Callable[[Tensor], Tensor],
+) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * 2 if squeezed(x).ndim < 2 else x * 3
+
+    refusal = r"how many dimensions \w+ gives depends on values, and .*ndim.* asks for it"
+    with pytest.raises(ExportError, match=refusal):
+        bt.BendedModule(model).export(torch.tensor([3.0, 1, 1]), torch.tensor([2.0, 1, -3]))

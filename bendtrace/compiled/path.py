@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from bendtrace.compiled.attempts import CompiledFunction, Quiet, Result, State
 from bendtrace.compiled.expressions import Expressions, wide_dtype
-from bendtrace.compiled.probing import Extents, Findings, Refusal, Unknown, probe, why_not
+from bendtrace.compiled.probing import (
+    Extents,
+    Findings,
+    Refusal,
+    Unknown,
+    located,
+    probe,
+    why_not,
+)
 from bendtrace.compiled.settings import Settings, dynamo
 from bendtrace.compiled.splices import Splice, Spliced, differs
 from bendtrace.recording.recorder import Recording
@@ -188,6 +196,9 @@ class CompiledPath(CompiledFunction):
         if findings is None:
             raise Refusal("its guards came out otherwise when it was looked at op by op")
         self._findings, self.unchanged = findings, findings.unchanged
+        if (op := Extents(recording, findings).changes_rank()) is not None:
+            reason = f"how many dimensions {name_of(op.target)} gives depends on values"
+            raise Refusal(located(reason, op))
         if self.stretch is not self.home.root:
             # Of a path that branched off, the program's check does not know all guards.
             self._admitting = Program(recording, global_state)

@@ -48,11 +48,13 @@ from bendtrace.torch_rules.draws import RandomStates
 from bendtrace.torch_rules.functions import (
     FLEETING,
     METADATA,
+    RANK_DEPENDS_ON_SIZES,
     RESHAPES_IN_PLACE,
     SETTERS,
     is_foreign,
     is_gate,
     is_torchs_function,
+    known_as,
     name_of,
     said_of,
 )
@@ -370,6 +372,31 @@ class Extents:
         if _gives_back_its_first(op):
             refs = refs[:1]  # it gives that one back, whatever was added to it
         return any(index in self.varying for index in refs)
+
+    def changes_rank(self) -> Op | None:
+        """Return an op that gives fewer dimensions where a size that depends on values is 1.
+
+        A compiler takes it for granted that such a size is another one.
+        """
+        for op in self._ops:
+            if known_as(op.target) in RANK_DEPENDS_ON_SIZES and self._may_drop(op):
+                return op
+        return None
+
+    def _may_drop(self, op: Op) -> bool:
+        if self.varying.isdisjoint(op.operands):
+            return False
+        if not known_as(op.target).startswith("squeeze") or type(op.args[0]) is not Ref:
+            return True
+        given = op.args[0].index
+        dims: Any = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
+        if dims is None:
+            dims = range(len(self._shape(given)))
+        try:
+            chosen = [dims] if isinstance(dims, int) else list(dims)
+            return any(self.origin(given, dim) is not None for dim in chosen)
+        except (Unknown, TypeError):
+            return True
 
     def mask(self, root: int) -> int:
         """Return the op whose nonzero elements a root has picked.

@@ -23,8 +23,13 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.varying import Place, place_of
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import Guard, Op, Test
-from bendtrace.torch_rules.functions import name_of
+from bendtrace.tape.tape import Guard, Op, OpKind, Test
+from bendtrace.torch_rules.functions import (
+    METADATA,
+    RANK_DEPENDS_ON_SIZES,
+    known_as,
+    name_of,
+)
 
 
 class _End:
@@ -80,6 +85,41 @@ class AnalysedRun:
         if guard.test is Test.LENGTH:
             return self.numbers.has_varying_length(guard.index)
         return self.numbers.kinds.get(guard.index) in (Kind.VALUE, Kind.SIZE)
+
+    def ranks_asked(self, guard: Guard) -> list[Op]:
+        """Return the ops that decide by sizes how many dimensions a guard finds, as `squeeze` does.
+
+        torch.export takes it for granted that open sizes are not 1.
+
+        Raises:
+            ExportError: these sizes depend on values, or the op is no `squeeze`.
+        """
+        ops, found, seen = self.recording.tape.ops, [], set[int]()
+        op = ops[guard.index]
+        waiting: list[int] = []
+        if guard.test is Test.RANK:
+            waiting = [op.index]
+        elif op.kind is OpKind.CALL and op.target in METADATA:
+            waiting = [*op.operands]
+        while waiting:
+            index = waiting.pop()
+            if index in seen or self.analysis.has_steady_rank(index):
+                continue
+            seen.add(index)
+            op = ops[index]
+            waiting += op.operands
+            if known_as(op.target) not in RANK_DEPENDS_ON_SIZES:
+                continue
+            varies = not self.numbers.varying.isdisjoint(op.operands)
+            if varies or not known_as(op.target).startswith("squeeze"):
+                raise ExportError(
+                    f"how many dimensions {name_of(op.target)} gives depends on "
+                    f"{'values' if varies else 'sizes'}, and {told(guard)} asks for it: reshape "
+                    "the tensor, or leave the question out",
+                    told(guard),
+                )
+            found.append(op)
+        return found
 
 
 @dataclass(eq=False)

@@ -317,6 +317,7 @@ class _Writer(Functions):
         for position in range(schedule.start, schedule.end + 1):
             for number, guard in schedule.guards.get(position, ()):
                 if number != way.stop and number > way.after and not run.is_question(number):
+                    self._require_ranks(scope, ops, run, number)
                     self._require(scope, ops, guard)
             if way.after < 0:
                 self._require_inputs(scope, ops, run, position)
@@ -326,6 +327,24 @@ class _Writer(Functions):
         if way.stop is None:
             return (output_of(run.recording.root.output, ops, self._part, self._told),)
         return tuple(ops.handed(hole) for hole in tape.states[way.stop].holes)
+
+    def _require_ranks(self, scope: Scope, ops: SegmentOps, run: AnalysedRun, number: int) -> None:
+        """Write on which sizes it depends how many dimensions a guard finds."""
+        tape = run.recording.tape
+        guard = tape.guards[number]
+        if run.analysis.kinds[number] is not GuardKind.DATA:
+            return
+        for op in run.ranks_asked(guard):
+            given = op.args[0]
+            assert isinstance(given, Ref)
+            meta = tape.ops[given.index].meta
+            assert isinstance(meta, TensorMeta)
+            dims: Any = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
+            if dims is None:
+                dims = range(len(meta.shape))
+            for dim in [dims] if isinstance(dims, int) else dims:
+                sign = "==" if meta.shape[dim] == 1 else "!="
+                scope.add(f"require({ops.name(given.index)}.size({dim}) {sign} 1)", guard)
 
     def _require_inputs(
         self, scope: Scope, ops: SegmentOps, run: AnalysedRun, position: int

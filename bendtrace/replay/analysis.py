@@ -92,6 +92,10 @@ class Analysis:
         """Whether there are guards that only the run itself can test."""
         return GuardKind.DATA in self.kinds
 
+    def has_steady_rank(self, index: int) -> bool:
+        """Whether an op gives as many dimensions whatever the sizes and values are."""
+        return self._steady_rank[index]
+
     def _parts(self, bits: int) -> Iterable[Captured]:
         return (part for i, part in enumerate(self._state) if bits >> i & 1)
 
