@@ -148,19 +148,34 @@ _CHANGEABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda: _Distribution._validate_args, _Distribution.set_default_validate_args,
     ),
 }  # fmt: skip
-for _name, _asked, _set in (
-    ("MKLDNN", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    ("flash attention", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
-    ("memory-efficient attention", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-    ("attention by products", "_get_math_sdp_enabled", "_set_sdp_use_math"),
-    ("attention of cuDNN", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    ("attention of others", "_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
-    ("cuDNN", "_get_cudnn_enabled", "_set_cudnn_enabled"),
-    ("benchmarks of cuDNN", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    ("deterministic cuDNN", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+_lasting: list[Callable[[], Any]] = []  # those that cannot be set
+for _name, _ask, _set in (
+    ("MKLDNN", mkldnn, internal("torch._C._set_mkldnn_enabled", None)),
+    ("flash attention", _flash, internal("torch._C._set_sdp_use_flash", None)),
+    ("efficient attention", _efficient, internal("torch._C._set_sdp_use_mem_efficient", None)),
+    ("attention by products", _math, internal("torch._C._set_sdp_use_math", None)),
+    (
+        "attention of cuDNN",
+        internal("torch._C._get_cudnn_sdp_enabled", _cuda.cudnn_sdp_enabled),
+        internal("torch._C._set_sdp_use_cudnn", None),
+    ),
+    (
+        "attention of others",
+        internal("torch._C._get_overrideable_sdp_enabled", lambda: None),
+        internal("torch._C._set_sdp_use_overrideable", None),
+    ),
+    ("cuDNN", cudnn, internal("torch._C._set_cudnn_enabled", None)),
+    ("benchmarks of cuDNN", _benchmark, internal("torch._C._set_cudnn_benchmark", None)),
+    (
+        "deterministic cuDNN",
+        _cudnn_deterministic,
+        internal("torch._C._set_cudnn_deterministic", None),
+    ),
 ):
-    if hasattr(torch._C, _asked) and hasattr(torch._C, _set):
-        _CHANGEABLE[_name] = getattr(torch._C, _asked), getattr(torch._C, _set)
+    if _set is None or _ask() is None:
+        _lasting.append(_ask)
+    else:
+        _CHANGEABLE[_name] = _ask, _set
 _fp32: Any = internal("torch._C._get_fp32_precision_getter", lambda *_: None)
 _order = internal("torch._C._get_sdp_priority_order", list)
 
@@ -178,7 +193,7 @@ def lasting_settings() -> tuple[Any, ...]:
     precisions = [_fp32(*pair) for pair in itertools.product(("cuda", "mkldnn"), _PRODUCTS)]
     return (
         _anomaly(), parametrize._cache_enabled, _sparse(), precision(), _cudnn_tf32(),
-        _cublas_tf32(), *precisions, *_order(),
+        _cublas_tf32(), *precisions, *_order(), *(ask() for ask in _lasting),
     )  # fmt: skip
 
 
