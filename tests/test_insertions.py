@@ -1964,7 +1964,7 @@ def test_calls_are_counted_whenever_somebody_asks_and_few_wait_for_that(is_live:
         handle = bended.interject(model.layer, lambda value: value * 2)
         for _ in range(1200):
             bended(x)
-    assert len(handle.tally.noted) < 600
+    assert len(handle._tally.noted) < 600
     assert [(row.fired, row.changed) for row in handle.report().rows] == [(1200, 1200)]
     handle.clear_report()
     assert handle.report().rows == ()

@@ -108,7 +108,7 @@ class Beside:
                 self._plan.ran(recording)
                 self._reported = recording
             for entry in self._plan.entries:
-                entry.insertion.tally.limit()
+                entry.insertion._tally.limit()
             return output
         finally:
             with _lock:

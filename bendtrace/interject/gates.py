@@ -416,7 +416,7 @@ class _Uncounted:
     changes: frozenset[str] = frozenset()  # those that are known, as its own `Tally`
 
     @property
-    def tally(self) -> _Uncounted:
+    def _tally(self) -> _Uncounted:
         """What counts its calls."""
         return self
 
@@ -794,10 +794,10 @@ class AfterGate(Gate):
                 and not result.is_nested
                 and result.dtype is value.dtype
                 and result.shape == value.shape
-                and at.path in entry.insertion.tally.changes
+                and at.path in entry.insertion._tally.changes
                 and not entry.what.observes
             ):
-                entry.insertion.tally.noted.append((at, True, 1))
+                entry.insertion._tally.noted.append((at, True, 1))
                 return result
         return self.exchanged_for(entry, value, result, at, version)
 

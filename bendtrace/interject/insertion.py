@@ -163,7 +163,6 @@ class Insertion:
         where: the nodes, as given.
         passes: the passes of the nodes at which it is called.
         runs: the first paths that calls took while it was active.
-        tally: counts its calls.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -193,7 +192,7 @@ class Insertion:
         self.is_checked = True  # whether there are selected nodes
         self.runs: list[Recording] = []
         self._owner = owner
-        self.tally = Tally()
+        self._tally = Tally()
         self._has_failed = False
 
     @property
@@ -207,12 +206,12 @@ class Insertion:
 
     def report(self) -> Report:
         """Return at which nodes and passes it was called, and whether it changed anything."""
-        notes = () if self.tally.rows() else self._owner.notes_on(self)
-        return Report(self.what.label, describe_where(self.where), self.tally.rows(), notes)
+        notes = () if self._tally.rows() else self._owner.notes_on(self)
+        return Report(self.what.label, describe_where(self.where), self._tally.rows(), notes)
 
     def clear_report(self) -> None:
         """Reset the report's counts."""
-        self.tally.clear()
+        self._tally.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -228,7 +227,7 @@ class Insertion:
         Args:
             stacklevel: as for `warnings.warn`: 1 for this method, 2 for its caller.
         """
-        if not self.runs or self.allow_none or self._has_failed or self.tally.rows():
+        if not self.runs or self.allow_none or self._has_failed or self._tally.rows():
             return
         report = self.report()
         why = "; ".join(report.notes)
@@ -245,19 +244,19 @@ class Insertion:
 
     def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
         """Record that it was called."""
-        self.tally.called(at, changed, times)
+        self._tally.called(at, changed, times)
 
     def fires_later(self, settle: Callable[[], None]) -> None:
         """Note what records calls that are not recorded so far (see `Tally.wait_for`)."""
-        self.tally.wait_for(settle)
+        self._tally.wait_for(settle)
 
     def fired_backward(self, at: NodePass) -> None:
         """Record that it received gradients."""
-        self.tally.told(at)
+        self._tally.told(at)
 
     def ran(self, recording: Recording) -> None:
         """Record that a call took a path while it was active."""
-        self.tally.limit()
+        self._tally.limit()
         if len(self.runs) < _MOST_RUNS and recording not in self.runs:
             self.runs.append(recording)
 
@@ -267,9 +266,9 @@ class Insertion:
 
     def is_known_to_change(self, path: str, calls: int = 1) -> bool:
         """Whether it has changed a value at a node, in some calls or more."""
-        if calls == 1 or path not in self.tally.changes:
-            return path in self.tally.changes
-        return self.tally.times_changed(path) >= calls
+        if calls == 1 or path not in self._tally.changes:
+            return path in self._tally.changes
+        return self._tally.times_changed(path) >= calls
 
 
 # Reports of insertions: where they were called, how often, and whether they changed anything.

@@ -36,7 +36,7 @@ class Placed(Protocol):
         """The passes of a node in which it is called."""
 
     @property
-    def tally(self) -> Tally:
+    def _tally(self) -> Tally:
         """What counts its calls."""
 
     def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:

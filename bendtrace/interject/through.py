@@ -98,11 +98,11 @@ class Through:
                     and sys.getrefcount(given) <= _ALONE
                     and kind_of(given) == kind
                     and not entry.what.observes
-                    and self._path in entry.insertion.tally.changes
+                    and self._path in entry.insertion._tally.changes
                 ):
                     keeps, writes = self._splicing.keeps, self._splicing.writes
                     if not writes or not (keeps or is_shared(given)):
-                        entry.insertion.tally.noted.append((at, True, 1))
+                        entry.insertion._tally.noted.append((at, True, 1))
                         current.note(self._path, at.number, given, keeps, writes, given._version)
                         return given
             given = gate.exchanged_for(entry, value, given, at, version)
