@@ -222,6 +222,8 @@ class RunWriter:
             for splice in self.schedule.splices.get(position, ())
         ]
         for block in self.schedule.blocks:
+            if block.begin == block.end:
+                continue  # nothing is done in it
             if block.end[0] == position and not self._is_left(block):
                 waiting.append((block.end[1], 2, self._end, block))
             if block.begin[0] == position and block is not self.schedule.entered:

@@ -456,3 +456,23 @@ def test_gradients_inside_are_refused() -> None:
         bended(stream(1)[0].requires_grad_())
     with torch.no_grad():
         bended(stream(1)[0])
+
+
+def test_a_block_in_which_nothing_is_done() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            same = checkpoint(lambda y: y, x * 2, use_reentrant=False)
+            return same + checkpoint(lambda y: y, torch.ones(4), use_reentrant=False)
+
+    model = Model()
+    bended = bt.BendedModule(model)
+    for seed in range(3):
+        x, mine = (torch.full((4,), float(seed), requires_grad=True) for _ in range(2))
+        out, wanted = bended(x), model(mine)
+        assert torch.equal(out, wanted)
+        out.sum().backward()
+        wanted.sum().backward()
+        assert x.grad is not None
+        assert mine.grad is not None
+        assert torch.equal(x.grad, mine.grad)
+    assert bended.stats.replays
