@@ -194,6 +194,7 @@ SQUEEZED: dict[str, Callable[[Tensor], Any]] = {
     "all": lambda x: x * torch.squeeze(x[None, x > 0]).ndim,
     "length of the shape": lambda x: x * len(x[None, x > 0].squeeze(1).shape),
     "an overload": lambda x: x * torch.ops.aten.squeeze.dims(x[None, x > 0], [1]).ndim,
+    "keywords": lambda x: x * torch.squeeze(input=x[None, x > 0], dim=1).ndim,
     "returned": lambda x: x[None, x > 0].squeeze(1) * 2,
 }
 

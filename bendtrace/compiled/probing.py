@@ -376,7 +376,7 @@ class Extents:
     def changes_rank(self) -> Op | None:
         """Return an op that gives fewer dimensions where a size that depends on values is 1.
 
-        A compiler takes it for granted that such a size is another one.
+        A compiler takes it for granted that such a size is not 1.
         """
         for op in self._ops:
             if known_as(op.target) in RANK_DEPENDS_ON_SIZES and self._may_drop(op):
@@ -386,7 +386,8 @@ class Extents:
     def _may_drop(self, op: Op) -> bool:
         if self.varying.isdisjoint(op.operands):
             return False
-        if not known_as(op.target).startswith("squeeze") or type(op.args[0]) is not Ref:
+        is_squeeze = known_as(op.target).startswith("squeeze")
+        if not (is_squeeze and op.args and type(op.args[0]) is Ref):
             return True
         given = op.args[0].index
         dims: Any = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")

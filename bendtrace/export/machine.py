@@ -23,7 +23,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.varying import Place, place_of
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import Guard, Op, OpKind, Test
+from bendtrace.tape.tape import Guard, Op, OpKind, Test, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     RANK_DEPENDS_ON_SIZES,
@@ -111,7 +111,8 @@ class AnalysedRun:
             if known_as(op.target) not in RANK_DEPENDS_ON_SIZES:
                 continue
             varies = not self.numbers.varying.isdisjoint(op.operands)
-            if varies or not known_as(op.target).startswith("squeeze"):
+            is_squeeze = known_as(op.target).startswith("squeeze") and bool(op.args)
+            if varies or not is_squeeze or list(refs_in([op.args[1:], op.kwargs])):
                 raise ExportError(
                     f"how many dimensions {name_of(op.target)} gives depends on "
                     f"{'values' if varies else 'sizes'}, and {told(guard)} asks for it: reshape "

@@ -96,7 +96,7 @@ class Beside:
                 attributes = mine.module.__dict__
                 station = attributes.get(_KEY)
                 if type(station) is not _Station:
-                    mine.before, station = station, mine
+                    mine.before, mine.users, station = station, 0, mine
                     attributes[_KEY] = mine
                 station.users += 1
         try:

@@ -110,7 +110,8 @@ class Through:
             gate.failed(error, (entry,))
             self._hand_on(error)
             raise Interrupted(*self._place) from None
-        return self._weighed(value, given, at.number, kind, version)
+        is_held = sys.getrefcount(given) > _ALONE
+        return self._weighed(value, given, is_held, at.number, kind, version)
 
     def _slowly(self, value: Any, kind: tuple[Any, ...] | None) -> Any:
         if is_repeated():
@@ -121,23 +122,30 @@ class Through:
         except Exception as error:
             self._hand_on(error)
             raise Interrupted(*self._place) from None
-        return self._weighed(value, given, number, kind, version)
+        is_held = sys.getrefcount(given) > _ALONE
+        return self._weighed(value, given, is_held, number, kind, version)
 
     def _weighed(
-        self, value: Any, given: Any, number: int, kind: tuple[Any, ...] | None, version: int
+        self,
+        value: Any,
+        given: Any,
+        is_held: bool,
+        number: int,
+        kind: tuple[Any, ...] | None,
+        version: int,
     ) -> Any:
         """Return what a gate has returned, if known code can go on with it.
 
         Args:
             value: what the gate received.
             given: what it has returned.
+            is_held: whether somebody else has that, too.
             number: the pass.
             kind: what the value was like before.
             version: the version that it had.
         """
         path, current, splicing = self._path, attempt(), self._splicing
         if given is not value:
-            is_held = sys.getrefcount(given) > _ALONE + 1  # the caller has it
             is_known = is_held and (current.has_met(given) or self._is_part(given))
             may_change = splicing.writes
             if not is_known and fits(kind, given, may_change):
