@@ -370,13 +370,13 @@ class Trace(ModelHistory):
     ) -> None:
         self._recording = recording
         self.function = function
-        self.output = recording.result
+        self.output: Any = recording.result
         self._global_state = global_state
         self._signature = signature
         self._capture = capture
         run = self._run = Run(recording, function, registry)
         run.torchlens = capture is not None and capture.torchlens
-        self.tree = LazyRoot(lambda: run.tree)
+        self.tree: LazyRoot = LazyRoot(lambda: run.tree)
         self._has_counted = False
         self._keeps: object = None  # what was inserted, for as long as the trace can be replayed
         if program is not None:

@@ -521,7 +521,7 @@ class Edge(Interjection):
 
     def __init__(self, sent: Sent, what: Interjection) -> None:
         self.applied: int = 0
-        self.self_contained = what.self_contained
+        self.self_contained: bool = what.self_contained
         self._sent = sent
         self._what = what
 

@@ -101,7 +101,7 @@ class Analyser(Interjection):
     """
 
     observes = True
-    self_contained = True
+    self_contained: bool = True
     deferrable = True
     needs_targets: ClassVar[bool] = False
 

@@ -79,7 +79,7 @@ class UnitAnalyser(Analyser):
 class _Corrected(UnitAnalyser):
     def __init__(self, *, keep: Keep = 1, correction: int = 1, per_pass: bool = False) -> None:
         super().__init__(keep=keep, per_pass=per_pass)
-        self.correction = required_int("correction", correction, 0)
+        self.correction: int = required_int("correction", correction, 0)
 
 
 class FeatureStatistics(_Corrected):

@@ -255,7 +255,7 @@ class TrackingProtocol:
                 raise InputError(f"there is no {name!r}; these can be tracked: {', '.join(_VARS)}")
         if record_every < 1 or buffer_len < 1:
             raise InputError("record_every and buffer_len have to be positive")
-        self.vars = vars_ or _VARS
+        self.vars: tuple[str, ...] = vars_ or _VARS
         self.record_every = record_every
         self.buffer_len = buffer_len
 

@@ -93,14 +93,14 @@ class _Rule:
     """
 
     def __init__(self, settings: Settings, said: Any) -> None:
-        self.asked = said if isinstance(said, str) else ""
+        self.asked: str = said if isinstance(said, str) else ""
         self.axis: int | None = _for_node(settings.batch_axis, said, 0)
         rule = _for_node(settings.reduce, said, None)
-        self.takes_all = rule is None and self.axis == 0
+        self.takes_all: bool = rule is None and self.axis == 0
         self.change: Callable[..., Any] | None = None
-        self.is_named = isinstance(rule, str)
+        self.is_named: bool = isinstance(rule, str)
         self.made_axis = self.axis
-        self.wants_batch = False
+        self.wants_batch: bool = False
         if self.is_named:
             self.change = _named(rule, self.axis, settings.feature_axis)
             self.made_axis = None if self.axis is None else 0

@@ -239,7 +239,7 @@ class _Call:
         self.module = module
         self._at = {one.order: one.at(module) for one in station.entries if one.is_paired}
         self.gradients: CallGradients | None = None
-        self.exchange = Exchange({})
+        self.exchange: Exchange = Exchange({})
         self.same: dict[int, Tensor] = {}
         self.copies: Any = None
         # To distinguish a normal end from an error, which torch reports in the same way.

@@ -58,7 +58,7 @@ from bendtrace.torch_rules.functions import (
 from bendtrace.torch_rules.intercepts import is_function_apply
 from bendtrace.torch_rules.writes import storage_of, version_of, works_in_place
 
-TRACED_AS = {int: TracedInt, float: TracedFloat, bool: TracedBool}
+TRACED_AS: dict[type, Any] = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 
 
 class Values:

@@ -268,7 +268,9 @@ class Rounds:
     """
 
     def __init__(self, begin: Any, end: Any, step: int, guards: list[Guard]) -> None:
-        self.at, self.end, self.step = begin, end, step
+        self.at: Any = begin
+        self.end: Any = end
+        self.step: int = step
         self._guards = guards
         self.asked: list[int] = []
 

@@ -83,7 +83,7 @@ def current_context() -> Context:
     )
 
 
-forget_casts = torch.clear_autocast_cache
+forget_casts: Callable[[], None] = torch.clear_autocast_cache
 
 
 # Each op asks for all of them, which takes several times as long by the public functions. Seen in

@@ -107,7 +107,7 @@ class TracedScalar:
         return origin.consume(self, how)
 
     @property
-    def node(self) -> _Node:
+    def node(self) -> object:
         """The object that torch's C++ code queries."""
         return _Node(self)
 

@@ -54,7 +54,7 @@ _WHETHER = frozenset(
     }
 )  # fmt: skip
 _DeviceContext: Any = internal("torch.utils._device.DeviceContext", Never)
-QUESTIONS = _WHETHER | {function_modes, _mode_at, _is_enabled}
+QUESTIONS: frozenset[Any] = _WHETHER | {function_modes, _mode_at, _is_enabled}
 # Functions of torch that ask for their callers.
 _FOR_OTHERS = frozenset({"_get_current_function_mode", "_get_current_function_mode_stack"})
 

@@ -150,7 +150,9 @@ _disallow: Any = getattr(eager_transforms, "lazy_dynamo_disallow", None)
 # has a tensor without content that carries it, and taking it away is an op of that.
 
 
-REGISTERS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
+REGISTERS: frozenset[Any] = frozenset(
+    {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+)
 
 
 @functools.cache

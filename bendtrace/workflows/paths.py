@@ -93,7 +93,7 @@ class Flow:
     """The ops of a run, and their inputs."""
 
     def __init__(self, trace: Trace) -> None:
-        self.ops = trace.ops
+        self.ops: list[Op] = trace.ops
         self._calls = trace.module_calls
         self._tree = trace._tree
         self._root = trace._recording.root

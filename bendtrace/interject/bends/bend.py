@@ -168,9 +168,9 @@ class CallbackChain(Bend):
             if not isinstance(callback, Bend):
                 raise InputError(f"a chain takes bending callbacks, not {callback!r}")
         self.callbacks: tuple[Bend, ...] = tuple(_flat(callbacks))
-        self.observes = all(callback.observes for callback in self.callbacks)
-        self.self_contained = all(callback.self_contained for callback in self.callbacks)
-        self.deferrable = all(callback.deferrable for callback in self.callbacks)
+        self.observes: bool = all(callback.observes for callback in self.callbacks)
+        self.self_contained: bool = all(callback.self_contained for callback in self.callbacks)
+        self.deferrable: bool = all(callback.deferrable for callback in self.callbacks)
 
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what they do together, if that is known of each."""
