@@ -106,15 +106,6 @@ def test_an_observer_of_everything_changes_nothing_in_any_model(case: Case) -> N
     assert not fired.changed
 
 
-@pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.name)
-def test_functions_that_give_back_the_value_change_nothing_in_any_model(case: Case) -> None:
-    first, *rest = case.paths.values()
-    assert_promise(
-        case.make, [first, first, *rest, first],
-        insert=lambda b: b.interject(lambda node: True, lambda value: value),
-    )  # fmt: skip
-
-
 def test_a_changed_value_is_the_same_recorded_and_replayed() -> None:
     model = branching()
     bended = bt.BendedModule(model)

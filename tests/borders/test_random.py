@@ -242,11 +242,6 @@ def a_seeded_generator_of_numpy_made_inside(x: Tensor) -> Tensor:
     return x * float(np.random.default_rng(3).random())
 
 
-@border.each
-def test_random_numbers(case: Case) -> None:
-    case.check()
-
-
 def seeds_python(x: Tensor) -> Tensor:
     random.seed(3)
     return x * random.random()

@@ -63,7 +63,7 @@ def check(name: str, options: Options) -> Row:
 
 
 def corpus_case(name: str, case: Case, options: Options) -> Row:
-    """Compare a model of the corpus along all its paths, in the order of tests/test_corpus.py."""
+    """Compare a model of the corpus along all its paths, in the order of the registry."""
     device = options.device
 
     def make() -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.registry.program import Program, add
 from tests.scoreboard.case import Drive
 
 __all__ = ["REGISTRY", "Issue", "issue"]
@@ -47,11 +48,13 @@ def issue(
 ) -> Callable[[Drive], Drive]:
     """Register a program."""
 
-    def add(drive: Drive) -> Drive:
+    def adding(drive: Drive) -> Drive:
         made = Issue(repository, number, about, drive, inductor)
         if made.name in REGISTRY:
             raise ValueError(f"{made.name} is there twice")
         REGISTRY[made.name] = made
+        if not inductor:
+            add(Program(f"issues.{made.name}", drive, frozenset({"issue"})))
         return drive
 
-    return add
+    return adding

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from tests.borders.border import Border, Case, given
+from tests.borders.border import Border, given
 
 border = Border()
 
@@ -355,8 +355,3 @@ def bytes_of(x: Tensor) -> Tensor:
 @border.replays
 def printed(x: Tensor) -> Any:
     return x * len(str(x.detach()[0, 0].round().int())), f"{x.detach()[0, 0]:.1f}"
-
-
-@border.each
-def test_foreign_code(case: Case) -> None:
-    case.check()

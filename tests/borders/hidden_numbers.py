@@ -6,14 +6,13 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functionalize, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from tests.borders.border import Border, Case, Stateful
+from tests.borders.border import Border, Stateful
 
 border = Border()
 
@@ -198,9 +197,3 @@ class InTheForwardOfAHookedModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x) * x.shape[0]
-
-
-@border.each
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-def test_numbers_are_right_where_the_tracer_is_off(case: Case) -> None:
-    case.check()

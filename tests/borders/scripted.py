@@ -6,16 +6,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.borders.border import Border, Case, Stateful
+from tests.borders.border import Border, Stateful
 
-border = Border()
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore:.*torch\.jit\..* is (deprecated|not supported):DeprecationWarning"
-)
+border = Border(r".*torch\.jit\..* is (deprecated|not supported)")
 
 
 def scripted(subject: Any) -> Any:
@@ -261,8 +257,3 @@ class WithAScriptedHelperInAnAttribute(Stateful):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.helper(self.fc(x))
-
-
-@border.each
-def test_torchscript(case: Case) -> None:
-    case.check()

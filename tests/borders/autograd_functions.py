@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from tests.borders.border import Border, Case, Stateful, given
+from tests.borders.border import Border, Stateful, given
 
 border = Border()
 
@@ -482,8 +482,3 @@ def that_reads_what_forward_left_in_its_class() -> nn.Module:
             return Reads.apply(self.fc(x))
 
     return Configured()
-
-
-@border.each
-def test_custom_functions_keep_their_backward(case: Case) -> None:
-    case.check()

@@ -1,0 +1,117 @@
+"""The comparison of a mode with eager, and which programs a mode runs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bendtrace.errors import BendtraceError
+from tests.promise import bits, footprint
+from tests.shares import some
+
+from .program import PROGRAMS, Program, Wrap
+
+__all__ = ["compare", "each", "seen"]
+
+# Programs are registered when these are imported.
+_PLACES = (
+    "tests.corpus", "tests.test_guarded", "tests.scoreboard.issues",
+    *(f"tests.registry.{name}" for name in ("facts", "joins", "outputs", "single_ops")),
+    *(f"tests.borders.{name}" for name in (
+        "autograd_functions", "foreign", "hidden_numbers", "scripted", "test_hooks", "test_modes",
+        "test_modules", "test_opaque", "test_python", "test_random", "test_self", "test_tensors",
+        "test_transforms",
+    )),
+)  # fmt: skip
+
+
+def seen(program: Program, wrap: Wrap) -> list[Any]:
+    """Return the bits of all that can be seen of each call of a program."""
+    torch.manual_seed(0)
+    return [bits(step) for step in program.drive(wrap)]
+
+
+def compare(
+    program: Program,
+    mode: str,
+    ours: Wrap,
+    eager: Wrap = lambda model: model,
+    *,
+    refusal: str = "",
+) -> None:
+    """Assert that a program does the same in a mode and in eager, or is refused as it says.
+
+    Args:
+        program: the program.
+        mode: the name of the mode.
+        ours: makes of a model what runs it in this mode.
+        eager: makes of a model what eager is compared in, such as hooks of torch's own.
+        refusal: a pattern of messages with which the mode may refuse any program outside of the
+            corpus; programs of the corpus say themselves what they cannot do.
+    """
+    refusals: list[str] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        for pattern in program.ignores:
+            warnings.filterwarnings("ignore", pattern)
+        wanted = seen(program, eager)
+        before = footprint()
+        found = seen(program, _noting(ours, refusals))
+        assert footprint() == before, "something is left behind"
+    if mode in program.cannot:
+        assert any(re.search(program.cannot[mode], refusal) for refusal in refusals), refusals
+        return
+    if refusal and refusals and "corpus" not in program.tags:
+        assert all(re.search(refusal, text) for text in refusals), refusals
+        return
+    assert not refusals, refusals[0]
+    assert len(found) == len(wanted)
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert one == other, f"call {number} of {program.name}"
+
+
+def _noting(wrap: Wrap, refusals: list[str]) -> Wrap:
+    """Note the errors of this library, which a program may catch."""
+
+    def wrapped(model: Any) -> Callable[..., Any]:
+        called = wrap(model)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return called(*args, **kwargs)
+            except BendtraceError as error:
+                refusals.append(str(error))
+                raise
+
+        return call
+
+    return wrapped
+
+
+def each(
+    *tags: str, share: int = 1, start: int = 0, without: str = "unseen"
+) -> pytest.MarkDecorator:
+    """Return a mark that hands a test each program.
+
+    Args:
+        tags: of which a program has one; all programs, if there are none.
+        share: every so manieth runs with the usual commands, the others with `--all`.
+        start: where to begin to count.
+        without: a tag of programs that are left out.
+    """
+    for place in _PLACES:
+        importlib.import_module(place)
+    chosen = [
+        program
+        for program in PROGRAMS.values()
+        if (not tags or program.tags & {*tags}) and without not in program.tags
+    ]
+    return pytest.mark.parametrize(
+        "program", some(chosen, share, start=start), ids=lambda program: program.name
+    )
