@@ -21,7 +21,7 @@ __all__ = ["compare", "each", "seen"]
 
 # Programs are registered when these are imported.
 _PLACES = (
-    "tests.corpus", "tests.test_guarded", "tests.scoreboard.issues",
+    "tests.corpus", "tests.test_guarded", "tests.registry.issues",
     *(f"tests.registry.{name}" for name in ("facts", "joins", "outputs", "single_ops")),
     *(f"tests.borders.{name}" for name in (
         "autograd_functions", "foreign", "hidden_numbers", "scripted", "test_hooks", "test_modes",
