@@ -107,7 +107,8 @@ class Border:
         """Decorate a model that may be replayed, or run live for a reason that matches."""
         return self.live(reason, **options, surely=False)
 
-    def _add(self, subject: Any, options: dict[str, Any]) -> Any:
+    def _add(self, subject: Any, given: dict[str, Any]) -> Any:
+        options = dict(given)
         make = subject
         if not isinstance(subject, type) and inspect.signature(subject).parameters:
 
@@ -116,6 +117,7 @@ class Border:
 
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", subject.__name__).lower()
         file = subject.__module__.rpartition(".")[2].removeprefix("test_")
+        cannot = options.pop("cannot", {})
         case = Case(make, subject, **options)
         prepared = [lambda model, inputs=inputs: inputs() for inputs in case.inputs]
         tags = {"border", file, *(["gradients"] if case.gradients else [])}
@@ -124,6 +126,7 @@ class Border:
                 f"{file}.{name}",
                 calling(make, prepared, around=case.modes),
                 frozenset(tags),
+                cannot,
                 ignores=self._ignores,
                 served=None if case.graph else case.check_served,
                 served_with_gradients=case.check_served if case.graph else None,

@@ -45,6 +45,7 @@ NOT_REPLAYED = {
 }
 # What modes refuse, with a pattern of the message.
 CANNOT = {
+    "argument_dict_is_filled": {"audited": "such calls cannot be audited"},
     "dataclass_argument_and_output": {"stepped": "memory that existed before the run"},
     "own_generator": {"stepped": "random generator"},
 }

@@ -21,7 +21,7 @@ class Raising(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in ("__get__", "__repr__"):
+        if func.__name__ not in ("__get__", "__repr__", "dim"):  # the tracer asks for these, too
             cls.uses += 1
             if cls.uses > 1:
                 raise ArithmeticError("used twice")

@@ -41,7 +41,8 @@ def case(
     def adding(program: Any) -> Any:
         is_made = isinstance(program, type) or not inspect.signature(program).parameters
         make = program if is_made else lambda: program
-        file = program.__module__.rpartition(".")[2]
+        owner = getattr(program, "func", program)
+        file = owner.__module__.rpartition(".")[2]
         prepared = [lambda model, call=call: (call(model), {}) for call in calls]
         add(
             Program(

@@ -22,7 +22,9 @@ __all__ = ["compare", "each", "seen"]
 # Programs are registered when these are imported.
 _PLACES = (
     "tests.corpus", "tests.test_guarded", "tests.registry.issues",
-    *(f"tests.registry.{name}" for name in ("facts", "joins", "outputs", "single_ops")),
+    *(f"tests.registry.{name}" for name in (
+        "facts", "joins", "outputs", "sequences", "single_ops",
+    )),
     *(f"tests.borders.{name}" for name in (
         "autograd_functions", "foreign", "hidden_numbers", "scripted", "test_hooks", "test_modes",
         "test_modules", "test_opaque", "test_python", "test_random", "test_self", "test_tensors",
