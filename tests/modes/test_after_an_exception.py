@@ -48,7 +48,7 @@ def interrupted(called: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@each("corpus", "single", share=3)
+@each("corpus", "single", share=6)
 def test_the_next_call_gives_what_eager_gives(program: Program) -> None:
     compare(
         program, "after an exception", lambda model: interrupted(bt.BendedModule(model)),

@@ -8,13 +8,13 @@ from tests.registry.comparing import compare, each
 from tests.registry.program import Program
 
 
-@each(share=3, start=1)
+@each(share=7, start=1)
 def test_recorded_past_joins_it_does_what_is_known(program: Program) -> None:
     with past_joins():
         compare(program, "joined", bt.BendedModule)
 
 
-@each(share=3, start=2)
+@each(share=7, start=2)
 def test_resumed_anywhere_it_does_what_is_known(program: Program) -> None:
     with resumed_anywhere(1):
         compare(program, "resumed", bt.BendedModule)

@@ -18,12 +18,12 @@ def saving(model: Any, **options: Any) -> Callable[..., Any]:
     return call
 
 
-@each("border", "single", "corpus", share=6)
+@each("border", "single", "corpus", share=12)
 def test_a_run_that_is_saved_is_the_run_itself(program: Program) -> None:
     compare(program, "saved", saving)
 
 
-@each("gradients", "single", "corpus", share=8, start=1)
+@each("gradients", "single", "corpus", share=16, start=1)
 def test_gradients_that_are_saved_are_those_of_the_run_itself(program: Program) -> None:
     compare(
         program, "saved gradients",

@@ -20,6 +20,6 @@ def stepped(model: Any) -> Callable[..., Any]:
     return call
 
 
-@each(share=12, start=1)
+@each(share=24, start=1)
 def test_finishing_a_run_after_looking_around_is_calling_the_model(program: Program) -> None:
     compare(program, "stepped", stepped, refusal="^this run cannot be stepped through: ")

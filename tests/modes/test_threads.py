@@ -48,6 +48,6 @@ def beside_another(model: Any) -> Callable[..., Any]:
     return call
 
 
-@each(share=6, start=5)
+@each(share=12, start=5)
 def test_it_gives_what_eager_gives_in_a_thread(program: Program) -> None:
     compare(program, "threads", beside_another, in_a_thread)
