@@ -182,20 +182,24 @@ def called(case: Case, bent: bool) -> tuple[list[Seen], list[str], bool, Any]:
         def call(*args: Any) -> Any:
             before.append((bits([args, {}]), random_states()))
             stats.append(copy.copy(made[0].stats) if bent else None)
-            prints = footprint()
+            prints, drawn = footprint(), (random.getstate(), str(np.random.get_state()))
             try:
                 return made[0](*args)
             finally:
+                draws.append(drawn != (random.getstate(), str(np.random.get_state())))
                 assert footprint() == prints or not bent  # torch itself may load more of itself
 
         return call
 
     before: list[Any] = []
+    draws: list[bool] = []
     seen: list[Seen] = []
     served, effects = [], False
     for one in drive(case, wrap):
         seen.append(one)
         effects = effects or one[2:4] != before[-1] or one.state != seen[0].state
+        # Of what Python and numpy draw, and of what only the output of the next call shows.
+        effects = effects or draws[-1] or one.output != seen[0].output
         served.append(how(stats[-1], made[0].stats) if bent else "")
     return seen, served, effects, made[0]
 

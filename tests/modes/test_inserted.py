@@ -155,6 +155,9 @@ def changed(value: Any) -> Any:
 def test_a_changed_output_of_a_module_is_what_a_native_hook_makes_of_it(program: Program) -> None:
     """At the last of the modules inside, which the calls may reach or not."""
 
+    if program.name == "corpus.modules_of_forward":
+        pytest.skip("it runs a copy of a module, which has the native hook as well")
+
     def last(model: Any) -> str | None:
         inside = [path for path, _ in model.named_modules() if path]
         return inside[-1] if inside else None
