@@ -40,7 +40,6 @@ FAULTS = {
         "single_ops.AListThatAHookFills",
     ): "the list that a hook fills is a copy",
     ("stepped", "facts.a_tensor_whose_data_one_op_sets"): "the op gives an argument another shape",
-    ("stepped", "random.seeded_at_random"): "it is taken for a model that does something else",
     ("stepped", "scripted.a_scripted_module_with_state"): "the script writes to its buffer twice",
 }
 

@@ -1,14 +1,11 @@
-"""Programs that were once silently wrong, each the smallest that showed it."""
+"""State outside of the model: in installed packages, classes and objects of others."""
 
 from __future__ import annotations
 
 import collections
-import copy
 import importlib
-import pickle
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,69 +14,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.errors import NondeterminismError
-from tests.promise import Inputs, assert_promise, bits, state
-
-
-def calls(*arguments: Callable[[], Any]) -> list[Callable[[], Inputs]]:
-    def one(make: Callable[[], Any]) -> Callable[[], Inputs]:
-        def inputs() -> Inputs:
-            made = make()
-            return (made if isinstance(made, tuple) else (made,)), {}
-
-        return inputs
-
-    return [one(make) for make in arguments]
-
-
-class _Fails(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.n = x.shape[0]
-        self.last = x
-        return torch.zeros(3) + x
-
-
-def test_what_was_assigned_before_an_error_stays_assigned() -> None:
-    good, bad = (lambda: torch.ones(3)), (lambda: torch.ones(4))
-    bended = assert_promise(_Fails, calls(good, bad, good, bad, good))
-    assert bended.stats.replays >= 1
-    model = _Fails()
-    with pytest.raises(RuntimeError):
-        bt.trace(model, torch.ones(4))
-    assert type(model.n) is int
-    assert state(model) is not None
-
-
-def test_a_copy_of_a_bended_module_is_on_its_own() -> None:
-    bended = bt.BendedModule(nn.BatchNorm1d(2).eval())
-    x = torch.ones(3, 2)
-    bended(x)
-    twin = copy.deepcopy(bended)
-    twin.model.running_mean.fill_(7.0)
-    assert torch.equal(twin(x), twin.model(x))
-    assert not torch.equal(twin(x), bended(x))
-    again = pickle.loads(pickle.dumps(bended))
-    assert torch.equal(again(x), bended(x))
-
-
-def test_a_resumed_run_that_goes_another_way_is_an_error_also_if_the_model_catches_it() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        way = 2 if torch.jit.onednn_fusion_enabled() else 1  # a setting that is not guarded
-        try:
-            y = x + 1 if way == 1 else x * 5
-        except Exception:
-            y = x
-        return y * 2 if y.sum() > 0 else y
-
-    bended = bt.BendedModule(model)
-    bended(torch.ones(2))
-    bended(torch.ones(2))  # a replay: asks nobody
-    torch.jit.enable_onednn_fusion(True)
-    try:
-        with pytest.raises(NondeterminismError, match="with all guards equal"):
-            bended(-3 * torch.ones(2))
-    finally:
-        torch.jit.enable_onednn_fusion(False)
+from tests.promise import bits
 
 
 def test_numbers_that_a_run_leaves_anywhere_are_plain() -> None:
