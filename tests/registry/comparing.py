@@ -21,7 +21,7 @@ __all__ = ["compare", "each", "seen"]
 
 # Programs are registered when these are imported.
 _PLACES = (
-    "tests.corpus", "tests.test_guarded", "tests.registry.issues",
+    "tests.corpus", "tests.test_guarded", "tests.test_texts", "tests.registry.issues",
     *(f"tests.registry.{name}" for name in (
         "facts", "joins", "outputs", "sequences", "single_ops",
     )),

@@ -80,7 +80,12 @@ def calling(
             for seed, prepare in enumerate(calls):
                 args, kwargs = prepare(model)
                 _seed(seed)
-                with contextlib.redirect_stdout(io.StringIO()) as printed, context():
+                printed = io.StringIO()
+                with (
+                    contextlib.redirect_stdout(printed),
+                    contextlib.redirect_stderr(printed),
+                    context(),
+                ):
                     result = _tried(lambda: look(model, called(*args, **kwargs)))  # noqa: B023
                 left = printed.getvalue(), random_states(), state(model)
                 yield [result, args, kwargs], left
