@@ -9,7 +9,7 @@ from tests.registry.comparing import compare, each
 from tests.registry.program import Program
 
 
-@each("corpus", "single", "border", "issue", share=5, start=2)
+@each("corpus", "border", share=5, start=2)
 def test_right_replays_pass_and_leave_what_a_replay_leaves(program: Program) -> None:
     refusal = "such calls cannot be audited|cannot be copied"
     compare(program, "audited", functools.partial(bt.BendedModule, audit=1.0), refusal=refusal)

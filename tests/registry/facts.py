@@ -269,7 +269,6 @@ for _first in (False, True):
                 for sign in (_sign, -_sign, _sign, -_sign)
             ],
             look=lambda model, out: (out, model.values.tolist()),
-            audited="the model's own output is different",  # a copy of it has memory of its own
             name=f"an_array_that_comes_to_share_memory_{_first}_{_sign}",
         )(_SharesLater)
 
