@@ -15,7 +15,7 @@ from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.selectors.algebra import Selector
 from bendtrace.paths.candidates import Candidate
-from bendtrace.paths.naming import identifier
+from bendtrace.paths.nodes import identifier
 
 _lock = threading.Lock()
 
