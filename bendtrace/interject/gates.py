@@ -780,7 +780,9 @@ class AfterGate(Gate):
 
     def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
         """Call an insertion at a node that returns one tensor."""
-        is_plain = type(value) is Tensor and not (function_modes() or value.is_inference())
+        is_plain = type(value) is Tensor and not (
+            function_modes() or value.is_inference() or value.is_nested
+        )
         version = value._version if is_plain else version_of(value)
         result = entry.what.after(at, NO_INPUTS, value)
         if is_plain and value._version == version:  # as `exchanged_for`, in fewer instructions
@@ -789,6 +791,7 @@ class AfterGate(Gate):
                 return value
             if (
                 type(result) is Tensor
+                and not result.is_nested
                 and result.dtype is value.dtype
                 and result.shape == value.shape
                 and at.path in entry.insertion.tally.changes
