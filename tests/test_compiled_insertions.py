@@ -412,6 +412,7 @@ def test_what_stays_inserted_is_asked_again_when_an_attribute_changes() -> None:
     assert len(asked) > known
 
 
+@pytest.mark.more
 def test_a_graph_that_leaves_out_what_is_known_to_change_is_made_again_for_others() -> None:
     """Whether each changes its value is computed if that is not known from the calls before."""
     both = Both()

@@ -232,6 +232,7 @@ def test_a_package_does_not_read_memory_that_lies_otherwise(x: Tensor, tmp_path:
         loaded(tmp_path / "model.aoti.pt2")(x)
 
 
+@pytest.mark.more
 def test_conditions_that_a_file_cannot_check_are_refused(tmp_path: Path) -> None:
     for model, args, ending, words in (
         (for_flag, (X, True), "aoti.pt2", "takes tensors only, and would ignore another value"),
@@ -275,6 +276,7 @@ def test_what_onnxruntime_cannot_run_is_refused_with_a_remedy(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.more
 def test_sizes_in_a_branch_go_to_onnx(tmp_path: Path) -> None:
     """A condition with a maximum in it, and a size that a weight before the branch fixes."""
     require("onnx")

@@ -596,7 +596,9 @@ def test_what_torch_refuses_is_said_once_and_nothing_is_printed(
         return x[x > 0][best : best + 2].view(2, 1)
 
     with pytest.raises(ExportError, match=r"best \+ 2.*: a size or an index depends on values"):
-        bt.BendedModule(sliced).export(torch.tensor([1.0, 3.0, 2.0, -1.0, -1.0, -1.0]), torch.ones(6))
+        bt.BendedModule(sliced).export(
+            torch.tensor([1.0, 3.0, 2.0, -1.0, -1.0, -1.0]), torch.ones(6)
+        )
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "")
 

@@ -554,6 +554,7 @@ def spans_of(seed: int, count: int = 8) -> tuple[Tensor, Tensor]:
 SHRINKING = [shrinking, by_rounds, by_length, together, without_masks]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "model", some(SHRINKING, chosen=[shrinking, together]), ids=lambda model: model.__name__
 )
@@ -612,6 +613,7 @@ def test_a_list_of_numbers_is_an_index() -> None:
     assert_equal(made, model, torch.tensor([5.0, 7.0, 6.0, -1.0]))
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_hides_behind_torchs_layers_is_refused_with_a_remedy() -> None:
     x, nn = torch.randn(2, 5, 8), torch.nn
@@ -675,6 +677,7 @@ except bt.errors.ExportError as error:
 """
 
 
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit for the size of files")
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
     """torch's own writer would end the process."""

@@ -561,6 +561,7 @@ def test_the_inside_of_attention_can_be_reached() -> None:
     assert bits(bended(x, x, x)) == bits(plain)
 
 
+@pytest.mark.more
 def test_the_softmax_of_an_encoder_layer_is_reached_in_training_and_out_of_it() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)

@@ -377,6 +377,7 @@ def test_nothing_is_exchanged_while_somebody_traces() -> None:
     assert sys.gettrace() is old
 
 
+@pytest.mark.more
 def test_items_that_are_not_there_and_items_that_change() -> None:
     """An item that is missing is an error of the model, which may catch it."""
     rates = [*RATES[:12]]

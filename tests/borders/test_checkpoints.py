@@ -305,6 +305,7 @@ def test_an_error_in_a_block_leaves_torch_as_it_was() -> None:
             assert_same(trained(bended, model, x, seed), trained(eager, eager, x, seed))
 
 
+@pytest.mark.more
 def test_memory_is_that_of_eager_with_checkpoints() -> None:
     """Of each block, only its input is alive between the passes."""
 
