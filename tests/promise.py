@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -37,6 +38,8 @@ def bits(value: Any, seen: dict[int, int] | None = None) -> Any:
         return kind, "nan" if value != value else value.hex()
     if isinstance(value, (type, types.FunctionType, nn.Module, weakref.ref)):
         return kind.__name__
+    if isinstance(value, np.generic):  # as unchangeable as the numbers above
+        return kind.__name__, repr(value)
     if id(value) in seen:
         return "seen", seen[id(value)]
     seen[id(value)] = len(seen)

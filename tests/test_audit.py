@@ -13,9 +13,6 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import AuditError, InputError
-from tests.corpus import CASES, Case
-from tests.promise import bits, seed_everything, state
-from tests.shares import some
 
 KEPT = [1.0]
 
@@ -29,30 +26,6 @@ def _warnings() -> Iterator[None]:
 def loud() -> bool:
     """A setting that no replay sees (see `docs/limits.md`)."""
     return torch.jit.onednn_fusion_enabled()
-
-
-@pytest.mark.parametrize("case", some(CASES, 4), ids=lambda case: case.name)
-def test_right_replays_pass_and_leave_what_a_replay_leaves(case: Case) -> None:
-    for make in case.paths.values():
-        seed_everything(0)
-        eager = case.make()
-        seed_everything(0)
-        bended = bt.BendedModule(case.make())
-        for number in range(4):
-            outcomes = []
-            for call in (eager, bended.audit):
-                seed_everything(number)
-                args, kwargs = make()
-                try:
-                    result = call(*args, **kwargs)
-                except InputError:  # it changes something outside of the model
-                    return
-                except Exception as error:
-                    result = repr(error)
-                model = eager if call is eager else bended.model
-                left = torch.get_rng_state(), random.getstate()
-                outcomes.append(bits([result, args, kwargs, state(model), left]))
-            assert outcomes[0] == outcomes[1]
 
 
 class Model(nn.Module):

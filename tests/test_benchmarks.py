@@ -17,21 +17,21 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.source import stacks
-from tests.benchmarks import comparing, page, starting
-from tests.benchmarks.__main__ import main, measured, middle
-from tests.benchmarks.budgets import BUDGETS, table_of_budgets
-from tests.benchmarks.changes import CHANGES, fed_changed
-from tests.benchmarks.comparing import compared, compared_alone, merged
-from tests.benchmarks.feeding import after_first, fed, feed, relative
-from tests.benchmarks.growth import exponent
-from tests.benchmarks.models import CASES, Case, case_of, inputs_of
-from tests.benchmarks.sections import SECTIONS, Options
-from tests.benchmarks.streams import STREAMS, Stream, stream_of
-from tests.benchmarks.table import ratio
-from tests.benchmarks.timing import interleaved, summary
-from tests.benchmarks.ways import WAYS, Refused, Way, WrongOutput, assert_right, reason_of
-from tests.benchmarks.worker import TASKS, ask, carry_out
 from tests.promise import bits
+from tools.benchmarks import comparing, page, starting
+from tools.benchmarks.__main__ import main, measured, middle
+from tools.benchmarks.budgets import BUDGETS, table_of_budgets
+from tools.benchmarks.changes import CHANGES, fed_changed
+from tools.benchmarks.comparing import compared, compared_alone, merged
+from tools.benchmarks.feeding import after_first, fed, feed, relative
+from tools.benchmarks.growth import exponent
+from tools.benchmarks.models import CASES, Case, case_of, inputs_of
+from tools.benchmarks.sections import SECTIONS, Options
+from tools.benchmarks.streams import STREAMS, Stream, stream_of
+from tools.benchmarks.table import ratio
+from tools.benchmarks.timing import interleaved, summary
+from tools.benchmarks.ways import WAYS, Refused, Way, WrongOutput, assert_right, reason_of
+from tools.benchmarks.worker import TASKS, ask, carry_out
 
 pytestmark = pytest.mark.all
 
@@ -422,7 +422,7 @@ def test_streams_of_torch_compile_say_what_they_found_or_why_not(
         reason = {"reason": "3 calls in 60 s"} if name == "beam search" else {}
         return found | {"graphs": 3, "breaks": {"a": 1, "b": 1}, "differ": 1} | reason
 
-    monkeypatch.setattr("tests.benchmarks.sections.ask", answer)
+    monkeypatch.setattr("tools.benchmarks.sections.ask", answer)
     names = ("8 gated layers", "NMS", "early exit", "beam search")
     found = measured(["streams"], Options(streams=names, changes=()))
     (table,) = (table for table in page.tables_of(found) if table.name == "streams")
@@ -448,7 +448,7 @@ def test_models_are_chosen_among_those_of_all_sections(
         named.append(names)
         return {"machines": {}, "minutes": 0.0, "sections": {}}
 
-    monkeypatch.setattr("tests.benchmarks.__main__.measured", look)
+    monkeypatch.setattr("tools.benchmarks.__main__.measured", look)
     main(["streams", "--models", "MoE, 1", "solver"])
     main(["--quick"])
     main(["streams", "--models", "12 gated layers, a p"])
@@ -512,7 +512,7 @@ def test_the_page_is_filled_between_its_markers_and_nowhere_else(
                for t in (text, written)]  # fmt: skip
     assert outside[0] == outside[1]
     assert "| 20 gated layers" in written
-    assert "`python -m tests.benchmarks growth`" in written
+    assert "`python -m tools.benchmarks growth`" in written
     assert json.loads((tmp_path / "performance.json").read_text()) == report
     svg = (tmp_path / "measured" / "performance.svg").read_text()
     assert svg.startswith("<svg")
@@ -570,7 +570,7 @@ def test_a_page_without_a_place_for_a_table_is_filled_all_the_same(
     page.write_docs(report, tmp_path)
     written = (tmp_path / "performance.md").read_text()
     assert "benchmarks streams`" not in written
-    assert "`python -m tests.benchmarks growth`" in written
+    assert "`python -m tools.benchmarks growth`" in written
 
 
 def test_what_was_found_prints_again(
@@ -592,7 +592,7 @@ def test_options_leave_out_what_is_not_asked_for(monkeypatch: pytest.MonkeyPatch
         asked.append((task, arguments))
         return {"eager": {"median": 1.0}}
 
-    monkeypatch.setattr("tests.benchmarks.sections.ask", answer)
+    monkeypatch.setattr("tools.benchmarks.sections.ask", answer)
     options = Options(threads=(1, 2), models=("solver",), peers=False)
     measured(["calls"], options)
     assert {task for task, _ in asked} == {"compare", "checking", "guards"}

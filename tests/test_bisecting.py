@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.tape.watchers import current_watcher
-from tests.benchmarks.models import CASES, case_of, inputs_of
 from tests.shares import some
 from tests.tree_models import EarlyExit, Refine
+from tools.benchmarks.models import CASES, case_of, inputs_of
 
 # Faults that are planted
 

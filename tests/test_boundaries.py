@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import manual_seed as seed_all
 from torch.overrides import BaseTorchFunctionMode
 
 import bendtrace as bt
@@ -270,3 +274,154 @@ def test_an_opaque_function_of_a_namespace_without_a_name_is_guarded_like_others
 
     calls = [lambda sign=sign: ((torch.full((2,), sign),), {}) for sign in (1.0, 1.0, -1.0, 1.0)]
     assert_promise(lambda: model, calls)
+
+
+# Programs at the limits of what is followed and watched
+
+
+def test_a_seed_that_forward_sets_under_another_name() -> None:
+    """It is the seed from before: neither the seed nor the numbers show it in the first call."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        seed_all(7)
+        return x + torch.rand(x.shape)
+
+    bended, value = bt.BendedModule(model), torch.ones(3)
+    for number in range(4):
+        drawn = []
+        for call in (model, bended):
+            torch.manual_seed(7)
+            torch.rand(number)
+            drawn.append((call(value).tolist(), torch.rand(2).tolist()))
+        assert drawn[0] == drawn[1], number
+
+
+def test_what_is_undetectable_is_so_under_a_computed_name() -> None:
+    def seed(x: torch.Tensor) -> torch.Tensor:
+        return x * (getattr(torch, "".join(["initial_", "seed"]))() % 7)
+
+    def address(x: torch.Tensor) -> torch.Tensor:
+        return x * (getattr(torch._C, "_data_" + "address")(x) % 7)
+
+    for model in (seed, address):
+        bended = bt.BendedModule(model)
+        for number in range(4):
+            torch.manual_seed(number)
+            value = torch.ones(3 + number)
+            assert torch.equal(bended(value), model(value))
+
+
+def down(x: torch.Tensor, count: int) -> torch.Tensor:
+    if count:
+        return down(x, count - 1)
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+@pytest.fixture
+def an_alarm() -> Iterator[None]:
+    """Raise where the test has not come to an end after two minutes."""
+    if not hasattr(signal, "SIGALRM"):
+        pytest.skip("there are no alarms on this system")
+
+    def ring(*_: object) -> None:
+        pytest.fail("it does not come to an end", pytrace=False)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("an_alarm")
+@pytest.mark.filterwarnings("ignore::bendtrace.errors.TraceLimitWarning")
+def test_deep_calls_with_one_trace_come_to_an_end() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = down(x, 15)
+        z = down(y - 1, 3)
+        w = down(z + x.mean(), 20)
+        return w if w.min() > 0 else w + 1
+
+    bended = bt.BendedModule(model, max_traces=1)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(20):
+        x = torch.randn(2, 3, generator=generator) * 10 ** (number % 4)
+        x = x.double() if number % 5 == 4 else x
+        assert bits(bended(x)) == bits(model(x))
+
+
+class Box:
+    def __init__(self, held: float) -> None:
+        self.held = held
+
+
+MANY = types.MappingProxyType({n: Box(float(n)) for n in range(-1, 10_000)})
+
+
+def scaled_by_last(x: torch.Tensor, held: Any = MANY) -> torch.Tensor:
+    return x * held[-1].held
+
+
+@pytest.mark.parametrize(
+    "given", [(), (functools.partial(scaled_by_last, held=MANY),)], ids=["global", "argument"]
+)
+def test_more_objects_than_can_be_watched_make_a_model_run_live(given: Any) -> None:
+    def model(x: torch.Tensor, function: Callable[..., Any] = scaled_by_last) -> torch.Tensor:
+        return function(x)
+
+    bended, x = bt.BendedModule(model), torch.ones(2)
+    for number in range(4):
+        MANY[-1].held = float(number)
+        assert bits(bended(x, *given)) == bits(model(x, *given))
+    assert bended.stats.replays == 0
+    assert "more than 10000 objects" in bended.why_live[0]
+
+
+class Hooked(nn.Module):
+    def __init__(self, fired: list[str]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Identity()
+        self.register_buffer("held", torch.ones(2))
+        self.a.register_full_backward_hook(lambda *_: fired.append("a"))
+        self.b.register_backward_hook(lambda *_: fired.append("b"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.held) + self.a(self.b(x))
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward", "ignore:Full backward hook")
+def test_backward_hooks_are_no_reason_to_run_live_without_gradients() -> None:
+    ours: list[str] = []
+    theirs: list[str] = []
+    model, same = Hooked(ours), Hooked(theirs)
+    same.load_state_dict(model.state_dict())
+    bended = bt.BendedModule(model)
+
+    def compare(make: Callable[[], torch.Tensor], *, grad: bool = False) -> bool:
+        """Call both, go backward where there is a way; return whether the call was a replay."""
+        found, replays = [], bended.stats.replays
+        for called in (bended, same):
+            x = make()
+            with torch.set_grad_enabled(grad):
+                out = called(x)
+            for end in (out, x, same.held if called is same else model.held):
+                if end.grad_fn is not None:
+                    end.sum().backward(retain_graph=True)
+            found.append(bits(out))
+        assert found[0] == found[1]
+        assert ours == theirs
+        return bended.stats.replays > replays
+
+    plain = functools.partial(torch.ones, 2)
+    assert [compare(plain) for _ in range(3)] == [False, True, True]
+    assert not any(compare(plain, grad=True) for _ in range(3))
+    assert ours
+    assert compare(plain)
+    fired = len(ours)
+    assert not any(compare(lambda: torch.ones(2, requires_grad=True) * 2) for _ in range(3))
+    assert len(ours) > fired
+    for one in (model, same):
+        one.held = torch.ones(2, requires_grad=True) * 3
+    fired = len(ours)
+    assert not any(compare(plain) for _ in range(3))
+    assert len(ours) > fired

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import importlib
 import io
 import pickle
-import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -25,14 +23,12 @@ from torch.overrides import TorchFunctionMode
 import bendtrace as bt
 from bendtrace.errors import InputError, LayerKeyError, NotReplayableError
 from bendtrace.torch_rules.functions import DESCEND, entered
-from tests import borders
-from tests.benchmarks.memory import peak_of
-from tests.borders import border
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.hf_models import MODELS, TinyModel
 from tests.promise import Inputs, bits, footprint, outcome, state
 from tests.shares import some
+from tools.benchmarks.memory import peak_of
 
 is_cow = torch._C._is_cow_tensor
 
@@ -137,90 +133,12 @@ def test_a_logged_run_is_the_run_itself(case: Case, way: str, tmp_path: Path) ->
         assert_same_run(case.make, inputs, WAYS[way], tmp_path)
 
 
-@pytest.mark.parametrize("case", some(CASES, 6, start=1), ids=lambda case: case.name)
-def test_gradients_of_parameters_are_those_of_the_run_itself(case: Case) -> None:
-    for inputs in case.paths.values():
-        torch.manual_seed(1)
-        eager = case.make()
-        torch.manual_seed(1)
-        model = case.make()
-        torch.manual_seed(2)
-        try:
-            wanted = eager(*inputs()[0], **inputs()[1])
-        except Exception:
-            continue  # test_a_logged_run_is_the_run_itself has the errors
-        torch.manual_seed(2)
-        log = bt.trace(model, *inputs()[0], save="all", save_gradients=True, **inputs()[1])
-        backward(wanted)
-        backward(log.output)
-        assert state(model) == state(eager)
-        hooks = [t._backward_hooks for t in tensors_in(model) if t.is_leaf]
-        assert not any(hooks)
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("way", ["all", "gradients", "stream"])
 @pytest.mark.parametrize("model", some(MODELS, 5), ids=lambda model: model.name)
 def test_hugging_face_models_do_the_same_logged(model: TinyModel, way: str, tmp_path: Path) -> None:
     with torch.set_grad_enabled(way == "gradients"):
         assert_same_run(model.make, lambda: ((), model.inputs()), WAYS[way], tmp_path)
-
-
-def border_cases() -> dict[str, border.Case]:
-    """The models of `tests/borders`, by file and name."""
-    found = {}
-    for module in pkgutil.iter_modules(borders.__path__):
-        if module.name.startswith("test_"):
-            held = vars(importlib.import_module(f"tests.borders.{module.name}"))
-            for collected in [value for value in held.values() if isinstance(value, border.Border)]:
-                for name, case in collected._cases.items():
-                    found[f"{module.name.removeprefix('test_')}-{name}"] = case
-    return found
-
-
-BORDERS = border_cases()
-
-
-@pytest.mark.parametrize("name", some(BORDERS, 5))
-def test_a_logged_run_at_a_border_is_the_run_itself(name: str) -> None:
-    case = BORDERS[name]
-    for mode in case.modes:
-        eager, model = case._made(), case._made()
-        for seed, inputs in enumerate(case.inputs):
-            with mode():
-                wanted = outcome(eager, inputs(), seed)
-                before = footprint()
-                made = outcome(
-                    lambda *args, model=model, **kwargs: (
-                        bt.trace(model, *args, save="all", **kwargs).output
-                    ),
-                    inputs(),
-                    seed,
-                )
-            assert footprint() == before
-            assert type(made[1]) is type(wanted[1]), made[1]
-            assert str(made[1]) == str(wanted[1])
-            assert (made[0], *made[2:]) == (wanted[0], *wanted[2:])
-            assert state(model) == state(eager)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, when it compiles
-@pytest.mark.parametrize(
-    "name", some([name for name, case in BORDERS.items() if case.gradients], 5, start=1)
-)
-def test_gradients_at_a_border_are_those_of_the_run_itself(name: str) -> None:
-    case = BORDERS[name]
-    eager, model = case._made(), case._made()
-    logs = []
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        logs.append(bt.trace(model, *args, save="all", save_gradients=True, **kwargs))
-        return logs[-1].output
-
-    for number, inputs in enumerate(case.inputs):
-        wanted = border._gradients(eager, inputs(), number)
-        assert border._gradients(run, inputs(), number) == wanted
-        assert state(model) == state(eager)
 
 
 # What is kept is what there was

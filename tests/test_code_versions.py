@@ -31,9 +31,9 @@ def by_other(x: Tensor) -> Tensor:
 
 helper: Callable[[Tensor], Tensor] = by_first
 late: Callable[[Tensor], Tensor] | None
-tools = types.ModuleType("tools")
+tools = types.ModuleType("some_tools")
 vars(tools).update(helper=by_first)
-sys.modules["tools"] = tools
+sys.modules["some_tools"] = tools
 
 
 class Uses:
@@ -68,7 +68,7 @@ def through_module(x: Tensor) -> Tensor:
 
 
 def through_import(x: Tensor) -> Tensor:
-    from tools import helper as imported
+    from some_tools import helper as imported
 
     return imported(x)
 

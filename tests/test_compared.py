@@ -1,6 +1,6 @@
 """The table in the README that sets this beside others: each cell is what happens.
 
-Cells with numbers are those of docs/performance.json, which `python -m tests.benchmarks` writes.
+Cells with numbers are those of docs/performance.json, which `python -m tools.benchmarks` writes.
 torchlens and nnsight are in the `bench` extra; without it their columns are not tried.
 """
 

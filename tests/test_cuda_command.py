@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from tests.benchmarks.page import DOCS
 from tests.corpus import CASES
 from tests.corpus._case import Case, call, positive
 from tests.cuda import promising
@@ -25,6 +24,7 @@ from tests.cuda.promising import corpus_case
 from tests.cuda.rows import INCOMPARABLE, NOT_RUN, RIGHT, SKIPPED, WRONG, Options, Row
 from tests.cuda.supervising import run_section
 from tests.cuda.waiting import values_read
+from tools.benchmarks.page import DOCS
 
 CPU = Options()
 FEW = ["corpus: rank_by_dim", "corpus: stochastic_depth"]

@@ -24,9 +24,9 @@ from bendtrace.torch_rules.functions import is_pure
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.hf_models import MODELS
-from tests.modes import default_dtype, deterministic
 from tests.promise import bits
 from tests.shares import some
+from tests.torch_settings import default_dtype, deterministic
 
 
 def _context(op: Op) -> Any:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.recording.run import Signature, record
-from tests.benchmarks.core import Gated, LoopRNN
-from tests.benchmarks.flat import flat_of
 from tests.promise import bits
+from tools.benchmarks.core import Gated, LoopRNN
+from tools.benchmarks.flat import flat_of
 
 
 def _flat(model: Any, *args: Any, **kwargs: Any) -> Any:

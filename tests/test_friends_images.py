@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from tests.hub.convolutions import NETWORKS, EfficientNet, GoogLeNet, Outputs, Swin
-from tests.hub.steps import (
+from tests.promise import assert_promise, bits, outcome, randn_inputs
+from tests.shares import some
+from tools.hub.convolutions import NETWORKS, EfficientNet, GoogLeNet, Outputs, Swin
+from tools.hub.steps import (
     assert_changed_as_by_a_hook,
     assert_logged_and_drawn,
     assert_looked_at,
     assert_trains_alike,
 )
-from tests.promise import assert_promise, bits, outcome, randn_inputs
-from tests.shares import some
 
 every = pytest.mark.parametrize("network", some(NETWORKS, 2), ids=lambda network: network.__name__)
 

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
-from tests.hub.others import Detector, Graphs, Packed, Sampler, UNet, suppress
-from tests.hub.steps import (
+from tests.promise import assert_promise, bits, outcome
+from tests.shares import some
+from tools.hub.others import Detector, Graphs, Packed, Sampler, UNet, suppress
+from tools.hub.steps import (
     Call,
     assert_changed_as_by_a_hook,
     assert_logged_and_drawn,
     assert_looked_at,
     assert_trains_alike,
 )
-from tests.promise import assert_promise, bits, outcome
-from tests.shares import some
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -20,6 +20,7 @@ import bendtrace as bt
 from bendtrace.graph import NodeRef, mirror
 from tests.corpus import CASES
 from tests.corpus._case import Case
+from tests.promise import Inputs, assert_graph_agrees, bits
 from tests.shares import some
 
 ONES = torch.ones(3, 2)
@@ -607,3 +608,28 @@ def test_sources_outside_of_files_leave_no_text(tmp_path: Path) -> None:
 def test_methods_that_libraries_add_to_object_are_not_looked_at() -> None:
     # nnsight gives `object` a method that cannot be hashed.
     assert not {id(member) for member in vars(object).values()} & set(map(id, mirror._METHODS))
+
+
+@pytest.mark.parametrize("fold", [False, True], ids=["ops", "leaf_modules"])
+@pytest.mark.parametrize("case", some(CASES, 4, start=1), ids=lambda case: case.name)
+def test_graph_of_each_path_agrees_with_eager(case: Case, fold: bool) -> None:
+    for inputs in case.paths.values():
+        torch.manual_seed(1)
+        eager = case.make()
+        torch.manual_seed(1)
+        model = case.make()
+        try:
+            trace = bt.trace(model, *inputs()[0], **inputs()[1])
+        except Exception as error:
+            with pytest.raises(type(error)):
+                _call(eager, inputs())
+            continue
+        _call(eager, inputs())  # the trace was a call too: both models are in the same state
+        torch.manual_seed(7)
+        wanted = bits(_call(eager, inputs()))
+        assert_graph_agrees(trace, wanted, inputs(), fold=fold, seed=7)
+
+
+def _call(model: Any, inputs: Inputs) -> Any:
+    args, kwargs = inputs
+    return model(*args, **kwargs)

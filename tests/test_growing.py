@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from tests.benchmarks.memory import peak_of
+from tools.benchmarks.memory import peak_of
 
 BYTES = 8 * 64 * 16 * 4  # of one tensor in a cache of 64 rows
 

@@ -33,7 +33,7 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,13 +58,15 @@ import bendtrace as bt
 from bendtrace.source.results import can_exchange
 from bendtrace.tape.tape import OpKind
 from bendtrace.torch_rules.functions import SHAPES
-from tests.promise import Inputs, bits, footprint, outcome, state
+from tests.promise import Inputs, bits, footprint, outcome, random_states, state
+from tests.registry.program import Program, Wrap, add
 
 PAGE = Path(__file__).parent.parent / "docs" / "guarded.md"
 Maker = Callable[[], Any]
 Change = Callable[[Any, pytest.MonkeyPatch], Any]
 
 
+@functools.cache
 def rows() -> dict[str, str]:
     """The first and the last cell of each row of the page."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
@@ -112,15 +114,19 @@ def grid() -> Tensor:
 def case(row: str, given: Maker = grid, **options: Any) -> Callable[[Any], Any]:
     """Decorate a model of one argument or more, a class of modules, or a maker of a model."""
 
-    def add(subject: Any) -> Any:
+    def adding(subject: Any) -> Any:
         make = subject
         code = getattr(subject, "__code__", None)
         if code is not None and (code.co_argcount or code.co_flags & 4):
             make = lambda: subject  # noqa: E731
-        CASES.setdefault(row, []).append(Case(make, given, **options))
+        made = Case(make, given, **options)
+        CASES.setdefault(row, []).append(made)
+        seen = "unseen" if rows().get(row, "").startswith("not seen") else "guarded"
+        name = f"guarded.{row}-{len(CASES[row])}"
+        add(Program(name, functools.partial(drive, made), frozenset({seen})))
         return subject
 
-    return add
+    return adding
 
 
 def sets(**values: Any) -> Change:
@@ -141,20 +147,13 @@ class Seen(NamedTuple):
     state: Any
 
 
-def called(case: Case, bent: bool) -> tuple[list[Seen], list[str], bool, Any]:
-    """Go through a case.
-
-    Returns:
-        What is seen of each call, how it was served, whether calls leave anything changed, and
-        what was called.
-    """
+def drive(case: Case, wrap: Wrap) -> Iterator[Seen]:
+    """Make the calls of a case, with the change between them."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
     model = case.make()
-    call = bt.BendedModule(model) if bent else model
-    seen: list[Seen] = []
-    served, effects = [], False
+    call = wrap(model)
     with pytest.MonkeyPatch.context() as patch:
         for number in range(case.calls + 2):
             changed = number >= case.calls
@@ -162,18 +161,48 @@ def called(case: Case, bent: bool) -> tuple[list[Seen], list[str], bool, Any]:
                 case.change(model, patch)
             given = ((case.other if changed else None) or case.given)()
             inputs: Inputs = (given if isinstance(given, tuple) else (given,)), {}
-            torch.default_generator.manual_seed(7)
-            before = bits([*inputs]), torch.get_rng_state().tolist()
-            stats = copy.copy(call.stats) if bent else None
             with case.mode() if changed else nullcontext():
-                prints = footprint()
                 found = outcome(lambda *args: differentiated(call, args), inputs, 7)
-                assert footprint() == prints or not bent  # torch itself may load more of itself
             error = found[1] and (type(found[1]).__name__, str(found[1]))
-            seen.append(Seen(found[0], error, found[2], found[3], state(model)))
-            effects = effects or seen[-1][2:4] != before or seen[-1].state != seen[0].state
-            served.append(how(stats, call.stats) if bent else "")
-    return seen, served, effects, call
+            yield Seen(found[0], error, found[2], found[3], state(model))
+
+
+def called(case: Case, bent: bool) -> tuple[list[Seen], list[str], bool, Any]:
+    """Go through a case.
+
+    Returns:
+        What is seen of each call, how it was served, whether calls leave anything changed, and
+        what was called.
+    """
+    stats: list[Any] = []
+    made: list[Any] = []
+
+    def wrap(model: Any) -> Callable[..., Any]:
+        made.append(bt.BendedModule(model) if bent else model)
+
+        def call(*args: Any) -> Any:
+            before.append((bits([args, {}]), random_states()))
+            stats.append(copy.copy(made[0].stats) if bent else None)
+            prints, drawn = footprint(), (random.getstate(), str(np.random.get_state()))
+            try:
+                return made[0](*args)
+            finally:
+                draws.append(drawn != (random.getstate(), str(np.random.get_state())))
+                assert footprint() == prints or not bent  # torch itself may load more of itself
+
+        return call
+
+    before: list[Any] = []
+    draws: list[bool] = []
+    seen: list[Seen] = []
+    served, effects = [], False
+    for one in drive(case, wrap):
+        seen.append(one)
+        effects = effects or one[2:4] != before[-1] or one.state != seen[0].state
+        # Of what Python and numpy draw, and of what only the output of the next call shows.
+        effects = effects or draws[-1] or one.output != seen[0].output
+        served.append(how(stats[-1], made[0].stats) if bent else "")
+    return seen, served, effects, made[0]
 
 
 def differentiated(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -14,12 +14,12 @@ from tests.shares import some
 
 pytest.importorskip("transformers", reason="needs the test extra")
 
-from tests.benchmarks.memory import peak_of
-from tests.hub.building import CHOSEN, build, quiet, types
-from tests.hub.checking import copied
-from tests.hub.heads import HEADS, labelled, trained, types_with
-from tests.hub.inputs import guessed
-from tests.hub.sweeping import row, sweep
+from tools.benchmarks.memory import peak_of
+from tools.hub.building import CHOSEN, build, quiet, types
+from tools.hub.checking import copied
+from tools.hub.heads import HEADS, labelled, trained, types_with
+from tools.hub.inputs import guessed
+from tools.hub.sweeping import row, sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, of each version others
 
@@ -116,7 +116,7 @@ def test_a_replay_holds_a_cache_once(model_type: str, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", range(SHARES))
 def test_no_model_is_another(share: int) -> None:
-    """All types, in shares that can run side by side; `python -m tests.hub` prints the table."""
+    """All types, in shares that can run side by side; `python -m tools.hub` prints the table."""
     rows = list(sweep(types()[share::SHARES]))
     assert [str(found) for found in rows if found.outcome == "wrong"] == []
     assert sum(found.outcome == "itself" for found in rows) > 0.7 * len(rows)

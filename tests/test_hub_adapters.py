@@ -18,8 +18,8 @@ pytest.importorskip("transformers", reason="needs the test extra")
 pytest.importorskip("peft", reason="needs peft")
 pytest.importorskip("accelerate", reason="needs accelerate")
 
-from tests.hub.adapters import KINDS, adapted, in_pieces, language_model, several, texts
-from tests.hub.building import build, quiet
+from tools.hub.adapters import KINDS, adapted, in_pieces, language_model, several, texts
+from tools.hub.building import build, quiet
 
 pytestmark = [pytest.mark.all, pytest.mark.filterwarnings("ignore")]  # those of other libraries
 
@@ -279,7 +279,7 @@ def test_a_hook_of_accelerate_that_changes_what_a_module_gives() -> None:
 @pytest.mark.parametrize("model_type", ["llama", "bert", "t5", "vit"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attentions_and_hidden_states(model_type: str, attention: str) -> None:
-    from tests.hub.inputs import guessed
+    from tools.hub.inputs import guessed
 
     eager, model = build(model_type), build(model_type)
     for one in (eager, model):

@@ -15,7 +15,7 @@ from tests.promise import bits, footprint, state
 
 pytest.importorskip("transformers", reason="needs the test extra")
 
-from tests.hub.building import build, quiet
+from tools.hub.building import build, quiet
 
 pytestmark = [pytest.mark.all, pytest.mark.filterwarnings("ignore")]  # the library's own
 

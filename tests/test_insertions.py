@@ -20,10 +20,7 @@ from torch.nn import functional as F
 import bendtrace as bt
 from bendtrace.errors import InputError, InterjectionError, NodePathError
 from bendtrace.graph.mirror import NodeRef
-from tests.corpus import CASES
-from tests.corpus._case import Case
-from tests.promise import assert_promise, bits
-from tests.shares import some
+from tests.promise import bits
 
 
 class Watch(bt.Interjection):
@@ -90,29 +87,6 @@ def assert_same(given: Any, wanted: Any) -> None:
 
 
 # Every run
-
-
-@pytest.mark.parametrize("case", some(CASES, 6, start=2), ids=lambda case: case.name)
-def test_an_observer_of_everything_changes_nothing_in_any_model(case: Case) -> None:
-    watch = Watch()
-    first, *rest = case.paths.values()
-    bended = assert_promise(
-        case.make, [first, first, *rest, first],
-        insert=lambda b: b.interject(lambda node: True, watch),
-    )  # fmt: skip
-    assert watch.seen
-    fired = bended.insertions[0].report()
-    assert fired.fired == len(watch.seen)
-    assert not fired.changed
-
-
-@pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.name)
-def test_functions_that_give_back_the_value_change_nothing_in_any_model(case: Case) -> None:
-    first, *rest = case.paths.values()
-    assert_promise(
-        case.make, [first, first, *rest, first],
-        insert=lambda b: b.interject(lambda node: True, lambda value: value),
-    )  # fmt: skip
 
 
 def test_a_changed_value_is_the_same_recorded_and_replayed() -> None:

@@ -1,6 +1,6 @@
 """Memory: a replay lets values go when the model would; only data guards make it keep some.
 
-Bytes are counted op by op (`tests.benchmarks.memory`), so that the numbers are exact.
+Bytes are counted op by op (`tools.benchmarks.memory`), so that the numbers are exact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import TraceLimitWarning
-from tests.benchmarks.memory import Chain, Exits, peak_of
+from tools.benchmarks.memory import Chain, Exits, peak_of
 
 Mode = Callable[[], AbstractContextManager[Any]]
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -15,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel as kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NondeterminismError
 from bendtrace.rewriting import replaced
 from tests.promise import assert_promise, bits, randn_inputs
 
@@ -747,3 +750,78 @@ def test_an_empty_container_is_replaced_like_any_part() -> None:
     model = nn.Sequential(nn.Linear(2, 2), empty)
     made = replaced(model, [empty], lambda module: nn.ReLU())
     assert isinstance(made[1], nn.ReLU)
+
+
+def test_a_copy_of_a_bended_module_is_on_its_own() -> None:
+    bended = bt.BendedModule(nn.BatchNorm1d(2).eval())
+    x = torch.ones(3, 2)
+    bended(x)
+    twin = copy.deepcopy(bended)
+    twin.model.running_mean.fill_(7.0)
+    assert torch.equal(twin(x), twin.model(x))
+    assert not torch.equal(twin(x), bended(x))
+    again = pickle.loads(pickle.dumps(bended))
+    assert torch.equal(again(x), bended(x))
+
+
+def test_a_resumed_run_that_goes_another_way_is_an_error_also_if_the_model_catches_it() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        way = 2 if torch.jit.onednn_fusion_enabled() else 1  # a setting that is not guarded
+        try:
+            y = x + 1 if way == 1 else x * 5
+        except Exception:
+            y = x
+        return y * 2 if y.sum() > 0 else y
+
+    bended = bt.BendedModule(model)
+    bended(torch.ones(2))
+    bended(torch.ones(2))  # a replay: asks nobody
+    torch.jit.enable_onednn_fusion(True)
+    try:
+        with pytest.raises(NondeterminismError, match="with all guards equal"):
+            bended(-3 * torch.ones(2))
+    finally:
+        torch.jit.enable_onednn_fusion(False)
+
+
+class _Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * 2
+
+    def runs(self, x: Tensor) -> Tensor:
+        return self(x)
+
+    def eval(self) -> _Doubles:
+        self.evaluated = True
+        return super().eval()
+
+
+def test_a_model_with_a_call_and_an_eval_of_its_own() -> None:
+    model = _Doubles()
+    bended = bt.BendedModule(model)
+    for _ in range(3):
+        assert bended(torch.ones(1)).item() == bended.runs(torch.ones(1)).item() == 4
+    assert bended.eval() is bended
+    assert model.evaluated
+    assert not bended.training
+
+
+def test_a_wrapped_container_is_one() -> None:
+    bended = bt.BendedModule(nn.Sequential(nn.ReLU(), nn.Tanh()))
+    assert len(bended) == 2
+    assert [type(layer) for layer in bended] == [nn.ReLU, nn.Tanh]
+    assert isinstance(bended[1], nn.Tanh)
+    assert bended[0] in bended
+    assert bt.BendedModule(lambda x: x)
+
+
+def test_settings_that_are_switched_for_one_op() -> None:
+    def switches(x: Tensor) -> Tensor:
+        with kernel(SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    bended = assert_promise(lambda: switches, [lambda: ((torch.ones(1, 2, 3, 4),), {})] * 3)
+    assert bended.stats.live == 0

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import page
+from tools.benchmarks import page
 
 DOCS = page.DOCS
 # What calls take after the first hundred, of native hooks or of the model itself, and how many

@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, note, settings
 
 import bendtrace as bt
-from tests.programs import Call, Program, Unlike, check, programs
-from tests.programs.found import FOUND
 from tests.shares import some
+from tools.generator import Call, Program, Unlike, check, programs
+from tools.generator.found import FOUND
 
 
 @pytest.mark.more

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.documents import ROOT
-from tests.scoreboard.__main__ import main
-from tests.scoreboard.case import KINDS, Case, Step, Wrap, tried
-from tests.scoreboard.issues import ISSUES
-from tests.scoreboard.judging import agree, is_repeatable, judge, truth
-from tests.scoreboard.page import OUTCOMES, Report, figure, summary, write_page
-from tests.scoreboard.suites import SUITES, suite_of
-from tests.scoreboard.supervising import Supervisor
-from tests.scoreboard.ways import OURS, WAYS, Way
+from tests.registry.issues import ISSUES
 from tests.shares import some
+from tools.scoreboard.__main__ import main
+from tools.scoreboard.case import KINDS, Case, Step, Wrap, tried
+from tools.scoreboard.judging import agree, is_repeatable, judge, truth
+from tools.scoreboard.page import OUTCOMES, Report, figure, summary, write_page
+from tools.scoreboard.suites import SUITES, suite_of
+from tools.scoreboard.supervising import Supervisor
+from tools.scoreboard.ways import OURS, WAYS, Way
 
 WAY = {way.name: way for way in WAYS}
 
@@ -199,7 +199,7 @@ for line in sys.stdin:
 
 
 def test_a_crash_and_a_hang_are_told_and_the_next_case_runs(monkeypatch: Any) -> None:
-    monkeypatch.setattr("tests.scoreboard.supervising._STARTING", 0.0)
+    monkeypatch.setattr("tools.scoreboard.supervising._STARTING", 0.0)
     names = "one", "crashes", "two", "hangs", "three"
     with Supervisor([sys.executable, "-c", WORKER], most=2) as supervisor:
         found = [

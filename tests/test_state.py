@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from tests.modes import default_dtype, deterministic
 from tests.promise import Inputs, bits, footprint, outcome, state
+from tests.torch_settings import default_dtype, deterministic
 
 Change = Callable[[Any], Any]
 

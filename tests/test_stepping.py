@@ -20,10 +20,7 @@ import bendtrace as bt
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.stepping.run import SteppedRun
 from bendtrace.torch_rules.functions import entered
-from tests.corpus import CASES
-from tests.corpus._case import Case
 from tests.promise import bits, random_states, state
-from tests.promise import outcome as outcome_of
 
 # Models
 
@@ -682,36 +679,6 @@ def test_a_run_prints_where_it_is() -> None:
     assert repr(run).startswith("<SteppedRun of asked: at 2 of ")
     assert "x.shape[0] > 2? True" in str(run)
     assert str(run.set(0, torch.zeros(3))).count("(changed)") == 1
-
-
-# Runs that are refused, each with the reason.
-REFUSED = {
-    "dataclass_argument_and_output": "memory that existed before the run",
-    "forward_hook_branches": "has forward hooks",
-    "own_generator": "random generator",
-}
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_finishing_a_run_after_looking_around_is_calling_the_model(case: Case) -> None:
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        run = bt.BendedModule.step(bt.BendedModule(model), *args, **kwargs)
-        for position in range(0, len(run) + 1, 1 + len(run) // 3):
-            _ = run.goto(position).variables
-        return run.finish()
-
-    for seed, inputs in enumerate(case.paths.values()):
-        torch.manual_seed(0)
-        eager = case.make()
-        torch.manual_seed(0)
-        model = case.make()
-        wanted, found = outcome_of(eager, inputs(), seed), outcome_of(stepped, inputs(), seed)
-        if case.name in REFUSED and isinstance(found[1], InputError):
-            assert REFUSED[case.name] in str(found[1])
-            continue
-        assert (found[0], str(found[1]), *found[2:]) == (wanted[0], str(wanted[1]), *wanted[2:])
-        assert state(model) == state(eager)
 
 
 class _Written(nn.Module):

@@ -14,24 +14,26 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from tests.promise import bits
-
-CASES: dict[str, tuple[Any, bool]] = {}
-
-
-def screen(function: Any) -> Any:
-    """Register a model all of whose calls but the first are replays."""
-    CASES[function.__name__] = (function, True)
-    return function
-
-
-def path(function: Any) -> Any:
-    """Register a model whose text is a part of the path."""
-    CASES[function.__name__] = (function, False)
-    return function
+from tests.registry.calls import args, case
 
 
 def ramp(scale: float) -> Tensor:
     return torch.linspace(-1, 2, 3) * scale
+
+
+RAMPS = [args(lambda scale=scale: (ramp(scale),)) for scale in (1, 2, 3, 1, 50, -2, 1000, 3)]
+# A model whose text is a part of the path.
+path = case(*RAMPS)
+
+
+def screen(function: Any) -> Any:
+    """Register a model all of whose calls but the first are replays."""
+    raising = 2 if function.__name__ == "asserted" else 0
+
+    def check(bended: bt.BendedModule) -> None:
+        assert bended.stats.replays == 7 - raising, bended.stats
+
+    return case(*RAMPS, served=check)(function)
 
 
 def shown(call: Callable[..., Any], x: Tensor) -> Any:
@@ -183,17 +185,6 @@ def shadowed() -> Callable[..., Any]:
 
 
 path(shadowed())
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_a_replay_shows_is_what_eager_shows(name: str) -> None:
-    model, is_replayed = CASES[name]
-    bended = bt.BendedModule(model)
-    for scale in (1, 2, 3, 1, 50, -2, 1000, 3):
-        assert shown(bended, ramp(scale)) == shown(model, ramp(scale)), scale
-    if is_replayed:
-        raising = 2 if name == "asserted" else 0
-        assert bended.stats.replays == 7 - raising, bended.stats
 
 
 def test_what_was_printed_is_not_printed_again_by_a_resumed_run() -> None:

@@ -296,7 +296,7 @@ def now(arguments: Iterable[Any]) -> float:
     return time.perf_counter()
 
 
-# Set on results, seen in torch 2.13 to 2.15; test_compiled_corpus.py would notice another name.
+# Set on results, seen in torch 2.13 to 2.15; test_compiled.py would notice another name.
 _MARK = "_dynamo_propagated_dynamic_indices"
 _LINE = re.compile(r'File "<bendtrace [^>]*>", line (\d+)')
 _ADVICE = (

@@ -10,13 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 import bendtrace as bt
-from tests.promise import Inputs, assert_promise, bits, footprint, randn_inputs, state
+from tests.promise import Inputs, assert_promise, randn_inputs
+from tests.registry.program import Program, add, calling
 
 Maker = Callable[[], Inputs]
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -61,9 +60,7 @@ class Case:
     def check(self) -> None:
         """Assert the promise, and that calls are served as expected."""
         bended, *_ = [assert_promise(self.make, self.inputs, mode=mode) for mode in self.modes]
-        if self.gradients:
-            differentiated = self._check_gradients()
-        self.check_served(differentiated if self.graph else bended)
+        self.check_served(bended)
 
     def check_served(self, bended: bt.BendedModule) -> None:
         """Assert that calls were replayed, or that the reason why not says where."""
@@ -85,64 +82,16 @@ class Case:
             return any(self.at in linecache.getline(file, line) for line in lines)
         return any(first <= line < first + len(text) for line in lines)
 
-    def _check_gradients(self) -> bt.BendedModule:
-        eager, bended = self._made(), self._made()
-        wrapped = bt.BendedModule(bended)
-        for number, inputs in enumerate(self.inputs):
-            wanted = _gradients(eager, inputs(), number)
-            before = footprint()
-            assert _gradients(wrapped, inputs(), number) == wanted, f"gradients of call {number}"
-            assert footprint() == before
-            assert state(bended) == state(eager), f"gradients of the state after call {number}"
-        return wrapped
-
-    def _made(self) -> Callable[..., Any]:
-        torch.manual_seed(0)
-        return self.make()
-
-
-def _gradients(call: Callable[..., Any], inputs: Inputs, seed: int) -> Any:
-    """Return the bits of the inputs' gradients and of their gradients, or the error."""
-    args, kwargs = inputs
-    leaves = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and _can_require(t)]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    torch.manual_seed(seed)
-    try:
-        total = _total(call(*args, **kwargs))
-        if total is None or not total.requires_grad:
-            return "no graph"
-        total.backward(retain_graph=True)
-        first = [leaf.grad for leaf in leaves]
-        twice = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
-        again = _total([g for g in twice if g is not None])
-        second = None
-        if again is not None and again.requires_grad:
-            second = torch.autograd.grad(again, leaves, allow_unused=True)
-        return bits([first, [g.detach() if g is not None else g for g in twice], second])
-    except Exception as error:
-        return type(error).__name__, str(error)
-
-
-def _can_require(tensor: torch.Tensor) -> bool:
-    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.is_leaf
-
-
-def _total(value: Any) -> torch.Tensor | None:
-    """Return one number that depends on everything in an output that has a graph."""
-    parts = [
-        (t.abs() if t.is_complex() else t).sin().sum()
-        for t in tree_leaves(value)
-        if isinstance(t, torch.Tensor) and t.requires_grad
-    ]
-    return torch.stack([part.double() for part in parts]).sum() if parts else None
-
 
 class Border:
-    """Collects cases; `each` makes a test of them."""
+    """Registers models of a file.
 
-    def __init__(self) -> None:
-        self._cases: dict[str, Case] = {}
+    Args:
+        ignores: patterns of warnings that they cause.
+    """
+
+    def __init__(self, *ignores: str) -> None:
+        self._ignores = ignores
 
     def replays(self, subject: Any = None, **options: Any) -> Any:
         """Decorate a model (a function, a module's class, or a maker) that is replayed."""
@@ -158,7 +107,8 @@ class Border:
         """Decorate a model that may be replayed, or run live for a reason that matches."""
         return self.live(reason, **options, surely=False)
 
-    def _add(self, subject: Any, options: dict[str, Any]) -> Any:
+    def _add(self, subject: Any, given: dict[str, Any]) -> Any:
+        options = dict(given)
         make = subject
         if not isinstance(subject, type) and inspect.signature(subject).parameters:
 
@@ -166,14 +116,23 @@ class Border:
                 return subject
 
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", subject.__name__).lower()
-        assert name not in self._cases, name
-        self._cases[name] = Case(make, subject, **options)
+        file = subject.__module__.rpartition(".")[2].removeprefix("test_")
+        cannot = options.pop("cannot", {})
+        case = Case(make, subject, **options)
+        prepared = [lambda model, inputs=inputs: inputs() for inputs in case.inputs]
+        tags = {"border", file, *(["gradients"] if case.gradients else [])}
+        add(
+            Program(
+                f"{file}.{name}",
+                calling(make, prepared, around=case.modes),
+                frozenset(tags),
+                cannot,
+                ignores=self._ignores,
+                served=None if case.graph else case.check_served,
+                served_with_gradients=case.check_served if case.graph else None,
+            )
+        )
         return subject
-
-    @property
-    def each(self) -> pytest.MarkDecorator:
-        """A mark that hands a test each case."""
-        return pytest.mark.parametrize("case", self._cases.values(), ids=self._cases)
 
 
 class Stateful(nn.Module):

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bendtrace as bt
 from tests.borders.border import DEFAULT, Border, Case, Mode, Stateful
-from tests.modes import default_dtype, deterministic
 from tests.promise import assert_promise, bits
+from tests.torch_settings import default_dtype, deterministic
 
 border = Border()
 
@@ -367,11 +367,6 @@ def matmul_precision_inside(x: Tensor) -> Tensor:
     y = x @ x.t()
     torch.set_float32_matmul_precision(before)
     return y
-
-
-@border.each
-def test_modes_inside(case: Case) -> None:
-    case.check()
 
 
 @contextmanager

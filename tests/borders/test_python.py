@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import bendtrace as bt
-from tests.borders.border import DEFAULT, Border, Case, Stateful
+from tests.borders.border import DEFAULT, Border, Stateful
 from tests.promise import bits, randn_inputs
 
-border = Border()
+border = Border(".*torch.jit.(fork|wait)")
 SAME = [randn_inputs(3, 4)] * 6
 
 
@@ -365,12 +365,6 @@ class HoldsAHelper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.helper.apply(x)
-
-
-@border.each
-@pytest.mark.filterwarnings("ignore:.*torch.jit.(fork|wait)")
-def test_python_around_tensors(case: Case) -> None:
-    case.check()
 
 
 def _changed_between(model: Callable[..., Any], change: Callable[[int], Any]) -> bt.BendedModule:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 import bendtrace as bt
-from tests.borders.border import DEFAULT, Border, Case, Stateful
+from tests.borders.border import DEFAULT, Border, Stateful
 
 border = Border()
 LONG = DEFAULT * 2
@@ -199,11 +199,6 @@ class ZeroesItsGradients(Stateful):
     def forward(self, x: Tensor) -> Tensor:
         self.zero_grad(set_to_none=False)
         return self.fc(x)
-
-
-@border.each
-def test_what_a_forward_does_to_its_own_module(case: Case) -> None:
-    case.check()
 
 
 class AsksForOneGradient(Stateful):

@@ -18,7 +18,7 @@ import bendtrace as bt
 from tests.borders.border import DEFAULT, Border, Case, Maker, Stateful, given
 from tests.promise import bits, footprint
 
-border = Border()
+border = Border("The .grad attribute of a Tensor that is not a leaf")
 
 
 @border.replays
@@ -611,12 +611,6 @@ def versions(x: Tensor) -> Any:
     before = y._version
     y.add_(1)
     return y * (y._version - before), y._base is None, y[0]._base is y
-
-
-@border.each
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_more_than_values(case: Case) -> None:
-    case.check()
 
 
 def _subclassed(kind: str) -> list[Maker]:

@@ -12,10 +12,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import bendtrace as bt
-from tests.borders.border import DEFAULT, Border, Case, Stateful, given
+from tests.borders.border import DEFAULT, Border, Stateful, given
 from tests.promise import bits
 
-border = Border()
+border = Border(
+    "The .grad attribute of a Tensor that is not a leaf",
+    ".isinstance.treespec, LeafSpec",
+    "flex_attention called without",
+)
 HIGHER = {"modes": [nullcontext], "inputs": DEFAULT[:3] * 2}  # each new size compiles
 TRANSFORM = "function|transform|unknown origin"
 
@@ -505,15 +509,6 @@ def nested_calls(x: Tensor) -> Tensor:
 @border.live("seeds")
 def a_custom_op_that_calls_a_module_and_seeds(x: Tensor) -> Tensor:
     return nested_calls(x.detach()) + x
-
-
-@border.each
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_functions_of_functions(case: Case) -> None:
-    case.check()
 
 
 class Small(Stateful):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+import bendtrace as bt
+from tests.registry.program import Program, add, calling
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Paths = dict[str, Callable[[], Call]]
@@ -26,6 +30,32 @@ class Case:
 
 
 REGISTRY: dict[str, Case] = {}
+
+# Programs whose second visit of a path is not a replay, each with the reason.
+NOT_REPLAYED = {
+    "own_generator": "makes a generator in forward, which has no value to record: runs live",
+    "rejection_sampling": "the number of draws is random: each call is a path of its own",
+    "call_counter": "counts its calls in an attribute: each call is checked for another value",
+    "alternating_layers": "takes turns by a counter in an attribute",
+    "mask_cached_by_length": "caches what it computed: the next call finds another state",
+    "hidden_state_attribute": "the first call finds no hidden state yet: a path of its own",
+    "history_list": "the list it appends to is longer at each call",
+    "ring_buffer": "a buffer that moves on at each call decides the path",
+    "step_buffer_schedule": "a buffer counts the calls and decides the path",
+}
+# What modes refuse, with a pattern of the message.
+CANNOT = {
+    "argument_dict_is_filled": {"audited": "such calls cannot be audited"},
+    "dataclass_argument_and_output": {"stepped": "memory that existed before the run"},
+    "own_generator": {"stepped": "random generator"},
+}
+# The states of the first runs of these are not read, because they ask so much or make modules: the
+# first path is recorded once more when another one is known. Where eager fills a cache between two
+# runs, the second does not join the first.
+LONG = {
+    "transformer_repeated_until_stable", "connected_components", "modules_of_forward",
+    "cached_python_helper",
+}  # fmt: skip
 
 
 def register(**paths: Callable[[], Call]) -> Callable[[T], T]:
@@ -55,6 +85,33 @@ def _add(title: str, make: Callable[[], Callable[..., Any]], paths: Paths) -> No
     if not 2 <= len(paths) <= 4:
         raise ValueError(f"corpus case {name!r} has {len(paths)} paths, not 2 to 4")
     REGISTRY[name] = Case(name, make, paths)
+    first, second, *rest = paths.values()
+    order = [first, first, second, first, second, *rest, *rest]
+    prepared = [lambda model, path=path: path() for path in order]
+    served = functools.partial(_check_served, name, len(rest))
+    add(
+        Program(
+            f"corpus.{name}",
+            calling(make, prepared),
+            frozenset({"corpus"}),
+            CANNOT.get(name, {}),
+            served=served,
+        )
+    )
+
+
+def _check_served(name: str, rest: int, bended: bt.BendedModule) -> None:
+    if name in NOT_REPLAYED:
+        assert bended.stats.replays < 3 + rest, "is replayed after all: take it off the list"
+        return
+    # The calls 1, 3 and 4 visit a path for the second time, and the last of the rest.
+    again = int(name in LONG)
+    tree = bended._dispatcher._trees.plain
+    if tree.varying or tree._steady:  # numbers at one place differ: it is tried to keep them
+        again += 2
+    assert bended.stats.replays >= 3 + rest - again
+    assert bended.stats.traces <= 2 + rest + again
+    assert bended.stats.live == 0
 
 
 def call(*args: Any, **kwargs: Any) -> Call:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 import bendtrace
-from tests.benchmarks.machine import processor
-from tests.benchmarks.starting import version_of
 from tests.cuda.page import SECTIONS, tables_of, write_page, wrong_in
 from tests.cuda.rows import RIGHT, Options, Row
 from tests.cuda.supervising import run_section
+from tools.benchmarks.machine import processor
+from tools.benchmarks.starting import version_of
 
 __all__ = ["joined", "main", "tried"]
 

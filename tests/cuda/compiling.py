@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from tests.benchmarks.timing import interleaved
-from tests.benchmarks.ways import WrongOutput, assert_right
 from tests.compiled import models
 from tests.cuda.moving import moved, tensors_in
 from tests.cuda.rows import RIGHT, SKIPPED, WRONG, Options, Row, line_of, without_cuda
 from tests.hf_models import MODELS
 from tests.promise import bits
+from tools.benchmarks.timing import interleaved
+from tools.benchmarks.ways import WrongOutput, assert_right
 
 __all__ = ["check", "inputs_of", "make", "names", "options_of", "reasons"]
 

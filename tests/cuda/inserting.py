@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.compiled import KINDS, NODES, compared_with_insertions
-from tests.benchmarks.models import CASES, case_of
 from tests.cuda.rows import RIGHT, SKIPPED, Options, Row, without_cuda
+from tools.benchmarks.compiled import KINDS, NODES, compared_with_insertions
+from tools.benchmarks.models import CASES, case_of
 
 __all__ = ["check", "names"]
 

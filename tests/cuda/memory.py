@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 import bendtrace as bt
-from tests.benchmarks.memory import cases, peak_of
-from tests.benchmarks.table import amount
 from tests.cuda.moving import moved, tensors_in
 from tests.cuda.rows import RIGHT, WRONG, Options, Row
+from tools.benchmarks.memory import cases, peak_of
+from tools.benchmarks.table import amount
 
 __all__ = ["NO_ALLOCATOR", "check", "names"]
 

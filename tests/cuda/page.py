@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.table import Table
 from tests.cuda.promising import GROUPS
 from tests.cuda.rows import INCOMPARABLE, NOT_RUN, OUTCOMES, SKIPPED, WRONG, Row
+from tools.benchmarks.table import Table
 
 __all__ = ["SECTIONS", "page_of", "rows_of", "tables_of", "write_page", "wrong_in"]
 

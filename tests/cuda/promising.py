@@ -16,8 +16,8 @@ from tests.corpus._case import Case
 from tests.cuda.moving import moved
 from tests.cuda.rows import INCOMPARABLE, RIGHT, WRONG, Options, Row, line_of
 from tests.hf_models import MODELS, TinyModel
-from tests.hub.steps import assert_trains_alike
 from tests.promise import Inputs, assert_promise
+from tools.hub.steps import assert_trains_alike
 
 __all__ = ["GROUPS", "check", "names"]
 
@@ -40,7 +40,7 @@ def names(options: Options) -> list[str]:
     found = [f"corpus: {case.name}" for case in CASES]
     if importlib.util.find_spec("transformers") is None:
         return found
-    from tests.hub.building import CHOSEN
+    from tools.hub.building import CHOSEN
 
     found += [f"tiny: {model.name}" for model in MODELS]
     found += [f"training: {model.name}" for model in MODELS]
@@ -63,7 +63,7 @@ def check(name: str, options: Options) -> Row:
 
 
 def corpus_case(name: str, case: Case, options: Options) -> Row:
-    """Compare a model of the corpus along all its paths, in the order of tests/test_corpus.py."""
+    """Compare a model of the corpus along all its paths, in the order of the registry."""
     device = options.device
 
     def make() -> Callable[..., Any]:
@@ -167,10 +167,10 @@ def _training(model: TinyModel, options: Options) -> Comparison:
 
 
 def _hub(name: str, model_type: str, options: Options) -> Row:
-    from tests.hub.building import build, quiet
-    from tests.hub.checking import called
-    from tests.hub.inputs import guessed
-    from tests.hub.sweeping import row
+    from tools.hub.building import build, quiet
+    from tools.hub.checking import called
+    from tools.hub.inputs import guessed
+    from tools.hub.sweeping import row
 
     def inputs() -> dict[str, Any]:
         return moved(guessed(build(model_type))[1], options.device)

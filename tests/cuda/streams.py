@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from tests.benchmarks.models import CASES, inputs_of
 from tests.cuda.moving import moved
 from tests.cuda.rows import RIGHT, WRONG, Options, Row, without_cuda
 from tests.hf_models import MODELS
 from tests.promise import bits
+from tools.benchmarks.models import CASES, inputs_of
 
 __all__ = ["check", "names"]
 

@@ -1,0 +1,206 @@
+"""Each program with something inserted that changes nothing, at all nodes, or that changes one.
+
+What is inserted is compared with torch's own hooks, where these make layers take other kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import bendtrace as bt
+from bendtrace import Inputs, Interjection, NodePass
+from tests.corpus import CASES, Case
+from tests.kernels import kernels, seen
+from tests.registry.comparing import compare, each
+from tests.registry.program import Program
+from tests.shares import some
+
+
+class Seeing(Interjection):
+    """Receives everything, and keeps it."""
+
+    wants_inputs = True
+    self_contained = True
+
+    def before(self, at: NodePass, inputs: Inputs) -> Inputs:
+        return inputs
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        return output
+
+
+class Backward(Interjection):
+    """Sees gradients, and keeps them."""
+
+    self_contained = True
+
+    def backward(self, at: NodePass, grad_input: Any, grad_output: Any) -> None:
+        assert all(grad is None or grad.dtype is not None for grad in (*grad_input, *grad_output))
+
+
+class Instead(Interjection):
+    """Calls the node itself in the place of the node."""
+
+    self_contained = True
+
+    def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
+        return call(*inputs, **inputs.kwargs)
+
+
+class Observing(Interjection):
+    """Looks at everything."""
+
+    observes = True
+    self_contained = True
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
+        return None
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[bt.node_selector.Candidate], bool]]] = {
+    "seeing": (Seeing, lambda node: True),
+    "observing": (Observing, lambda node: True),
+    "backward": (Backward, lambda node: True),
+    "instead": (Instead, lambda node: not node.is_module),
+    "function": (lambda: same, lambda node: True),
+}
+
+
+@functools.cache
+def takes_other_kernels(name: str, kind: str) -> bool:
+    """Whether torch's own hooks, as what is inserted, make its layers take other kernels."""
+    for case in CASES:
+        if f"corpus.{case.name}" == name:
+            break
+    else:
+        return False
+    for inputs in case.paths.values():
+        found = []
+        for is_seen in (False, True):
+            torch.manual_seed(0)
+            model = case.make()
+            if not isinstance(model, nn.Module) or len(list(model.modules())) == 1:
+                return False
+            args, kwargs = inputs()
+            call = seen(model, backward=kind == "backward") if is_seen else model
+            try:
+                found.append(kernels(functools.partial(call, *args, **kwargs)))
+            except Exception:
+                break  # the model's own, or that of a hook that it is not made for
+        if len(found) == 2 and found[0] != found[1]:
+            return True
+    return False
+
+
+@pytest.mark.more
+def test_models_that_take_other_kernels_when_they_are_looked_into_are_found() -> None:
+    names = [f"corpus.{case.name}" for case in CASES if "tten" in case.name or "trans" in case.name]
+    found = {
+        kind: {name for name in names if takes_other_kernels(name, kind)}
+        for kind in ("seeing", "backward")
+    }
+    fast = {
+        "corpus.transformer_encoder_layer_fast_path",
+        "corpus.multihead_attention_fast_path",
+    }
+    assert found["seeing"] == fast
+    # Behind a backward hook the three inputs of self-attention are three tensors.
+    assert found["backward"] == {*fast, "corpus.transformer_repeated_until_stable"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@each("corpus", "single", share=24, start=5)
+def test_what_changes_nothing_changes_nothing(program: Program, kind: str) -> None:
+    make, where = KINDS[kind]
+    subjects: list[bt.BendedModule] = []
+
+    def inserted(model: Any) -> bt.BendedModule:
+        subjects.append(bt.BendedModule(model))
+        subjects[-1].interject(where, make(), allow_none=True)
+        return subjects[-1]
+
+    def eager(model: Any) -> Callable[..., Any]:
+        if kind == "instead" or not takes_other_kernels(program.name, kind):
+            return model  # type: ignore[no-any-return]
+        return seen(model, backward=kind == "backward")
+
+    compare(program, f"inserted, {kind}", inserted, eager)
+    for bended in subjects:
+        (handle,) = bended.insertions
+        report = handle.report()
+        nodes = {n.path for trace in bended.traces for n in bt.node_selector.find(where, trace)}
+        assert kind != "seeing" or set(report.paths) >= nodes
+        assert kind != "observing" or not report.changed
+
+
+def changed(value: Any) -> Any:
+    """Return other numbers in the place of those that are inside."""
+    return tree_map(
+        lambda v: v * 0.5 + 1 if isinstance(v, Tensor) and v.is_floating_point() else v, value
+    )
+
+
+@each("corpus", share=6, start=1)
+def test_a_changed_output_of_a_module_is_what_a_native_hook_makes_of_it(program: Program) -> None:
+    """At the last of the modules inside, which the calls may reach or not."""
+
+    if program.name == "corpus.modules_of_forward":
+        pytest.skip("it runs a copy of a module, which has the native hook as well")
+
+    def last(model: Any) -> str | None:
+        inside = [path for path, _ in model.named_modules() if path]
+        return inside[-1] if inside else None
+
+    def hooked(model: Any) -> Any:
+        if isinstance(model, nn.Module) and last(model):
+            module = model.get_submodule(last(model))
+            module.register_forward_hook(lambda module, args, output: changed(output))
+        return model
+
+    def inserted(model: Any) -> bt.BendedModule:
+        bended = bt.BendedModule(model)
+        if isinstance(model, nn.Module) and last(model):
+            bended.interject(last(model), changed, allow_none=True)
+        return bended
+
+    compare(program, "inserted, changed", inserted, hooked)
+
+
+# Gives a dict with numbers for keys: to take it apart asks for these.
+NUMBERED = {"group_by_traced_label"}
+
+
+@pytest.mark.parametrize("case", some(CASES, 8, start=6), ids=lambda case: case.name)
+def test_it_does_not_change_which_iteration_a_flow_step_is_in(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if takes_other_kernels(f"corpus.{case.name}", "seeing"):
+        monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+    for number, inputs in enumerate(case.paths.values()):
+        steps = []
+        for is_inserted in (False, True):
+            torch.manual_seed(number)
+            model = case.make()
+            bended = bt.BendedModule(model)
+            if is_inserted:
+                bended.interject(lambda node: True, Seeing(), allow_none=True)
+            args, kwargs = inputs()
+            try:
+                trace = bended.trace(*args, **kwargs)
+            except Exception:
+                break  # the model's own error, of which other tests tell
+            steps.append([(step.text, step.iteration) for step in trace.flow_steps])
+        if case.name in NUMBERED:
+            steps = [some[: len(steps[0])] for some in steps]
+        assert steps == steps[:1] * len(steps)

@@ -1,0 +1,1 @@
+"""One registry of programs; the files of `tests/modes/` run each of them in one mode."""

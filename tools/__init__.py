@@ -1,0 +1,1 @@
+"""Commands for developers: benchmarks, the scoreboard, random programs, models of transformers."""
