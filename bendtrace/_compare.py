@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 import types
 from collections.abc import Callable, Mapping
@@ -47,6 +48,10 @@ def _same(a: Any, b: Any, seen: _Seen) -> bool:
     if (id(a), id(b)) in seen:
         return True
     seen[id(a), id(b)] = a, b
+    if isinstance(a, torch.Generator):
+        return torch.equal(a.get_state(), b.get_state())
+    if isinstance(a, random.Random):
+        return bool(a.getstate() == b.getstate())
     if isinstance(a, Tensor):
         # A nested tensor of layout jagged keeps itself, and symbols of its own, in attributes.
         return _same_tensors(a, b) and (a.is_nested or _same_states(a, b, seen))

@@ -22,6 +22,7 @@ from bendtrace.recording.finish import Recording
 from bendtrace.recording.serving import call_itself
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.tape import Op, OpKind, refs_in
+from bendtrace.torch_rules.draws import restorer_of, state_of
 from bendtrace.torch_rules.functions import said_of
 from bendtrace.torch_rules.owners import parts_of
 from bendtrace.torch_rules.writes import storage_of
@@ -71,21 +72,28 @@ class Audit:
         try:
             with _Copying():
                 memo = dict(shared)
-                self._copies: Any = copy.deepcopy(self._given, memo)
-                self._spare: Any = copy.deepcopy(self._given, dict(shared))
+                self._copies: Any = _copied(self._given, memo)
+                self._spare: Any = _copied(self._given, dict(shared))
         except Exception as error:
             raise InputError(
                 f"the model or its inputs cannot be copied, so no call can be audited: {error!r}"
             ) from error
         own = {id(vars(module)) for module in _modules_of(model)}
         for part in (change.part for change in recording.changes):
-            if id(part.value) not in memo and id(part.value) not in own:
+            if not {id(part.value), id(_read(part))} & (memo.keys() | own):
                 raise InputError(
                     f"a call changes {part.label}, which is outside of the model and its inputs "
                     "and would be changed twice: such calls cannot be audited"
                 )
         self._versions = [(tensor, tensor._version) for tensor in shared.values()]
-        self._before = PreservedState(no_model)
+        # Of closures and globals, which a copy shares with the model.
+        environment = recording.environment
+        self._generators = [
+            part.value
+            for part in (*environment.generators, *environment.host_generators)
+            if part.value is not None and id(part.value) not in memo
+        ]
+        self._before = self._random_numbers()
 
     def compare(self, recording: Recording, output: Any) -> None:
         """Let the model itself do what a replay has done, and compare.
@@ -97,37 +105,47 @@ class Audit:
         Raises:
             AuditError: something is different.
         """
-        after, wanted = PreservedState(no_model), self._copies
-        self._before.rewind()
+        after, wanted = self._random_numbers(), self._copies
+        drawn = _random_states(self._generators)
+        _rewind(self._before)
         try:
             result = call_itself(*self._copies)
-            random_numbers = _random_states()
+            random_numbers = _random_states(self._generators)
         except Exception as error:
             raise self._error(recording, f"the model raises {error!r}") from error
         finally:
-            after.rewind()
+            _rewind(after)
         model, args, kwargs = self._given
         for what, given, native in (
             ("output", output, result),
             ("arguments", (args, kwargs), wanted[1:]),
             ("state", _state(model), _state(wanted[0])),
-            ("random numbers", _random_states(), random_numbers),
+            ("random numbers", drawn, random_numbers),
         ):
             if not same_bits(given, native):
                 raise self._error(recording, f"the model's own {what} {_WOULD_BE[what]} different")
         if any(tensor._version != version for tensor, version in self._versions):
             raise self._error(recording, "the model writes to a tensor that the replay left")
 
+    def _random_numbers(self) -> list[Callable[[], object]]:
+        """Return what puts all generators back into the state that they have now."""
+        return [PreservedState(no_model).rewind, *map(restorer_of, self._generators)]
+
     def _error(self, recording: Recording, what: str) -> AuditError:
-        self._before.rewind()
-        after = PreservedState(no_model)
+        after = self._random_numbers()
+        _rewind(self._before)
         try:
             anew = trace(self._spare[0], *self._spare[1], **self._spare[2])._recording
         except Exception as error:
             return AuditError(f"a replay was wrong: {what}; recording it anew raises {error!r}")
         finally:
-            after.rewind()
+            _rewind(after)
         return AuditError(f"a replay was wrong: {what}; {_first_difference(recording, anew)}")
+
+
+def _rewind(restorers: list[Callable[[], object]]) -> None:
+    for restore in restorers:
+        restore()
 
 
 _WOULD_BE = {"output": "is", "arguments": "are", "state": "is", "random numbers": "are"}
@@ -148,6 +166,16 @@ class _Copying(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _copied(given: Any, memo: dict[int, Any]) -> Any:
+    copies = copy.deepcopy(given, memo)
+    for module in _modules_of(given[0]):
+        for parameter in module.parameters(recurse=False):  # torch copies them without `grad`
+            made = memo.get(id(parameter), parameter)
+            if made is not parameter and parameter.grad is not None:
+                made.grad = copy.deepcopy(parameter.grad, memo)
+    return copies
+
+
 def _unwritten(recording: Recording) -> dict[int, Tensor]:
     """Return the model's tensors that a run does not write to, as a memo for copying."""
     ops = recording.tape.ops
@@ -163,22 +191,25 @@ def _unwritten(recording: Recording) -> dict[int, Tensor]:
     for part in recording.environment.parts:
         if part.kind is CaptureKind.TENSOR and not part.is_argument:
             tensor = _read(part)
-            if tensor is not None:
+            if isinstance(tensor, Tensor):
                 held[part] = tensor
     storages = {0, *(storage_of(held[part]) for part in states & held.keys())}
+    # A backward pass inside of the run adds to `grad`, which is no write of an op.
+    collects = not recording.environment.names.isdisjoint(("backward", "grad"))
     return {
         id(tensor): tensor
         for tensor in held.values()
-        if tensor.is_leaf and storage_of(tensor) not in storages
+        if tensor.is_leaf
+        and storage_of(tensor) not in storages
+        and not (collects and tensor.requires_grad)
     }
 
 
-def _read(part: Captured) -> Tensor | None:
+def _read(part: Captured) -> Any:
     try:
-        found = part.read(())
+        return part.read(())
     except (LookupError, AttributeError, TypeError, ValueError):  # it is not there any more
         return None
-    return found if isinstance(found, Tensor) else None
 
 
 def _modules_of(model: Any) -> Iterator[nn.Module]:
@@ -191,9 +222,17 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
 def _state(model: Any) -> list[Any]:
     """Return what the modules of a model hold, but for what can only be told by identity."""
     return [
-        {key: value for key, value in vars(module).items() if _has_content(value)}
+        {key: value for key, value in _attributes(module).items() if _has_content(value)}
         for module in _modules_of(model)
     ]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    if not isinstance(module, torch.jit.ScriptModule):
+        return vars(module)
+    # A copy has other attributes than these, and parameters that are not leaves.
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return {**{name: tensor.detach() for name, tensor in tensors}, "training": module.training}
 
 
 def _has_content(value: Any) -> bool:
@@ -204,9 +243,9 @@ def _has_content(value: Any) -> bool:
     return isinstance(value, Tensor) or type(value) in PLAIN_TYPES
 
 
-def _random_states() -> list[Any]:
+def _random_states(generators: list[Any]) -> list[Any]:
     numpy = sys.modules.get("numpy")
-    states = [random.getstate(), torch.get_rng_state()]
+    states = [random.getstate(), torch.get_rng_state(), *map(state_of, generators)]
     if numpy is not None:
         states.append(numpy.random.get_state())
     if torch.cuda.is_initialized():
