@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from bendtrace._compare import same_bits
 from bendtrace.environment.environment import Environment
@@ -24,7 +25,8 @@ from bendtrace.history.capture import copied
 from bendtrace.source.internals import keeps_version
 from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
 from bendtrace.torch_rules.draws import restorer_of
-from bendtrace.torch_rules.owners import parts_of
+from bendtrace.torch_rules.functions import ScriptModule
+from bendtrace.torch_rules.owners import modules_in, parts_of
 from bendtrace.torch_rules.writes import storage_of, version_of
 
 
@@ -155,6 +157,8 @@ class _Held(NamedTuple):
     label: str
     tensor: Tensor
     copy: Tensor | None
+    alias: Tensor  # which keeps its memory and its shape
+    requires_grad: bool
 
 
 class ModelState:
@@ -186,16 +190,24 @@ class ModelState:
             copies = not _WRITING.isdisjoint(environment.names)
             for part in environment.parts:
                 if part.kind is CaptureKind.TENSOR and isinstance(part.value, Tensor):
-                    tensor = part.value
-                    is_kept = tensor.is_meta or (isinstance(tensor, nn.Parameter) and not copies)
-                    copy = None if is_kept else copied(tensor.detach())
-                    self._held[id(tensor)] = _Held(part.label, tensor, copy)
-                    self._storages.add(storage_of(tensor))
+                    is_parameter = isinstance(part.value, nn.Parameter)
+                    self._hold(part.label, part.value, copies or not is_parameter)
+        self.scripts: set[Any] = set()
+        for name, script in modules_in(function).items():
+            if isinstance(script, ScriptModule):  # a scan does not follow what it writes to
+                self.scripts.add(script._c)
+                for key, tensor in (*script.named_parameters(), *script.named_buffers()):
+                    self._hold(f"self.{name}.{key}", tensor, True)
         self._storages.discard(0)
         self._versions = self._versions_now()
         found = {id(value): value for e in self._environments for value in _contained(e)}
         restorers = ((value, _restorer(value)) for value in found.values())
         self._restorers = [restore for _, restore in restorers if restore is not None]
+
+    def _hold(self, label: str, tensor: Tensor, copies: bool) -> None:
+        copy = copied(tensor.detach()) if copies and not tensor.is_meta else None
+        self._held[id(tensor)] = _Held(label, tensor, copy, tensor.detach(), tensor.requires_grad)
+        self._storages.add(storage_of(tensor))
 
     @property
     def unrestorable(self) -> list[str]:
@@ -207,6 +219,8 @@ class ModelState:
             if items and name in _FORWARD
         )
         own = [reason for reason in model.blockers if not (hooked and reason.startswith(hooked))]
+        lazy = [held.label for held in self._held.values() if is_lazy(held.tensor)]
+        own += [f"the run makes {label}" for label in lazy]
         return [*own, *(reason for other in others for reason in other.blockers)]
 
     def require_restorable(self) -> None:
@@ -245,6 +259,10 @@ class ModelState:
                 if version_of(held.tensor) != version:
                     left.append(f"the run changes {held.label}")
             elif not same_bits(held.copy, held.tensor.detach()):
+                if held.tensor.requires_grad and not held.requires_grad:
+                    held.tensor.detach_()
+                if _geometry(held.tensor) != _geometry(held.alias):
+                    held.tensor.data = held.alias
                 _write(held.tensor, held.copy, version_of(held.tensor) == version)
         self._versions = self._versions_now()
         if left:
@@ -416,6 +434,12 @@ def _revert(change: Change, before: dict[Any, Any]) -> None:
         del change.part.value[change.key]
     else:
         delattr(change.part.value, change.key.name)
+
+
+def _geometry(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return storage_of(tensor), tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 def _write(tensor: Tensor, content: Tensor, is_uncounted: bool) -> None:

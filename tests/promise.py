@@ -45,6 +45,8 @@ def bits(value: Any, seen: dict[int, int] | None = None) -> Any:
     seen[id(value)] = len(seen)
     if isinstance(value, torch.Generator):
         return kind.__name__, value.get_state().tolist()
+    if torch.nn.parameter.is_lazy(value):
+        return kind.__name__
     if isinstance(value, torch.Tensor):
         strides = value.stride() if value.layout is torch.strided else None
         return (

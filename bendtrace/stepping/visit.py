@@ -37,6 +37,8 @@ from bendtrace.torch_rules.functions import (
     SHAPES,
     SHARING,
     VALUES,
+    ScriptMethod,
+    ScriptModule,
     is_named_in_place,
     is_torchs_function,
     known_as,
@@ -514,6 +516,7 @@ class Start(ModelState):
 
     def begin(self) -> None:
         """Have a run begin here."""
+        self._random.restore()  # first: a generator of Python has an attribute that draws change
         environment = self._environments[0]
         reasons = environment.blockers
         known = len(reasons)
@@ -531,13 +534,17 @@ class Start(ModelState):
                 f"{changed} has changed since the run was begun, so its values are no longer "
                 "those of the model: begin a new run"
             )
-        self._random.restore()
 
     def before(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Prepare for a call that may write to what existed before."""
         name = known_as(function)
         if function in _BACKWARD:
             return f"{name} adds to gradients outside of the run"
+        if isinstance(function, (ScriptModule, ScriptMethod)):
+            script = function._c if isinstance(function, ScriptModule) else function.owner
+            if script not in self.scripts or "prim::SetAttr" in str(function.inlined_graph):
+                return f"{name} may change what a script holds"
+            return ""
         # What is written to `data` is not counted.
         writes = is_named_in_place(name) or name in ("__setitem__", "data") or "out" in kwargs
         changes = function in SETTERS or (name in RESHAPES_IN_PLACE and name != "data")

@@ -39,8 +39,6 @@ FAULTS = {
         "inserted, backward",
         "single_ops.AListThatAHookFills",
     ): "the list that a hook fills is a copy",
-    ("stepped", "facts.a_tensor_whose_data_one_op_sets"): "the op gives an argument another shape",
-    ("stepped", "scripted.a_scripted_module_with_state"): "the script writes to its buffer twice",
 }
 
 
@@ -84,11 +82,18 @@ def _compare(
     refusals: list[str] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        # Which torch gives once a process: the first of the two runs would have it alone.
+        warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True to a scalar")
         for pattern in program.ignores:
             warnings.filterwarnings("ignore", pattern)
         wanted = seen(program, eager)
         before = footprint()
-        found = seen(program, _noting(ours, refusals))
+        try:
+            found = seen(program, _noting(ours, refusals))
+        except BendtraceError:
+            if not refusals:
+                raise
+            found = []  # the program does not catch what its calls raise
         assert footprint() == before, "something is left behind"
     if mode in program.cannot:
         assert any(re.search(program.cannot[mode], refusal) for refusal in refusals), refusals
