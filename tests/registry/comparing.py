@@ -39,6 +39,14 @@ FAULTS = {
         "inserted, backward",
         "single_ops.AListThatAHookFills",
     ): "the list that a hook fills is a copy",
+    (
+        "saved",
+        "sequences.a_view_that_torch_refuses_to_talk_about",
+    ): "torch refuses to detach a view that is saved",
+    (
+        "stepped",
+        "guarded.a `torch.Generator`, `random.Random` or generator of numpy that is drawn from-2",
+    ): "a generator of Python that is an argument counts as changed",
 }
 
 
