@@ -147,6 +147,14 @@ STREAMS: dict[str, tuple[str, int]] = {
         "else: self.meter.n -= 1",
         9,
     ),
+    "a cosine": ("self.step += 1; y = y * (math.cos(math.pi * self.step / 100) + 1)", 7),
+    "a temperature": (
+        "if self.step % 5 == 0: self.temperature = max(0.5, 2 * math.exp(-0.003 * self.step))\n"
+        "self.step += 1; y = y / self.temperature",
+        10,
+    ),
+    "an item": ("self.step += 1; y = y * [*range(99)][self.step]", 7),
+    "a key": ("self.step += 1; y = y * {n: n for n in range(99)}[self.step]", 7),
     "a large number": ("self.step = self.step * 7 + 1; y = y * (self.step % 5)", 3),
     "no number": ("self.ema = self.ema / 2 - math.inf * (self.ema != 0); y = y + self.ema", 8),
     "a minimum": ("self.ema = min(self.ema, x.min().item()); y = y * self.ema", 6),
@@ -291,11 +299,8 @@ def test_a_resumed_run_computes_with_the_numbers_of_its_call() -> None:
 
 
 BY_VALUE = {
-    "an item": "self.step += 1; y = y * [*range(99)][self.step]",
-    "a key": "self.step += 1; y = y * {n: n for n in range(99)}[self.step]",
     "its type": "self.step += 1; y = y * self.step * (type(self.step) is int)",
     "a text": "self.step += 1; y = y * len(f'{self.step}' + str(self.step))",
-    "a function of C": "self.step += 1; y = y * math.cos(self.step)",
 }
 
 
@@ -384,14 +389,34 @@ def test_a_method_that_no_run_has_called_may_read_what_grows() -> None:
     assert any("reads it" in reason for reason in bended.why_live) == bool(bended.stats.live)
 
 
-def test_a_full_deque_lets_go_of_items() -> None:
+@pytest.mark.parametrize("most", [1, 5])
+def test_a_full_deque_lets_go_of_items(most: int) -> None:
     def make() -> Any:
-        model = written("self.latest.append(x[0, 0].item())")()
-        model.latest = collections.deque(maxlen=5)
+        model = written("self.latest.extend([('n', (len(x),)), x[0, 0].item()])")()
+        model.latest = collections.deque([0.5], maxlen=most)
         return model
 
-    bended = stream(make)
-    assert bended.stats.replays == 39
+    bended = stream(make, sizes=(1, 2, 3))
+    assert bended.stats.replays >= 33
+
+
+KEPT = {
+    "a set": "self.table['seen'].add((len(x), 'a'))",
+    "a frozen set": "self.table['seen'].add(frozenset({(len(x),)}))",
+    "a long list": "self.table['long'][3] = (len(x), (len(x), x.sum().item()))",
+    "a long dict": "self.table['many'][len(x), 'a'] = (len(x),)",
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_runs_live_leaves_plain_numbers_in_tuples(name: str) -> None:
+    def make() -> Any:
+        model = written(KEPT[name])()
+        many = dict.fromkeys(range(2000), 0)
+        model.table.update(seen=set(), long=[0.5] * 2000, many=many)
+        return model
+
+    assert stream(make, 10, sizes=(1, 2, 3)).stats.live > 0
 
 
 def test_a_long_list_is_appended_to() -> None:

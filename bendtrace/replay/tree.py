@@ -177,9 +177,9 @@ class TraceTree:
                 recording.tape.block(f"{label} changes on every call{see}")
         program = Program(recording, global_state, ignored, self._joins, self._ties)
         with self._lock:
-            self._count_needed(recording)
             self._insert(names, program)
             self._notice(recording, program)
+            self._count_needed(recording)
         self._keep_to_limit()
         return program
 
@@ -295,7 +295,8 @@ class TraceTree:
 
     def _count_needed(self, recording: Recording) -> None:
         """Let a number be a constant of paths again if each new path needs it by value."""
-        for label in needed_numbers(recording.tape):
+        guards = (one for one in recording.tape.guards if place_of(one) not in self.varying)
+        for label in needed_numbers(recording.tape, guards):
             self._needed[label] += 1
             if self._needed[label] == _EVOLVING:
                 self._excluded |= {label}
