@@ -400,6 +400,49 @@ def test_a_full_deque_lets_go_of_items(most: int) -> None:
     assert bended.stats.replays >= 33
 
 
+WINDOWS = {
+    "a deque": ("self.latest.append(x.mean().item())", 10),
+    "a list": (
+        "self.latest.append(x.mean().item())\nif len(self.latest) > 10: self.latest.pop(0)",
+        0,
+    ),
+    "a deque of tensors": ("self.latest.append(x.mean())", 8),
+    "a slice": ("self.latest.append(x.mean()); self.latest = self.latest[-8:]", 0),
+    "a long deque": ("self.latest.append(x.mean().item())", 30),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_what_holds_the_latest_calls_is_replayed_once_it_is_full(name: str) -> None:
+    statement, most = WINDOWS[name]
+
+    def make() -> Any:
+        model = written(f"{statement}\ny = y * (sum(self.latest) / len(self.latest))")()
+        model.latest = collections.deque(maxlen=most) if most else []
+        return model
+
+    bended = stream(make, 260 if most == 30 else 60)
+    assert bended.stats.replays >= 40
+    assert most == 30 or bended.stats.live == 0
+
+
+def test_a_constant_that_comes_back_does_not_change_on_every_call() -> None:
+    def make() -> Any:
+        model = written("y = y if self.last is None else y + self.last; self.last = y")()
+        model.last = None
+        return model
+
+    def change(model: Any, number: int) -> None:
+        if number % 4 == 0:
+            model.last = None
+
+    bended = stream(
+        make, 80, change, sizes=(1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5)
+    )
+    assert bended.stats.live == 0
+    assert bended.stats.replays >= 60
+
+
 KEPT = {
     "a set": "self.table['seen'].add((len(x), 'a'))",
     "a frozen set": "self.table['seen'].add(frozenset({(len(x),)}))",

@@ -51,7 +51,7 @@ _OFTEN, _RARELY = 16, 2048
 _FEW, _MOST_KINDS = 4, 4096
 # After this many runs that each changed what the next one was checked for, a value is taken to
 # change on every call (a counter), and the model to be run live.
-_EVOLVING = 4
+_EVOLVING, _SHORT = 4, 16
 
 # After it was another one so many times when a run was recorded, a number is an input.
 _MOVING, _NUMBERS = 2, (int, float)
@@ -113,10 +113,10 @@ class TraceTree:
         # What served arguments of a kind before: where to look first, nothing more.
         self._served: dict[tuple[Any, ...], Program] = {}
         self._indices: dict[tuple[str, ...], ProgramIndex] = {}
-        self._outdated: Counter[tuple[tuple[str, ...], str]] = Counter()
+        # What was another one when a program, or a value, did not fit any more.
+        self._outdated: dict[tuple[tuple[str, ...], str], set[Any]] = {}
         self._settled: Counter[tuple[str, ...]] = Counter()  # how often that did not last
         self._ties = False  # whether a call was given what the model holds
-        self._spent: set[int] = set()  # programs that were counted as outdated
         self._numbers: frozenset[str] = frozenset()  # those in the state that are inputs
         self._excluded: frozenset[str] = frozenset()  # those that Python needs by value
         self._moved: Counter[str] = Counter()  # how often each was another one in a new run
@@ -404,7 +404,12 @@ class TraceTree:
         """
         if not program.ignored:
             return False
-        now = [_seen(part, arguments) for part in program.ignored]
+        # Numbers in a list that got no longer can be inputs.
+        now = [
+            _seen(part, arguments)
+            for part in program.ignored
+            if not (_is_item(part) and holds_number(part) and part.label not in self._excluded)
+        ]
         if now != program.latest:
             program.latest, program.same = now, 0
             return False
@@ -500,15 +505,20 @@ class TraceTree:
                 continue
             change = next((c for c in program.recording.changes if c.covers(part)), None)
             if change is not None:
+                # A constant that comes back, such as None, fits again, and a short list may have
+                # its full length soon.
+                is_plain = part.kind is CaptureKind.PLAIN
+                seen = (part.type, part.value) if is_plain else program.serial
+                now = _read(part, arguments)
+                if isinstance(now, (list, deque)) and len(now) <= _SHORT:
+                    break
                 with self._lock:
-                    if program.serial not in self._spent:  # a call that raises adds no other one
-                        self._spent.add(program.serial)
-                        self._outdated[names, change.label] += 1
+                    self._outdated.setdefault((names, change.label), set()).add(seen)
                 break
         return frozenset(
             label
-            for (key, label), count in list(self._outdated.items())
-            if key == names and count >= _EVOLVING
+            for (key, label), seen in list(self._outdated.items())
+            if key == names and len(seen) >= _EVOLVING
         )
 
     def replay(
@@ -605,12 +615,16 @@ def _read(part: Captured, arguments: tuple[Any, ...]) -> Any:
         return None
 
 
+def _is_item(part: Captured) -> bool:
+    return part.parent is not None and part.parent.kind is CaptureKind.LIST
+
+
 def _seen(part: Captured, arguments: tuple[Any, ...]) -> Any:
     value = _read(part, arguments)
     if part.kind is CaptureKind.PLAIN:
         return value
     # What it held before is looked at as well, but not what was added to it.
-    return id(value), len(value) if isinstance(value, (list, dict, set, deque)) else 0
+    return len(value) if isinstance(value, (list, dict, set, deque)) else id(value)
 
 
 def _parting(recording: Recording, other: Recording) -> Departing | None:
