@@ -29,6 +29,7 @@ from bendtrace.tape.captured import (
     Access,
     Captured,
     CaptureKind,
+    Change,
     holds_number,
     identical,
 )
@@ -51,7 +52,11 @@ _OFTEN, _RARELY = 16, 2048
 _FEW, _MOST_KINDS = 4, 4096
 # After this many runs that each changed what the next one was checked for, a value is taken to
 # change on every call (a counter), and the model to be run live.
-_EVOLVING, _SHORT = 4, 16
+_EVOLVING = 4
+
+# Up to so many items, a list that gets longer may have its full length soon: so may a deque that
+# holds no more than the second number.
+_SHORT, _SMALL = 10, 32
 
 # After it was another one so many times when a run was recorded, a number is an input.
 _MOVING, _NUMBERS = 2, (int, float)
@@ -164,7 +169,7 @@ class TraceTree:
             global_state: the global state it ran under.
             evolving: labels of what changes on every call (see `outdated`).
         """
-        written = [change for change in recording.changes if change.label in evolving]
+        written = [change for change in recording.changes if _evolving(change) in evolving]
         ignored = frozenset(
             part
             for part in (recording.environment.parts if written else ())
@@ -505,15 +510,12 @@ class TraceTree:
                 continue
             change = next((c for c in program.recording.changes if c.covers(part)), None)
             if change is not None:
-                # A constant that comes back, such as None, fits again, and a short list may have
-                # its full length soon.
+                # A constant that comes back, such as None, fits again.
                 is_plain = part.kind is CaptureKind.PLAIN
                 seen = (part.type, part.value) if is_plain else program.serial
-                now = _read(part, arguments)
-                if isinstance(now, (list, deque)) and len(now) <= _SHORT:
-                    break
-                with self._lock:
-                    self._outdated.setdefault((names, change.label), set()).add(seen)
+                if not _fills(_read(part, arguments)):
+                    with self._lock:
+                        self._outdated.setdefault((names, _evolving(change)), set()).add(seen)
                 break
         return frozenset(
             label
@@ -617,6 +619,18 @@ def _read(part: Captured, arguments: tuple[Any, ...]) -> Any:
 
 def _is_item(part: Captured) -> bool:
     return part.parent is not None and part.parent.kind is CaptureKind.LIST
+
+
+def _evolving(change: Change) -> str:
+    """Return the label under which a change counts: that of a list, for its items."""
+    return change.part.label if change.part.kind is CaptureKind.LIST else change.label
+
+
+def _fills(value: Any) -> bool:
+    """Whether a value is a list or deque that may soon have its full length."""
+    if isinstance(value, deque) and value.maxlen is not None:
+        return len(value) < value.maxlen <= _SMALL
+    return isinstance(value, list) and len(value) <= _SHORT
 
 
 def _seen(part: Captured, arguments: tuple[Any, ...]) -> Any:
