@@ -427,20 +427,34 @@ def test_what_holds_the_latest_calls_is_replayed_once_it_is_full(name: str) -> N
 
 
 def test_a_constant_that_comes_back_does_not_change_on_every_call() -> None:
-    def make() -> Any:
-        model = written("y = y if self.last is None else y + self.last; self.last = y")()
+    def make() -> Any:  # each length is a path: first with None, then with a tensor
+        model = written(
+            "y = (y if self.last is None else y + self.last) * len(f'{len(x)}'); self.last = y[:1]"
+        )()
         model.last = None
         return model
 
     def change(model: Any, number: int) -> None:
-        if number % 4 == 0:
+        if number % 2 == 0:
             model.last = None
 
-    bended = stream(
-        make, 80, change, sizes=(1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5)
-    )
+    bended = stream(make, 80, change, sizes=(1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6))
     assert bended.stats.live == 0
     assert bended.stats.replays >= 60
+
+
+def test_a_text_that_becomes_a_tensor_and_a_text_again() -> None:
+    def make() -> Any:
+        model = written("y = y + self.last if torch.is_tensor(self.last) else y * len(self.last)\n"
+                        "self.last = y")()  # fmt: skip
+        model.last = ""
+        return model
+
+    def change(model: Any, number: int) -> None:
+        if number % 3 == 0:
+            model.last = "a" * number
+
+    assert stream(make, 60, change).stats.live > 0
 
 
 KEPT = {

@@ -26,6 +26,7 @@ from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stre
 from bendtrace.source.results import can_exchange
 from bendtrace.source.sites import users_level
 from bendtrace.tape.captured import (
+    PLAIN_TYPES,
     Access,
     Captured,
     CaptureKind,
@@ -510,10 +511,12 @@ class TraceTree:
                 continue
             change = next((c for c in program.recording.changes if c.covers(part)), None)
             if change is not None:
+                now = _read(part, arguments)
                 # A constant that comes back, such as None, fits again.
-                is_plain = part.kind is CaptureKind.PLAIN
-                seen = (part.type, part.value) if is_plain else program.serial
-                if not _fills(_read(part, arguments)):
+                constants = [now, *([part.value] if part.kind is CaptureKind.PLAIN else [])]
+                plain = ((type(one), one) for one in constants if type(one) in PLAIN_TYPES)
+                seen = next(plain, program.serial)
+                if not _fills(now):
                     with self._lock:
                         self._outdated.setdefault((names, _evolving(change)), set()).add(seen)
                 break
@@ -635,7 +638,7 @@ def _fills(value: Any) -> bool:
 
 def _seen(part: Captured, arguments: tuple[Any, ...]) -> Any:
     value = _read(part, arguments)
-    if part.kind is CaptureKind.PLAIN:
+    if part.kind is CaptureKind.PLAIN and type(value) is part.type:
         return value
     # What it held before is looked at as well, but not what was added to it.
     return len(value) if isinstance(value, (list, dict, set, deque)) else id(value)
