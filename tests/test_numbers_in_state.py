@@ -392,7 +392,7 @@ def test_a_method_that_no_run_has_called_may_read_what_grows() -> None:
 @pytest.mark.parametrize("most", [1, 5])
 def test_a_full_deque_lets_go_of_items(most: int) -> None:
     def make() -> Any:
-        model = written("self.latest.extend([('n', (len(x),)), x[0, 0].item()])")()
+        model = written("self.latest.extend([('n', (x.shape[0],)), x[0, 0].item()])")()
         model.latest = collections.deque([0.5], maxlen=most)
         return model
 
@@ -458,10 +458,10 @@ def test_a_text_that_becomes_a_tensor_and_a_text_again() -> None:
 
 
 KEPT = {
-    "a set": "self.table['seen'].add((len(x), 'a'))",
-    "a frozen set": "self.table['seen'].add(frozenset({(len(x),)}))",
-    "a long list": "self.table['long'][3] = (len(x), (len(x), x.sum().item()))",
-    "a long dict": "self.table['many'][len(x), 'a'] = (len(x),)",
+    "a set": "self.table['seen'].add((x.shape[0], 'a'))",
+    "a frozen set": "self.table['seen'].add(frozenset({(x.shape[0],)}))",
+    "a long list": "self.table['long'][3] = (x.shape[0], (x.shape[0], x.sum().item()))",
+    "a long dict": "self.table['many'][x.shape[0], 'a'] = (x.shape[0],)",
 }
 
 

@@ -295,7 +295,7 @@ class Keeps(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "deque":
             self.queue.append(float(x.detach().sum()))
-            self.latest.extend([(len(x),), 0.5])
+            self.latest.extend([(x.shape[0],), 0.5])
             self.window = [*self.window[-2:], len(self.window)]
             self.step += 1
             return x * len(self.queue) * sum(self.window) * math.cos(self.step / 10)
