@@ -60,7 +60,7 @@ def bits(value: Any, seen: dict[int, int] | None = None) -> Any:
         items = [(bits(key, seen), bits(item, seen)) for key, item in base.items(value)]
         return kind, items, _attributes(value, seen)
     if isinstance(value, (set, frozenset)):
-        return kind, sorted(map(repr, value))
+        return kind, sorted(repr(bits(item)) for item in value)
     return kind.__name__, _attributes(value, seen) or re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 

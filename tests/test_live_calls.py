@@ -115,7 +115,7 @@ def twins(make: Callable[[], nn.Module]) -> tuple[Any, Any]:
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("make", "most"), [(Counting, 5), (Collecting, 5), (lambda: Reading(False), 1), (Net, 9)]
+    ("make", "most"), [(Counting, 5), (Collecting, 15), (lambda: Reading(False), 1), (Net, 9)]
 )
 @pytest.mark.parametrize("inserted", [False, True])
 def test_live_calls_are_recorded_rarely_and_do_what_the_model_does(
@@ -141,8 +141,8 @@ def test_live_calls_are_recorded_rarely_and_do_what_the_model_does(
         assert getattr(own, "losses", None) == getattr(model, "losses", None)
         assert getattr(own, "step", None) == getattr(model, "step", None)
     assert len(found) <= most + 4 * inserted
-    assert len(looked) <= 90
-    assert bended.stats.live >= 290
+    assert len(looked) <= 85 + most
+    assert bended.stats.live >= 300 - 2 * most
     assert bended.stats.live + bended.stats.replays + bended.stats.traces >= 300
     assert bended.why_live
     assert bool(calls) == inserted

@@ -147,6 +147,14 @@ STREAMS: dict[str, tuple[str, int]] = {
         "else: self.meter.n -= 1",
         9,
     ),
+    "a cosine": ("self.step += 1; y = y * (math.cos(math.pi * self.step / 100) + 1)", 7),
+    "a temperature": (
+        "if self.step % 5 == 0: self.temperature = max(0.5, 2 * math.exp(-0.003 * self.step))\n"
+        "self.step += 1; y = y / self.temperature",
+        10,
+    ),
+    "an item": ("self.step += 1; y = y * [*range(99)][self.step]", 7),
+    "a key": ("self.step += 1; y = y * {n: n for n in range(99)}[self.step]", 7),
     "a large number": ("self.step = self.step * 7 + 1; y = y * (self.step % 5)", 3),
     "no number": ("self.ema = self.ema / 2 - math.inf * (self.ema != 0); y = y + self.ema", 8),
     "a minimum": ("self.ema = min(self.ema, x.min().item()); y = y * self.ema", 6),
@@ -291,11 +299,8 @@ def test_a_resumed_run_computes_with_the_numbers_of_its_call() -> None:
 
 
 BY_VALUE = {
-    "an item": "self.step += 1; y = y * [*range(99)][self.step]",
-    "a key": "self.step += 1; y = y * {n: n for n in range(99)}[self.step]",
     "its type": "self.step += 1; y = y * self.step * (type(self.step) is int)",
     "a text": "self.step += 1; y = y * len(f'{self.step}' + str(self.step))",
-    "a function of C": "self.step += 1; y = y * math.cos(self.step)",
 }
 
 
@@ -326,7 +331,7 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_what_is_read_as_well_is_not_taken_for_what_is_only_added_to(name: str) -> None:
     bended = stream(written(READ[name]))
-    assert bended.stats.traces <= 14
+    assert bended.stats.traces <= 16
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -384,14 +389,91 @@ def test_a_method_that_no_run_has_called_may_read_what_grows() -> None:
     assert any("reads it" in reason for reason in bended.why_live) == bool(bended.stats.live)
 
 
-def test_a_full_deque_lets_go_of_items() -> None:
+@pytest.mark.parametrize("most", [1, 5])
+def test_a_full_deque_lets_go_of_items(most: int) -> None:
     def make() -> Any:
-        model = written("self.latest.append(x[0, 0].item())")()
-        model.latest = collections.deque(maxlen=5)
+        model = written("self.latest.extend([('n', (x.shape[0],)), x[0, 0].item()])")()
+        model.latest = collections.deque([0.5], maxlen=most)
         return model
 
-    bended = stream(make)
-    assert bended.stats.replays == 39
+    bended = stream(make, sizes=(1, 2, 3))
+    assert bended.stats.replays >= 33
+
+
+WINDOWS = {
+    "a deque": ("self.latest.append(x.mean().item())", 10),
+    "a list": (
+        "self.latest.append(x.mean().item())\nif len(self.latest) > 10: self.latest.pop(0)",
+        0,
+    ),
+    "a deque of tensors": ("self.latest.append(x.mean())", 8),
+    "a slice": ("self.latest.append(x.mean()); self.latest = self.latest[-8:]", 0),
+    "a long deque": ("self.latest.append(x.mean().item())", 30),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_what_holds_the_latest_calls_is_replayed_once_it_is_full(name: str) -> None:
+    statement, most = WINDOWS[name]
+
+    def make() -> Any:
+        model = written(f"{statement}\ny = y * (sum(self.latest) / len(self.latest))")()
+        model.latest = collections.deque(maxlen=most) if most else []
+        return model
+
+    bended = stream(make, 260 if most == 30 else 60)
+    assert bended.stats.replays >= 40
+    assert most == 30 or bended.stats.live == 0
+
+
+def test_a_constant_that_comes_back_does_not_change_on_every_call() -> None:
+    def make() -> Any:  # each length is a path: first with None, then with a tensor
+        model = written(
+            "y = (y if self.last is None else y + self.last) * len(f'{len(x)}'); self.last = y[:1]"
+        )()
+        model.last = None
+        return model
+
+    def change(model: Any, number: int) -> None:
+        if number % 2 == 0:
+            model.last = None
+
+    bended = stream(make, 80, change, sizes=(1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6))
+    assert bended.stats.live == 0
+    assert bended.stats.replays >= 60
+
+
+def test_a_text_that_becomes_a_tensor_and_a_text_again() -> None:
+    def make() -> Any:
+        model = written("y = y + self.last if torch.is_tensor(self.last) else y * len(self.last)\n"
+                        "self.last = y")()  # fmt: skip
+        model.last = ""
+        return model
+
+    def change(model: Any, number: int) -> None:
+        if number % 3 == 0:
+            model.last = "a" * number
+
+    assert stream(make, 60, change).stats.live > 0
+
+
+KEPT = {
+    "a set": "self.table['seen'].add((x.shape[0], 'a'))",
+    "a frozen set": "self.table['seen'].add(frozenset({(x.shape[0],)}))",
+    "a long list": "self.table['long'][3] = (x.shape[0], (x.shape[0], x.sum().item()))",
+    "a long dict": "self.table['many'][x.shape[0], 'a'] = (x.shape[0],)",
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_runs_live_leaves_plain_numbers_in_tuples(name: str) -> None:
+    def make() -> Any:
+        model = written(KEPT[name])()
+        many = dict.fromkeys(range(2000), 0)
+        model.table.update(seen=set(), long=[0.5] * 2000, many=many)
+        return model
+
+    assert stream(make, 10, sizes=(1, 2, 3)).stats.live > 0
 
 
 def test_a_long_list_is_appended_to() -> None:

@@ -362,7 +362,7 @@ def test_state_that_grows_up_to_a_point_or_by_size_alone_is_replayed(make: Any) 
 
 def test_a_list_that_grows_at_each_call_ends_in_live_runs_that_say_so() -> None:
     pair = Pair(_History)
-    for k in range(9):
+    for k in range(22):
         pair.call(lambda k=k: torch.full((2, 3), float(k)))
     says(pair, "self.parts", line_of(_History, "self.parts.append"))
 

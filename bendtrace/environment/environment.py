@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from bendtrace.environment.code_facts import codes_in
 from bendtrace.environment.findings import Found, Places
-from bendtrace.environment.growing import added_to, growing_in
+from bendtrace.environment.growing import added_to, growing_in, is_full
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
 from bendtrace.environment.provenance import is_installed_file
 from bendtrace.environment.scan import Scan
@@ -246,12 +246,6 @@ class Environment(Found):
         found.update((key, part.value) for key, (_, part) in self._stand_ins.items())
         return found
 
-    def sets(self) -> Iterator[set[Any]]:
-        """Yield the sets that the run could read."""
-        for part in self.alone:
-            if part.kind is CaptureKind.SET and isinstance(part.value, set):
-                yield part.value
-
     def given_by_identity(self) -> dict[int, Captured]:
         """Return the arguments, and parts of them, that Python compares by their identity."""
         return {
@@ -334,6 +328,8 @@ class Environment(Found):
             part = self.parts[index]
             added = added_to(listed, part.value)
             if added is None:
+                # A deque gets full once, and is compared with what it held from then on.
+                self.leaves_watched_objects |= is_full(part.value)
                 self.block(f"the run does more with {part.label} than add to it", "")
             elif added:
                 yield Change(part, Added.ITEMS, added)

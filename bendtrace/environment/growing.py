@@ -97,11 +97,16 @@ def added_to(before: list[Any], now: Any) -> list[Any] | None:
         now: the list or deque; a full deque may have let go of items.
     """
     items = list(now)
-    if len(items) < len(before) or len(items) == getattr(now, "maxlen", None):
+    if len(items) < len(before) or is_full(now):
         return None
     if any(map(operator.is_not, before, items)):
         return None
     return items[len(before) :]
+
+
+def is_full(value: Any) -> bool:
+    """Return whether adding something to a list or deque removes another item."""
+    return type(value) is collections.deque and len(value) == value.maxlen
 
 
 def _has_attributes(value: Any) -> bool:
@@ -112,8 +117,8 @@ def _has_attributes(value: Any) -> bool:
 def _can_grow(part: Captured) -> bool:
     if part.is_argument or part.access is Access.FIXED:
         return False
-    is_full = part.type is collections.deque and len(part.value) == part.value.maxlen
-    return part.type in (list, collections.deque) and part.kind in _LISTS and not is_full
+    is_list = part.type in (list, collections.deque) and part.kind in _LISTS
+    return is_list and not is_full(part.value)
 
 
 _LISTS = (CaptureKind.LIST, CaptureKind.LARGE, CaptureKind.GROWING)

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace.environment.executed import learned_of
 from bendtrace.environment.findings import Contents, Found
+from bendtrace.environment.growing import is_full
 from bendtrace.environment.provenance import is_users_class
 from bendtrace.environment.reachability import namespace_of
 from bendtrace.source.versions import CodeVersion, all_same
@@ -285,6 +286,8 @@ class CachedScan:
             if part.kind is not CaptureKind.ALIAS and type(part.value) is not known.type:
                 return None
             if part.kind in COPIED and not is_as_copied(part, part.value):
+                return None
+            if part.kind is CaptureKind.GROWING and is_full(part.value):
                 return None
             noted = self._content.get(known.index)
             if noted is None:

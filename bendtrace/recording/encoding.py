@@ -498,9 +498,9 @@ def holds(scalars: list[TracedScalar]) -> list[int]:
 
 
 def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
-    """Replace the scalars that code has kept, wherever they are held.
+    """Replace the scalars that code has kept, wherever they are held, also in tuples.
 
-    Those in tuples, and in the variables of running code, stay.
+    Those in the variables of running code stay.
 
     Args:
         scalars: all scalars of a run.
@@ -508,15 +508,25 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
     """
     now = holds(scalars)
     before = [*before[:-1], *[now[-1]] * (len(now) - len(before))]
-    left = [
+    left: list[Any] = [
         scalar for scalar, count, known in zip(scalars, now, before, strict=False) if count > known
     ]
-    if not left:
-        return
-    numbers = {id(scalar): scalar._value for scalar in left}
-    for holder in gc.get_referrers(*left):
-        if holder is not left and holder is not scalars:
-            _exchange(holder, numbers)
+    plain = {id(scalar): scalar._value for scalar in left}
+    own: list[Any] = [scalars, plain]
+    while left:
+        own.append(left)
+        holders = [
+            holder
+            for holder in gc.get_referrers(*left)
+            if not any(holder is one for one in (own, *own))
+        ]
+        for holder in holders:
+            _exchange(holder, plain)
+        left = [holder for holder in holders if isinstance(holder, (tuple, frozenset))]
+        del holders
+        for one in left:
+            items = [plain.get(id(item), item) for item in one]
+            plain[id(one)] = build(type(one), items, attributes_of(one))
 
 
 def _exchange(holder: Any, numbers: dict[int, Any]) -> None:

@@ -287,10 +287,6 @@ class Finish:
                 change.store(without_traced(change.value, memo))
             if isinstance(change.part.value, dict):
                 make_keys_plain(change.part.value)
-        for value in self.environment.sets():
-            traced = [member for member in value if type(member) in TRACED]
-            value.difference_update(traced)
-            value.update(map(without_traced, traced))
         return memo
 
     def _torchs_random_states(self) -> list[bytes]:

@@ -12,7 +12,7 @@ input of the run, and what the model assigns in its place is computed from it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -27,7 +27,7 @@ from bendtrace.source.sites import PACKAGE
 from bendtrace.source.usage import compares_identity
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TracedInt
-from bendtrace.tape.tape import Op, OpKind, Ref, Tape, Test
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Tape, Test
 
 Counter: TypeAlias = tuple[CodeType, str]
 
@@ -136,13 +136,17 @@ class Lifting:
         )
 
 
-def needed_numbers(tape: Tape) -> frozenset[str]:
+def needed_numbers(tape: Tape, guards: Iterable[Guard]) -> frozenset[str]:
     """Return the labels of numbers in the state of which Python needed the very number.
 
     It needed that of `step` for `table[step + 1]`, and not for `table[step % 3]`.
+
+    Args:
+        tape: a run.
+        guards: those of its guards that count.
     """
     found = set()
-    for guard in tape.guards:
+    for guard in guards:
         op: Op | None = tape.ops[guard.index] if guard.test is Test.VALUE else None
         while op is not None and op.index in tape.counters:
             if op.kind is OpKind.STATE:

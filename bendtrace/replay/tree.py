@@ -26,9 +26,11 @@ from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stre
 from bendtrace.source.results import can_exchange
 from bendtrace.source.sites import users_level
 from bendtrace.tape.captured import (
+    PLAIN_TYPES,
     Access,
     Captured,
     CaptureKind,
+    Change,
     holds_number,
     identical,
 )
@@ -52,6 +54,10 @@ _FEW, _MOST_KINDS = 4, 4096
 # After this many runs that each changed what the next one was checked for, a value is taken to
 # change on every call (a counter), and the model to be run live.
 _EVOLVING = 4
+
+# Up to so many items, a list that gets longer may have its full length soon: so may a deque that
+# holds no more than the second number.
+_SHORT, _SMALL = 10, 32
 
 # After it was another one so many times when a run was recorded, a number is an input.
 _MOVING, _NUMBERS = 2, (int, float)
@@ -113,10 +119,10 @@ class TraceTree:
         # What served arguments of a kind before: where to look first, nothing more.
         self._served: dict[tuple[Any, ...], Program] = {}
         self._indices: dict[tuple[str, ...], ProgramIndex] = {}
-        self._outdated: Counter[tuple[tuple[str, ...], str]] = Counter()
+        # What was another one when a program, or a value, did not fit any more.
+        self._outdated: dict[tuple[tuple[str, ...], str], set[Any]] = {}
         self._settled: Counter[tuple[str, ...]] = Counter()  # how often that did not last
         self._ties = False  # whether a call was given what the model holds
-        self._spent: set[int] = set()  # programs that were counted as outdated
         self._numbers: frozenset[str] = frozenset()  # those in the state that are inputs
         self._excluded: frozenset[str] = frozenset()  # those that Python needs by value
         self._moved: Counter[str] = Counter()  # how often each was another one in a new run
@@ -164,7 +170,7 @@ class TraceTree:
             global_state: the global state it ran under.
             evolving: labels of what changes on every call (see `outdated`).
         """
-        written = [change for change in recording.changes if change.label in evolving]
+        written = [change for change in recording.changes if _evolving(change) in evolving]
         ignored = frozenset(
             part
             for part in (recording.environment.parts if written else ())
@@ -177,9 +183,9 @@ class TraceTree:
                 recording.tape.block(f"{label} changes on every call{see}")
         program = Program(recording, global_state, ignored, self._joins, self._ties)
         with self._lock:
-            self._count_needed(recording)
             self._insert(names, program)
             self._notice(recording, program)
+            self._count_needed(recording)
         self._keep_to_limit()
         return program
 
@@ -295,7 +301,8 @@ class TraceTree:
 
     def _count_needed(self, recording: Recording) -> None:
         """Let a number be a constant of paths again if each new path needs it by value."""
-        for label in needed_numbers(recording.tape):
+        guards = (one for one in recording.tape.guards if place_of(one) not in self.varying)
+        for label in needed_numbers(recording.tape, guards):
             self._needed[label] += 1
             if self._needed[label] == _EVOLVING:
                 self._excluded |= {label}
@@ -403,7 +410,12 @@ class TraceTree:
         """
         if not program.ignored:
             return False
-        now = [_seen(part, arguments) for part in program.ignored]
+        # Numbers in a list that got no longer can be inputs.
+        now = [
+            _seen(part, arguments)
+            for part in program.ignored
+            if not (_is_item(part) and holds_number(part) and part.label not in self._excluded)
+        ]
         if now != program.latest:
             program.latest, program.same = now, 0
             return False
@@ -499,15 +511,19 @@ class TraceTree:
                 continue
             change = next((c for c in program.recording.changes if c.covers(part)), None)
             if change is not None:
-                with self._lock:
-                    if program.serial not in self._spent:  # a call that raises adds no other one
-                        self._spent.add(program.serial)
-                        self._outdated[names, change.label] += 1
+                now = _read(part, arguments)
+                # A constant that comes back, such as None, fits again.
+                constants = [now, *([part.value] if part.kind is CaptureKind.PLAIN else [])]
+                plain = ((type(one), one) for one in constants if type(one) in PLAIN_TYPES)
+                seen = next(plain, program.serial)
+                if not _fills(now):
+                    with self._lock:
+                        self._outdated.setdefault((names, _evolving(change)), set()).add(seen)
                 break
         return frozenset(
             label
-            for (key, label), count in list(self._outdated.items())
-            if key == names and count >= _EVOLVING
+            for (key, label), seen in list(self._outdated.items())
+            if key == names and len(seen) >= _EVOLVING
         )
 
     def replay(
@@ -604,12 +620,28 @@ def _read(part: Captured, arguments: tuple[Any, ...]) -> Any:
         return None
 
 
+def _is_item(part: Captured) -> bool:
+    return part.parent is not None and part.parent.kind is CaptureKind.LIST
+
+
+def _evolving(change: Change) -> str:
+    """Return the label under which a change counts: that of a list, for its items."""
+    return change.part.label if change.part.kind is CaptureKind.LIST else change.label
+
+
+def _fills(value: Any) -> bool:
+    """Whether a value is a list or deque that may soon have its full length."""
+    if isinstance(value, deque) and value.maxlen is not None:
+        return len(value) < value.maxlen <= _SMALL
+    return isinstance(value, list) and len(value) <= _SHORT
+
+
 def _seen(part: Captured, arguments: tuple[Any, ...]) -> Any:
     value = _read(part, arguments)
-    if part.kind is CaptureKind.PLAIN:
+    if part.kind is CaptureKind.PLAIN and type(value) is part.type:
         return value
     # What it held before is looked at as well, but not what was added to it.
-    return id(value), len(value) if isinstance(value, (list, dict, set, deque)) else 0
+    return len(value) if isinstance(value, (list, dict, set, deque)) else id(value)
 
 
 def _parting(recording: Recording, other: Recording) -> Departing | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import math
 import random
 import re
 from collections import OrderedDict, deque
@@ -283,7 +284,9 @@ class Keeps(nn.Module):
         type(self).shared = 0
         self.kind = kind
         self.queue: deque[float] = deque(maxlen=3)
-        self.seen: set[int] = set()
+        self.latest: deque[Any] = deque(maxlen=3)
+        self.window, self.step = [1], 0
+        self.seen: set[Any] = set()
         self.order = OrderedDict(a=1, b=2)
         self.large = [0] * 600
         if kind == "iterator":
@@ -291,10 +294,13 @@ class Keeps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "deque":
-            self.queue.append(float(x.sum()))
-            return x * len(self.queue)
+            self.queue.append(float(x.detach().sum()))
+            self.latest.extend([(x.shape[0],), 0.5])
+            self.window = [*self.window[-2:], len(self.window)]
+            self.step += 1
+            return x * len(self.queue) * sum(self.window) * math.cos(self.step / 10)
         if self.kind == "set":
-            self.seen.add(x.shape[0] + len(self.seen))
+            self.seen.add((x.shape[0], len(self.seen)))
             return x * len(self.seen)
         if self.kind == "order":
             self.order.move_to_end(next(iter(self.order)))
@@ -310,7 +316,7 @@ class Keeps(nn.Module):
 
 
 for _kind_of_state in ("deque", "set", "order", "large", "iterator", "class"):
-    case(*ones(*[2] * 7), name=f"what a model keeps between calls: {_kind_of_state}")(
+    case(*ones(*[2] * 9), name=f"what a model keeps between calls: {_kind_of_state}")(
         functools.partial(Keeps, _kind_of_state)
     )
 
