@@ -23,7 +23,8 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.varying import Place, place_of
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import Guard, Op, OpKind, Test, refs_in
+from bendtrace.tape.guards import LengthGuard
+from bendtrace.tape.tape import Guard, Op, OpKind, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     RANK_DEPENDS_ON_SIZES,
@@ -70,7 +71,7 @@ class AnalysedRun:
             state = tape.states.get(number)
             if state is None:
                 raise ExportError(f"the state at {told(guard)} was not read", told(guard))
-            this = state.key, state.holes, guard.index, guard.test
+            this = state.key, state.holes, guard.key
             if this != before:
                 yield number
             before = this
@@ -78,11 +79,9 @@ class AnalysedRun:
     def is_question(self, number: int) -> bool:
         """Return whether the answer of a guard depends on values."""
         guard = self.recording.tape.guards[number]
-        if self.analysis.kinds[number] is not GuardKind.DATA or guard.is_on_identity:
+        if self.analysis.kinds[number] is not GuardKind.DATA or guard.is_of_result:
             return False
-        if guard.test in (Test.RANK, Test.KIND, Test.RAISED):
-            return False
-        if guard.test is Test.LENGTH:
+        if isinstance(guard, LengthGuard):
             return self.numbers.has_varying_length(guard.index)
         return self.numbers.kinds.get(guard.index) in (Kind.VALUE, Kind.SIZE)
 
@@ -96,11 +95,8 @@ class AnalysedRun:
         """
         ops, found, seen = self.recording.tape.ops, [], set[int]()
         op = ops[guard.index]
-        waiting: list[int] = []
-        if guard.test is Test.RANK:
-            waiting = [op.index]
-        elif op.kind is OpKind.CALL and op.target in METADATA:
-            waiting = [*op.operands]
+        is_asked = op.kind is OpKind.CALL and op.target in METADATA
+        waiting = [*op.operands] if is_asked else []
         while waiting:
             index = waiting.pop()
             if index in seen or self.analysis.has_steady_rank(index):
@@ -171,7 +167,7 @@ class Question:
     @property
     def is_on_size(self) -> bool:
         """Whether it asks for a size that values decide."""
-        is_length = self.guard.test is Test.LENGTH
+        is_length = isinstance(self.guard, LengthGuard)
         return is_length or self.run.numbers.kinds.get(self.guard.index) is Kind.SIZE
 
     @property

@@ -51,7 +51,7 @@ from bendtrace.replay.explain import explain_check, explain_divergence
 from bendtrace.replay.program import Program
 from bendtrace.replay.raising import departure_by, values_in
 from bendtrace.replay.schedule import may_be_caught
-from bendtrace.replay.source import Code, Departure, gives_nothing, test_of
+from bendtrace.replay.source import Code, Departure, gives_nothing
 from bendtrace.replay.suffix import Rest, Suffix, write_rest
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import Access, Captured, identical
@@ -106,7 +106,7 @@ class Left:
     def tests_made(self) -> set[Any]:
         """The tests that the rest has made."""
         rest = self.prepared.rest
-        return {test_of(guard) for n, guard in rest.guards.items() if self._is_before(n, guard)}
+        return {guard.key for n, guard in rest.guards.items() if self._is_before(n, guard)}
 
     def _is_before(self, number: int, guard: Guard) -> bool:
         """Whether a guard was tested before the run was left, or is the guard that failed."""
@@ -176,12 +176,12 @@ class Left:
     def agrees_with(self, recording: Recording) -> bool:
         """Return whether all decisions so far agree, so that a run belongs to the program."""
         before = {
-            (guard.position, test_of(guard)): guard.expected
+            (guard.position, guard.key): guard.answer
             for guard in self.prepared.recording.tape.guards
             if guard.position < self.position
         }
         return all(
-            identical(guard.expected, before.get((guard.position, test_of(guard)), guard.expected))
+            identical(guard.answer, before.get((guard.position, guard.key), guard.answer))
             for guard in recording.tape.guards
             if guard.position < self.position
         )
@@ -189,8 +189,7 @@ class Left:
 
 def _asks_alike(one: Guard, other: Guard) -> bool:
     """Whether the guards of two runs test the same of the same op."""
-    is_same = one.test is other.test or (one.is_on_identity and other.is_on_identity)
-    return is_same and (one.position, one.index) == (other.position, other.index)
+    return one.asks_like(other) and (one.position, one.index) == (other.position, other.index)
 
 
 def from_activations(

@@ -26,7 +26,7 @@ from bendtrace.replay.guard_code import Check
 from bendtrace.replay.nodes import Exit, Trip
 from bendtrace.replay.raising import departure_by, frame_of, values_in
 from bendtrace.replay.schedule import Unlinked
-from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for, outcome
+from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for
 from bendtrace.replay.splices import Interrupted, Unfit
 from bendtrace.replay.stretches import (
     Divergence,
@@ -37,7 +37,7 @@ from bendtrace.replay.stretches import (
 )
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.contexts import Hold
-from bendtrace.tape.tape import Guard, Test
+from bendtrace.tape.tape import Guard
 
 # Gives the code of an exit with values passed through something; raises `Unfit` if there is none.
 Splicer: TypeAlias = Callable[[Exit], Code]
@@ -169,10 +169,8 @@ class Program:
         source.take(ops[index].target for index in needed if ops[index].is_given)
         for index in needed:
             define(source, ops[index])
-        if counts(guard, ops):
-            now = counted(source, ops[guard.index])
-        else:
-            now = f"bool(v{guard.index})" if guard.test is Test.TRUTH else outcome(guard)
+        is_count = counts(guard, ops)
+        now = counted(source, ops[guard.index]) if is_count else guard.finding
         source.line(f"return {now}")
         return Code(source, "value").function(arguments)
 

@@ -545,7 +545,7 @@ def _conditions(program: Program) -> Facts:
         if program.analysis.kinds[number] is GuardKind.INPUT and guard.site is not None:
             place = user_code(guard.scope, guard.site)[0]
             text = texts.get(number) or place.text or f"a condition at {place}"
-            found.setdefault(text, []).append(_short(guard.expected))
+            found.setdefault(text, []).append(_short(guard.answer))
     return {text: f"is {' and '.join(dict.fromkeys(values))}" for text, values in found.items()}
 
 

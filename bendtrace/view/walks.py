@@ -36,7 +36,8 @@ from bendtrace.source.statements import (
     spans_of_item,
 )
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import Guard, ModuleCall, Op, Raised, Test
+from bendtrace.tape.guards import ErrorGuard, TruthGuard
+from bendtrace.tape.tape import Guard, ModuleCall, Op, Raised
 
 Key = tuple[Any, ...]
 
@@ -127,9 +128,9 @@ class PathEvents:
                 if number not in stepped and key_of_guard(guard) in self._asked:
                     assert guard.site is not None
                     place, _, scope = user_code(guard.scope, guard.site)
-                    value = _word_for(guard, guard.expected)
-                    text = _ASKED.get(guard.test, "{}").format(place.text)
-                    kind = "raised" if guard.test is Test.RAISED else "value"
+                    value = guard.word(guard.answer)
+                    text = guard.asked.format(place.text)
+                    kind = "raised" if isinstance(guard, ErrorGuard) else "value"
                     found.append((guard.position, FlowStep(
                         self.recording.names[guard.index], value, kind, place, text, scope.path,
                         number,
@@ -242,35 +243,14 @@ def key_of_guard(guard: Guard) -> Key | None:
     """Return a key that is equal for guards of several runs that ask the same question."""
     if guard.site is None:
         return None
-    return guard.test, guard.how, guard.site.chain[0]
+    return type(guard), guard.how, guard.site.chain[0]
 
 
 def outcome_of(guard: Guard, outcome: Any, header: Header) -> Any:
     """Return another outcome of a guard, in the form of an event."""
-    if guard.test in _OTHER:
-        return _OTHER[guard.test]
-    if guard.test is Test.RAISED:
-        return raised_as(outcome)
-    if guard.test is Test.TRUTH:
+    if isinstance(guard, TruthGuard):
         return bool(outcome) is not header.inverted
-    return outcome
-
-
-def _word_for(guard: Guard, value: Any) -> Any:
-    """Return the word for what a guard without a flow step found."""
-    return raised_as(value) if guard.test is Test.RAISED else _WORDS.get(guard.test, value)
-
-
-_SAME, _ANOTHER = "the tensor it was given", "another tensor"
-_WORDS = {Test.SAME: _SAME, Test.OTHER: _ANOTHER}
-_OTHER = {Test.SAME: _ANOTHER, Test.OTHER: _SAME}
-_ASKED = {
-    Test.RAISED: "try {}",
-    Test.SAME: "the output of {}",
-    Test.OTHER: "the output of {}",
-    Test.LENGTH: "len({})",
-    Test.KIND: "type({})",
-}
+    return guard.word(outcome)
 
 
 @dataclass(eq=False)
