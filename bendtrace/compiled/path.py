@@ -694,10 +694,10 @@ class Straight(Expressions):
 
     def _test(self, number: int, guard: Guard) -> None:
         kind = self._kinds.get(guard.index)
-        if not isinstance(guard, (TruthGuard, ValueGuard, LengthGuard)):
-            raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
         if isinstance(guard, LengthGuard):
             self._test_length(guard)
+        elif kind is None or type(guard) not in (TruthGuard, ValueGuard):
+            raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
         elif kind is _Kind.STATIC:
             self._test_static(guard)
         elif kind is _Kind.SIZE and self._exactly:
@@ -706,8 +706,6 @@ class Straight(Expressions):
                 self.line(f"torch._check(v{guard.index} == {guard.answer})")
         elif kind is _Kind.SIZE and isinstance(guard, ValueGuard):
             raise Unknown("a size that depends on values is used as a number", self._op(guard))
-        elif kind is None:
-            raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
         else:
             self.tested.append(number)
             self._conditions.append(self._condition(guard))

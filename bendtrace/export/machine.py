@@ -23,7 +23,15 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.varying import Place, place_of
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.tape.captured import identical
-from bendtrace.tape.guards import LengthGuard
+from bendtrace.tape.guards import (
+    ClassGuard,
+    ErrorGuard,
+    LengthGuard,
+    OtherGuard,
+    SameGuard,
+    TruthGuard,
+    ValueGuard,
+)
 from bendtrace.tape.tape import Guard, Op, OpKind, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
@@ -79,7 +87,7 @@ class AnalysedRun:
     def is_question(self, number: int) -> bool:
         """Return whether the answer of a guard depends on values."""
         guard = self.recording.tape.guards[number]
-        if self.analysis.kinds[number] is not GuardKind.DATA or guard.is_of_result:
+        if self.analysis.kinds[number] is not GuardKind.DATA or is_fixed(guard):
             return False
         if isinstance(guard, LengthGuard):
             return self.numbers.has_varying_length(guard.index)
@@ -216,6 +224,20 @@ def told(record: Any) -> str:
         return "a place that is not known"
     place, _, _ = user_code(record.scope, record.site)
     return f"`{place.text}` at {place}"
+
+
+def is_fixed(guard: Guard) -> bool:
+    """Return whether the ops of an exported program decide the answer of a guard.
+
+    Raises:
+        ExportError: exported programs know nothing of this kind of guard.
+    """
+    kind = type(guard)
+    if kind in (ClassGuard, ErrorGuard, SameGuard, OtherGuard):
+        return True
+    if kind in (TruthGuard, ValueGuard, LengthGuard):
+        return False
+    raise ExportError(f"an exported program cannot test {guard.subject}", told(guard))
 
 
 class Machine:

@@ -31,7 +31,17 @@ from bendtrace.export.functions import (
     shared_in,
     unaliased,
 )
-from bendtrace.export.machine import END, AnalysedRun, Loop, Machine, Question, View, Way, told
+from bendtrace.export.machine import (
+    END,
+    AnalysedRun,
+    Loop,
+    Machine,
+    Question,
+    View,
+    Way,
+    is_fixed,
+    told,
+)
 from bendtrace.export.ops import Scope, SegmentOps
 from bendtrace.export.values import (
     DTYPES,
@@ -358,7 +368,7 @@ class _Writer(Functions):
 
     def _require(self, scope: Scope, ops: SegmentOps, guard: Guard) -> None:
         """Write a test that runs while the code is traced."""
-        if guard.is_of_result or isinstance(guard, LengthGuard):
+        if is_fixed(guard) or isinstance(guard, LengthGuard):
             return  # it follows from the op, and from how its result is taken apart
         expected = guard.answer
         value = ops.value_of(guard.index)
