@@ -37,7 +37,7 @@ from bendtrace.source.statements import (
 )
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import ErrorGuard, TruthGuard
-from bendtrace.tape.tape import Guard, ModuleCall, Op, Raised
+from bendtrace.tape.tape import Guard, ModuleCall, Op
 
 Key = tuple[Any, ...]
 
@@ -232,11 +232,6 @@ class PathEvents:
 def _is_counted(place: Place) -> bool:
     """Return whether all loops around a place are loops over iterables."""
     return all(loop.kind != "while" for loop in role_of(place).loops)
-
-
-def raised_as(raised: Raised | None) -> str:
-    """Return the name of an op's exception."""
-    return "no error" if raised is None else str(raised.type.__name__)
 
 
 def key_of_guard(guard: Guard) -> Key | None:
