@@ -39,7 +39,19 @@ from bendtrace.tape.guards import (
     ValueGuard,
 )
 from bendtrace.tape.structure import build
-from bendtrace.tape.tape import Guard, Op, OpKind, Raised, Ref, State, Tape, TensorMeta, map_refs
+from bendtrace.tape.tape import (
+    AfterOp,
+    Guard,
+    Op,
+    OpKind,
+    Raised,
+    Ref,
+    State,
+    Stop,
+    Tape,
+    TensorMeta,
+    map_refs,
+)
 from bendtrace.torch_rules.functions import said_of
 
 Name: TypeAlias = Any
@@ -52,14 +64,13 @@ class Section:
     Attributes:
         tape: the run.
         entered: the question whose answer leads into it; -1 for the beginning of the run.
-        left: the question at which the call left it; -1 - i if it was left behind op i, which may
-            have raised an error.
-        asked: in the latter case, how many questions had been asked; 0 for those before op i.
+        left: the question, or the op, at which the call left it.
+        asked: in the latter case, how many questions had been asked; 0 for those before the op.
     """
 
     tape: Tape
     entered: int
-    left: int
+    left: Stop
     asked: int = 0
 
 
@@ -128,11 +139,12 @@ class _Names:
         self.tape: Tape = section.tape
         self._script = script
         self._names: dict[int, Name] = {}
+        left = section.left
         # Results that were told to be tensors from before only after the section was left.
         self._untold = frozenset(
             guard.index
-            for guard in section.tape.guards[section.left + 1 :]
-            if section.left >= 0 and isinstance(guard, SameGuard)
+            for guard in ([] if isinstance(left, AfterOp) else section.tape.guards[left + 1 :])
+            if isinstance(guard, SameGuard)
         )
         if section.entered >= 0:
             holes = section.tape.states[section.entered].holes
@@ -273,8 +285,8 @@ class Script:
         tape, entered, left = section.tape, section.entered, section.left
         position = tape.guards[entered].position if entered >= 0 else 0
         number, holes = entered + 1, ()
-        end = tape.guards[left].position if left >= 0 else -left
-        asked = max(section.asked, left + 1)
+        end = tape.position_of(left)
+        asked = section.asked if isinstance(left, AfterOp) else left + 1
         while position < end or number < asked:
             guard = tape.guards[number] if number < len(tape.guards) else None
             if guard is not None and guard.position == position:

@@ -19,7 +19,7 @@ from bendtrace.replay.guard_code import Check
 from bendtrace.replay.program import Program
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.guards import ErrorGuard
-from bendtrace.tape.tape import Guard, Op, Raised, meta_of
+from bendtrace.tape.tape import AfterOp, Guard, Op, Raised, Stop, meta_of
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,17 @@ def _explain_part(check: Check, arguments: tuple[Any, ...]) -> Mismatch:
     return Mismatch(reason, recorded, _short(new) if isinstance(new, Tensor) else new)
 
 
-def explain_divergence(recording: Recording, number: int, outcome: Any) -> Callable[[], Mismatch]:
+def explain_divergence(recording: Recording, number: Stop, outcome: Any) -> Callable[[], Mismatch]:
     """Return what says why a replay could not go on; it holds none of the replay's values.
 
     Args:
         recording: the run that was repeated.
-        number: the guard that did not hold; -1 - i where op i raised, or did not.
+        number: the guard that did not hold, or the op that raised, or did not.
         outcome: what was found instead.
     """
-    if number >= 0:
+    if not isinstance(number, AfterOp):
         return functools.partial(explain_guard, recording, number, outcome)
-    op = recording.tape.ops[-1 - number]
+    op = recording.tape.ops[number.index]
     reason = _of_error(op, op.raised, outcome)
     return lambda: Mismatch(reason)
 

@@ -37,7 +37,7 @@ from bendtrace.tape.structure import (
     Made,
     build,
 )
-from bendtrace.tape.tape import Guard, Op, OpKind, Ref
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
 from bendtrace.torch_rules.direct_calls import Asked, Call
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 
@@ -57,15 +57,15 @@ _NEW = frozenset({object.__new__, dict.__new__})  # which make objects without a
 
 @dataclass(slots=True, eq=False)
 class Departure:
-    """How a run ends that does not reach its end: a guard does not hold.
+    """How a run ends that does not reach its end: a guard does not hold, or an op raised.
 
     Attributes:
-        guard: number of the guard on the tape of the run's recording.
+        stop: the guard, on the tape of the run's recording, or the op that raised.
         outcome: what the test gave instead of what was recorded.
         values: the names and values of the run so far.
     """
 
-    guard: int
+    stop: Stop
     outcome: Any
     values: dict[str, Any]
 

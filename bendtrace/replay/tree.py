@@ -33,7 +33,7 @@ from bendtrace.tape.captured import (
     identical,
 )
 from bendtrace.tape.guards import ValueGuard
-from bendtrace.tape.tape import Op, OpKind, Ref
+from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
 from bendtrace.torch_rules.functions import name_of
 
 # Calls in a row without a change after which a value is taken to change no more. Of those that
@@ -621,7 +621,9 @@ def _parting(recording: Recording, other: Recording) -> Departing | None:
 
 def _goes_on_from(recording: Recording, divergence: Divergence) -> bool:
     """Whether a run was in the state of a divergence, and found the same answer there."""
-    state, tape = divergence.recording.tape.states.get(divergence.number), recording.tape
+    states, tape = divergence.recording.tape.states, recording.tape
+    number = divergence.number
+    state = None if isinstance(number, AfterOp) else states.get(number)
     return state is not None and any(
         other.key == state.key and identical(tape.guards[number].answer, divergence.outcome)
         for number, other in tape.states.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -384,6 +384,21 @@ class Checkpoint:
         return self.begin[1] <= guard < self.end[1]
 
 
+@dataclass(frozen=True, slots=True)
+class AfterOp:
+    """Where a call has left a run other than at a guard: behind an op, which may have raised.
+
+    Attributes:
+        index: the op; -1 where no op has begun.
+    """
+
+    index: int
+
+
+# Where a call has left a run: the number of a guard, or an op.
+Stop: TypeAlias = int | AfterOp
+
+
 class State(NamedTuple):
     """The state of a run when it asked for a value (see `states.py`).
 
@@ -436,6 +451,10 @@ class Tape:
     classes: dict[int, type] = field(default_factory=dict)
     blocks: list[Checkpoint] = field(default_factory=list)
     is_closed: bool = False
+
+    def position_of(self, stop: Stop) -> int:
+        """Return how many ops come before a place where a call has left the run."""
+        return stop.index + 1 if isinstance(stop, AfterOp) else self.guards[stop].position
 
     def block(self, reason: str) -> None:
         """Record why this run must not be replayed."""
