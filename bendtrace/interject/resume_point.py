@@ -121,9 +121,12 @@ class Left:
             its = other.tape.guards
             if len(its) <= number or not identical(its[number].answer, self.outcome):
                 continue
-            if _asks_alike(its[number], guards[number]) and all(
-                _asks_alike(its[n], guards[n]) and identical(its[n].answer, guards[n].answer)
-                for n in range(number)
+            pairs = enumerate(zip(its[: number + 1], guards, strict=False))
+            if all(
+                one.asks_like(mine)
+                and (one.position, one.index) == (mine.position, mine.index)
+                and (n == number or identical(one.answer, mine.answer))
+                for n, (one, mine) in pairs
             ):
                 return other
         return None
@@ -182,11 +185,6 @@ class Left:
             for guard in recording.tape.guards
             if guard.position < self.position
         )
-
-
-def _asks_alike(one: Guard, other: Guard) -> bool:
-    """Whether the guards of two runs test the same of the same op."""
-    return one.asks_like(other) and (one.position, one.index) == (other.position, other.index)
 
 
 def from_activations(

@@ -534,7 +534,7 @@ class Script:
         index = self._indices.get(self._known_as(question.name))
         if guard.other is not None:
             other = self._indices.get(self._known_as(question.other))
-        if index is None or (other is None) is not (guard.other is None):
+        if index is None or question.answer is None or (other is None) != (guard.other is None):
             return None
         return guard, index, question.answer, other
 

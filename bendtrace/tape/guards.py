@@ -7,11 +7,25 @@ know of a kind, it refuses: compiled paths and exported programs name the kinds 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from bendtrace.tape.tape import Guard, Literals, Raised
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of a value's type."""
+    name = _kinds.get(type(value))
+    if name is None:
+        kind = type(value)
+        package = "" if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}."
+        name = _kinds[kind] = package + kind.__qualname__
+    return name
+
+
+_kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 
 class ContentGuard(Guard):
@@ -27,12 +41,8 @@ class TruthGuard(ContentGuard):
     name: ClassVar[str] = "truth"
     code: ClassVar[str] = "True if v{index} else False"
     is_two_way: ClassVar[bool] = True
+    found: ClassVar[Callable[[Any], bool]] = staticmethod(bool)
     answer: bool
-
-    @staticmethod
-    def found(value: Any) -> bool:
-        """Return whether a value is true."""
-        return bool(value)
 
     def failure(self, literals: Literals) -> str:
         """Return the code of the opposite."""
@@ -66,12 +76,8 @@ class LengthGuard(Guard):
     subject: ClassVar[str] = "the number of items"
     about: ClassVar[str] = "number of results of"
     asked: ClassVar[str] = "len({})"
+    found: ClassVar[Callable[[Any], int]] = staticmethod(len)
     answer: int
-
-    @staticmethod
-    def found(value: Any) -> int:
-        """Return the number of values."""
-        return len(value)
 
 
 class ClassGuard(Guard):
@@ -84,12 +90,8 @@ class ClassGuard(Guard):
     about: ClassVar[str] = "type of"
     asked: ClassVar[str] = "type({})"
     is_of_result: ClassVar[bool] = True
+    found: ClassVar[Callable[[Any], str]] = staticmethod(kind_of)
     answer: str
-
-    @staticmethod
-    def found(value: Any) -> str:
-        """Return the name of a value's class."""
-        return kind_of(value)
 
 
 class ErrorGuard(Guard):
@@ -130,6 +132,15 @@ class IdentityGuard(Guard):
         return isinstance(other, IdentityGuard)
 
     @classmethod
+    def meets(cls, value: Any, wanted: Any) -> bool:
+        """Return whether a value is the same object, or is not, as recorded."""
+        return (value is wanted) is (cls is SameGuard)
+
+    def failure(self, literals: Literals) -> str:
+        """Return the code of the opposite."""
+        return f"v{self.index} {'is not' if self.answer else 'is'} v{self.other}"
+
+    @classmethod
     def difference(cls, value: Any, wanted: Any) -> str:
         """Say that it is about a copy."""
         return ": whether a tensor is a copy differs from the trace"
@@ -145,30 +156,12 @@ class SameGuard(IdentityGuard):
     __slots__ = ()
     name: ClassVar[str] = "same"
 
-    @classmethod
-    def meets(cls, value: Any, wanted: Any) -> bool:
-        """Return whether a value is the tensor that it was."""
-        return value is wanted
-
-    def failure(self, literals: Literals) -> str:
-        """Return the code of a test for another tensor."""
-        return f"v{self.index} is not v{self.other}"
-
 
 class OtherGuard(IdentityGuard):
     """It did not: the answer is false."""
 
     __slots__ = ()
     name: ClassVar[str] = "other"
-
-    @classmethod
-    def meets(cls, value: Any, wanted: Any) -> bool:
-        """Return whether a value is not the tensor that it was not."""
-        return value is not wanted
-
-    def failure(self, literals: Literals) -> str:
-        """Return the code of a test for that tensor."""
-        return self.finding
 
 
 KINDS: dict[str, type[Guard]] = {
@@ -177,16 +170,3 @@ KINDS: dict[str, type[Guard]] = {
         TruthGuard, ValueGuard, LengthGuard, ClassGuard, ErrorGuard, SameGuard, OtherGuard,
     )
 }  # fmt: skip
-
-
-def kind_of(value: Any) -> str:
-    """Return the name of a value's type."""
-    name = _kinds.get(type(value))
-    if name is None:
-        kind = type(value)
-        package = "" if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}."
-        name = _kinds[kind] = package + kind.__qualname__
-    return name
-
-
-_kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()

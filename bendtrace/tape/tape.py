@@ -271,6 +271,7 @@ class Guard:
         name: the name of its kind, in tables and in fx graphs.
         code: the answer in replays, where `v1` is the value of op 1, and `r1` its error.
         is_two_way: whether the code has no other answers than true and false.
+        found: gives the answer for a value.
         subject: what it tests, as part of a sentence; `about` the same before a piece of source.
         asked: how pictures write the question, around a piece of source.
         is_of_result: whether it is asked of the result of an op before the model receives it.
@@ -288,6 +289,7 @@ class Guard:
     name: ClassVar[str]
     code: ClassVar[str] = "v{index}"
     is_two_way: ClassVar[bool] = False
+    found: ClassVar[Callable[[Any], Any]] = staticmethod(lambda value: value)
     subject: ClassVar[str] = "the value"
     about: ClassVar[str] = "value of"
     asked: ClassVar[str] = "{}"
@@ -312,18 +314,9 @@ class Guard:
         """Equal for two guards of a run that are the same test."""
         return self.index, type(self), self.other
 
-    def is_like(self, other: Guard) -> bool:
-        """Return whether another run has the same test of the same op, at the same place."""
-        return (self.position, self.key) == (other.position, other.key)
-
     def asks_like(self, other: Guard) -> bool:
         """Return whether both ask the same of a value, whatever the answers."""
         return type(self) is type(other)
-
-    @staticmethod
-    def found(value: Any) -> Any:
-        """Return the answer for a value."""
-        return value
 
     @classmethod
     def meets(cls, value: Any, wanted: Any) -> bool:

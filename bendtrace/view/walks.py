@@ -241,13 +241,6 @@ def key_of_guard(guard: Guard) -> Key | None:
     return type(guard), guard.how, guard.site.chain[0]
 
 
-def outcome_of(guard: Guard, outcome: Any, header: Header) -> Any:
-    """Return another outcome of a guard, in the form of an event."""
-    if isinstance(guard, TruthGuard):
-        return bool(outcome) is not header.inverted
-    return guard.word(outcome)
-
-
 @dataclass(eq=False)
 class End:
     """An end of runs.
@@ -511,7 +504,10 @@ def _failed(path: PathEvents, number: Stop, side: Side) -> Iterator[Walk]:
         outcome: Any = None
         if event.kind == "raised" or (event.is_condition and not event.is_loop):
             assert not isinstance(number, AfterOp)
-            outcome = outcome_of(tape.guards[number], side.outcome, event.header)
+            guard = tape.guards[number]
+            outcome = guard.word(side.outcome)
+            if isinstance(guard, TruthGuard):
+                outcome = bool(outcome) is not event.header.inverted
         events = [*path.events[:found], replace(event, outcome=outcome)]
     for (name, file, line), times in list(side.failures.items()):
         end = End("raise", name, file, line)
