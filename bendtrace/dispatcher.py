@@ -468,7 +468,7 @@ class Dispatcher:
         self.stats.traces += 1
         self._mismatch = None
         if leaves is not None:
-            before, now = live.recording, recording.tape.guards[leaves[0]].expected
+            before, now = live.recording, recording.tape.guards[leaves[0]].answer
             self._mismatch = functools.partial(explain_guard, before, leaves[0], now)
         return self._kept(recording, program)
 

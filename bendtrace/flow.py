@@ -36,7 +36,8 @@ from bendtrace.recording.probes import look_at_flow_once
 from bendtrace.source.features import is_off
 from bendtrace.source.sites import Place, Site, Span
 from bendtrace.source.statements import Loop, governed, part_taken
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test
+from bendtrace.tape.guards import LengthGuard, TruthGuard
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape
 from bendtrace.torch_rules.functions import SHAPES, is_gate
 
 __all__ = [
@@ -387,7 +388,7 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
         record = mark.record
         step = cls(
             name=names[record.index],
-            value=record.expected if isinstance(record, Guard) else record.meta,
+            value=record.answer if isinstance(record, Guard) else record.meta,
             kind=kind,
             place=mark.place,
             text=mark.role.text if cls is not ShapeFlowStep else part_taken(mark.place),
@@ -483,14 +484,15 @@ def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:
     if record.how in ("", "metadata", "type"):
         return None
     walks = role.kind in ("for", "comprehension")
-    if record.test is Test.TRUTH and is_inside_comparison(record, tape):
+    is_truth = isinstance(record, TruthGuard)
+    if is_truth and is_inside_comparison(record, tape):
         return EscapeFlowStep, "compare"
-    if record.test is Test.TRUTH or record.how == "in":
+    if is_truth or record.how == "in":
         if role.kind == "assert":
             return AssertFlowStep, "assert"
         # Looking for a key compares it with those that are there.
         return LogicalFlowStep, "key" if role.kind == "index" else role.kind or "bool"
-    if record.test is Test.LENGTH:
+    if isinstance(record, LengthGuard):
         # Otherwise: the several results of an op, taken apart by hand.
         return (LoopFlowStep, role.kind or "iteration") if walks or record.how == "iter" else None
     if record.how in ("index", "int", "len") and walks and not role.is_subscript:

@@ -3,7 +3,7 @@
 `python -m tests.mutants` runs tests once for each check, and once for each kind of guard, with that
 one dropped: what is asked of captured values (`replay/guard_code.py`), of the model and the world
 (`replay/check.py`), of words of memory (`source/memory_words.py`), and the kinds of guards in a
-run (`Test`). A mutant that *survives* makes no test fail. Each run stops at the first failure.
+run (`KINDS`). A mutant that *survives* makes no test fail. Each run stops at the first failure.
 
     python -m tests.mutants                     the tests of guards, which takes an hour
     python -m tests.mutants check.py            the mutants of one file
@@ -29,7 +29,8 @@ from bendtrace.recording.writer import Writer
 from bendtrace.replay.guard_code import GuardCode
 from bendtrace.replay.source import Source
 from bendtrace.source.memory_words import Words
-from bendtrace.tape.tape import Test
+from bendtrace.tape.guards import KINDS
+from bendtrace.tape.tape import Guard
 
 ROOT = Path(__file__).parent.parent
 MUTANT = os.environ.get("BENDTRACE_MUTANT", "")
@@ -45,8 +46,8 @@ TESTS = ("guarded", "guards", "check", "memory_words", "scan_cache", "state")
 
 def mutants() -> Iterator[str]:
     """Yield the name of each: the line that writes a check, or the kind of a guard."""
-    for test in Test:
-        yield f"Test.{test.name}"
+    for name in KINDS:
+        yield f"guard:{name}"
     for file, writes in FILES.items():
         lines = (ROOT / "bendtrace" / file).read_text("utf-8").splitlines()
         for number, line in enumerate(lines, 1):
@@ -63,13 +64,13 @@ def _place(frame: FrameType | None) -> str:
 
 def drop(mutant: str) -> None:
     """Drop a check in this process."""
-    if mutant.startswith("Test."):
-        kind = Test[mutant.removeprefix("Test.")]
+    if mutant.startswith("guard:"):
+        dropped = KINDS[mutant.removeprefix("guard:")]
         guard = Writer.guard
 
-        def guarded(self: Writer, test: Test, *rest: Any) -> None:
-            if test is not kind:
-                guard(self, test, *rest)
+        def guarded(self: Writer, kind: type[Guard], *rest: Any) -> None:
+            if kind is not dropped:
+                guard(self, kind, *rest)
 
         Writer.guard = guarded  # type: ignore[method-assign]
         return

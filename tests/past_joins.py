@@ -14,7 +14,7 @@ from bendtrace.replay.nodes import Node
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Divergence
 from bendtrace.tape.contexts import Hold
-from bendtrace.tape.tape import State, Test
+from bendtrace.tape.tape import Guard, State
 
 __all__ = ["followed", "past_joins", "resumed_anywhere"]
 
@@ -88,13 +88,13 @@ def resumed_anywhere(seed: int, most: int = 2) -> Iterator[None]:
 
 
 def _read_and_followed(
-    states: States, index: int, test: Test, expected: Any, turn: int, compared: frozenset[int]
+    states: States, guard: Guard, turn: int, compared: frozenset[int]
 ) -> State | None:
     """Read a state also where it is known to follow, and compare the two."""
     follower, tape = states._follower, states._writer.tape
     known = None if follower is None else follower.state(tape)
     states._follower = None
-    state = _read(states, index, test, expected, turn, compared)
+    state = _read(states, guard, turn, compared)
     states._follower = follower
     if follower is not None and state is not None:
         if known is not None:

@@ -52,8 +52,8 @@ def told(recording: Recording) -> list[Any]:
         (
             g.position,
             g.index,
-            g.test,
-            repr(g.expected),
+            type(g),
+            (repr(g.answer), g.other),
             g.how,
             g.scope.path,
             g.site and g.site.chain,

@@ -1051,7 +1051,7 @@ def test_the_guard_of_a_step_is_a_number_in_the_table_of_guards() -> None:
         if step.guard is not None:
             guard = trace.guards[step.guard]
             assert trace.names[guard.index] == step.name
-            assert guard.expected == step.value
+            assert guard.answer == step.value
 
 
 def test_steps_of_code_without_a_file_still_have_a_line() -> None:

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.errors import DivergenceError
+from bendtrace.errors import DivergenceError, ExportError
+from bendtrace.export.machine import is_fixed
+from bendtrace.tape.guards import ValueGuard
 from tests.promise import assert_promise, bits, randn_inputs
 
 FLAG = 1
@@ -246,3 +248,12 @@ def test_a_module_under_two_names_and_an_empty_place_for_one_are_no_other_order(
 
     bended = assert_promise(Shared, [randn_inputs(2, 4)] * 3)
     assert (bended.stats.traces, bended.stats.replays) == (1, 2)
+
+
+def test_exported_programs_refuse_a_kind_of_guard_that_they_do_not_know() -> None:
+    class ParityGuard(ValueGuard):
+        subject = "the parity"
+
+    assert not is_fixed(ValueGuard(0, 0, 1, "", None, None))
+    with pytest.raises(ExportError, match="cannot test the parity"):
+        is_fixed(ParityGuard(0, 0, 1, "", None, None))

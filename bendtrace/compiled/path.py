@@ -38,15 +38,15 @@ from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import INFIX, Code, Source, needed_for
 from bendtrace.replay.stretches import Stretch
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.tape import (
-    Guard,
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    Test,
-    refs_in,
+from bendtrace.tape.guards import (
+    IdentityGuard,
+    LengthGuard,
+    OtherGuard,
+    SameGuard,
+    TruthGuard,
+    ValueGuard,
 )
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     SHAPES,
@@ -279,8 +279,8 @@ class CompiledPath(CompiledFunction):
         This depends on sizes and strides as well, so there is one probe for each set of them.
         """
         guards = self.recording.tape.guards
-        compared = {guard.index for guard in guards if guard.test is Test.SAME}
-        told_apart = {guard.index for guard in guards if guard.test is Test.OTHER}
+        compared = {guard.index for guard in guards if isinstance(guard, SameGuard)}
+        told_apart = {guard.index for guard in guards if isinstance(guard, OtherGuard)}
         findings = self._findings
         matters = told_apart | (compared if findings.writes else compared & set(leaves))
         for index in matters & findings.dynamic:
@@ -536,10 +536,10 @@ class Straight(Expressions):
         for op in self._tape.ops:
             self._sort(op)
         guards: dict[int, Guard] = {}
-        tested: set[tuple[int, Test]] = set()
+        tested: set[Any] = set()
         for number, guard in self._data_guards():
-            if (guard.index, guard.test) not in tested:
-                tested.add((guard.index, guard.test))
+            if guard.key not in tested:
+                tested.add(guard.key)
                 guards[number] = guard
         needed = self._find_needed()
         self._schedule = Schedule(recording, analysis, entry, guards, needed=needed)
@@ -602,7 +602,7 @@ class Straight(Expressions):
         for number, guard in enumerate(self._tape.guards):
             if self._analysis.kinds[number] is GuardKind.DATA:
                 is_variable = self._tape.ops[guard.index].target is environ
-                if not (guard.is_on_identity or is_variable):  # see `CompiledPath`
+                if not (isinstance(guard, IdentityGuard) or is_variable):  # see `CompiledPath`
                     yield number, guard
 
     # Writing
@@ -646,12 +646,12 @@ class Straight(Expressions):
         if op.index in self._extents.varying and op.target in (Tensor.unbind, torch.unbind):
             # How many there are has to be known before they are taken apart.
             for _, guard in self._schedule.guards.get(op.index + 1, ()):
-                if guard.index == op.index and guard.test is Test.LENGTH:
+                if guard.index == op.index and isinstance(guard, LengthGuard):
                     tensor, dim = (*op.args, op.kwargs.get("dim", 0))[:2]
                     if not self._exactly:
                         raise Unknown("what depends on values is taken apart", op)
                     size = f"{self.value(tensor)}.size({self.value(dim)})"
-                    self.line(f"torch._check({size} == {guard.expected})")
+                    self.line(f"torch._check({size} == {guard.answer})")
         call = self.call(op)
         is_statement = op.target is Tensor.__setitem__
         self.line(call if is_statement else f"v{op.index} = {call}")
@@ -694,22 +694,18 @@ class Straight(Expressions):
 
     def _test(self, number: int, guard: Guard) -> None:
         kind = self._kinds.get(guard.index)
-        if guard.test is Test.KIND:
-            raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
-        if guard.test is Test.RANK:
-            self.line(f"if v{guard.index}.dim() != {guard.expected}: return None")
-        elif guard.test is Test.LENGTH:
+        if isinstance(guard, LengthGuard):
             self._test_length(guard)
+        elif kind is None or type(guard) not in (TruthGuard, ValueGuard):
+            raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
         elif kind is _Kind.STATIC:
             self._test_static(guard)
         elif kind is _Kind.SIZE and self._exactly:
-            if guard.test is Test.VALUE and type(guard.expected) is int:
+            if isinstance(guard, ValueGuard) and type(guard.answer) is int:
                 # What follows was recorded with the number in place of the size.
-                self.line(f"torch._check(v{guard.index} == {guard.expected})")
-        elif kind is _Kind.SIZE and guard.test is Test.VALUE:
+                self.line(f"torch._check(v{guard.index} == {guard.answer})")
+        elif kind is _Kind.SIZE and isinstance(guard, ValueGuard):
             raise Unknown("a size that depends on values is used as a number", self._op(guard))
-        elif kind is None:
-            raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
         else:
             self.tested.append(number)
             self._conditions.append(self._condition(guard))
@@ -727,13 +723,13 @@ class Straight(Expressions):
                 if not self._exactly:
                     raise Unknown("a list of numbers is as long as values say")
             else:
-                self.line(f"if {size} != {guard.expected}: return None")
+                self.line(f"if {size} != {guard.answer}: return None")
         else:
-            self.line(f"if len(v{guard.index}) != {guard.expected}: return None")
+            self.line(f"if len(v{guard.index}) != {guard.answer}: return None")
 
     def _test_static(self, guard: Guard) -> None:
-        name, expected = f"v{guard.index}", guard.expected
-        if guard.test is Test.TRUTH:
+        name, expected = f"v{guard.index}", guard.answer
+        if isinstance(guard, TruthGuard):
             self.line(f"if {'not ' * expected}{name}: return None")
         elif type(expected) in (int, bool, str, type(None), *_TORCHS):
             self.line(f"if {name} != {self.constant(expected)}: return None")
@@ -742,8 +738,8 @@ class Straight(Expressions):
 
     def _condition(self, guard: Guard) -> str:
         """Return the name of a boolean tensor that says whether a guard holds."""
-        value, expected = self._lift(Ref(guard.index)), guard.expected
-        if guard.test is Test.TRUTH:
+        value, expected = self._lift(Ref(guard.index)), guard.answer
+        if isinstance(guard, TruthGuard):
             if self._type(guard.index) is not bool:
                 value = f"({value} != 0)"
             return self._new(value if expected else f"{value}.logical_not()")
@@ -855,7 +851,7 @@ class Straight(Expressions):
                 self._conditions.append(self._new(f"({self._count(root)} == {extent[0]})"))
             elif root in self._schedule.needed:
                 self.picked[root] = extent
-                wanted = Guard(root, root, Test.VALUE, op.meta, "", op.scope, op.site)
+                wanted = ValueGuard(root, root, op.meta, "", op.scope, op.site)
                 self._conditions.append(self._condition(wanted))
 
     def _out_of(self, op: Op) -> str:

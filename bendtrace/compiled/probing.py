@@ -25,7 +25,6 @@ from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.schedule import Schedule
 from bendtrace.source.internals import TorchDispatchMode
-from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context, ContextSwitch, current_context
 from bendtrace.tape.structure import (
     Existing,
@@ -34,16 +33,7 @@ from bendtrace.tape.structure import (
     Made,
     Opaque,
 )
-from bendtrace.tape.tape import (
-    Guard,
-    Op,
-    OpKind,
-    Ref,
-    TensorMeta,
-    Test,
-    is_handled,
-    kind_of,
-)
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, is_handled
 from bendtrace.torch_rules.draws import RandomStates
 from bendtrace.torch_rules.functions import (
     FLEETING,
@@ -243,18 +233,8 @@ class _Probe:
         self._first[index] = known[0]
 
     def _holds(self, guard: Guard) -> bool:
-        value = self._values[guard.index]
-        if guard.test is Test.TRUTH:
-            return bool(value) is guard.expected
-        if guard.test is Test.LENGTH:
-            return bool(len(value) == guard.expected)
-        if guard.test is Test.KIND:
-            return bool(kind_of(value) == guard.expected)
-        if guard.test is Test.RANK:
-            return bool(value.dim() == guard.expected)
-        if guard.is_on_identity:
-            return (value is self._values[guard.expected]) is (guard.test is Test.SAME)
-        return identical(value, guard.expected)
+        value, *others = (self._values[index] for index in guard.operands)
+        return guard.meets(value, others[0] if others else guard.answer)
 
 
 class _Watch(TorchDispatchMode):

@@ -40,7 +40,8 @@ from bendtrace.recording.rank_sync import alone
 from bendtrace.recording.run import Signature, record
 from bendtrace.replay.tree import TraceTree
 from bendtrace.source.sites import PACKAGE, TORCH, Place, Site, place_at
-from bendtrace.tape.tape import Guard, ModuleCall, Test, leaves_in
+from bendtrace.tape.guards import TruthGuard
+from bendtrace.tape.tape import ModuleCall, leaves_in
 from bendtrace.view.outline import Answers, is_standard, sides_seen
 from bendtrace.view.walks import (
     Choice,
@@ -598,7 +599,7 @@ class _Search:
                         True, *given, run.raised, self._runs,
                     ))  # fmt: skip
         for key, question in run.questions.items():
-            answer = bool(question.guard.expected)
+            answer = question.guard.answer
             known = self._reached.setdefault(key, {})
             is_new = is_new or answer not in known
             runs = known.setdefault(answer, [])
@@ -716,7 +717,7 @@ class _Search:
             if question is target or question.guard.position > max(target.roots) + 1:
                 break
             if question.leads_to(target):
-                wanted.append((question, bool(question.guard.expected)))
+                wanted.append((question, question.guard.answer))
         return Course(run.recording.tape, wanted)
 
     def _distance(self, course: Course, candidate: Candidate) -> float:
@@ -1013,7 +1014,7 @@ class Question:
     """
 
     key: Key
-    guard: Guard
+    guard: TruthGuard
     around: tuple[tuple[Place, object], ...]
     path: str
     iteration: tuple[int, ...]
@@ -1043,7 +1044,7 @@ class Question:
             return True  # a loop has come to it again
         spans = [
             span
-            for choice, side in decided_by(mine, self.guard.expected)
+            for choice, side in decided_by(mine, self.guard.answer)
             for span in (choice.if_true if side else choice.if_false)
         ]
         return any(
@@ -1128,7 +1129,7 @@ class Subject:
         events = {event.number: event for event in PathEvents(recording).events}
         for number, guard in enumerate(tape.guards):
             self._see(run, guard.scope, guard.site)
-            if guard.test is not Test.TRUTH or guard.site is None:
+            if not isinstance(guard, TruthGuard) or guard.site is None:
                 continue
             if guard.how in ("", "metadata", "type"):
                 continue
@@ -1145,7 +1146,7 @@ class Subject:
                 event.iteration if event is not None else (), decides,
             )  # fmt: skip
             run.questions[question.key] = question
-            run.taken.update(question.sides(bool(guard.expected)))
+            run.taken.update(question.sides(guard.answer))
         for op in tape.ops:
             self._see(run, op.scope, op.site)
             for value in leaves_in((op.args, op.kwargs)) if op.is_work else ():

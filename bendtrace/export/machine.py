@@ -23,7 +23,16 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.varying import Place, place_of
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import Guard, Op, OpKind, Test, refs_in
+from bendtrace.tape.guards import (
+    ClassGuard,
+    ErrorGuard,
+    LengthGuard,
+    OtherGuard,
+    SameGuard,
+    TruthGuard,
+    ValueGuard,
+)
+from bendtrace.tape.tape import Guard, Op, OpKind, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     RANK_DEPENDS_ON_SIZES,
@@ -70,7 +79,7 @@ class AnalysedRun:
             state = tape.states.get(number)
             if state is None:
                 raise ExportError(f"the state at {told(guard)} was not read", told(guard))
-            this = state.key, state.holes, guard.index, guard.test
+            this = state.key, state.holes, guard.key
             if this != before:
                 yield number
             before = this
@@ -78,11 +87,9 @@ class AnalysedRun:
     def is_question(self, number: int) -> bool:
         """Return whether the answer of a guard depends on values."""
         guard = self.recording.tape.guards[number]
-        if self.analysis.kinds[number] is not GuardKind.DATA or guard.is_on_identity:
+        if self.analysis.kinds[number] is not GuardKind.DATA or is_fixed(guard):
             return False
-        if guard.test in (Test.RANK, Test.KIND, Test.RAISED):
-            return False
-        if guard.test is Test.LENGTH:
+        if isinstance(guard, LengthGuard):
             return self.numbers.has_varying_length(guard.index)
         return self.numbers.kinds.get(guard.index) in (Kind.VALUE, Kind.SIZE)
 
@@ -96,11 +103,8 @@ class AnalysedRun:
         """
         ops, found, seen = self.recording.tape.ops, [], set[int]()
         op = ops[guard.index]
-        waiting: list[int] = []
-        if guard.test is Test.RANK:
-            waiting = [op.index]
-        elif op.kind is OpKind.CALL and op.target in METADATA:
-            waiting = [*op.operands]
+        is_asked = op.kind is OpKind.CALL and op.target in METADATA
+        waiting = [*op.operands] if is_asked else []
         while waiting:
             index = waiting.pop()
             if index in seen or self.analysis.has_steady_rank(index):
@@ -171,7 +175,7 @@ class Question:
     @property
     def is_on_size(self) -> bool:
         """Whether it asks for a size that values decide."""
-        is_length = self.guard.test is Test.LENGTH
+        is_length = isinstance(self.guard, LengthGuard)
         return is_length or self.run.numbers.kinds.get(self.guard.index) is Kind.SIZE
 
     @property
@@ -220,6 +224,20 @@ def told(record: Any) -> str:
         return "a place that is not known"
     place, _, _ = user_code(record.scope, record.site)
     return f"`{place.text}` at {place}"
+
+
+def is_fixed(guard: Guard) -> bool:
+    """Return whether the ops of an exported program decide the answer of a guard.
+
+    Raises:
+        ExportError: exported programs know nothing of this kind of guard.
+    """
+    kind = type(guard)
+    if kind in (ClassGuard, ErrorGuard, SameGuard, OtherGuard):
+        return True
+    if kind in (TruthGuard, ValueGuard, LengthGuard):
+        return False
+    raise ExportError(f"an exported program cannot test {guard.subject}", told(guard))
 
 
 class Machine:

@@ -31,7 +31,17 @@ from bendtrace.export.functions import (
     shared_in,
     unaliased,
 )
-from bendtrace.export.machine import END, AnalysedRun, Loop, Machine, Question, View, Way, told
+from bendtrace.export.machine import (
+    END,
+    AnalysedRun,
+    Loop,
+    Machine,
+    Question,
+    View,
+    Way,
+    is_fixed,
+    told,
+)
 from bendtrace.export.ops import Scope, SegmentOps
 from bendtrace.export.values import (
     DTYPES,
@@ -48,8 +58,9 @@ from bendtrace.recording.effects import makes_anew
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.schedule import Schedule
 from bendtrace.tape.contexts import current_context
+from bendtrace.tape.guards import LengthGuard, TruthGuard
 from bendtrace.tape.structure import Existing, Fixed, Instance
-from bendtrace.tape.tape import Guard, Op, Ref, TensorMeta, Test
+from bendtrace.tape.tape import Guard, Op, Ref, TensorMeta
 
 __all__ = ["BODY", "Unseen", "Written", "write"]
 
@@ -226,7 +237,7 @@ class _Writer(Functions):
         holes = run.recording.tape.states[question.number].holes
         ops = self._ops(scope, run, None, dict(zip(holes, env, strict=True)))
         op = run.recording.tape.ops[guard.index]
-        if guard.test is Test.LENGTH:
+        if isinstance(guard, LengthGuard):
             if op.target is Tensor.tolist or op.target is Tensor.__len__:
                 size = f"{ops.name(op.args[0].index)}.size(0)"
             else:
@@ -261,7 +272,7 @@ class _Writer(Functions):
             raise ExportError("something is asked of a tensor as a whole", question.place)
         text = ops.lifted(value, op)
         kind = value.type if isinstance(value, (Number, Static)) else object
-        if guard.test is Test.TRUTH:
+        if isinstance(guard, TruthGuard):
             if kind is bool:
                 return text if answer else f"{text}.logical_not()"
             return f"({text} {'!=' if answer else '=='} 0)"
@@ -357,14 +368,9 @@ class _Writer(Functions):
 
     def _require(self, scope: Scope, ops: SegmentOps, guard: Guard) -> None:
         """Write a test that runs while the code is traced."""
-        if guard.is_on_identity or guard.test is Test.KIND:
-            return
-        expected = guard.expected
-        if guard.test is Test.RANK:
-            scope.add(f"require({ops.name(guard.index)}.dim() == {expected})", guard)
-            return
-        if guard.test is Test.LENGTH:
-            return  # it follows from how it is taken apart
+        if is_fixed(guard) or isinstance(guard, LengthGuard):
+            return  # it follows from the op, and from how its result is taken apart
+        expected = guard.answer
         value = ops.value_of(guard.index)
         if isinstance(value, Several) and isinstance(expected, tuple):
             for item, size in zip(value.items, expected, strict=True):
@@ -373,7 +379,7 @@ class _Writer(Functions):
             return
         if not isinstance(value, Static) or type(expected) not in (int, float, bool):
             return
-        if guard.test is Test.TRUTH:
+        if isinstance(guard, TruthGuard):
             text = value.text if expected else f"not {value.text}"
         else:
             text = f"{value.text} == {expected!r}"

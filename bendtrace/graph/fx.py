@@ -33,19 +33,9 @@ from bendtrace.tape.captured import (
     is_as_copied,
 )
 from bendtrace.tape.contexts import Context
+from bendtrace.tape.guards import KINDS, ErrorGuard
 from bendtrace.tape.structure import Existing, Fixed, Instance, Made, Opaque, build
-from bendtrace.tape.tape import (
-    Guard,
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    Tape,
-    Test,
-    kind_of,
-    map_refs,
-    refs_in,
-)
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, map_refs, refs_in
 from bendtrace.torch_rules.intercepts import is_function_apply
 from bendtrace.torch_rules.owners import is_leaf_module
 
@@ -261,27 +251,25 @@ class _Writer:
             guard = self.tape.guards[number]
             if guard.index in self.tape.counters:
                 continue  # a number here
-            if guard.test is Test.RAISED:
+            if isinstance(guard, ErrorGuard):
                 continue  # an error of an fx graph is raised as it is
             if self.tape.ops[guard.index].target is error_of:
                 self._check_error(guard, self._guard_text(number))
                 continue
-            expected = guard.expected
-            if guard.test in (Test.SAME, Test.OTHER):
-                expected = self.nodes[self.names[guard.expected]]
-            node = self.nodes[self.names[guard.index]]
+            node, *others = (self.nodes[self.names[index]] for index in guard.operands)
+            wanted = others[0] if others else guard.answer
             what = self._guard_text(number)
-            self.fx.call_function(check_guard, (node, guard.test.value, expected, what))
+            self.fx.call_function(check_guard, (node, guard.name, wanted, what))
 
     def _check_error(self, guard: Guard, what: str) -> None:
         """Test what arithmetic raises, if it raised something: else that is raised as it is."""
-        (function, *operands), expected = self.tape.ops[guard.index].args, guard.expected
+        function, *operands = self.tape.ops[guard.index].args
 
         def check_error(*operands: Any) -> None:
-            check_guard(error_of(function, *operands), guard.test.value, expected, what)
+            check_guard(error_of(function, *operands), guard.name, guard.answer, what)
 
         check_error.__module__ = __name__
-        if expected is not None:
+        if guard.answer is not None:
             refs = map_refs(tuple(operands), lambda ref: NodeRef(self.names[ref.index]))
             self.fx.call_function(check_error, self._value(refs))
 
@@ -292,17 +280,7 @@ class _Writer:
             return f"{step.kind} `{step.text}` at {step.place}"
         guard = self.tape.guards[number]
         place = None if guard.site is None else user_code(guard.scope, guard.site)[0]
-        what = _WHAT.get(guard.test, "the value")
-        return f"{what} at {place or 'an unknown place'}"
-
-
-_WHAT = {
-    Test.RANK: "the number of dimensions",
-    Test.LENGTH: "the number of items",
-    Test.KIND: "the type",
-    Test.SAME: "the tensor",
-    Test.OTHER: "the tensor",
-}
+        return f"{guard.subject} at {place or 'an unknown place'}"
 
 
 def _plain(apply: Any) -> Any:
@@ -381,22 +359,11 @@ def _content(part: Captured, now: Any) -> Any:
     return part.size if part.kind is CaptureKind.OBJECT else now
 
 
-def check_guard(value: Any, test: str, expected: Any, what: str) -> None:
+def check_guard(value: Any, test: str, wanted: Any, what: str) -> None:
     """Raise `DivergenceError` if a value of a converted graph differs from the recording."""
-    if test == Test.TRUTH.value:
-        now: Any = bool(value)
-    elif test == Test.LENGTH.value:
-        now = len(value)
-    elif test == Test.KIND.value:
-        now = kind_of(value)
-    elif test in (Test.SAME.value, Test.OTHER.value):
-        if (value is expected) is not (test == Test.SAME.value):
-            raise DivergenceError(f"{what}: whether a tensor is a copy differs from the trace")
-        return
-    else:
-        now = value
-    if not identical(now, expected):
-        raise DivergenceError(f"{what} was {expected!r} when traced and is {now!r} now")
+    kind = KINDS[test]
+    if not kind.meets(value, wanted):
+        raise DivergenceError(f"{what}{kind.difference(value, wanted)}")
 
 
 def _back_to_fx(graph: Graph) -> fx.GraphModule:

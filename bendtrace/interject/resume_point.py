@@ -51,17 +51,12 @@ from bendtrace.replay.explain import explain_check, explain_divergence
 from bendtrace.replay.program import Program
 from bendtrace.replay.raising import departure_by, values_in
 from bendtrace.replay.schedule import may_be_caught
-from bendtrace.replay.source import Code, Departure, gives_nothing, test_of
+from bendtrace.replay.source import Code, Departure, gives_nothing
 from bendtrace.replay.suffix import Rest, Suffix, write_rest
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import Access, Captured, identical
 from bendtrace.tape.contexts import Hold
-from bendtrace.tape.tape import (
-    Guard,
-    OpKind,
-    TensorMeta,
-    refs_in,
-)
+from bendtrace.tape.tape import AfterOp, Guard, OpKind, Stop, TensorMeta, refs_in
 from bendtrace.torch_rules.draws import RandomStates
 from bendtrace.torch_rules.functions import is_gate
 
@@ -73,14 +68,14 @@ class Left:
     Attributes:
         run: the recorded run.
         prepared: the rest.
-        number: the guard of the run that did not hold; -1 - i where op i raised, or did not.
+        number: the guard of the run that did not hold, or the op that raised, or did not.
         outcome: what was found instead.
         values: the variables of the code so far.
     """
 
     run: KnownRun
     prepared: Prepared
-    number: int
+    number: Stop
     outcome: Any
     values: dict[str, Any]
     slots: dict[str, Any] = field(default_factory=dict)
@@ -89,9 +84,9 @@ class Left:
     def position(self) -> int:
         """The first op that was not carried out."""
         tape, start = self.prepared.recording.tape, self.prepared.rest.start
-        if self.number >= 0:
+        if not isinstance(self.number, AfterOp):
             return max(tape.guards[self.number].position, start)
-        op = tape.ops[-1 - self.number]
+        op = tape.ops[self.number.index]
         # Arithmetic that raises leaves no op, a torch function that raises does.
         return op.index + (op.kind is OpKind.CALL)
 
@@ -106,27 +101,32 @@ class Left:
     def tests_made(self) -> set[Any]:
         """The tests that the rest has made."""
         rest = self.prepared.rest
-        return {test_of(guard) for n, guard in rest.guards.items() if self._is_before(n, guard)}
+        return {guard.key for n, guard in rest.guards.items() if self._is_before(n, guard)}
 
     def _is_before(self, number: int, guard: Guard) -> bool:
         """Whether a guard was tested before the run was left, or is the guard that failed."""
         guards, start = self.prepared.recording.tape.guards, self.prepared.rest.start
         when = max(guard.position, start)
-        if self.number < 0:
-            return when <= -1 - self.number
+        if isinstance(self.number, AfterOp):
+            return when <= self.number.index
         return (when, number) <= (max(guards[self.number].position, start), self.number)
 
     def other_run(self) -> Recording | None:
         """Return a run that did the same so far, and then went the other way, if one is known."""
         number, recording = self.number, self.prepared.recording
         guards = recording.tape.guards
-        for other in self.run.program.recordings() if number >= 0 else ():
+        if isinstance(number, AfterOp):
+            return None
+        for other in self.run.program.recordings():
             its = other.tape.guards
             if len(its) <= number or not identical(its[number].answer, self.outcome):
                 continue
-            if _asks_alike(its[number], guards[number]) and all(
-                _asks_alike(its[n], guards[n]) and identical(its[n].answer, guards[n].answer)
-                for n in range(number)
+            pairs = enumerate(zip(its[: number + 1], guards, strict=False))
+            if all(
+                one.asks_like(mine)
+                and (one.position, one.index) == (mine.position, mine.index)
+                and (n == number or identical(one.answer, mine.answer))
+                for n, (one, mine) in pairs
             ):
                 return other
         return None
@@ -145,7 +145,7 @@ class Left:
         """Whether the model's Python can take over, and find the given values in its way."""
         tape, position = self.prepared.recording.tape, self.position
         ops = tape.ops
-        if self.number >= 0 and tape.guards[self.number].position < position:
+        if tape.position_of(self.number) < position and not isinstance(self.number, AfterOp):
             return False
         for spots in self.prepared.spots.values():
             for spot in spots:
@@ -176,21 +176,15 @@ class Left:
     def agrees_with(self, recording: Recording) -> bool:
         """Return whether all decisions so far agree, so that a run belongs to the program."""
         before = {
-            (guard.position, test_of(guard)): guard.expected
+            (guard.position, guard.key): guard.answer
             for guard in self.prepared.recording.tape.guards
             if guard.position < self.position
         }
         return all(
-            identical(guard.expected, before.get((guard.position, test_of(guard)), guard.expected))
+            identical(guard.answer, before.get((guard.position, guard.key), guard.answer))
             for guard in recording.tape.guards
             if guard.position < self.position
         )
-
-
-def _asks_alike(one: Guard, other: Guard) -> bool:
-    """Whether the guards of two runs test the same of the same op."""
-    is_same = one.test is other.test or (one.is_on_identity and other.is_on_identity)
-    return is_same and (one.position, one.index) == (other.position, other.index)
 
 
 def from_activations(
@@ -446,12 +440,15 @@ class _Run:
         except Exception as error:
             result = departure_by(error, prepared.recording, rest.code)
             ops = prepared.recording.tape.ops
-            if result is None or not may_be_caught(ops[-1 - result.guard], prepared.recording):
+            if result is None:
+                raise
+            assert isinstance(result.stop, AfterOp)
+            if not may_be_caught(ops[result.stop.index], prepared.recording):
                 raise
         if type(result) is not Departure:
             return result
         outcome = copy.deepcopy(result.outcome) if type(result.outcome) is list else result.outcome
-        return Left(run, prepared, result.guard, outcome, {**values, **result.values})
+        return Left(run, prepared, result.stop, outcome, {**values, **result.values})
 
     def _following(
         self, run: KnownRun, start: int, done: frozenset[int], passed: frozenset[Any]

@@ -48,16 +48,7 @@ from bendtrace.replay.source import Code
 from bendtrace.replay.splices import Splice, Unfit
 from bendtrace.source.sites import Site
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.tape import (
-    Guard,
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    Tape,
-    TensorMeta,
-    Test,
-)
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, TensorMeta
 from bendtrace.torch_rules.functions import OPTIONAL, is_torchs_function
 from bendtrace.torch_rules.writes import works_in_place
 
@@ -248,8 +239,7 @@ class _Places:
         is_fit: bool,
     ) -> Splice:
         asked = any(
-            guard.index == index and guard.test not in _OF_RESULTS
-            for guard in self._tape.guards[:guards]
+            guard.index == index and not guard.is_of_result for guard in self._tape.guards[:guards]
         )
         is_fit = (
             is_fit
@@ -290,12 +280,8 @@ class _Places:
         return found
 
 
-# What is asked of a result before the model receives it.
-_OF_RESULTS = frozenset({Test.RAISED, Test.SAME, Test.OTHER, Test.KIND})
-
-
 def _is_bound(index: int, guard: Guard) -> bool:
-    return guard.index == index and guard.test in _OF_RESULTS
+    return guard.index == index and guard.is_of_result
 
 
 def _is_result(op: Op, tape: Tape) -> bool:

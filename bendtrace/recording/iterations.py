@@ -35,20 +35,12 @@ from bendtrace.source.statements import (
     walked_from,
 )
 from bendtrace.source.usage import asking_comparisons
-from bendtrace.tape.tape import (
-    Guard,
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    Tape,
-    Test,
-)
+from bendtrace.tape.guards import ContentGuard, TruthGuard
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape
 from bendtrace.torch_rules.functions import is_gate, name_of
 
 Order = tuple[int, int]
 _OF_RESULTS = ("", "metadata")  # guards on what an op gives, not on what was asked of it
-_ASKED = (Test.TRUTH, Test.VALUE)
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
 
@@ -237,14 +229,14 @@ def _once(place: Place, record: Op | Guard, tape: Tape, items: set[int]) -> Plac
 def _asks(record: Op | Guard, items: set[int]) -> bool:
     """Return whether a record asks for a truth, other than of an item of containers."""
     if isinstance(record, Guard):
-        return record.test is Test.TRUTH and record.how not in _OF_RESULTS
+        return isinstance(record, TruthGuard) and record.how not in _OF_RESULTS
     return _asks_for_truth(record) and record.index not in items
 
 
 def _beside(tape: Tape, record: Op | Guard) -> str:
     op = tape.ops[record.index]
     if isinstance(record, Guard):
-        if record.test in _ASKED and record.how not in _OF_RESULTS:
+        if isinstance(record, ContentGuard) and record.how not in _OF_RESULTS:
             return ""  # Python has asked for the value, wherever it is from
         while op.kind is OpKind.SCALAR and _is_element(op):
             op = tape.ops[op.args[0].index]
@@ -394,9 +386,9 @@ class Iterations:
             self._counts[mark.order] = 0
             for entered in (activation, *state.comprehensions):
                 self._running[entered].at.pop(role.heads, None)
-        if guard.test is not Test.TRUTH:
+        if not isinstance(guard, TruthGuard):
             return
-        outcome = bool(guard.expected)
+        outcome = guard.answer
         tests = role.tests
         if tests is not None and tests in state.at:
             if (activation, tests) in self._entered:

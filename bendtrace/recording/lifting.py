@@ -25,9 +25,10 @@ from bendtrace.recording.writer import Writer
 from bendtrace.source.bytecode import assign, counters_at, local_in
 from bendtrace.source.sites import PACKAGE
 from bendtrace.source.usage import compares_identity
+from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TracedInt
-from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Tape, Test
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Tape
 
 Counter: TypeAlias = tuple[CodeType, str]
 
@@ -131,7 +132,7 @@ class Lifting:
             *(
                 sources.get(guard.index, frozenset())
                 for guard in tape.guards
-                if guard.test is not Test.TRUTH
+                if not isinstance(guard, TruthGuard)
             )
         )
 
@@ -147,7 +148,7 @@ def needed_numbers(tape: Tape, guards: Iterable[Guard]) -> frozenset[str]:
     """
     found = set()
     for guard in guards:
-        op: Op | None = tape.ops[guard.index] if guard.test is Test.VALUE else None
+        op: Op | None = tape.ops[guard.index] if isinstance(guard, ValueGuard) else None
         while op is not None and op.index in tape.counters:
             if op.kind is OpKind.STATE:
                 found.add(op.target.label)

@@ -22,8 +22,9 @@ from bendtrace.recording.writer import Writer
 from bendtrace.source import stacks
 from bendtrace.source.results import is_awaited
 from bendtrace.source.sites import outside_scalars
+from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
-from bendtrace.tape.tape import Guard, OpKind, Raised, Ref, Test, refs_in
+from bendtrace.tape.tape import Guard, OpKind, Raised, Ref, refs_in
 from bendtrace.tape.watchers import Inserter, current_watcher
 
 
@@ -75,9 +76,9 @@ class Numbers:
             return scalar._value
         index, value = self._values.scalar_ref(scalar).index, scalar._value
         if how == "bool":
-            self._writer.guard(Test.TRUTH, index, bool(value), how, outside_scalars())
+            self._writer.guard(TruthGuard, index, bool(value), how, outside_scalars())
         else:
-            self._writer.guard(Test.VALUE, index, value, how, outside_scalars())
+            self._writer.guard(ValueGuard, index, value, how, outside_scalars())
         return self.answered(value)
 
     def _elsewhere(self, value: Any) -> Any:
@@ -164,7 +165,7 @@ class Numbers:
         raised = error_of(function, *map(plain, operands)) if found is None else found[0]
         op = self._writer.emit(OpKind.SCALAR, error_of, (function, *encoded), {}, frame)
         op.meta = raised
-        self._writer.guard(Test.VALUE, op.index, raised, "", frame)
+        self._writer.guard(ValueGuard, op.index, raised, "", frame)
         if found is not None and raised is not None:
             raise raised.type(*() if raised.text is None else (raised.text,))
         return raised is not None

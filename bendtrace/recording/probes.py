@@ -37,13 +37,9 @@ from bendtrace.source.usage import (
     stores_outside,
 )
 from bendtrace.tape.contexts import dispatch_modes, function_modes
+from bendtrace.tape.guards import TruthGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
-from bendtrace.tape.tape import (
-    Guard,
-    OpKind,
-    Tape,
-    Test,
-)
+from bendtrace.tape.tape import OpKind, Tape
 from bendtrace.torch_rules.functions import name_of
 
 
@@ -239,7 +235,7 @@ def _reads_iterations() -> bool:
         iterations = Iterations(marks)
         found = [
             (mark.role.kind, iterations.at(mark.order)) for mark in marks
-            if isinstance(mark.record, Guard) and mark.record.test is Test.TRUTH
+            if isinstance(mark.record, TruthGuard)
         ]  # fmt: skip
         if found != expected:
             return False

@@ -298,7 +298,7 @@ class JointCall:
             return " (it runs live)"
         until = len(tape.ops) if op is None else op.index
         taken = [
-            f"`{guard.site.place.text}` was {guard.expected!r}"
+            f"`{guard.site.place.text}` was {guard.answer!r}"
             for guard in tape.guards
             if guard.position <= until and guard.site is not None and guard.how not in _NO_FLOW
         ]

@@ -52,8 +52,9 @@ from bendtrace.source.bytecode import assign
 from bendtrace.source.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame
 from bendtrace.source.usage import only_tests
 from bendtrace.tape.captured import Captured, CaptureKind
+from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, Test, raised_by
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, raised_by
 from bendtrace.tape.watchers import Inserter, Observer, StopRun, set_around, unwatched
 from bendtrace.torch_rules.arrays import SharedArrays, may_share
 from bendtrace.torch_rules.functions import (
@@ -264,11 +265,11 @@ class Recorder(RecordingMode):
             self._observer.given(op, value)
         return value
 
-    def _read_state(self, index: int, test: Test, expected: Any) -> State | None:
+    def _read_state(self, guard: Guard) -> State | None:
         self.active = False  # what is read here is not the model's reading
         try:
             with self._ran.left():
-                return self._states.read(index, test, expected, self.turns, self._numbers.compared)
+                return self._states.read(guard, self.turns, self._numbers.compared)
         finally:
             self.active = True
 
@@ -341,7 +342,7 @@ class Recorder(RecordingMode):
             if how == "format" and (self._texts.printing or goes_to_screen(users_frame(frame))):
                 return self._texts.mark(op.index, value)
             self._writer.guard(
-                Test.TRUTH if how == "bool" else Test.VALUE, op.index, value, how, frame
+                TruthGuard if how == "bool" else ValueGuard, op.index, value, how, frame
             )
             return self._numbers.answered(value)
         if func in DESCEND:
@@ -503,7 +504,7 @@ class Recorder(RecordingMode):
                 return self._values.facts[fact]
         op, value = self._record(func, args, kwargs, frame)
         op.meta = value
-        self._writer.guard(Test.VALUE, op.index, value, "metadata", frame)
+        self._writer.guard(ValueGuard, op.index, value, "metadata", frame)
         if fact is not None:
             self._values.facts[fact] = value
         return value
@@ -516,7 +517,7 @@ class Recorder(RecordingMode):
         if args[0].numel() > _LONG_LIST:
             # The model may change the list that it receives; the guarded one must not change.
             op.meta = copy.deepcopy(out)
-            self._writer.guard(Test.VALUE, op.index, op.meta, "tolist", frame)
+            self._writer.guard(ValueGuard, op.index, op.meta, "tolist", frame)
             return out
         return self._values.traced_list(out, Ref(op.index), frame)
 
@@ -670,7 +671,7 @@ class Recorder(RecordingMode):
         if type(truth) is bool:  # a plain one has been guarded already
             return truth
         self._writer.guard(
-            Test.TRUTH, self._values.scalar_ref(truth).index, bool(truth._value), "", frame
+            TruthGuard, self._values.scalar_ref(truth).index, bool(truth._value), "", frame
         )
         return bool(truth._value)
 

@@ -30,17 +30,26 @@ from torch import Tensor
 from bendtrace.errors import NondeterminismError
 from bendtrace.tape.captured import attributes_of, identical
 from bendtrace.tape.contexts import Hold
+from bendtrace.tape.guards import (
+    ErrorGuard,
+    IdentityGuard,
+    OtherGuard,
+    SameGuard,
+    TruthGuard,
+    ValueGuard,
+)
 from bendtrace.tape.structure import build
 from bendtrace.tape.tape import (
+    AfterOp,
     Guard,
     Op,
     OpKind,
     Raised,
     Ref,
     State,
+    Stop,
     Tape,
     TensorMeta,
-    Test,
     map_refs,
 )
 from bendtrace.torch_rules.functions import said_of
@@ -55,14 +64,13 @@ class Section:
     Attributes:
         tape: the run.
         entered: the question whose answer leads into it; -1 for the beginning of the run.
-        left: the question at which the call left it; -1 - i if it was left behind op i, which may
-            have raised an error.
-        asked: in the latter case, how many questions had been asked; 0 for those before op i.
+        left: the question, or the op, at which the call left it.
+        asked: in the latter case, how many questions had been asked; 0 for those before the op.
     """
 
     tape: Tape
     entered: int
-    left: int
+    left: Stop
     asked: int = 0
 
 
@@ -107,7 +115,6 @@ class _Question:
 
     Attributes:
         at: how many steps come before it.
-        test: the test.
         name: the name of the value that is tested.
         answer: the answer.
         other: for a question on identity, the name of the tensor that it is compared with.
@@ -117,7 +124,6 @@ class _Question:
     """
 
     at: int
-    test: Test
     name: Name
     answer: Any
     other: Name
@@ -133,11 +139,12 @@ class _Names:
         self.tape: Tape = section.tape
         self._script = script
         self._names: dict[int, Name] = {}
+        left = section.left
         # Results that were told to be tensors from before only after the section was left.
         self._untold = frozenset(
             guard.index
-            for guard in section.tape.guards[section.left + 1 :]
-            if section.left >= 0 and guard.test is Test.SAME
+            for guard in ([] if isinstance(left, AfterOp) else section.tape.guards[left + 1 :])
+            if isinstance(guard, SameGuard)
         )
         if section.entered >= 0:
             holes = section.tape.states[section.entered].holes
@@ -278,8 +285,8 @@ class Script:
         tape, entered, left = section.tape, section.entered, section.left
         position = tape.guards[entered].position if entered >= 0 else 0
         number, holes = entered + 1, ()
-        end = tape.guards[left].position if left >= 0 else -left
-        asked = max(section.asked, left + 1)
+        end = tape.position_of(left)
+        asked = section.asked if isinstance(left, AfterOp) else left + 1
         while position < end or number < asked:
             guard = tape.guards[number] if number < len(tape.guards) else None
             if guard is not None and guard.position == position:
@@ -309,17 +316,17 @@ class Script:
         holes = () if state is None else tuple(map(names.of, state.holes))
         if answer is _RECORDED:
             answer = guard.answer
-        if guard.test is Test.RAISED:
+        if isinstance(guard, ErrorGuard):
             self._raised[len(self._steps) - 1] = answer
-        if guard.is_on_identity and answer is True:
+        if isinstance(guard, IdentityGuard) and answer is True:
             self._learn_same(guard, names)
-        elif guard.test is Test.SAME:
+        elif isinstance(guard, SameGuard):
             self.apart.add(names.of(guard.index))
             self.firsts.pop(names.of(guard.index), None)
-        other = names.of(guard.expected) if guard.is_on_identity else None
+        other = None if guard.other is None else names.of(guard.other)
         name = names.of(guard.index)
         self._questions.append(
-            _Question(len(self._steps), guard.test, name, answer, other, state, holes, guard)
+            _Question(len(self._steps), name, answer, other, state, holes, guard)
         )
         return holes
 
@@ -355,11 +362,11 @@ class Script:
         elif step is not None and not step.is_known:
             step.value, step.is_known = value, True
 
-    def _learn_same(self, guard: Guard, names: _Names) -> None:
+    def _learn_same(self, guard: IdentityGuard, names: _Names) -> None:
         """Note that a result, or an element of one, is a tensor that was there before."""
         path: tuple[Any, ...] = ()
-        op, before = names.tape.ops[guard.index], self.first(names.of(guard.expected))
-        if guard.test is Test.OTHER:  # it was another one when it was recorded
+        op, before = names.tape.ops[guard.index], self.first(names.of(guard.other))
+        if isinstance(guard, OtherGuard):  # it was another one when it was recorded
             self.firsts[names.of(guard.index)] = before
         while op.kind is OpKind.SCALAR and op.target is getitem:
             path, op = (op.args[1], *path), names.tape.ops[op.args[0].index]
@@ -371,9 +378,9 @@ class Script:
         """Note what the answers say of values that nobody holds any more."""
         truths: list[tuple[_Step, bool]] = []
         for question in self._questions:
-            if question.test is Test.VALUE:
+            if isinstance(question.guard, ValueGuard):
                 self._learn(question.name, question.answer)
-            elif question.test is Test.TRUTH and type(question.name) is int:
+            elif isinstance(question.guard, TruthGuard) and type(question.name) is int:
                 truths.append((self._steps[question.name], question.answer))
         for step, truth in truths:
             if not step.is_known:
@@ -488,47 +495,48 @@ class Script:
         return identical(mine, its)
 
     def _asks_for(self, question: _Question, guard: Guard) -> bool:
-        if guard.is_on_identity:  # which decides the first names of tensors
-            name = self._known_as(self._names[guard.index])
-            return question.test in _IDENTITY and self._known_as(question.name) == name
-        return question.test is guard.test and self.first(question.name) == self._name_of(
-            guard.index
-        )
+        if not question.guard.asks_like(guard):
+            return False
+        if isinstance(guard, IdentityGuard):  # which decides the first names of tensors
+            return bool(self._known_as(question.name) == self._known_as(self._names[guard.index]))
+        return bool(self.first(question.name) == self._name_of(guard.index))
 
     def merges(self, guard: Guard) -> bool:
         """Whether an op gave back a tensor that it did not give back when it was recorded."""
-        if guard.test is not Test.SAME:
+        if not isinstance(guard, SameGuard):
             return False
         question = self._questions[self._asked] if self._asked < len(self._questions) else None
         is_asked = (
             question is not None
             and question.at == self._taken
-            and question.test in _IDENTITY
+            and isinstance(question.guard, IdentityGuard)
             and question.answer is True
         )
         self.is_merged = self.is_merged or not is_asked
         return not is_asked
 
-    def unasked(self) -> tuple[Guard, int, Any] | None:
+    def unasked(self) -> tuple[Guard, int, Any, int | None] | None:
         """Return what the run does not ask itself, if that comes next.
 
         Code inside of an op does not run where the op is not carried out. And of most functions, it
         is no question whether they gave back what they were given, where they did not.
 
         Returns:
-            The guard with which it was recorded, the op that gives the value, and the answer, which
-            for identity is the op that gives the other tensor.
+            The guard with which it was recorded, the op that gives the value, the answer, and for
+            identity the op that gives the other tensor.
         """
         question = self._questions[self._asked] if self._asked < len(self._questions) else None
         if question is None or question.at != self._taken:
             return None
+        guard, other = question.guard, None
+        if not guard.is_inside and (guard.other is None or question.answer is True):
+            return None
         index = self._indices.get(self._known_as(question.name))
-        answer = question.answer
-        if not question.guard.is_inside:
-            if question.test not in _IDENTITY or answer is True:
-                return None
-            answer = self._indices.get(self._known_as(question.other))
-        return None if index is None or answer is None else (question.guard, index, answer)
+        if guard.other is not None:
+            other = self._indices.get(self._known_as(question.other))
+        if index is None or question.answer is None or (other is None) != (guard.other is None):
+            return None
+        return guard, index, question.answer, other
 
     def _value_of(self, step: _Step, number: int) -> Any:
         """Return the value of a step, or its stand-in."""
@@ -638,7 +646,6 @@ class Script:
 
 
 _RECORDED = object()
-_IDENTITY = frozenset({Test.SAME, Test.OTHER})
 
 
 def _stand_in(outline: Any, elements: Mapping[Any, Any], path: tuple[Any, ...], cls: type) -> Any:

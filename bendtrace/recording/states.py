@@ -50,15 +50,10 @@ from bendtrace.tape.captured import (
     requires_grad,
 )
 from bendtrace.tape.contexts import current_context, current_settings, dispatch_modes
+from bendtrace.tape.guards import IdentityGuard
 from bendtrace.tape.scalars import RETIRED, TRACED
 from bendtrace.tape.structure import SAID_OF_FUNCTIONS, can_build, is_heap_type, read_partial
-from bendtrace.tape.tape import (
-    OpKind,
-    Ref,
-    State,
-    Test,
-    map_refs,
-)
+from bendtrace.tape.tape import Guard, OpKind, Ref, State, map_refs
 from bendtrace.tape.watchers import Inserter
 from bendtrace.torch_rules.functions import OPERATORS, is_torchs_function, name_of
 from bendtrace.torch_rules.writes import storage_of
@@ -107,15 +102,11 @@ class States:
         self._position = 0  # the length of the tape there
         self._turn = -1
 
-    def read(
-        self, index: int, test: Test, expected: Any, turn: int, compared: frozenset[int]
-    ) -> State | None:
+    def read(self, guard: Guard, turn: int, compared: frozenset[int]) -> State | None:
         """Return the state in which the value of an op is asked for; None if it is not read.
 
         Args:
-            index: the op.
-            test: the question.
-            expected: the answer, which is part of the path to the next state.
+            guard: the question, with its answer, which is part of the path to the next state.
             turn: counts the requests of code to the tracer. Answers to earlier requests in the same
                 turn are held only by the tracer.
             compared: the identities of the values compared last.
@@ -126,8 +117,7 @@ class States:
             self._left = self._left - 1 if self._is_near() else 0
             if self._left < 1:
                 return None
-        is_identity = test is Test.SAME or test is Test.OTHER
-        answer = test is Test.SAME if is_identity else expected
+        answer, is_identity = guard.answer, isinstance(guard, IdentityGuard)
         tape, follower = self._writer.tape, self._follower
         if follower is not None and (known := follower.state(tape)) is not None:
             follower.passes(tape, known)
@@ -137,19 +127,19 @@ class States:
             reader = _Reader(self._values, self._environment, self._texts)
             try:
                 key = _digest(
-                    "identity" if is_identity else test.name,
+                    "identity" if is_identity else guard.name,
                     _global_state(self._modes),
                     reader.frames(self._outermost, compared),
                     reader.changes(),
                     reader.values_of(self._pending()),
-                    reader.asked(index),
-                    reader.value_of(expected) if is_identity else None,
+                    reader.asked(guard.index),
+                    None if guard.other is None else reader.value_of(guard.other),
                     reader.facts(),
                     self._same_turn(turn),
                 )
             except (_Unreadable, RuntimeError) as error:  # torch raises for queries of some views
                 self.unread.append(str(error))
-                state = self._after(test)
+                state = self._after(guard)
             else:
                 state = State(key, tuple(reader.holes), tuple(reader.kept))
         if follower is not None:
@@ -186,7 +176,7 @@ class States:
             frame = frame.f_back
         return True
 
-    def _after(self, test: Test) -> State:
+    def _after(self, guard: Guard) -> State:
         """Return a state that is identified only by the path that led to it."""
         before = self._before
         made = tuple(
@@ -196,8 +186,8 @@ class States:
             or (op.kind is OpKind.CALL and op.target is not Tensor.__setitem__)
         )
         if before is None:
-            return State(_digest("start", test.name), made, ())
-        key = _digest("after", before.key, self._answer, test.name)
+            return State(_digest("start", guard.name), made, ())
+        key = _digest("after", before.key, self._answer, guard.name)
         return State(key, before.holes + made, before.kept)
 
 

@@ -24,8 +24,9 @@ from bendtrace.recording.writer import Writer
 from bendtrace.source.sites import outside_scalars, place_at
 from bendtrace.source.statements import FUNCTIONS, SourceFile, source_file
 from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.guards import ValueGuard
 from bendtrace.tape.scalars import TRACED
-from bendtrace.tape.tape import OpKind, Ref, Test
+from bendtrace.tape.tape import OpKind, Ref
 
 _MARK = "\ue0b7{}\ue0b8"  # characters for private use, which nothing else has
 _MARKS = re.compile("\ue0b7([0-9]+)\ue0b8")
@@ -118,7 +119,7 @@ class Texts:
         parts, frame = [], outside_scalars()
         for part in self.parts(text):
             if not isinstance(part, str):
-                self._writer.guard(Test.VALUE, part[0], part[1], "format", frame)
+                self._writer.guard(ValueGuard, part[0], part[1], "format", frame)
             parts.append(part if isinstance(part, str) else part[1])
         return "".join(parts)
 

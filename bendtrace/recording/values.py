@@ -19,6 +19,14 @@ from bendtrace.source.internals import internal
 from bendtrace.source.sites import user_place, users_code
 from bendtrace.source.usage import compares_identity, only_tests
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, is_whole, requires_grad
+from bendtrace.tape.guards import (
+    ClassGuard,
+    LengthGuard,
+    OtherGuard,
+    SameGuard,
+    ValueGuard,
+    kind_of,
+)
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import (
     TRACED,
@@ -32,18 +40,7 @@ from bendtrace.tape.scalars import (
     retire,
 )
 from bendtrace.tape.structure import build, held_by
-from bendtrace.tape.tape import (
-    Op,
-    OpKind,
-    Ref,
-    Tape,
-    TensorMeta,
-    Test,
-    kind_of,
-    meta_of,
-    ref_to,
-    refs_in,
-)
+from bendtrace.tape.tape import Op, OpKind, Ref, Tape, TensorMeta, meta_of, ref_to, refs_in
 from bendtrace.tape.watchers import Observer
 from bendtrace.torch_rules.functions import (
     GIVES_BACK,
@@ -117,7 +114,7 @@ class Values:
         if op.kind is OpKind.CALL and not is_torchs_function(op.target):
             self.facts.clear()
         if op.kind is OpKind.CALL and may_vary(op.target):
-            self._writer.guard(Test.KIND, op.index, kind_of(out), "", frame)
+            self._writer.guard(ClassGuard, op.index, kind_of(out), "", frame)
         if op.target in OPTIONAL:
             self.guard_presence(op, out is not None, frame)
         if isinstance(out, Tensor):
@@ -155,7 +152,7 @@ class Values:
         if kind is torch.Size or (kind is tuple and op.target in SHAPES):
             op.meta = tuple(out)
             self.tape.outlines[op.index] = out
-            self._writer.guard(Test.LENGTH, op.index, len(out), "metadata", frame)
+            self._writer.guard(LengthGuard, op.index, len(out), "metadata", frame)
             ref = Ref(op.index)
             sizes = [self.scalar(TracedInt, size, (ref, (i,))) for i, size in enumerate(out)]
             if self._needs_plain(frame):
@@ -166,7 +163,7 @@ class Values:
         if isinstance(out, (tuple, list)):
             if kind is tuple or kind is list:
                 how = "iter" if frame.f_code is _ITER_CODE else "length"
-                self._writer.guard(Test.LENGTH, op.index, len(out), how, frame)
+                self._writer.guard(LengthGuard, op.index, len(out), how, frame)
             if self._varies_inside(op):
                 self._guard_structure(out, op, frame)
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame, is_gate(op))
@@ -174,7 +171,7 @@ class Values:
         if kind is dict and not any(isinstance(item, dict) for item in out.values()):
             keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
             keys.meta = tuple(out)
-            self._writer.guard(Test.VALUE, keys.index, keys.meta, "metadata", frame)
+            self._writer.guard(ValueGuard, keys.index, keys.meta, "metadata", frame)
             if self._varies_inside(op):
                 self._guard_structure(out, op, frame)
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
@@ -183,7 +180,7 @@ class Values:
         if out is torch.default_generator:  # what seeding returns
             return out
         if kind in PLAIN_TYPES or is_whole(kind):
-            self._writer.guard(Test.VALUE, op.index, out, "metadata", frame)
+            self._writer.guard(ValueGuard, op.index, out, "metadata", frame)
         else:
             self.tape.block(
                 f"{said_of(op.target)} at {user_place(frame)} returns a {kind.__qualname__}, "
@@ -211,9 +208,9 @@ class Values:
                     same = ref.index
                     break
                 if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
-                    self._writer.guard(Test.OTHER, index, ref.index, "", frame)
+                    self._writer.guard(OtherGuard, index, False, "", frame, ref.index)
         if same is not None:
-            self._writer.guard(Test.SAME, index, same, "", frame)
+            self._writer.guard(SameGuard, index, True, "", frame, same)
 
     def _may_be_compared(self, op: Op, frame: FrameType) -> bool:
         """Return whether it matters whether the result of an op is what the op was given.
@@ -244,7 +241,7 @@ class Values:
             return
         looked = self._writer.emit(OpKind.SCALAR, structure_of, (Ref(op.index),), {}, frame)
         looked.meta = structure
-        self._writer.guard(Test.VALUE, looked.index, structure, "", frame)
+        self._writer.guard(ValueGuard, looked.index, structure, "", frame)
 
     def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
         """Guard that an insertion has returned no tensor that the model could compare it to."""
@@ -271,7 +268,7 @@ class Values:
         ]
         looked = self._writer.emit(OpKind.SCALAR, owns, (Ref(op.index), *before), {}, frame)
         looked.meta = owns(tensor) if found is None else found[0]
-        self._writer.guard(Test.VALUE, looked.index, looked.meta, "", frame)
+        self._writer.guard(ValueGuard, looked.index, looked.meta, "", frame)
         if looked.meta:
             self.tape.block(
                 f"what is inserted at {user_place(frame)} returns a tensor that the model holds, "
@@ -346,11 +343,11 @@ class Values:
             depth: the number of nested lists around it.
         """
         if type(value) is complex:
-            self._writer.guard(Test.VALUE, ref.index, value, "tolist", frame)
+            self._writer.guard(ValueGuard, ref.index, value, "tolist", frame)
             return value
         if type(value) is not list:
             return self.traced(TRACED_AS[type(value)], value, ref, frame, depth)
-        self._writer.guard(Test.LENGTH, ref.index, len(value), "length", frame)
+        self._writer.guard(LengthGuard, ref.index, len(value), "length", frame)
         return [
             self.traced_list(item, self.element(ref, (i,), item), frame, depth + 1)
             for i, item in enumerate(value)
@@ -446,7 +443,7 @@ class Values:
         """Guard whether a tensor has a gradient, a base, or a gradient function."""
         test = self._writer.emit(OpKind.SCALAR, operator.is_, (Ref(op.index), None), {}, frame)
         test.meta = not is_there
-        self._writer.guard(Test.VALUE, test.index, test.meta, "metadata", frame)
+        self._writer.guard(ValueGuard, test.index, test.meta, "metadata", frame)
 
     def _bind_elements(
         self, out: Any, ref: Ref, path: tuple[Any, ...], frame: FrameType, at_once: bool = False

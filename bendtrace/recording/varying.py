@@ -36,9 +36,10 @@ from bendtrace.source.results import (
 from bendtrace.source.sites import TORCH, TRACER, instruction_at
 from bendtrace.source.usage import compares_identity
 from bendtrace.tape.captured import identical
+from bendtrace.tape.guards import ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TRACED, TracedInt
-from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Test
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref
 
 Place: TypeAlias = tuple[CodeType, int]
 
@@ -49,9 +50,9 @@ _OF_TENSORS = frozenset({int, float, len, operator.index})
 
 def place_of(guard: Guard) -> Place | None:
     """Return where a guard asks for a number that could stay traced; None if it does not."""
-    if guard.test is not Test.VALUE or guard.how not in ASKS or guard.site is None:
+    if not isinstance(guard, ValueGuard) or guard.how not in ASKS or guard.site is None:
         return None
-    if type(guard.expected) not in (int, float):
+    if type(guard.answer) not in (int, float):
         return None
     code, offset = guard.site.chain[guard.site.level if guard.how == "len" else 0]
     if code.co_filename.startswith(TORCH) or dis.opname[code.co_code[offset]] not in _ASKING:
@@ -212,7 +213,7 @@ class Varying:
                     if operand in origins:
                         origins.setdefault(op.index, set()).update(origins[operand])
         for guard in tape.guards:
-            if guard.test is Test.VALUE and guard.how and guard.index in origins:
+            if isinstance(guard, ValueGuard) and guard.how and guard.index in origins:
                 place_there = place_of(guard)
                 if place_there is None or place_there in self.places:
                     yield from origins[guard.index]

@@ -26,17 +26,8 @@ from bendtrace.tape.contexts import (
     current_settings,
     lasting_settings,
 )
-from bendtrace.tape.tape import (
-    Guard,
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    State,
-    Tape,
-    Test,
-    is_handled,
-)
+from bendtrace.tape.guards import ContentGuard, ErrorGuard, OtherGuard
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, is_handled
 from bendtrace.torch_rules.functions import reads_metadata, said_of
 from bendtrace.torch_rules.writes import Writes
 
@@ -117,7 +108,7 @@ class Writer:
             script.begin(self.aliases, _tensors_in(environment))
             self.handed, self.errors = script.values, script.errors
         self.is_behind: bool = script is not None and script.is_active
-        self.read_state: Callable[[int, Test, Any], State | None] | None = None
+        self.read_state: Callable[[Guard], State | None] | None = None
         self.goes_on_from: Callable[[State, Any], None] | None = None
         self.before_question: Callable[[FrameType], None] | None = None
         self.is_inside: bool = False
@@ -206,9 +197,12 @@ class Writer:
             self.is_behind, self.resumed_at = False, len(self.tape.ops)
             self._renew_versions()
 
-    def guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
+    def guard(
+        self, kind: type[Guard], index: int, answer: Any, how: str, frame: FrameType,
+        other: int | None = None,
+    ) -> None:  # fmt: skip
         """Add a guard on the value of op `index`."""
-        if how != "metadata" and (test is Test.TRUTH or test is Test.VALUE):
+        if how != "metadata" and issubclass(kind, ContentGuard):
             self.facts.clear()
         if self.before_question is not None:
             self.before_question(frame)
@@ -216,7 +210,7 @@ class Writer:
         if how == "bool" and compares_items(frame):
             how = "item"
         position, inside = len(self.tape.ops), self.is_inside
-        self._add(Guard(position, index, test, expected, how, self.scope, site, inside))
+        self._add(kind(position, index, answer, how, self.scope, site, inside, other))
 
     def _add(self, guard: Guard) -> None:
         number, index = len(self.tape.guards), guard.index
@@ -243,7 +237,7 @@ class Writer:
             if state is not None and self.goes_on_from is not None:
                 self.goes_on_from(state, guard.answer)
         elif self.read_state is not None and not guard.is_inside:
-            state = self.read_state(index, guard.test, guard.expected)
+            state = self.read_state(guard)
         if state is not None:
             self.tape.states[number] = state
 
@@ -255,16 +249,17 @@ class Writer:
         """
         script = self.script
         while script is not None and script.is_active and (found := script.unasked()):
-            (asked, index, answer), position = found, len(self.tape.ops)
+            (asked, index, answer, other), position = found, len(self.tape.ops)
             if asked.is_inside:
                 guard = replace(
-                    asked, position=position, index=index, expected=answer, scope=self.scope
-                )
+                    asked, position=position, index=index, answer=answer, scope=self.scope,
+                    other=other,
+                )  # fmt: skip
             elif inside:
                 return
             else:
                 op = self.tape.ops[index]
-                guard = Guard(position, index, Test.OTHER, answer, "", op.scope, op.site)
+                guard = OtherGuard(position, index, False, "", op.scope, op.site, other=other)
             self._add(guard)
 
     def _follow(self, op: Op) -> None:
@@ -326,7 +321,7 @@ class Writer:
         site, scope = op.site, op.scope
         if op.raised is None and (reads_metadata(op.target) or not self.is_caught(scope, site)):
             return
-        self._add(Guard(len(self.tape.ops), op.index, Test.RAISED, op.raised, "", scope, site))
+        self._add(ErrorGuard(len(self.tape.ops), op.index, op.raised, "", scope, site))
 
     def _renew_versions(self) -> None:
         """Separate names that the script has made stale from those that are still valid."""

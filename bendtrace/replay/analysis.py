@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from bendtrace.tape.captured import Captured
-from bendtrace.tape.tape import (
-    Guard,
-    Op,
-    OpKind,
-    Tape,
-    TensorMeta,
-    Test,
-)
+from bendtrace.tape.guards import ErrorGuard, LengthGuard
+from bendtrace.tape.tape import Guard, Op, OpKind, Tape, TensorMeta
 from bendtrace.torch_rules.functions import (
     FLEETING,
     INHERITED,
@@ -150,9 +144,9 @@ class Analysis:
         op = self._ops[guard.index]
         if guard.index in self._counted:
             return GuardKind.IMPLIED, 0, 0  # by the path from the beginning of the run
-        if guard.test is Test.RAISED:
+        if isinstance(guard, ErrorGuard):
             return GuardKind.DATA, 0, 0
-        if guard.index in self.computable and not guard.is_on_identity:
+        if guard.index in self.computable and guard.other is None:
             return GuardKind.INPUT, 0, 0
         if (
             counts(guard, self._ops)
@@ -170,7 +164,7 @@ class Analysis:
             if name in INHERITED and steady:
                 # Which dtype a sum has depends on whether one of the two is a scalar tensor.
                 return GuardKind.IMPLIED, sources, sources
-            is_rank = name in RANKS or (op.target in SHAPES and guard.test is Test.LENGTH)
+            is_rank = name in RANKS or (op.target in SHAPES and isinstance(guard, LengthGuard))
             if is_rank and all(self._steady_rank[index] for index in refs):
                 return GuardKind.IMPLIED, 0, sources
         return GuardKind.DATA, 0, 0
@@ -207,4 +201,4 @@ def tested_by(guard: Guard, ops: list[Op]) -> list[int]:
 def counts(guard: Guard, ops: list[Op]) -> bool:
     """Whether a guard is on how many slices a tensor has: a size, and no value."""
     op = ops[guard.index]
-    return guard.test is Test.LENGTH and op.target in (Tensor.unbind, torch.unbind)
+    return isinstance(guard, LengthGuard) and op.target in (Tensor.unbind, torch.unbind)

@@ -14,7 +14,7 @@ from bendtrace.environment.provenance import is_installed
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, tested_by
 from bendtrace.replay.guard_code import AliasGuards, Check, GuardCode
-from bendtrace.replay.source import Source, define, fails, needed_for, test_of
+from bendtrace.replay.source import Source, define, fails, needed_for
 from bendtrace.source.memory_words import Entries, Reader, Unreadable, Words, offsets
 from bendtrace.source.versions import version_of
 from bendtrace.tape.captured import Access, Captured, CaptureKind, identical, same_keys
@@ -377,8 +377,8 @@ class CheckWriter:
                 if isinstance(event.target, Captured):
                     source.take((event.target,))
                 define(source, event)
-            elif test_of(event) not in tested:
-                tested.add(test_of(event))
+            elif event.key not in tested:
+                tested.add(event.key)
                 failed = self._questions.note("", guard=number)
                 source.line(f"if {fails(source, event, ops)}: return {failed}", event.index)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed, may_be_caught
-from bendtrace.replay.source import Code, Departure, Source, define, fails, gives_nothing, outcome
+from bendtrace.replay.source import Code, Departure, Source, define, gives_nothing
 from bendtrace.replay.splices import Splice
 from bendtrace.tape.blocks import Block, Portion
 from bendtrace.tape.captured import (
@@ -27,18 +27,9 @@ from bendtrace.tape.captured import (
     refill,
 )
 from bendtrace.tape.contexts import Context, dispatch_modes
+from bendtrace.tape.guards import TruthGuard
 from bendtrace.tape.structure import Instance, Made, existing_in
-from bendtrace.tape.tape import (
-    Checkpoint,
-    Guard,
-    Op,
-    OpKind,
-    Ref,
-    Tape,
-    Test,
-    raised_by,
-    refs_in,
-)
+from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, raised_by, refs_in
 from bendtrace.torch_rules.direct_calls import (
     ENTRIES,
     Call,
@@ -328,7 +319,7 @@ class RunWriter:
         source.line(f"    r{op.index} = {raised}(error)")
 
     def _depart_unless(self, number: int, guard: Guard) -> None:
-        failed, now = fails(self.source, guard), outcome(guard)
+        failed, now = guard.failure(self.source), guard.outcome
         self.source.line(f"if {failed}: return Departure({number}, {now}, locals())", guard.index)
 
     def _finish(self) -> None:
@@ -417,18 +408,9 @@ class SegmentWriter(RunWriter):
     def _depart_unless(self, number: int, guard: Guard) -> None:
         self._take_out(list(map(Ref, guard.operands)))
         if number != self.schedule.stop:
-            self._leave(number, guard, outcome(guard), f"if {fails(self.source, guard)}:")
+            self._leave(number, guard, guard.outcome, f"if {guard.failure(self.source)}:")
             return
-        value = f"v{guard.index}"
-        answers = {
-            Test.TRUTH: f"True if {value} else False",
-            Test.LENGTH: f"len({value})",
-            Test.KIND: f"kind_of({value})",
-            Test.RAISED: f"r{guard.index}",
-            Test.SAME: f"{value} is v{guard.expected}",
-            Test.OTHER: f"{value} is v{guard.expected}",
-        }
-        self._leave(number, guard, answers.get(guard.test, value), "")
+        self._leave(number, guard, guard.finding, "")
 
     def _grow(self, position: int) -> None:
         growth = self.schedule.growths.get(position)
@@ -473,6 +455,6 @@ class SegmentWriter(RunWriter):
 
         if answer in ("True", "False"):
             return made(answer == "True")
-        if guard.test is Test.TRUTH:
+        if isinstance(guard, TruthGuard):
             return f"{made(True)} if v{guard.index} else {made(False)}"
         return f"Departure({number}, {answer}, {{}})"

@@ -106,7 +106,7 @@ def _asked_alike(one: Tape, after: int, until: int | None, other: Tape, number: 
     last = len(one.guards) if until is None else until
     pairs = zip(one.guards[after + 1 : last + 1], other.guards[number + 1 :], strict=False)
     return all(
-        mine.test is its.test and (place == last or identical(mine.answer, its.answer))
+        type(mine) is type(its) and (place == last or identical(mine.answer, its.answer))
         for place, (mine, its) in enumerate(pairs, after + 1)
     )
 

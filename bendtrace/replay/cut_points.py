@@ -12,12 +12,8 @@ from functools import cached_property
 
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import Access, Captured, CaptureKind
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    Test,
-    refs_in,
-)
+from bendtrace.tape.guards import SameGuard
+from bendtrace.tape.tape import ModuleCall, Op, refs_in
 from bendtrace.torch_rules.functions import is_gate, known_as
 from bendtrace.torch_rules.writes import works_in_place
 
@@ -200,9 +196,9 @@ class Memory:
     def _again(self) -> dict[int, int]:
         """For ops that gave a tensor which had another name already: that name."""
         return {
-            guard.index: guard.expected
+            guard.index: guard.other
             for guard in self._recording.tape.guards
-            if guard.test is Test.SAME
+            if isinstance(guard, SameGuard)
         }
 
     def _first_name(self, index: int) -> int:

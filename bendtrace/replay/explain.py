@@ -18,13 +18,8 @@ from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.guard_code import Check
 from bendtrace.replay.program import Program
 from bendtrace.tape.captured import Access, Captured, CaptureKind
-from bendtrace.tape.tape import (
-    Guard,
-    Op,
-    Raised,
-    Test,
-    meta_of,
-)
+from bendtrace.tape.guards import ErrorGuard
+from bendtrace.tape.tape import AfterOp, Guard, Op, Raised, Stop, meta_of
 
 
 @dataclass(frozen=True)
@@ -75,17 +70,17 @@ def _explain_part(check: Check, arguments: tuple[Any, ...]) -> Mismatch:
     return Mismatch(reason, recorded, _short(new) if isinstance(new, Tensor) else new)
 
 
-def explain_divergence(recording: Recording, number: int, outcome: Any) -> Callable[[], Mismatch]:
+def explain_divergence(recording: Recording, number: Stop, outcome: Any) -> Callable[[], Mismatch]:
     """Return what says why a replay could not go on; it holds none of the replay's values.
 
     Args:
         recording: the run that was repeated.
-        number: the guard that did not hold; -1 - i where op i raised, or did not.
+        number: the guard that did not hold, or the op that raised, or did not.
         outcome: what was found instead.
     """
-    if number >= 0:
+    if not isinstance(number, AfterOp):
         return functools.partial(explain_guard, recording, number, outcome)
-    op = recording.tape.ops[-1 - number]
+    op = recording.tape.ops[number.index]
     reason = _of_error(op, op.raised, outcome)
     return lambda: Mismatch(reason)
 
@@ -101,13 +96,11 @@ def _of_error(op: Op, before: Raised | None, now: Raised | None) -> str:
 def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
     """Say what a guard found when it was recorded, and what it finds now."""
     guard = recording.tape.guards[number]
-    if guard.test is Test.RAISED:
-        reason = _of_error(recording.tape.ops[guard.index], guard.expected, new)
-        return Mismatch(reason, guard.expected, new, None, number)
+    if isinstance(guard, ErrorGuard):
+        reason = _of_error(recording.tape.ops[guard.index], guard.answer, new)
+        return Mismatch(reason, guard.answer, new, None, number)
     step = next((step for step in steps_of(recording) if step.guard == number), None)
-    recorded = _IDENTITY.get(guard.test, guard.expected)
-    if guard.is_on_identity:
-        new = _IDENTITY[Test.OTHER if guard.test is Test.SAME else Test.SAME]
+    recorded, new = guard.word(guard.answer), guard.word(new)
     if step is not None:
         what, where = f"{step.kind} `{step.text}`", str(step.place)
     else:
@@ -116,16 +109,11 @@ def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
     return Mismatch(reason, recorded, new, step, number)
 
 
-_ABOUT = {Test.LENGTH: "number of results of", Test.KIND: "type of"}
-_IDENTITY = {Test.SAME: "the tensor it was given", Test.OTHER: "another tensor"}
-
-
 def _unstepped(guard: Guard) -> tuple[str, str]:
     if guard.site is None:
         return "a value", "an unknown place"
     place, _, _ = user_code(guard.scope, guard.site)
-    kind = _ABOUT.get(guard.test, "value of")
-    return f"{kind} `{place.text}`", str(place)
+    return f"{guard.about} `{place.text}`", str(place)
 
 
 def _part_now(part: Captured, arguments: tuple[Any, ...]) -> Any:
@@ -183,8 +171,8 @@ class GuardTable:
                     "number": number,
                     "when": kind.value,
                     "node": self._names[guard.index],
-                    "test": guard.test.value,
-                    "expected": repr(guard.expected),
+                    "test": guard.name,
+                    "expected": repr(guard.answer if guard.other is None else guard.other),
                     "source": text,
                     "at": place,
                 }

@@ -8,7 +8,7 @@ from bendtrace.recording.script import counts
 from bendtrace.replay.comparison import Names
 from bendtrace.replay.nodes import Exit, Node
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import Guard, State, Tape
+from bendtrace.tape.tape import State, Tape
 
 
 class Following:
@@ -58,7 +58,7 @@ class Following:
         """Whether the same was asked since the last state, with the same answers."""
         mine, its = tape.guards[self._number + 1 :], known.guards[exit.number + 1 : ahead + 1]
         return len(mine) == len(its) and all(
-            _asks_alike(one, other) and (place == len(mine) or identical(one.answer, other.answer))
+            one.asks_like(other) and (place == len(mine) or identical(one.answer, other.answer))
             for place, (one, other) in enumerate(zip(mine, its, strict=True), 1)
         )
 
@@ -76,7 +76,3 @@ class Following:
 def _work_between(tape: Tape, one: int, other: int) -> int:
     """Return how many ops lie between two guards."""
     return sum(map(counts, tape.ops[tape.guards[one].position : tape.guards[other].position]))
-
-
-def _asks_alike(one: Guard, other: Guard) -> bool:
-    return one.test is other.test or (one.is_on_identity and other.is_on_identity)

@@ -264,7 +264,7 @@ class Graph:
         """
         first, tape = self.first.recording.tape, recording.tape
         ahead = exit.number + number - after
-        if ahead >= len(first.guards) or first.guards[ahead].test is not tape.guards[number].test:
+        if ahead >= len(first.guards) or type(first.guards[ahead]) is not type(tape.guards[number]):
             return False
         state, named = tape.states[number], Names(first, exit.number).indices()
         names = Names(tape, after)

@@ -52,10 +52,10 @@ def _state_after(tape: Tape, number: int) -> State:
     )
     known = tape.states.get(before, _START)
     between = [
-        (guard.test.name, type(guard.answer).__name__, str(guard.answer))
+        (guard.name, type(guard.answer).__name__, str(guard.answer))
         for guard in tape.guards[max(before, 0) : number]
     ]
-    said = repr((known.key, between, tape.guards[number].test.name)).encode("utf-8", "replace")
+    said = repr((known.key, between, tape.guards[number].name)).encode("utf-8", "replace")
     key = hashlib.blake2b(said, digest_size=20).digest()
     return State(key, known.holes + computed, known.kept)
 

@@ -20,6 +20,7 @@ from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import Code
 from bendtrace.replay.splices import Splice
 from bendtrace.tape.captured import identical
+from bendtrace.tape.tape import Stop
 
 
 class Piece:
@@ -30,8 +31,8 @@ class Piece:
         after: the guard whose answer leads into it; -1 for the first piece.
         stop: the guard at which it reaches a state of another piece; None for the end.
         nodes: the states in it, by the guards of the run.
-        trips: how many calls ran it from one guard (-1 for its beginning) to another (None where
-            they ended, -1 - i where op i raised).
+        trips: how many calls ran it from one guard (-1 for its beginning) to another, or to an
+            op that raised (None where they ended).
         analysis: the analysis of the run.
         casts: whether some of the run is under autocast.
         growths: caches that the run extends and may replace before its end, by the ops that
@@ -44,7 +45,7 @@ class Piece:
         self.after = after
         self.stop: int | None = None
         self.nodes: dict[int, Node] = {}
-        self.trips: dict[tuple[int, int | None], int] = {}
+        self.trips: dict[tuple[int, Stop | None], int] = {}
         self.analysis: Analysis = Analysis(recording.tape) if analysis is None else analysis
         self.casts: bool = any(op.context.autocast for op in recording.tape.ops)
         self.owner: Any = None
@@ -63,12 +64,11 @@ class Piece:
             return 0
         return len(self.recording.tape.ops) if effects.first is None else effects.first
 
-    def has_acted(self, left: int) -> bool:
+    def has_acted(self, left: Stop) -> bool:
         """Whether such an op may come before the run is left at some guard, or behind some op."""
-        tape = self.recording.tape
-        return self.first_effect < (tape.guards[left].position if left >= 0 else -left)
+        return self.first_effect < self.recording.tape.position_of(left)
 
-    def count(self, entered: int, left: int | None) -> None:
+    def count(self, entered: int, left: Stop | None) -> None:
         """Count a call that ran it from one guard to another."""
         try:
             self.trips[entered, left] += 1
@@ -188,5 +188,5 @@ class Node:
 
 
 # A piece, the guard from which a call ran it (-1 for its beginning), and the guard where the call
-# left it: None where the call ended, -1 - i where op i raised.
-Trip: TypeAlias = tuple[Piece, int, int | None]
+# left it, or the op that raised: None where the call ended.
+Trip: TypeAlias = tuple[Piece, int, Stop | None]

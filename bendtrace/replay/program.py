@@ -26,7 +26,7 @@ from bendtrace.replay.guard_code import Check
 from bendtrace.replay.nodes import Exit, Trip
 from bendtrace.replay.raising import departure_by, frame_of, values_in
 from bendtrace.replay.schedule import Unlinked
-from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for, outcome
+from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for
 from bendtrace.replay.splices import Interrupted, Unfit
 from bendtrace.replay.stretches import (
     Divergence,
@@ -37,7 +37,7 @@ from bendtrace.replay.stretches import (
 )
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.contexts import Hold
-from bendtrace.tape.tape import Guard, Test
+from bendtrace.tape.tape import AfterOp, Guard, Stop
 
 # Gives the code of an exit with values passed through something; raises `Unfit` if there is none.
 Splicer: TypeAlias = Callable[[Exit], Code]
@@ -169,10 +169,8 @@ class Program:
         source.take(ops[index].target for index in needed if ops[index].is_given)
         for index in needed:
             define(source, ops[index])
-        if counts(guard, ops):
-            now = counted(source, ops[guard.index])
-        else:
-            now = f"bool(v{guard.index})" if guard.test is Test.TRUTH else outcome(guard)
+        is_count = counts(guard, ops)
+        now = counted(source, ops[guard.index]) if is_count else guard.finding
         source.line(f"return {now}")
         return Code(source, "value").function(arguments)
 
@@ -286,7 +284,8 @@ class Program:
             except Exception as raised:
                 held.put_back()
                 if isinstance(raised, Interrupted):
-                    has_acted = _have_acted([*trips, (piece, entered, -raised.position)])
+                    stop: Stop = AfterOp(raised.position - 1)
+                    has_acted = _have_acted([*trips, (piece, entered, stop)])
                     if raised.unfit is not None and not has_acted:
                         hold.release()
                         raise raised.unfit from None
@@ -295,7 +294,7 @@ class Program:
                         hold.block.stops(raised.position, raised.guards)
                     frame, _ = frame_of(raised, code)
                     assert frame is not None
-                    number, answer, asked = -raised.position, None, raised.guards
+                    answer, asked = None, raised.guards
                     values = values_in(frame.f_locals)
                     del frame
                 else:
@@ -303,9 +302,10 @@ class Program:
                     if departure is None:
                         hold.release()
                         raise
-                    number, answer = departure.guard, departure.outcome
+                    stop, answer = departure.stop, departure.outcome
+                    assert isinstance(stop, AfterOp)
                     values = values_in(departure.values)
-                    error = values.pop(-1 - number)
+                    error = values.pop(stop.index)
                     del departure
             except BaseException:
                 held.put_back()
@@ -317,10 +317,11 @@ class Program:
                     trips.append((piece, entered, None))
                     _count(trips)
                     return Finished(result, piece.owner, trips)
-                number, answer = result.guard, result.outcome
+                stop, answer = result.stop, result.outcome
+                assert isinstance(stop, int)
                 if hold.block is not None:
-                    hold.block.stops(piece.recording.tape.guards[number].position, number)
-                node = None if first else piece.nodes.get(number)
+                    hold.block.stops(piece.recording.tape.guards[stop].position, stop)
+                node = None if first else piece.nodes.get(stop)
                 if node is not None:
                     if answer is True:  # a call less than `after`, for nearly all questions
                         exit = node.yes
@@ -343,23 +344,23 @@ class Program:
                             exit.piece.growths.values(), found.places
                         ):
                             held.put_back()
-                        trips.append((piece, entered, number))
+                        trips.append((piece, entered, stop))
                         piece, entered, code = exit.piece, exit.number, found
                         continue
                     if splicer is None:
                         graph.is_broken = graph.is_broken or exit is not None
                 if type(answer) is list:  # which the model is given, and may change
                     answer = copy.deepcopy(answer)
-                state = piece.recording.tape.states.get(number)
+                state = piece.recording.tape.states.get(stop)
                 values = None if state is None else dict(zip(state.holes, held, strict=True))
                 held.put_back()
-            trips.append((piece, entered, number))
+            trips.append((piece, entered, stop))
             if node is not None:
-                piece, number = node.piece, node.number
+                piece, stop = node.piece, node.number
             return Divergence(
                 piece.owner,
                 piece.recording,
-                number,
+                stop,
                 answer,
                 hold,
                 trips,

@@ -18,21 +18,13 @@ from bendtrace.recording.numbers import error_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.growing import Growth
-from bendtrace.replay.source import gives_nothing, needed_for, test_of
+from bendtrace.replay.source import gives_nothing, needed_for
 from bendtrace.replay.splices import Splice
 from bendtrace.tape.blocks import Passage, Portion
 from bendtrace.tape.captured import Change
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.tape import (
-    Checkpoint,
-    Guard,
-    Op,
-    OpKind,
-    Tape,
-    Test,
-    is_handled,
-    refs_in,
-)
+from bendtrace.tape.guards import ErrorGuard
+from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Tape, is_handled, refs_in
 from bendtrace.torch_rules.functions import FLEETING, VALUES, known_as
 
 
@@ -143,14 +135,14 @@ class Schedule:
         """
         tape = recording.tape
         is_first = after < 0
-        tested = set() if is_first else {test_of(tape.guards[after])}
+        tested = set() if is_first else {tape.guards[after].key}
         last = len(tape.guards) - 1 if stop is None else stop
         guards: dict[int, Guard] = {}
         for number in range(after + 1, last + 1):
             guard = tape.guards[number]
             is_checked = is_first and analysis.kinds[number] is not GuardKind.DATA
-            if number == stop or not (is_checked or test_of(guard) in tested):
-                tested.add(test_of(guard))
+            if number == stop or not (is_checked or guard.key in tested):
+                tested.add(guard.key)
                 guards[number] = guard
         return cls(
             recording,
@@ -226,7 +218,7 @@ class Schedule:
     def tried(self) -> frozenset[int]:
         """The ops whose errors the model might go on after."""
         guards = (guard for listed in self.guards.values() for _, guard in listed)
-        return frozenset(guard.index for guard in guards if guard.test is Test.RAISED)
+        return frozenset(guard.index for guard in guards if isinstance(guard, ErrorGuard))
 
     @cached_property
     def late(self) -> list[Op]:

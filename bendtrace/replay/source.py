@@ -16,7 +16,6 @@ from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bendtrace.replay.analysis import counts
@@ -30,6 +29,7 @@ from bendtrace.tape.captured import (
     identical,
 )
 from bendtrace.tape.contexts import ContextSwitch, forget_casts
+from bendtrace.tape.guards import kind_of
 from bendtrace.tape.structure import (
     Existing,
     Fixed,
@@ -37,14 +37,7 @@ from bendtrace.tape.structure import (
     Made,
     build,
 )
-from bendtrace.tape.tape import (
-    Guard,
-    Op,
-    OpKind,
-    Ref,
-    Test,
-    kind_of,
-)
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
 from bendtrace.torch_rules.direct_calls import Asked, Call
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 
@@ -64,15 +57,15 @@ _NEW = frozenset({object.__new__, dict.__new__})  # which make objects without a
 
 @dataclass(slots=True, eq=False)
 class Departure:
-    """How a run ends that does not reach its end: a guard does not hold.
+    """How a run ends that does not reach its end: a guard does not hold, or an op raised.
 
     Attributes:
-        guard: number of the guard on the tape of the run's recording.
+        stop: the guard, on the tape of the run's recording, or the op that raised.
         outcome: what the test gave instead of what was recorded.
         values: the names and values of the run so far.
     """
 
-    guard: int
+    stop: Stop
     outcome: Any
     values: dict[str, Any]
 
@@ -357,42 +350,11 @@ def gives_nothing(op: Op) -> bool:
     return op.target is Tensor.__setitem__ and type(op.args[0]) is Ref
 
 
-def test_of(guard: Guard) -> tuple[Any, ...]:
-    """What makes two guards the same test."""
-    other = guard.expected if guard.is_on_identity else None
-    return guard.index, guard.test, other
-
-
-def fails(source: Source, guard: Guard, ops: list[Op] | None = None) -> str:
-    """Return an expression that is true if a guard does not hold.
-
-    With `ops`, the guard is tested before the run, from what it counts alone.
-    """
-    if ops is not None and counts(guard, ops):
-        return f"{counted(source, ops[guard.index])} != {guard.expected}"
-    name = f"v{guard.index}"
-    if guard.test is Test.TRUTH:
-        return f"not {name}" if guard.expected else name
-    if guard.test is Test.LENGTH:
-        return f"len({name}) != {guard.expected}"
-    if guard.test is Test.KIND:
-        return f"kind_of({name}) != {guard.expected!r}"
-    if guard.test is Test.SAME:
-        return f"{name} is not v{guard.expected}"
-    if guard.test is Test.OTHER:
-        return f"{name} is v{guard.expected}"
-    if guard.test is Test.RAISED:
-        if guard.expected is None:
-            return f"r{guard.index} is not None"
-        return f"r{guard.index} != {source.bound(guard.expected)}"
-    expected = source.constant(guard.expected)
-    if type(guard.expected) in (bool, type(None), torch.dtype, torch.layout):
-        return f"{name} is not {expected}"
-    if type(guard.expected) is torch.device:  # nothing else is equal to one
-        return f"{name} != {expected}"
-    if type(guard.expected) in (int, str):
-        return f"{name} != {expected} or type({name}) is not {type(guard.expected).__name__}"
-    return f"not identical({name}, {expected})"
+def fails(source: Source, guard: Guard, ops: list[Op]) -> str:
+    """Return an expression that is true if a guard, tested before the run, does not hold."""
+    if counts(guard, ops):
+        return f"{counted(source, ops[guard.index])} != {guard.answer}"
+    return guard.failure(source)
 
 
 def counted(source: Source, op: Op) -> str:
@@ -400,17 +362,3 @@ def counted(source: Source, op: Op) -> str:
     tensor, *dim = op.args
     dim = dim or [op.kwargs.get("dim", 0)]
     return f"{source.value(tensor)}.size({source.value(dim[0])})"
-
-
-def outcome(guard: Guard) -> str:
-    """Return an expression for what a guard that does not hold came to instead."""
-    name = f"v{guard.index}"
-    if guard.test is Test.TRUTH:
-        return str(not guard.expected)
-    if guard.test is Test.LENGTH:
-        return f"len({name})"
-    if guard.test is Test.KIND:
-        return f"kind_of({name})"
-    if guard.test is Test.RAISED:
-        return f"r{guard.index}"
-    return str(guard.test is Test.OTHER) if guard.is_on_identity else name

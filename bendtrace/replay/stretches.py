@@ -13,7 +13,7 @@ from bendtrace.replay.nodes import Exit, Trip
 from bendtrace.replay.schedule import may_be_caught
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Hold
-from bendtrace.tape.tape import Guard
+from bendtrace.tape.tape import AfterOp, Guard, Stop
 
 # The name of an exception's type, and the file and line where the model raised it.
 Failure = tuple[str, str, int]
@@ -70,19 +70,19 @@ class Stretch(Path):
 
     Attributes:
         parent: the one that it branches off.
-        sides: where runs go on whose guard (by number; -1 - i where op i raised, or did not
-            although it had when recorded) had another outcome.
+        sides: where runs go on whose guard, or op that raised (or did not although it had when
+            recorded), had another outcome.
         failures: names of exceptions that its ops raised and the model has no handler for.
     """
 
     parent: Stretch | None = field(default=None, repr=False)
     # Read without a lock: the tuples are exchanged, not changed.
-    sides: dict[int, tuple[Side, ...]] = field(default_factory=dict)
+    sides: dict[Stop, tuple[Side, ...]] = field(default_factory=dict)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     # Made where there are many sides, and anew where one is gone.
-    _by_outcome: dict[int, dict[tuple[type, Any], Side]] = field(default_factory=dict, repr=False)
+    _by_outcome: dict[Stop, dict[tuple[type, Any], Side]] = field(default_factory=dict, repr=False)
 
-    def side(self, number: int, outcome: Any) -> Side | None:
+    def side(self, number: Stop, outcome: Any) -> Side | None:
         """Return what is known of an outcome of a guard."""
         sides = self.sides.get(number, ())
         if len(sides) > _FEW and type(outcome) in (bool, int, str):
@@ -92,7 +92,7 @@ class Stretch(Path):
                 return side
         return None
 
-    def _looked_up(self, number: int, sides: tuple[Side, ...]) -> dict[tuple[type, Any], Side]:
+    def _looked_up(self, number: Stop, sides: tuple[Side, ...]) -> dict[tuple[type, Any], Side]:
         """Return the sides of a guard by their outcomes, as far as these are plain."""
         known = self._by_outcome.get(number)
         if known is None or len(known) != len(sides):
@@ -101,7 +101,7 @@ class Stretch(Path):
             self._by_outcome[number] = known
         return known
 
-    def make_side(self, number: int, outcome: Any) -> Side:
+    def make_side(self, number: Stop, outcome: Any) -> Side:
         """Return what is known of an outcome of a guard, which is added if it is new."""
         side = self.side(number, outcome)
         if side is None:
@@ -140,7 +140,7 @@ class Divergence:
         stretch: what was being repeated.
         recording: the run that was being replayed. (That of `stretch` may be another by now:
             threads grow the graph.)
-        number: the guard on the tape of `recording`; -1 - i where op i raised, or did not raise
+        number: the guard on the tape of `recording`; or the op that raised, or did not raise
             although it had when recorded.
         outcome: what the test gave.
         hold: on autocast's cache; released by who goes on.
@@ -154,7 +154,7 @@ class Divergence:
 
     stretch: Stretch
     recording: Recording
-    number: int
+    number: Stop
     outcome: Any
     hold: Hold
     trips: list[Trip] = field(default_factory=list)
@@ -166,19 +166,21 @@ class Divergence:
     @property
     def guard(self) -> Guard | None:
         """The guard that does not hold; None where an op raised or did not."""
-        return self.recording.tape.guards[self.number] if self.number >= 0 else None
+        number = self.number
+        return None if isinstance(number, AfterOp) else self.recording.tape.guards[number]
 
     @property
     def is_raised(self) -> bool:
         """Whether an op raised an error that the model has no handler for."""
-        ops = self.recording.tape.ops
-        return self.error is not None and not may_be_caught(ops[-1 - self.number], self.recording)
+        if self.error is None or not isinstance(self.number, AfterOp):
+            return False
+        return not may_be_caught(self.recording.tape.ops[self.number.index], self.recording)
 
     @property
     def exit(self) -> Exit | None:
         """How calls continue from the state that it came to; None if that is not known."""
         piece, _, number = self.trips[-1]
-        node = None if number is None else piece.nodes.get(number)
+        node = piece.nodes.get(number) if isinstance(number, int) else None
         return None if node is None else node.after(self.outcome)
 
     @property
@@ -205,7 +207,7 @@ class Divergence:
             self.hold.release()
             return None
         sections = [
-            Section(piece.recording.tape, entered, left, self.asked if left < 0 else 0)
+            Section(piece.recording.tape, entered, left, self.asked)
             for piece, entered, left in self.trips
             if left is not None
         ]

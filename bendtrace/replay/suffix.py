@@ -18,20 +18,12 @@ from bendtrace.replay.cut_points import (
     argument_of,
 )
 from bendtrace.replay.schedule import Schedule, is_droppable
-from bendtrace.replay.source import Code, test_of
+from bendtrace.replay.source import Code
 from bendtrace.tape.captured import Captured, Change
 from bendtrace.tape.contexts import Context
+from bendtrace.tape.guards import ErrorGuard
 from bendtrace.tape.structure import existing_in
-from bendtrace.tape.tape import (
-    Guard,
-    ModuleCall,
-    Op,
-    OpKind,
-    Test,
-    is_handled,
-    leaves_in,
-    refs_in,
-)
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, is_handled, leaves_in, refs_in
 from bendtrace.torch_rules.writes import works_in_place
 
 
@@ -59,7 +51,7 @@ class Suffix:
         is_checked: whether the conditions on arguments and state have been tested already.
         start: the first op that is not carried out yet.
         available: ops before it whose values are there.
-        passed: tests (see `test_of`) that were made before `start`.
+        passed: tests (see `Guard.key`) that were made before `start`.
 
     Attributes:
         needed: the ops to carry out, and the inputs and state among what they use.
@@ -311,17 +303,17 @@ class Suffix:
 
     def _add_guards(self) -> None:
         for number, guard in enumerate(self.recording.tape.guards):
-            if guard.test is Test.RAISED and guard.index in self.available:
+            if isinstance(guard, ErrorGuard) and guard.index in self.available:
                 continue  # it is tested where the op is carried out
-            if guard.position < self.start and test_of(guard) in self._passed:
+            if guard.position < self.start and guard.key in self._passed:
                 continue
             if number in self.guards or not self._matters(guard):
                 continue
             self.guards[number] = guard
             reader = self._ops[guard.index]
             self._need(guard.index, guard.position, guard.scope, -1)
-            if guard.is_on_identity:
-                self._need(guard.expected, guard.position, guard.scope, reader.index)
+            if guard.other is not None:
+                self._need(guard.other, guard.position, guard.scope, reader.index)
         for op in self._ops[self.start :]:  # whether an error was caught is a condition as well
             if (
                 (op.raised is not None or is_handled(op.scope, op.site))
@@ -335,11 +327,11 @@ class Suffix:
     def _matters(self, guard: Guard) -> bool:
         position, scope = guard.position, guard.scope
         kind = self._kinds[id(guard)]
-        if guard.is_on_identity:  # no two names are mixed up of what is not computed
+        if guard.other is not None:  # no two names are mixed up of what is not computed
             return (
                 guard.index in self.needed
                 and self.cuts.at(guard.index, position, scope) is None
-                and not self._lacks(guard.expected, position, scope)
+                and not self._lacks(guard.other, position, scope)
             )
         mask = self._mask(guard.index, position, scope)
         if kind is GuardKind.IMPLIED and not mask:

@@ -34,12 +34,8 @@ from bendtrace.tape.captured import (
     holds_number,
     identical,
 )
-from bendtrace.tape.tape import (
-    Op,
-    OpKind,
-    Ref,
-    Test,
-)
+from bendtrace.tape.guards import ValueGuard
+from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
 from bendtrace.torch_rules.functions import name_of
 
 # Calls in a row without a change after which a value is taken to change no more. Of those that
@@ -222,7 +218,7 @@ class TraceTree:
             place = place_of(guard)
             if place is not None and place not in self._steady:
                 seen = self._asked.setdefault(place, set())
-                seen.add(guard.expected)
+                seen.add(guard.answer)
                 if len(seen) >= _VARYING:
                     new.add(place)
         if new - self.varying and can_exchange() and self._joins:
@@ -648,16 +644,18 @@ def _parting(recording: Recording, other: Recording) -> Departing | None:
     """Return the first guard of a run that another run, the same so far, found otherwise."""
     pairs = zip(recording.tape.guards, other.tape.guards, strict=False)
     for number, (mine, its) in enumerate(pairs):
-        if not mine.is_like(its):
+        if (mine.position, mine.key) != (its.position, its.key):
             return None
-        if not identical(mine.expected, its.expected):
-            return number, its.expected
+        if not identical(mine.answer, its.answer):
+            return number, its.answer
     return None
 
 
 def _goes_on_from(recording: Recording, divergence: Divergence) -> bool:
     """Whether a run was in the state of a divergence, and found the same answer there."""
-    state, tape = divergence.recording.tape.states.get(divergence.number), recording.tape
+    states, tape = divergence.recording.tape.states, recording.tape
+    number = divergence.number
+    state = None if isinstance(number, AfterOp) else states.get(number)
     return state is not None and any(
         other.key == state.key and identical(tape.guards[number].answer, divergence.outcome)
         for number, other in tape.states.items()
@@ -734,10 +732,10 @@ def _fixed_by(program: Program) -> dict[Fixed, int]:
     if program.ignored:  # parts of it are not looked at
         return found
     for guard, kind in zip(tape.guards, program.analysis.kinds, strict=True):
-        if kind is GuardKind.INPUT and guard.test is Test.VALUE and type(guard.expected) is int:
+        if kind is GuardKind.INPUT and isinstance(guard, ValueGuard) and type(guard.answer) is int:
             fixed = _number(tape.ops, tape.ops[guard.index])
             if fixed is not None:
-                found[fixed] = guard.expected
+                found[fixed] = guard.answer
     return dict(sorted(found.items(), key=lambda item: (item[0].argument, str(item[0].dim))))
 
 

@@ -241,7 +241,7 @@ class Visit:
         edit = self._edits.get(number)
         if edit is not None:
             self.own_answers[number] = plain(answer) if type(answer) in TRACED else answer
-            guard.expected = answer = edit.value
+            guard.answer = answer = edit.value
         self._compare(number, guard)
         return answer
 

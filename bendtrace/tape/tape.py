@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -252,76 +251,100 @@ class Op:
         return bool(self.target == other.target)
 
 
-class Test(Enum):
-    """How a guard compares the value of an op with the recorded one."""
+class Literals(Protocol):
+    """Writes values into generated code."""
 
-    TRUTH = "truth"  # bool(value) is as recorded
-    VALUE = "value"  # the value is identical
-    LENGTH = "length"  # the op returned as many values
-    RANK = "rank"  # the tensor has as many dimensions
-    SAME = "same"  # the op returned the very tensor that another op returned (expected: its index)
-    OTHER = "other"  # it returned another tensor than that
-    KIND = "kind"  # the op returned a value of that type (expected: its name)
-    RAISED = "raised"  # the op raised such an error (expected: a `Raised`), or none (None)
+    def constant(self, value: Any) -> str:
+        """Return an expression for a value."""
 
-
-def kind_of(value: Any) -> str:
-    """Return the name of a value's type."""
-    name = _kinds.get(type(value))
-    if name is None:
-        kind = type(value)
-        package = "" if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}."
-        name = _kinds[kind] = package + kind.__qualname__
-    return name
-
-
-_kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+    def bound(self, value: Any) -> str:
+        """Return a name that is bound to a value."""
 
 
 @dataclass(slots=True, eq=False)
 class Guard:
     """A condition on the value of an op, at the point where Python consumed it.
 
+    Each kind is a subclass (see `guards.py`), and says here what the layers above ask of it.
+
     Attributes:
+        name: the name of its kind, in tables and in fx graphs.
+        code: the answer in replays, where `v1` is the value of op 1, and `r1` its error.
+        is_two_way: whether the code has no other answers than true and false.
+        found: gives the answer for a value.
+        subject: what it tests, as part of a sentence; `about` the same before a piece of source.
+        asked: how pictures write the question, around a piece of source.
+        is_of_result: whether it is asked of the result of an op before the model receives it.
         position: length of the tape when it was added.
         index: the op whose value is tested.
-        test: the test.
-        expected: the recorded outcome.
+        answer: the recorded answer to its question.
         how: how Python consumed it: "bool", "item" (of two containers that are compared), "index",
             "format", "iter", ... ("" for guards without a flow step of the model).
         scope: the module call it happened in.
         site: its place in the source.
         is_inside: whether code inside of an op consumed it, which runs only if the op does.
+        other: the op that gives the value it is compared with, if there is one.
     """
+
+    name: ClassVar[str]
+    code: ClassVar[str] = "v{index}"
+    is_two_way: ClassVar[bool] = False
+    found: ClassVar[Callable[[Any], Any]] = staticmethod(lambda value: value)
+    subject: ClassVar[str] = "the value"
+    about: ClassVar[str] = "value of"
+    asked: ClassVar[str] = "{}"
+    is_of_result: ClassVar[bool] = False
 
     position: int
     index: int
-    test: Test
-    expected: Any
+    answer: Any
     how: str
     scope: ModuleCall
     site: Site | None
     is_inside: bool = False
+    other: int | None = None
 
     @property
     def operands(self) -> tuple[int, ...]:
         """The ops whose values it tests."""
-        return (self.index, self.expected) if self.is_on_identity else (self.index,)
+        return (self.index,) if self.other is None else (self.index, self.other)
 
     @property
-    def is_on_identity(self) -> bool:
-        """Whether it tests that two ops returned the same tensor, or that they did not."""
-        return self.test is Test.SAME or self.test is Test.OTHER
+    def key(self) -> tuple[Any, ...]:
+        """Equal for two guards of a run that are the same test."""
+        return self.index, type(self), self.other
 
-    def is_like(self, other: Guard) -> bool:
-        """Return whether another run has the same test of the same op, at the same place."""
-        mine, its = (self.position, self.index), (other.position, other.index)
-        return mine == its and self.test is other.test
+    def asks_like(self, other: Guard) -> bool:
+        """Return whether both ask the same of a value, whatever the answers."""
+        return type(self) is type(other)
+
+    @classmethod
+    def meets(cls, value: Any, wanted: Any) -> bool:
+        """Return whether a value has the wanted answer, or compares so with another value."""
+        return identical(cls.found(value), wanted)
+
+    @classmethod
+    def difference(cls, value: Any, wanted: Any) -> str:
+        """Say how a value that does not meet a guard differs, after the guard's subject."""
+        return f" was {wanted!r} when traced and is {cls.found(value)!r} now"
 
     @property
-    def answer(self) -> object:
-        """The recorded answer to its question: for identity, whether the two are one tensor."""
-        return self.test is Test.SAME if self.is_on_identity else self.expected
+    def finding(self) -> str:
+        """The code of the answer in a replay."""
+        return self.code.format(index=self.index, other=self.other)
+
+    @property
+    def outcome(self) -> str:
+        """The code of the answer where it is known that it is another than the recorded one."""
+        return str(not self.answer) if self.is_two_way else self.finding
+
+    def failure(self, literals: Literals) -> str:
+        """Return the code of a test that is true if the answer is another than the recorded one."""
+        return f"{self.finding} != {literals.constant(self.answer)}"
+
+    def word(self, answer: Any) -> Any:
+        """Return what people read for an answer."""
+        return answer
 
 
 class Settings(NamedTuple):
@@ -352,6 +375,21 @@ class Checkpoint:
     def holds(self, guard: int) -> bool:
         """Whether a guard, by its number, is asked inside."""
         return self.begin[1] <= guard < self.end[1]
+
+
+@dataclass(frozen=True, slots=True)
+class AfterOp:
+    """Where a call has left a run other than at a guard: behind an op, which may have raised.
+
+    Attributes:
+        index: the op; -1 where no op has begun.
+    """
+
+    index: int
+
+
+# Where a call has left a run: the number of a guard, or an op.
+Stop: TypeAlias = int | AfterOp
 
 
 class State(NamedTuple):
@@ -406,6 +444,10 @@ class Tape:
     classes: dict[int, type] = field(default_factory=dict)
     blocks: list[Checkpoint] = field(default_factory=list)
     is_closed: bool = False
+
+    def position_of(self, stop: Stop) -> int:
+        """Return how many ops come before a place where a call has left the run."""
+        return stop.index + 1 if isinstance(stop, AfterOp) else self.guards[stop].position
 
     def block(self, reason: str) -> None:
         """Record why this run must not be replayed."""

@@ -22,7 +22,7 @@ from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import Access, Captured, CaptureKind
-from bendtrace.tape.tape import OpKind, TensorMeta
+from bendtrace.tape.tape import AfterOp, OpKind, Stop, TensorMeta
 from bendtrace.view.canvas import cut
 from bendtrace.view.outline import (
     Branch,
@@ -135,7 +135,7 @@ def most_divergent(tree: TraceTree) -> str | None:
             if not stretch.sides:
                 continue
             path = PathEvents(stretch.recording, frozenset(keys_asked(stretch)))
-            events = {event.number: event for event in path.events}
+            events: dict[Any, Event] = {event.number: event for event in path.events}
             for number, sides in stretch.sides.items():
                 where = _described(stretch.recording, number, events.get(number))
                 known = sum(side.target is not None or side.live is not None for side in sides)
@@ -149,12 +149,14 @@ def most_divergent(tree: TraceTree) -> str | None:
     return f"{worst} ({counts[worst]} of {paths} paths)"
 
 
-def _described(recording: Recording, number: int, event: Event | None) -> str:
+def _described(recording: Recording, number: Stop, event: Event | None) -> str:
     if event is not None:
         return f"`{event.header.text}` at {event.place}"
     tape = recording.tape
-    site = tape.guards[number].site if number >= 0 else tape.ops[~number].site
-    what = "a value" if number >= 0 else "an operation that can raise"
+    if isinstance(number, AfterOp):
+        what, site = "an operation that can raise", tape.ops[number.index].site
+    else:
+        what, site = "a value", tape.guards[number].site
     return what if site is None else f"{what}, `{site.place.text}` at {site.place}"
 
 
@@ -545,7 +547,7 @@ def _conditions(program: Program) -> Facts:
         if program.analysis.kinds[number] is GuardKind.INPUT and guard.site is not None:
             place = user_code(guard.scope, guard.site)[0]
             text = texts.get(number) or place.text or f"a condition at {place}"
-            found.setdefault(text, []).append(_short(guard.expected))
+            found.setdefault(text, []).append(_short(guard.answer))
     return {text: f"is {' and '.join(dict.fromkeys(values))}" for text, values in found.items()}
 
 

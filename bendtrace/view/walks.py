@@ -36,7 +36,8 @@ from bendtrace.source.statements import (
     spans_of_item,
 )
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import Guard, ModuleCall, Op, Raised, Test
+from bendtrace.tape.guards import ErrorGuard, TruthGuard
+from bendtrace.tape.tape import AfterOp, Guard, ModuleCall, Op, Stop
 
 Key = tuple[Any, ...]
 
@@ -54,7 +55,7 @@ class Event:
         place: its place in the source.
         module_path: path of the module whose forward was running.
         when: when its guard is tested; None if it has none.
-        number: the guard on the tape; -1 - i for op i that raised; None for a whole `while`, whose
+        number: the guard on the tape; None for a whole `while`, whose
             test parts are separate events.
         position: the op after it.
         under: the event, by its index in the path, under one of whose sides it ran.
@@ -127,9 +128,9 @@ class PathEvents:
                 if number not in stepped and key_of_guard(guard) in self._asked:
                     assert guard.site is not None
                     place, _, scope = user_code(guard.scope, guard.site)
-                    value = _word_for(guard, guard.expected)
-                    text = _ASKED.get(guard.test, "{}").format(place.text)
-                    kind = "raised" if guard.test is Test.RAISED else "value"
+                    value = guard.word(guard.answer)
+                    text = guard.asked.format(place.text)
+                    kind = "raised" if isinstance(guard, ErrorGuard) else "value"
                     found.append((guard.position, FlowStep(
                         self.recording.names[guard.index], value, kind, place, text, scope.path,
                         number,
@@ -233,44 +234,11 @@ def _is_counted(place: Place) -> bool:
     return all(loop.kind != "while" for loop in role_of(place).loops)
 
 
-def raised_as(raised: Raised | None) -> str:
-    """Return the name of an op's exception."""
-    return "no error" if raised is None else str(raised.type.__name__)
-
-
 def key_of_guard(guard: Guard) -> Key | None:
     """Return a key that is equal for guards of several runs that ask the same question."""
     if guard.site is None:
         return None
-    return guard.test, guard.how, guard.site.chain[0]
-
-
-def outcome_of(guard: Guard, outcome: Any, header: Header) -> Any:
-    """Return another outcome of a guard, in the form of an event."""
-    if guard.test in _OTHER:
-        return _OTHER[guard.test]
-    if guard.test is Test.RAISED:
-        return raised_as(outcome)
-    if guard.test is Test.TRUTH:
-        return bool(outcome) is not header.inverted
-    return outcome
-
-
-def _word_for(guard: Guard, value: Any) -> Any:
-    """Return the word for what a guard without a flow step found."""
-    return raised_as(value) if guard.test is Test.RAISED else _WORDS.get(guard.test, value)
-
-
-_SAME, _ANOTHER = "the tensor it was given", "another tensor"
-_WORDS = {Test.SAME: _SAME, Test.OTHER: _ANOTHER}
-_OTHER = {Test.SAME: _ANOTHER, Test.OTHER: _SAME}
-_ASKED = {
-    Test.RAISED: "try {}",
-    Test.SAME: "the output of {}",
-    Test.OTHER: "the output of {}",
-    Test.LENGTH: "len({})",
-    Test.KIND: "type({})",
-}
+    return type(guard), guard.how, guard.site.chain[0]
 
 
 @dataclass(eq=False)
@@ -380,7 +348,7 @@ def walks_of(program: Program) -> Iterator[Walk]:
 
 
 def _elsewhere(
-    program: Program, stretch: Stretch, number: int, side: Side, asked: frozenset[Key]
+    program: Program, stretch: Stretch, number: Stop, side: Side, asked: frozenset[Key]
 ) -> Iterator[Walk]:
     """Yield what calls did after a guard that left the replay: those that ran live, or raised."""
     graph, walks = program.graph, []
@@ -391,7 +359,8 @@ def _elsewhere(
         runs = [stretch.recording]
         if graph is not None:  # a run that was replaced may have got further
             runs += [old.recording for old in graph.retired[::-1] if old.owner is stretch]
-        runs = [run for run in runs if number < len(run.tape.guards)]
+        if not isinstance(number, AfterOp):
+            runs = [run for run in runs if number < len(run.tape.guards)]
         walks += _failed(PathEvents(runs[0], asked), number, side) if runs else ()
     if graph is not None and not _is_only_way(graph, stretch, number):
         for walk in walks:  # how they reached the guard is unknown
@@ -400,9 +369,10 @@ def _elsewhere(
     yield from walks
 
 
-def _twin(stretch: Stretch, number: int, side: Side) -> int:
+def _twin(stretch: Stretch, number: Stop, side: Side) -> Stop:
     """Return the guard at which a re-recorded run left the replay, by its own numbers."""
-    state = stretch.recording.tape.states.get(number)
+    states = stretch.recording.tape.states
+    state = None if isinstance(number, AfterOp) else states.get(number)
     if state is not None and side.live is not None:
         tape = side.live.recording.tape
         for own, other in tape.states.items():
@@ -411,8 +381,9 @@ def _twin(stretch: Stretch, number: int, side: Side) -> int:
     return number
 
 
-def _is_only_way(graph: Graph, stretch: Stretch, number: int) -> bool:
+def _is_only_way(graph: Graph, stretch: Stretch, number: Stop) -> bool:
     """Return whether there is only one path from the start to a guard of some code."""
+    number = -1 if isinstance(number, AfterOp) else number
     pieces = graph.pieces()
     met = Counter(id(node) for piece in pieces for node in piece.nodes.values())
     piece = next((piece for piece in pieces if piece.owner is stretch), None)
@@ -439,11 +410,11 @@ def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
         begin = path.at(since, entered) if entered >= 0 else 0
         first = begin + 1 if entered >= 0 else 0  # another trip has led to where it begins
         is_part = entered >= 0 or left is not None
-        if left is not None and left < 0:
-            names = sorted(name for index, name in piece.owner.failures if index == ~left)
-            walk = _raised(path, ~left, " or ".join(names), hits)
+        if isinstance(left, AfterOp):
+            names = sorted(name for index, name in piece.owner.failures if index == left.index)
+            walk = _raised(path, left.index, " or ".join(names), hits)
             walk.begin, walk.first = begin, min(first, len(walk.events))
-            walk.is_part, walk.positions = is_part, (since, -left)
+            walk.is_part, walk.positions = is_part, (since, left.index + 1)
             yield walk
             continue
         until = len(tape.ops) if left is None else tape.guards[left].position
@@ -458,9 +429,10 @@ def keys_asked(stretch: Stretch) -> Iterator[Key]:
     """Yield the keys of guards, and of ops that raised, for which a segment has other sides."""
     tape = stretch.recording.tape
     for number in list(stretch.sides):
-        if number >= len(tape.guards):  # of a run in whose place this one is
+        # A greater number is of a run in whose place this one is.
+        if isinstance(number, AfterOp) or number >= len(tape.guards):
             continue
-        key = key_of_guard(tape.guards[number]) if number >= 0 else None
+        key = key_of_guard(tape.guards[number])
         if key is not None:
             yield key
 
@@ -473,7 +445,7 @@ def _whole(path: PathEvents, taken: Path) -> Walk:
     return Walk(path, path.events, end, under, taken.hits)
 
 
-def _live(path: PathEvents, taken: Path, number: int | None) -> Walk:
+def _live(path: PathEvents, taken: Path, number: Stop | None) -> Walk:
     """Runs that can only run live, from a guard on or (None) from the start."""
     end = End("live", path.recording.tape.blockers[0])
     numbers = [event.number for event in path.events]
@@ -520,18 +492,22 @@ def _raised(path: PathEvents, index: int, name: str, times: int) -> Walk:
     )
 
 
-def _failed(path: PathEvents, number: int, side: Side) -> Iterator[Walk]:
+def _failed(path: PathEvents, number: Stop, side: Side) -> Iterator[Walk]:
     """Runs that took another side than a path and then raised."""
     tape = path.recording.tape
     found = next((i for i, event in enumerate(path.events) if event.number == number), None)
-    position = tape.guards[number].position if number >= 0 else ~number
+    position = number.index if isinstance(number, AfterOp) else tape.guards[number].position
     if found is None:
         events = [event for event in path.events if event.position <= position]
     else:
         event = path.events[found]
         outcome: Any = None
         if event.kind == "raised" or (event.is_condition and not event.is_loop):
-            outcome = outcome_of(tape.guards[number], side.outcome, event.header)
+            assert not isinstance(number, AfterOp)
+            guard = tape.guards[number]
+            outcome = guard.word(side.outcome)
+            if isinstance(guard, TruthGuard):
+                outcome = bool(outcome) is not event.header.inverted
         events = [*path.events[:found], replace(event, outcome=outcome)]
     for (name, file, line), times in list(side.failures.items()):
         end = End("raise", name, file, line)

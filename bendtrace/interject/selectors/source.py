@@ -452,7 +452,7 @@ def _parting(one: Recording, other: Recording) -> tuple[int, int | None]:
         there = None if theirs.site is None else theirs.site.identity
         if here != there:
             break
-        if not identical(mine.expected, theirs.expected):
+        if not identical(mine.answer, theirs.answer):
             return depth, number
         depth += 1
     return depth, None

@@ -1,0 +1,172 @@
+"""The kinds of guards.
+
+To add one, write its class here, and call `Writer.guard` where it is asked. What a layer does not
+know of a kind, it refuses: compiled paths and exported programs name the kinds that they can write.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from bendtrace.tape.tape import Guard, Literals, Raised
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of a value's type."""
+    name = _kinds.get(type(value))
+    if name is None:
+        kind = type(value)
+        package = "" if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}."
+        name = _kinds[kind] = package + kind.__qualname__
+    return name
+
+
+_kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+
+
+class ContentGuard(Guard):
+    """A guard on a value that Python has asked for."""
+
+    __slots__ = ()
+
+
+class TruthGuard(ContentGuard):
+    """The value is true, or it is false."""
+
+    __slots__ = ()
+    name: ClassVar[str] = "truth"
+    code: ClassVar[str] = "True if v{index} else False"
+    is_two_way: ClassVar[bool] = True
+    found: ClassVar[Callable[[Any], bool]] = staticmethod(bool)
+    answer: bool
+
+    def failure(self, literals: Literals) -> str:
+        """Return the code of the opposite."""
+        return f"{'not ' if self.answer else ''}v{self.index}"
+
+
+class ValueGuard(ContentGuard):
+    """The value is identical."""
+
+    __slots__ = ()
+    name: ClassVar[str] = "value"
+
+    def failure(self, literals: Literals) -> str:
+        """Return the fastest test that tells values of the answer's type apart."""
+        name, answer, kind = f"v{self.index}", literals.constant(self.answer), type(self.answer)
+        if kind in (bool, type(None), torch.dtype, torch.layout):
+            return f"{name} is not {answer}"
+        if kind is torch.device:  # nothing else is equal to one
+            return f"{name} != {answer}"
+        if kind in (int, str):
+            return f"{name} != {answer} or type({name}) is not {kind.__name__}"
+        return f"not identical({name}, {answer})"
+
+
+class LengthGuard(Guard):
+    """The op returned so many values."""
+
+    __slots__ = ()
+    name: ClassVar[str] = "length"
+    code: ClassVar[str] = "len(v{index})"
+    subject: ClassVar[str] = "the number of items"
+    about: ClassVar[str] = "number of results of"
+    asked: ClassVar[str] = "len({})"
+    found: ClassVar[Callable[[Any], int]] = staticmethod(len)
+    answer: int
+
+
+class ClassGuard(Guard):
+    """The op returned a value of a class; the answer is the name of the class."""
+
+    __slots__ = ()
+    name: ClassVar[str] = "kind"
+    code: ClassVar[str] = "kind_of(v{index})"
+    subject: ClassVar[str] = "the type"
+    about: ClassVar[str] = "type of"
+    asked: ClassVar[str] = "type({})"
+    is_of_result: ClassVar[bool] = True
+    found: ClassVar[Callable[[Any], str]] = staticmethod(kind_of)
+    answer: str
+
+
+class ErrorGuard(Guard):
+    """The op raised such an error, or none."""
+
+    __slots__ = ()
+    name: ClassVar[str] = "raised"
+    code: ClassVar[str] = "r{index}"
+    asked: ClassVar[str] = "try {}"
+    is_of_result: ClassVar[bool] = True
+    answer: Raised | None
+
+    def failure(self, literals: Literals) -> str:
+        """Return the code of a test for another error, or for none."""
+        if self.answer is None:
+            return f"{self.finding} is not None"
+        return f"{self.finding} != {literals.bound(self.answer)}"
+
+    def word(self, answer: Raised | None) -> str:
+        """Return the name of an error's class."""
+        return "no error" if answer is None else answer.type.__name__
+
+
+class IdentityGuard(Guard):
+    """The op returned the tensor that another op returned, or it did not."""
+
+    __slots__ = ()
+    code: ClassVar[str] = "v{index} is v{other}"
+    subject: ClassVar[str] = "the tensor"
+    asked: ClassVar[str] = "the output of {}"
+    is_two_way: ClassVar[bool] = True
+    is_of_result: ClassVar[bool] = True
+    answer: bool
+    other: int
+
+    def asks_like(self, other: Guard) -> bool:
+        """Return whether the other guard is on identity, too."""
+        return isinstance(other, IdentityGuard)
+
+    @classmethod
+    def meets(cls, value: Any, wanted: Any) -> bool:
+        """Return whether a value is the same object, or is not, as recorded."""
+        return (value is wanted) is (cls is SameGuard)
+
+    def failure(self, literals: Literals) -> str:
+        """Return the code of the opposite."""
+        return f"v{self.index} {'is not' if self.answer else 'is'} v{self.other}"
+
+    @classmethod
+    def difference(cls, value: Any, wanted: Any) -> str:
+        """Say that it is about a copy."""
+        return ": whether a tensor is a copy differs from the trace"
+
+    def word(self, answer: bool) -> str:
+        """Return which tensor an answer means."""
+        return "the tensor it was given" if answer else "another tensor"
+
+
+class SameGuard(IdentityGuard):
+    """It did: the answer is true."""
+
+    __slots__ = ()
+    name: ClassVar[str] = "same"
+
+
+class OtherGuard(IdentityGuard):
+    """It did not: the answer is false."""
+
+    __slots__ = ()
+    name: ClassVar[str] = "other"
+
+
+KINDS: dict[str, type[Guard]] = {
+    kind.name: kind
+    for kind in (
+        TruthGuard, ValueGuard, LengthGuard, ClassGuard, ErrorGuard, SameGuard, OtherGuard,
+    )
+}  # fmt: skip
