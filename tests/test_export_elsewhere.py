@@ -127,6 +127,10 @@ def for_pairs(x: Tensor, y: Tensor) -> Tensor:
     return x + y if x.sum() > 0 else x - y
 
 
+def for_equal(x: Tensor, y: Tensor) -> Tensor:
+    return x.sum() + y.sum() if x.shape[0] == y.shape[0] else x.sum() * y.sum()
+
+
 def for_one(x: Tensor, y: Tensor) -> Tensor:
     return x * 100 if x is y else x + y
 
@@ -177,6 +181,7 @@ CONDITIONS: dict[str, tuple[Any, Any, Any, list[Any]]] = {
     "equal sizes": (for_pairs, [(X, Y), (-X, Y)], [(X[:3], Y[:3])], [(X, Y[:5])]),
     "a dtype": (for_even, [(X,), (-X,)], [(X,)], [(X.double(),)]),
     "a rank": (for_even, [(X,), (-X,)], [(X,)], [(X[0],)]),
+    "sizes that are compared": (for_equal, [(X, Y)], [(X[:3], Y[:3])], [(X, Y[:5])]),
     "one object": (for_one, [(X, X)], [(Y, Y)], [(X, Y), (X, X.clone())]),
     "two objects": (for_one, [(X, Y)], [(Y, X)], [(X, X)]),
     "a side never seen": (for_even, [(X,)], [(Y,)], [(-X,)]),
@@ -208,7 +213,10 @@ def loaded(path: Path) -> Any:
 
 @pytest.mark.more
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning")
-@pytest.mark.parametrize(("name", "target"), some(CHECKED, chosen=[("an even size", "onnx")]))
+@pytest.mark.parametrize(
+    ("name", "target"),
+    some(CHECKED, chosen=[("an even size", "onnx"), ("sizes that are compared", "onnx")]),
+)
 def test_each_target_refuses_inputs_that_break_a_condition(
     name: str, target: str, tmp_path: Path
 ) -> None:

@@ -381,8 +381,18 @@ class OnnxProgram:
             required, compares = self._arguments
             _require_same(arguments_of(args, kwargs, compares), required)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        names = [one.name for one in self.session.get_inputs()]
-        feed = {n: t.detach().cpu().numpy() for n, t in zip(names, leaves, strict=True)}
+        inputs = self.session.get_inputs()
+        sizes: dict[Any, tuple[int, str]] = {}
+        for one, leaf in zip(inputs, leaves, strict=True):  # which onnxruntime does not compare
+            for name, size in zip(one.shape, leaf.shape, strict=False):
+                first, where = sizes.setdefault(name, (size, one.name))
+                if first != size and type(name) is str:
+                    raise RuntimeError(
+                        f"the program requires a size of {first} in {one.name}, as in {where}"
+                    )
+        feed = {
+            one.name: leaf.detach().cpu().numpy() for one, leaf in zip(inputs, leaves, strict=True)
+        }
         *outputs, flag = self.session.run(None, feed)
         if int(flag):
             raise RuntimeError(self.messages[int(flag)])
