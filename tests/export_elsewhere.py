@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 import bendtrace as bt
 from bendtrace.errors import ExportError
-from bendtrace.export.exporting import Exported, difference, tensors_in
+from bendtrace.export.exporting import Exported, difference, rounding_errors, tensors_in
 from bendtrace.export.machine import AnalysedRun, Machine, Question
 from bendtrace.recording.run import Signature, record
 from tests.export_models import MODELS
@@ -39,7 +39,8 @@ class Outcome:
     """How a program did on inputs that it was not exported from.
 
     Attributes:
-        equal: how many outputs are equal: bit by bit for `pt2`, within 1e-5 for the others.
+        equal: how many outputs are equal: bit by bit for `pt2`, within 1e-5 for the others,
+            or as close as eager is to itself.
         refused: how many inputs go to a side never seen, and raised the error that names it.
         wrong: what went wrong.
         off: the largest difference of a float.
@@ -66,7 +67,7 @@ class Known:
     """
 
     def __init__(self, model: Any, calls: list[Any]) -> None:
-        self._model, self._signature = model, Signature(model)
+        self.model, self._signature = model, Signature(model)
         machine = Machine([self._recorded(args) for args in calls])
         self._questions: dict[Any, Question] = {
             question.run.recording.tape.states[question.number].key: question
@@ -74,7 +75,7 @@ class Known:
         }
 
     def _recorded(self, args: Any) -> Any:
-        return record(self._model, args, {}, self._signature, reads_states=True)
+        return record(self.model, args, {}, self._signature, reads_states=True)
 
     def first_unseen(self, args: Any) -> tuple[str | None, Any]:
         """Return the first question that gets an answer never seen, if any, and the output."""
@@ -149,6 +150,9 @@ def _judged(
             wrong.append(f"input {number} is not refused: {place}")
             continue
         different = difference(given, wanted, tolerance)
+        if different is not None and tolerance is not None:
+            errors = rounding_errors(known.model, (args, {}), wanted)
+            different = difference(given, wanted, tolerance, errors)
         if different is not None:
             wrong.append(f"input {number}: {different}")
             continue

@@ -577,6 +577,76 @@ def test_loops_whose_tensors_shrink(model: Any, tmp_path: Path) -> None:
     assert equal == 60 or (equal > 20 and known == 20)
 
 
+def by_row(x: Tensor, weights: Tensor) -> Tensor:
+    """Experts that have tokens, one after the other, as transformers has them."""
+    chosen = x.argmax(-1)
+    out = torch.zeros_like(x)
+    for number in torch.bincount(chosen, minlength=3).nonzero():
+        tokens = torch.where(chosen == number[0])[0]
+        out.index_add_(0, tokens, x[tokens] * weights[number[0]])
+    return out
+
+
+def by_rows_written_later(x: Tensor, weights: Tensor) -> Tensor:
+    kept = x[x[:, 0] > 0].clone()
+    rows, total = list(kept), weights[0]
+    kept += 1
+    for row in rows:
+        total = total + row
+    return total
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("model", [by_row, by_rows_written_later])
+def test_rows_of_which_values_decide_how_many_there_are(model: Any, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def some(count: int) -> tuple[Tensor, Tensor]:
+        weights = torch.randn(3, 3, generator=generator)
+        return torch.randn(count, 3, generator=generator), weights
+
+    path = tmp_path / "model.pt2"
+    bt.BendedModule(model).export(*(some(3) for _ in range(20)), to=path)
+    program = torch.export.load(path).module()
+    for count in [3] * 8 if model is by_rows_written_later else (3, 4, 7, 9):
+        call = some(count)
+        assert difference(program(*call), model(*call)) is None
+
+
+def test_how_many_rows_there_are_is_asserted_before_they_are_used() -> None:
+    def model(x: Tensor, weights: Tensor) -> Tensor:
+        total = weights[0]
+        for number in x[:, 0].unique():
+            total = total + x[x[:, 0] == number].max(0).values
+        return total
+
+    weights = torch.zeros(1, 2)
+    inputs = [torch.tensor(rows) for rows in ([[1, 2], [3, 4]], [[1, 2], [1, 4]])]
+    made = exported(model, *((x, weights) for x in inputs))
+    with pytest.raises(RuntimeError, match=r"x\[:, 0\].unique\(\)` at .* was always 2 or 1 for"):
+        made(torch.tensor([[1, 2], [3, 4], [5, 6]]), weights)
+
+
+def test_rows_and_views_of_tensors_that_values_size_are_not_written_to() -> None:
+    def rows(x: Tensor) -> Tensor:
+        kept = x[x > 0].clone()
+        for row in kept:
+            row += 1
+        return kept
+
+    def view(x: Tensor) -> Tensor:
+        kept = x[x > 0].clone()
+        first = kept[:1]
+        if len(kept) == 2:
+            kept += 1
+        return first
+
+    inputs = torch.tensor([1.0, 2, -3]), torch.tensor([1.0, -2, 3])
+    for model, words in ((rows, "index out of a tensor picks"), (view, "shares memory with")):
+        with pytest.raises(ExportError, match=rf"`.* \+= 1` at .*{words}"):
+            exported(model, *inputs)
+
+
 def test_loops_whose_tensors_get_longer_are_refused_by_line() -> None:
     def model(scores: Tensor) -> Tensor:
         kept = scores[:0]

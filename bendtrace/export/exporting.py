@@ -632,7 +632,7 @@ def compare(
             raise ExportError(f"with input {number}, the program raises {first}") from error
         different = difference(given, recording.result, tolerance)
         if different is not None and tolerance is not None and model is not None:
-            errors = _rounding_errors(model, (args, kwargs), recording.result)
+            errors = rounding_errors(model, (args, kwargs), recording.result)
             different = difference(given, recording.result, tolerance, errors)
         if different is not None:
             hint = "" if tolerance is None else f" (tolerance={tolerance:g} is accepted)"
@@ -666,7 +666,7 @@ class _Rounded(TorchDispatchMode):
         return value + value * ((2 * chance - 1) * torch.finfo(value.dtype).eps)
 
 
-def _rounding_errors(model: Callable[..., Any], call: Inputs, expected: Any) -> list[float]:
+def rounding_errors(model: Callable[..., Any], call: Inputs, expected: Any) -> list[float]:
     """Return by how much each output of a model may be off; 0 where that is not known."""
     theirs = tensors_in(expected)
     errors = [0.0] * len(theirs)

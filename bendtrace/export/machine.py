@@ -204,7 +204,8 @@ class Question:
         is_decided, smaller = False, set()
         for run, one, other in self.rounds(hole):
             is_decided = is_decided or other.index in run.numbers.varying
-            for dim, (size, after) in enumerate(zip(one.meta.shape, other.meta.shape, strict=True)):
+            sizes = map(shape_of, (one.meta, other.meta))
+            for dim, (size, after) in enumerate(zip(*sizes, strict=False)):
                 if size < after and not is_decided:
                     return None
                 if size > after:
@@ -216,6 +217,13 @@ class Question:
 
 
 Node: TypeAlias = "Question | _End"
+
+
+def shape_of(meta: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor, of one whose rows were taken one by one, or of a size."""
+    if type(meta) is tuple:
+        return len(meta), *(meta[0].shape if meta else ())
+    return tuple(getattr(meta, "shape", (meta,)))
 
 
 def told(record: Any) -> str:
@@ -298,7 +306,7 @@ class Machine:
         for question in self._by_key.values():
             count = len(question.run.recording.tape.states[question.number].holes)
             for _, one, other in itertools.chain(*map(question.rounds, range(count))):
-                sizes = (getattr(op.meta, "shape", ()) for op in (one, other))
+                sizes = (shape_of(op.meta) for op in (one, other) if isinstance(op.meta, tuple))
                 if any(before < after for before, after in zip(*sizes, strict=False)):
                     return other
         return None

@@ -76,6 +76,12 @@ def gives_tensors(op: Op) -> bool:
     )
 
 
+def gives_rows(op: Op) -> bool:
+    """Return whether an op gives the rows of a tensor one by one, as a `for` over it does."""
+    dims = (*op.args[1:], *op.kwargs.values())
+    return name_of(op.target) == "unbind" and dims in ((), (0,))
+
+
 def _is_sized_by_values(op: Op, ops: list[Op], kinds: dict[int, Kind]) -> bool:
     """Return whether the size of the result depends on the values of tensors."""
     name = name_of(op.target)

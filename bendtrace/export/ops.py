@@ -15,7 +15,7 @@ from bendtrace.compiled.probing import why_not_op
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import fact_of
 from bendtrace.export.machine import AnalysedRun, told
-from bendtrace.export.numbers import Kind
+from bendtrace.export.numbers import Kind, gives_rows
 from bendtrace.export.values import (
     DTYPES,
     Constant,
@@ -203,6 +203,12 @@ class SegmentOps(Expressions):
         key = op.args[1]
         if isinstance(owner, Several) and type(key) is int:
             self.known[op.index] = owner.items[key]
+        elif isinstance(owner, Tensors) and type(key) is int:  # a row, see `_emit_tensors`
+            row = f"torch.full((1,), {key}, device={owner.name}.device)"
+            name = self._define(f"{owner.name}.index_select(0, {row}).select(0, 0)", op)
+            own = self._memory(op)  # the model has a view
+            self.names["__picked__"] |= own - owner.memory
+            self.known[op.index] = self._taken_apart(name, op.meta, own | owner.memory, op)
         elif isinstance(owner, Number) or self._ops[op.args[0].index].target is Tensor.tolist:
             self._emit_number(op)
         else:
@@ -308,6 +314,9 @@ class SegmentOps(Expressions):
             held = self._text(self._part(constant, op))
             name = self._define(f"{held}.clone()", op)
             self.known[op.index] = self._taken_apart(name, op.meta, self._memory(op), op)
+            return
+        if self._run.numbers.has_varying_length(op.index) and gives_rows(op):
+            self.known[op.index] = self.value_of(op.args[0].index)  # of which rows are picked
             return
         if (text := self._gathered(op)) is not None:
             name = self._define(text, op)

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import logging
+import operator
 import os
 import subprocess
 import sys
@@ -302,18 +303,36 @@ def _has_bfloat16(program: torch.export.ExportedProgram) -> bool:
 def _translated(program: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
     """Translate a program to ONNX.
 
-    What `torch.onnx.export` does, but for one thing: in loops with branches in them there are
+    What `torch.onnx.export` does, but for two things: in loops with branches in them there are
     functions in functions, which it notes different versions of (torch 2.13; the test of greedy
-    decoding notices).
+    decoding notices); and it rounds `//` of sizes to 0 (the test of rounded sizes notices).
     """
     exporter = importlib.import_module("torch.onnx._internal.exporter._core")
-    model = exporter.exported_program_to_ir(program)
+    functions = importlib.import_module("torch.onnx._internal.exporter._registration")
+    registry = functions.ONNXRegistry.from_torchlib()
+    registry.register_op(operator.floordiv, _floor_division)
+    for target in (_ATEN.matmul.default, _ATEN.mv.default):
+        registry.register_op(target, _product)
+    model = exporter.exported_program_to_ir(program, registry=registry)
     for holder in (model, *model.functions.values()):
         if _SUBGRAPHS in holder.opset_imports:
             holder.opset_imports[_SUBGRAPHS] = 1
     made = torch.onnx.ONNXProgram(model, program)
     made.optimize()
     return made
+
+
+def _floor_division(one: Any, other: Any) -> Any:
+    op: Any = importlib.import_module("onnxscript").opset18
+    return op.Div(op.Sub(one, op.Mod(one, other)), other)
+
+
+def _product(one: Any, other: Any) -> Any:
+    """Multiply as `matmul` does: onnxruntime 1.32 computes `x.T @ v` for a vector v wrongly."""
+    op: Any = importlib.import_module("onnxscript").opset18
+    if one.shape and other.shape and len(one.shape) > 1 == len(other.shape):
+        return op.Squeeze(op.MatMul(one, op.Unsqueeze(other, [1])), [-1])
+    return op.MatMul(one, other)
 
 
 class OnnxProgram:
@@ -362,8 +381,18 @@ class OnnxProgram:
             required, compares = self._arguments
             _require_same(arguments_of(args, kwargs, compares), required)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        names = [one.name for one in self.session.get_inputs()]
-        feed = {n: t.detach().cpu().numpy() for n, t in zip(names, leaves, strict=True)}
+        inputs = self.session.get_inputs()
+        sizes: dict[Any, tuple[int, str]] = {}
+        for one, leaf in zip(inputs, leaves, strict=True):  # which onnxruntime does not compare
+            for name, size in zip(one.shape, leaf.shape, strict=False):
+                first, where = sizes.setdefault(name, (size, one.name))
+                if first != size and type(name) is str:
+                    raise RuntimeError(
+                        f"the program requires a size of {first} in {one.name}, as in {where}"
+                    )
+        feed = {
+            one.name: leaf.detach().cpu().numpy() for one, leaf in zip(inputs, leaves, strict=True)
+        }
         *outputs, flag = self.session.run(None, feed)
         if int(flag):
             raise RuntimeError(self.messages[int(flag)])
@@ -415,9 +444,7 @@ def open_sizes(is_open: bool = True) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Return a context in which torch and onnx log nothing: errors say what they refuse."""
-    loggers = [
-        logging.getLogger(name) for name in ("torch.onnx", "torch._export", "onnxscript", "onnx_ir")
-    ]
+    loggers = [*map(logging.getLogger, _LOGGERS)]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), Quiet(), torch.no_grad():
         warnings.simplefilter("ignore")

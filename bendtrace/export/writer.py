@@ -40,8 +40,10 @@ from bendtrace.export.machine import (
     View,
     Way,
     is_fixed,
+    shape_of,
     told,
 )
+from bendtrace.export.numbers import gives_rows
 from bendtrace.export.ops import Scope, SegmentOps
 from bendtrace.export.values import (
     DTYPES,
@@ -194,6 +196,11 @@ class _Writer(Functions):
                 env = self._fitted(scope, question, ways[0], env, holds)
             env = self._follow(scope, ways[0], env, view)
             return self._go(scope, view.edges[question][ways[0]], env, join, view)
+        if is_demanded and scope.depth == 0 and not self._flagged:
+            # Before the sides, which may not be able to compute with what they have never seen.
+            tests = [self._test(scope, question, way.answer, env) for way in ways]
+            self._demand(scope, f"({' | '.join(tests)})", question.place, question)
+            is_demanded = False
         asked = self._test(scope, question, ways[0].answer, env)
         sides: list[tuple[Scope, tuple[Value, ...]]] = []
         for listed, demanded in ((ways[:1], False), (ways[1:], is_demanded)):
@@ -210,25 +217,28 @@ class _Writer(Functions):
             return env
         tape = way.run.recording.tape
         metas = [tape.ops[hole].meta for hole in tape.states[way.after].holes]
-        taken = {
-            place: value.name if isinstance(value, Tensors) else value.text
-            for place, (value, meta) in enumerate(zip(env, metas, strict=True))
-            if (isinstance(value, Tensors) and isinstance(meta, TensorMeta))
-            or (isinstance(value, Static) and value.varies)
-        }
-        shapes = [getattr(metas[place], "shape", (metas[place],)) for place in taken]
-        result, found = self._new("r"), list(env)
-        given = "".join(f"{text}, " for text in taken.values())
-        scope.add(f"{result} = fit(({given}), {holds}, {shapes})", question.guard)
-        for number, place in enumerate(taken):
-            value = env[place]
-            name = self._new("v" if isinstance(value, Tensors) else "s")
+        taken: dict[str, tuple[int, ...]] = {}
+        for value, meta in zip(env, metas, strict=True):
+            if isinstance(value, Tensors) and meta != ():
+                taken.setdefault(value.name, shape_of(meta))
+            elif isinstance(value, Static) and value.varies:
+                taken.setdefault(value.text, shape_of(meta))
+        result = self._new("r")
+        given = "".join(f"{text}, " for text in taken)
+        scope.add(f"{result} = fit(({given}), {holds}, {[*taken.values()]})", question.guard)
+        names: dict[str, str] = {}
+        for number, text in enumerate(taken):
+            names[text] = name = self._new(text[1])
             scope.own.add(name)
             scope.add(f"{name} = {result}[{number}]")
-            if isinstance(value, Tensors):
-                found[place] = replace(value, name=name)
-            elif isinstance(value, Static):
-                found[place] = replace(value, text=name)
+        found = list(env)
+        for place, value in enumerate(env):
+            if isinstance(value, Tensors) and value.name in names:
+                others = (one for one in env if isinstance(one, Tensors) and one.name != value.name)
+                is_torn = value.is_torn or any(one.memory & value.memory for one in others)
+                found[place] = replace(value, name=names[value.name], is_torn=is_torn)
+            elif isinstance(value, Static) and value.text in names:
+                found[place] = replace(value, text=names[value.text])
         return tuple(found)
 
     def _test(self, scope: Scope, question: Question, answer: Any, env: tuple[Value, ...]) -> str:
@@ -238,7 +248,9 @@ class _Writer(Functions):
         ops = self._ops(scope, run, None, dict(zip(holes, env, strict=True)))
         op = run.recording.tape.ops[guard.index]
         if isinstance(guard, LengthGuard):
-            if op.target is Tensor.tolist or op.target is Tensor.__len__:
+            if gives_rows(op):
+                size = f"{ops.name(op.index)}.size(0)"
+            elif op.target is Tensor.tolist or op.target is Tensor.__len__:
                 size = f"{ops.name(op.args[0].index)}.size(0)"
             else:
                 raise ExportError(
