@@ -260,6 +260,19 @@ def test_conditions_that_a_file_cannot_check_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.more
+def test_an_onnx_file_tells_any_runtime_of_sizes_that_have_to_be_equal(tmp_path: Path) -> None:
+    require("onnx")
+    path = tmp_path / "model.onnx"
+    bt.BendedModule(for_equal).export((X, Y), (X[:3], Y[:3]), to=path)
+    session = bt.export.OnnxProgram(path).session
+    names = [one.name for one in session.get_inputs()]
+    for rows, columns in ((4, 4), (3, 3), (4, 3), (3, 4)):
+        values = X[:rows].numpy(), Y[:columns].numpy()
+        *_, unseen = session.run(None, dict(zip(names, values, strict=True)))
+        assert bool(unseen) == (rows != columns)
+
+
+@pytest.mark.more
 def test_an_onnx_program_is_called_as_the_model(tmp_path: Path) -> None:
     require("onnx")
 

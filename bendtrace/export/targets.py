@@ -30,7 +30,7 @@ from bendtrace.torch_rules.functions import OpOverload
 
 _LOGGERS = ("torch.onnx", "torch._export", "onnxscript", "onnx_ir")
 _SUBGRAPHS = "pkg.torch.__subgraph__"
-_UNSEEN = "bendtrace_unseen"  # the last output of an ONNX model, and the key of its messages
+_UNSEEN = "bendtrace_unseen"  # the key of the messages for the last output of an ONNX model
 _ARGUMENTS = "bendtrace_arguments"  # the key of what `arguments_of` returns
 
 
@@ -279,6 +279,7 @@ def save_onnx(
         except Exception as error:
             raise ExportError(f"ONNX cannot express it: {_first_line(error)}") from error
         model = onnx.load(temporary)
+        messages = {**messages, **_compare_sizes(model.graph, max(messages, default=0))}
         for key, value in ((_UNSEEN, messages), (_ARGUMENTS, arguments)):
             entry = model.metadata_props.add()
             entry.key, entry.value = key, json.dumps(value)
@@ -293,6 +294,61 @@ def save_onnx(
             hint = ": convert the model with to(torch.float32)" if _has_bfloat16(program) else ""
             raise ExportError(f"onnxruntime cannot run it{hint} ({_first_line(error)})") from error
         check(loaded)
+
+
+def _compare_sizes(graph: Any, known: int) -> dict[int, str]:
+    """Have the last output tell of sizes that differ although the program has one name for them.
+
+    onnxruntime does not compare them.
+
+    Args:
+        graph: the graph of a model, which is changed.
+        known: the largest number that the last output has had.
+
+    Returns:
+        The messages for the new numbers.
+    """
+    make, kinds = _onnx().helper, _onnx().TensorProto
+    places: dict[str, list[tuple[str, int]]] = {}
+    for one in graph.input:
+        for axis, size in enumerate(one.type.tensor_type.shape.dim):
+            if size.dim_param and not size.dim_param.isdigit():
+                places.setdefault(size.dim_param, []).append((one.name, axis))
+    pairs = [(first, place) for first, *others in places.values() for place in others]
+    messages = {
+        known + number: f"the program requires {place[0]}.size({place[1]}) to be equal to "
+        f"{first[0]}.size({first[1]})"
+        for number, (first, place) in enumerate(pairs, 1)
+    }
+    if not pairs:
+        return messages
+    latest, unseen = f"{_UNSEEN}_0", graph.output[-1].name
+    for node in graph.node:
+        for names in (node.input, node.output):
+            names[:] = [latest if name == unseen else name for name in names]
+    for constant in graph.initializer:
+        constant.name = latest if constant.name == unseen else constant.name
+    for number, (first, place) in zip(messages, pairs, strict=True):
+        base = f"{_UNSEEN}_{number}"
+        constant = make.make_tensor(f"{base}_number", kinds.INT64, [], [number])
+        graph.initializer.append(constant)
+        for name, axis, end in ((*first, "one"), (*place, "other")):
+            graph.node.append(
+                make.make_node("Shape", [name], [f"{base}_{end}"], start=axis, end=axis + 1)
+            )
+        rows = (
+            ("Sub", (f"{base}_one", f"{base}_other"), f"{base}_apart"),
+            ("Abs", (f"{base}_apart",), f"{base}_distance"),
+            ("Sign", (f"{base}_distance",), f"{base}_sign"),
+            ("Squeeze", (f"{base}_sign",), f"{base}_differs"),
+            ("Mul", (f"{base}_differs", f"{base}_number"), f"{base}_told"),
+            ("Max", (latest, f"{base}_told"), base),
+        )
+        for operator_name, inputs, output in rows:
+            graph.node.append(make.make_node(operator_name, inputs, [output]))
+        latest = base
+    graph.node.append(make.make_node("Identity", [latest], [unseen]))
+    return messages
 
 
 def _has_bfloat16(program: torch.export.ExportedProgram) -> bool:
@@ -381,18 +437,8 @@ class OnnxProgram:
             required, compares = self._arguments
             _require_same(arguments_of(args, kwargs, compares), required)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        inputs = self.session.get_inputs()
-        sizes: dict[Any, tuple[int, str]] = {}
-        for one, leaf in zip(inputs, leaves, strict=True):  # which onnxruntime does not compare
-            for name, size in zip(one.shape, leaf.shape, strict=False):
-                first, where = sizes.setdefault(name, (size, one.name))
-                if first != size and type(name) is str:
-                    raise RuntimeError(
-                        f"the program requires a size of {first} in {one.name}, as in {where}"
-                    )
-        feed = {
-            one.name: leaf.detach().cpu().numpy() for one, leaf in zip(inputs, leaves, strict=True)
-        }
+        names = [one.name for one in self.session.get_inputs()]
+        feed = {n: t.detach().cpu().numpy() for n, t in zip(names, leaves, strict=True)}
         *outputs, flag = self.session.run(None, feed)
         if int(flag):
             raise RuntimeError(self.messages[int(flag)])
