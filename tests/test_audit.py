@@ -185,6 +185,41 @@ def test_what_cannot_be_audited_is_said() -> None:
         bended.audit(torch.ones(1))
 
 
+def _draws_from_a_closure() -> Callable[[Tensor], Tensor]:
+    generator, numbers = torch.Generator().manual_seed(1), random.Random(1)
+    return lambda x: x * torch.rand(2, generator=generator) + numbers.random()
+
+
+class AddsToItsGradients(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            super().forward(x.detach()).sum().backward()
+        return x + self.bias.grad
+
+
+class HoldsATrace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+@pytest.mark.parametrize(
+    "make", [_draws_from_a_closure, lambda: AddsToItsGradients(2, 2), HoldsATrace]
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_what_copies_share_or_leave_out_is_no_difference(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(0)
+    bended = bt.BendedModule(make(), audit=1.0)
+    for _ in range(4):
+        assert torch.equal(bended(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    assert bended.stats.replays
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.5, True, "all", None])
 def test_what_is_no_share_is_refused(share: Any) -> None:
     with pytest.raises(InputError, match="audit is a share"):

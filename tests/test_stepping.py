@@ -642,6 +642,65 @@ def test_writes_to_parameters_are_undone_until_the_run_is_finished() -> None:
         _ = run.goto(1).variables
 
 
+class CountsInAScript(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x * self.calls
+
+
+class HoldsAScript(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        inner = CountsInAScript()
+        self.inner = torch.jit.trace(inner, torch.ones(2), check_trace=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 1
+
+
+class Resizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("held", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_long = self.held.numel() > 2
+        torch.mul(x, 2, out=self.held)
+        return self.held * (2 if is_long else 3)
+
+
+@pytest.mark.parametrize("make", [HoldsAScript, Resizes])
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:An output with one or more elements")
+def test_scripts_and_shapes_are_put_back_until_the_run_is_finished(
+    make: Callable[[], nn.Module],
+) -> None:
+    twin, model = make(), make()
+    before = state(model)
+    run = bt.BendedModule(model).step(torch.ones(2))
+    for position in (1, 0, 2):
+        _ = run.goto(position).variables
+        assert state(model) == before
+    assert bits(run.finish()) == bits(twin(torch.ones(2)))
+    assert state(model) == state(twin)
+
+
+def test_what_a_script_assigns_is_refused() -> None:
+    model = nn.Sequential(torch.jit.script(AssignsInAScript()))
+    with pytest.raises(InputError, match="may change what a script holds"):
+        bt.BendedModule(model).step(torch.ones(2))
+
+
+class AssignsInAScript(CountsInAScript):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x * self.calls
+
+
 def test_a_model_that_has_changed_since_is_noticed() -> None:
     model = Momentum()
     run = bt.BendedModule(model).step(torch.ones(3, 4))
