@@ -437,6 +437,7 @@ def test_batches_without_anything_to_learn_make_no_step() -> None:
 
 
 @pytest.mark.parametrize("cls", MODELS)
+@pytest.mark.more
 def test_scores_of_classes_are_those_of_scikit_learn(cls: type[nn.Module]) -> None:
     classes = 4
     data = batches(9, 10, classes)

@@ -122,6 +122,7 @@ def _model(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize(("name", "faults"), [*some([(name, 10) for name in NAMES]), ("solver", 3)])
+@pytest.mark.more
 def test_a_planted_fault_is_named_exactly(name: str, faults: int) -> None:
     if name == "tiny BERT":
         pytest.importorskip("transformers")
@@ -316,6 +317,7 @@ def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
     return module.forward
 
 
+@pytest.mark.more
 def test_a_compiled_module_is_compared_op_by_op(net: Net) -> None:
     with torch.no_grad():
         assert not bt.bisect(net, torch.compile(net, backend="eager"), X)

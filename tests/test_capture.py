@@ -572,6 +572,7 @@ def test_a_later_write_to_one_kept_value_copies_only_that() -> None:
     assert log["view_1:5"].tensor_contents.unique().tolist() == [6.0]
 
 
+@pytest.mark.more
 def test_a_subset_costs_only_the_subset() -> None:
     def peak(save: Any) -> int:
         with torch.no_grad():
@@ -1261,6 +1262,7 @@ def test_gradients_of_a_subset(save: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.more
 def test_gradients_are_those_that_autograd_gives(name: str) -> None:
     made = next(model for model in MODELS if model.name == name)
     model = made.make()

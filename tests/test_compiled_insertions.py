@@ -225,6 +225,7 @@ def scaled_by(vector: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("case", some(SWEPT, 3))
+@pytest.mark.more
 def test_a_sweep_is_compiled_once_and_gives_the_bits_and_reports_of_replays(case: str) -> None:
     both = Both()
     with torch.no_grad():

@@ -135,6 +135,7 @@ def test_what_draws_random_numbers_stays_outside(case: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.more
 def test_combinations_are_served_by_compiled_segments(mode: type) -> None:
     calls = [lambda made=made: made for made in combinations()]
     bended = assert_promise_with("aot_eager", Layers, calls, mode)

@@ -63,6 +63,7 @@ def test_a_tree_completes_where_nothing_is_inferred(names: dict[str, Any]) -> No
     assert {"sub_1", "sub_1.relu"} <= set(found)
 
 
+@pytest.mark.more
 def test_a_loaded_log_completes_its_tree(names: dict[str, Any], tmp_path: Path) -> None:
     names["trace"].save(tmp_path / "run")
     loaded = {"log": bt.load(tmp_path / "run")}

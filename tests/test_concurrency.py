@@ -595,6 +595,7 @@ def test_a_bended_module_of_a_bended_module() -> None:
     assert list(twice.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.more
 def test_a_model_that_traces_in_its_forward() -> None:
     class Traces(nn.Module):
         def __init__(self) -> None:
@@ -643,6 +644,7 @@ def test_a_model_that_calls_itself_through_its_bended_module() -> None:
     assert bended.stats.replays + bended.stats.live >= 3
 
 
+@pytest.mark.more
 def test_an_inner_module_that_raises_halfway_leaves_both_working() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -55,14 +56,15 @@ def test_the_others_need_an_option(item: Any, option: str) -> None:
     assert _needed_option(item, set()) == option
 
 
-def test_of_tests_with_many_cases_half_run_one_day_and_half_the_next() -> None:
-    few: list[Any] = [(Item(f"a.py::test_few[{number}]"), "--more") for number in range(60)]
+def test_of_tests_with_many_cases_each_day_runs_a_third() -> None:
+    few: list[Any] = [(Item(f"a.py::test_few[{number}]"), "--more") for number in range(40)]
     many: list[Any] = [(Item(f"a.py::test_many[{number}]"), "--more") for number in range(80)]
     others: list[Any] = [(Item("a.py::test_many[drawn]"), None), (Item("a.py::test_long"), "--all")]
-    one, two = (_of_today([*few, *many, *others], f"2026-01-0{day}") for day in (1, 2))
-    assert one & two == {item.nodeid for item, _ in few}
-    assert one | two == {item.nodeid for item, _ in (*few, *many)}
-    assert 20 < len(one - two) < 60
+    days = [_of_today([*few, *many, *others], f"2026-01-0{day}") for day in (1, 2, 3)]
+    for one, two in itertools.pairwise([*days, days[0]]):
+        assert one & two == {item.nodeid for item, _ in few}
+        assert 10 < len(one - two) < 45
+    assert set().union(*days) == {item.nodeid for item, _ in (*few, *many)}
 
 
 @pytest.mark.parametrize("brief", [True, False])

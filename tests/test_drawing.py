@@ -531,6 +531,7 @@ class Odd(nn.Module):
         return x
 
 
+@pytest.mark.more
 def test_text_of_any_kind_is_written_as_it_is() -> None:
     model = nn.Sequential()
     model.add_module("größe <&\"'> \u4e2d\u6587" + "x" * 200, nn.Linear(2, 2))

@@ -141,6 +141,7 @@ def test_numbers_out_of_tensors_are_computed_with_as_in_python() -> None:
         assert_equal(made, model, torch.rand(3), torch.randn(3, 2))
 
 
+@pytest.mark.more
 def test_an_int_that_picks_a_module_is_a_switch() -> None:
     made = exported(
         MODELS["top-1 experts"].model(), *itertools.islice(MODELS["top-1 experts"].stream(1), 50)

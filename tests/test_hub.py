@@ -90,6 +90,7 @@ def given_a_cache(model: Any, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["config", "mask"])
 @pytest.mark.parametrize("model_type", some(CACHED, chosen={"gpt2", "llama", "mixtral", "qwen3"}))
+@pytest.mark.more
 def test_a_replay_holds_a_cache_once(model_type: str, kind: str) -> None:
     """A cache is given, and made longer; counted from the beginning of the call."""
     with quiet(), torch.no_grad():

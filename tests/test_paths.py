@@ -1144,6 +1144,7 @@ def test_example_arguments_can_be_keywords_and_an_error_of_the_model_is_its_own(
         PatchableGraph(Branch())
 
 
+@pytest.mark.more
 def test_the_nodes_visited_grow_with_the_tape_and_not_faster() -> None:
     def steps(n: int) -> int:
         counted = 0

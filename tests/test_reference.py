@@ -54,6 +54,7 @@ def test_what_methods_return_has_a_page(tmp_path: Path) -> None:
         assert reference_pages.documented_as()[name] in pages, name
 
 
+@pytest.mark.more
 def test_each_class_that_is_only_returned_is_listed() -> None:
     text = "".join(page.read_text("utf-8") for page in PAGES.glob("*.md"))
     for module, names in reference_pages.classes().items():

@@ -480,6 +480,7 @@ def test_what_was_not_worth_walking_is_walked_once_it_is(
     assert told(second) != before
 
 
+@pytest.mark.more
 def test_objects_that_come_to_stand_where_others_stood_are_told_apart() -> None:
     model, x = Model(), torch.ones(2, 4)
     kept = [scan(model, x=x)]

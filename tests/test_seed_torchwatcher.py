@@ -427,6 +427,7 @@ def test_own_analysers_get_the_gradients_of_their_call() -> None:
 
 
 @pytest.mark.parametrize("is_per_class", [False, True])
+@pytest.mark.more
 def test_what_waits_for_gradients_goes_with_its_graph(is_per_class: bool) -> None:
     tracker: Any = GradTracker()
     if is_per_class:

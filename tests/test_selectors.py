@@ -219,6 +219,7 @@ class Around(nn.Module):
         return self.layer(*args, **kwargs)
 
 
+@pytest.mark.more
 def test_what_a_layer_consists_of_is_not_meant_beside_it_but_what_it_calls_is() -> None:
     padded = nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular")
     image = torch.ones(1, 1, 4, 4)

@@ -527,6 +527,7 @@ class Page:
 
 
 @needs_chromium
+@pytest.mark.more
 def test_the_page_steps_forward_and_back_with_the_variables(
     driver: Browser, tmp_path: Path
 ) -> None:

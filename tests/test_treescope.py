@@ -87,6 +87,7 @@ def test_values_are_told_as_ranges_and_html_can_be_made() -> None:
     assert "from 1 to 1, mean 1" in shown(bt.trace(torch.neg, -torch.ones(2), save="all"))
 
 
+@pytest.mark.more
 def test_treescope_is_never_imported_by_itself(tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(
         "import sys, torch, bendtrace as bt\n"

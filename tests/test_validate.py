@@ -58,6 +58,7 @@ def test_the_log_of_every_hugging_face_model_is_true(model: TinyModel, mode: Any
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.more
 def test_the_log_of_a_training_step_is_true(name: str) -> None:
     made = next(model for model in MODELS if model.name == name)
     model = made.make().train()

@@ -320,6 +320,7 @@ def test_a_study_is_a_row_of_single_ablations(at: Any) -> None:
     assert bended.insertions == ()
 
 
+@pytest.mark.more
 def test_a_study_tells_heads_and_channels_apart() -> None:
     model = gpt2()
     names = [f"transformer.h.{i}.attn.c_proj" for i in range(2)]

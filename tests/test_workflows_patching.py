@@ -73,6 +73,7 @@ def test_a_grid_over_sites_and_positions_is_that_of_native_hooks_bit_by_bit(dire
     assert len(set(found.values.flatten().tolist())) > 5
 
 
+@pytest.mark.more
 def test_the_effect_goes_from_nothing_to_all() -> None:
     model = transformer()
     for direction in ("denoise", "noise"):
@@ -290,6 +291,7 @@ def test_a_pass_that_comes_up_only_when_patched_is_told_of() -> None:
     assert "again, in pass" in found.missing["relu"]
 
 
+@pytest.mark.more
 def test_a_grid_needs_no_trace_for_each_cell() -> None:
     counts = []
     for positions in ([0], "each", [0, 1, 2, 3, 4, [0, 1], [2, 3], slice(None)]):
@@ -304,6 +306,7 @@ def test_a_grid_needs_no_trace_for_each_cell() -> None:
     assert bended.stats.traces == before
 
 
+@pytest.mark.more
 def test_what_means_several_nodes_is_a_row_for_each_and_a_list_is_one() -> None:
     model = transformer()
     found = activation_patching(model, CLEAN, CORRUPTED, [nn.LayerNorm], logit_difference)
