@@ -72,8 +72,8 @@ class Audit:
         try:
             with _Copying():
                 memo = dict(shared)
-                self._copies: Any = _copied(self._given, memo)
-                self._spare: Any = _copied(self._given, dict(shared))
+                self._copies: Any = _copy(self._given, memo)
+                self._spare: Any = _copy(self._given, dict(shared))
         except Exception as error:
             raise InputError(
                 f"the model or its inputs cannot be copied, so no call can be audited: {error!r}"
@@ -166,7 +166,7 @@ class _Copying(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copied(given: Any, memo: dict[int, Any]) -> Any:
+def _copy(given: Any, memo: dict[int, Any]) -> Any:
     copies = copy.deepcopy(given, memo)
     for module in _modules_of(given[0]):
         for parameter in module.parameters(recurse=False):  # torch copies them without `grad`
@@ -257,16 +257,16 @@ def _first_difference(replayed: Recording, anew: Recording) -> str:
     """Say where the model now leaves the run that was repeated."""
     for old, new in zip_longest(replayed.tape.ops, anew.tape.ops):
         if old is None:
-            return f"first, it calls {_named(new)} as well"
+            return f"first, it calls {_op_text(new)} as well"
         if new is None:
-            return f"first, it does not call {_named(old)}"
+            return f"first, it does not call {_op_text(old)}"
         if old.does_the_same_as(new) or _are_of_one_name(old, new):
             continue
         if old.kind is not new.kind or str(old.target) != str(new.target):
-            return f"first, it calls {_named(new)}, not {_named(old)}"
+            return f"first, it calls {_op_text(new)}, not {_op_text(old)}"
         pairs = zip_longest(_arguments(old), _arguments(new))
         given = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
-        return f"first, it gives {_named(new)} {given[1]!r}, not {given[0]!r}"
+        return f"first, it gives {_op_text(new)} {given[1]!r}, not {given[0]!r}"
     return "it calls the same ops with the same arguments"
 
 
@@ -279,7 +279,7 @@ def _arguments(op: Op) -> list[Any]:
     return [*op.args, *op.kwargs.values()]
 
 
-def _named(op: Op) -> str:
+def _op_text(op: Op) -> str:
     name = str(op.target) if op.kind in (OpKind.INPUT, OpKind.STATE) else said_of(op.target)
     places = () if op.site is None else op.site.places
     place = next((place for place in places if not place.in_torch), None)

@@ -404,7 +404,7 @@ def backward(
     earlier = () if through is None else (through, *through.earlier)
     losses = _losses(trace, tensors)
     starts = _starts(losses, gradients)
-    wanted = None if inputs is None else _listed("inputs", inputs)
+    wanted = None if inputs is None else _as_list("inputs", inputs)
     if not accumulate and not wanted:
         raise InputError("accumulate=False returns the gradients of inputs=, which is missing")
     for tensor in wanted or ():
@@ -454,7 +454,7 @@ def backward(
 # At the door
 
 
-def _listed(name: str, given: Tensors) -> list[Tensor]:
+def _as_list(name: str, given: Tensors) -> list[Tensor]:
     values = [given] if isinstance(given, Tensor) else given
     listed = list(values) if isinstance(values, Iterable) else [values]
     for value in listed:
@@ -471,7 +471,7 @@ def _losses(trace: Trace, tensors: Tensors | None) -> list[Tensor]:
                 "loss, trace.backward(loss)"
             )
         tensors = trace.output
-    losses = _listed("tensors", tensors)
+    losses = _as_list("tensors", tensors)
     if not losses:
         raise InputError("there is no loss to go backward from")
     for loss in losses:
@@ -492,7 +492,7 @@ def _starts(losses: list[Tensor], gradients: Tensors | None) -> list[Tensor] | N
                     "or a loss with one element"
                 )
         return None  # torch begins with ones
-    starts = _listed("gradients", gradients)
+    starts = _as_list("gradients", gradients)
     if [start.shape for start in starts] != [loss.shape for loss in losses]:
         raise InputError(
             f"gradients have the shapes {[tuple(start.shape) for start in starts]}, and the "

@@ -67,10 +67,10 @@ class BendtraceError(Exception):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:  # which calls no __init__: some take more than `args`
-        return _restored, (type(self), self.args), vars(self)
+        return _restore, (type(self), self.args), vars(self)
 
 
-def _restored(kind: type[BendtraceError], args: tuple[Any, ...]) -> BendtraceError:
+def _restore(kind: type[BendtraceError], args: tuple[Any, ...]) -> BendtraceError:
     error = kind.__new__(kind, *args)
     error.args = args
     return error

@@ -354,10 +354,10 @@ def steps_of(recording: Recording) -> FlowSteps:
         >>> bt.flow.steps_of(trace._recording) is trace.flow_steps
         True
     """
-    return recording.view(_derived)
+    return recording.view(_derive_steps)
 
 
-def _derived(recording: Recording) -> FlowSteps:
+def _derive_steps(recording: Recording) -> FlowSteps:
     return flow_steps(recording.tape, recording.names)
 
 

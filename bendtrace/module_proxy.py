@@ -19,7 +19,7 @@ from bendtrace.torch_rules.owners import module_of
 ModelT = TypeVar("ModelT", bound=Callable[..., Any], covariant=True, default=Any)
 
 
-def _presented(proxy: Any) -> type:
+def _presentation(proxy: Any) -> type:
     """Return the class of a proxy, with a `forward` that has the signature of the model's.
 
     Trainers look at the class of a model to see what its batches hold.
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     class _Presented: ...
 else:
     # In a class statement, the name would be what `super()` looks for.
-    _Presented = type("_Presented", (), {"__class__": property(_presented, _change_class)})
+    _Presented = type("_Presented", (), {"__class__": property(_presentation, _change_class)})
 
 
 class ModuleProxy(nn.Module, _Presented, Generic[ModelT]):

@@ -75,7 +75,7 @@ class PreservedState:
         if buffers:
             self._state = _Buffers(modules)
         elif model is not no_model:
-            self._state = ModelState(model, {}, _refused)
+            self._state = ModelState(model, {}, _refusal)
             self._state.require_restorable()
         self._random = random.getstate()
         numpy = sys.modules.get("numpy")
@@ -134,7 +134,7 @@ class _Buffers:
                     buffer.copy_(before)
 
 
-def _refused(reasons: Iterable[str]) -> InputError:
+def _refusal(reasons: Iterable[str]) -> InputError:
     return InputError(
         "the model is run several times from the same state, which cannot be restored: "
         + "; ".join(dict.fromkeys(reasons))
@@ -200,7 +200,7 @@ class ModelState:
                     self._hold(f"self.{name}.{key}", tensor, True)
         self._storages.discard(0)
         self._versions = self._versions_now()
-        found = {id(value): value for e in self._environments for value in _contained(e)}
+        found = {id(value): value for e in self._environments for value in _mutable_objects(e)}
         restorers = ((value, _restorer(value)) for value in found.values())
         self._restorers = [restore for _, restore in restorers if restore is not None]
 
@@ -296,7 +296,7 @@ def _contents_of(environment: Environment) -> dict[int, dict[Any, Any]]:
     return before
 
 
-def _contained(environment: Environment) -> Iterator[Any]:
+def _mutable_objects(environment: Environment) -> Iterator[Any]:
     """Yield what a run can change besides tensors, and attributes and lists that a scan lists."""
     for part in environment.parts:
         if part.kind in (CaptureKind.IDENTITY, CaptureKind.SET, CaptureKind.ARRAY):

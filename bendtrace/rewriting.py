@@ -81,13 +81,13 @@ class Removal(Interjection):
             what = describe(value) if keep in given else "not there"
             raise InterjectionError(
                 f"{at.path or '<root>'} cannot be removed: input {keep!r}, which would replace "
-                f"its output, is {what}; its inputs are {_listed(given)}; choose one with keep=",
+                f"its output, is {what}; its inputs are {_list_text(given)}; choose one with keep=",
                 at.path,
             )
         return value
 
 
-def _listed(given: dict[Any, Any]) -> str:
+def _list_text(given: dict[Any, Any]) -> str:
     return ", ".join(f"{key!r}: {describe(value)}" for key, value in given.items()) or "none"
 
 
@@ -343,7 +343,7 @@ def replace_module(
     if not isinstance(root, nn.Module):
         raise InputError(f"only a module has modules to replace, not {root!r}")
     where = outside(selector, root, leaves_in(tracer_kwargs))
-    names = _selected_names(root, where, [] if bended is None else _graphs(bended))
+    names = _select_names(root, where, [] if bended is None else _graphs(bended))
     if not names and not allow_none:
         known = [name for name, _ in root.named_modules() if name]
         text = selector if isinstance(selector, str) else getattr(selector, "pattern", "")
@@ -352,7 +352,7 @@ def replace_module(
             + (_HINT if bended is None else "")
         )
     made = _with_others(shared_copy(root), names, create_replacement)
-    return made if bended is None else _bended(made, bended)  # type: ignore[return-value]
+    return made if bended is None else _bend_model(made, bended)  # type: ignore[return-value]
 
 
 def replace_module_native(
@@ -417,7 +417,7 @@ def _with_others(
     return replaced(model, [model.get_submodule(name) for name in names], create)
 
 
-def _bended(model: nn.Module, like: BendedModule) -> BendedModule:
+def _bend_model(model: nn.Module, like: BendedModule) -> BendedModule:
     return BendedModule(model, max_traces=like._trees.limit)
 
 
@@ -425,7 +425,7 @@ def _graphs(bended: BendedModule) -> list[CandidateGraph]:
     return [bended._known.run(recording).candidates for recording in bended._trees.plain_runs()]
 
 
-def _selected_names(
+def _select_names(
     model: nn.Module, selector: NodeSelector, graphs: list[CandidateGraph]
 ) -> set[str]:
     """Return the qualified names of the modules that a selector means."""

@@ -371,7 +371,7 @@ class Analyser(Interjection):
         """
         return {
             "analyser": self._name,
-            "settings": {name: _noted(value) for name, value in self.settings.items()},
+            "settings": {name: _setting_of(value) for name, value in self.settings.items()},
             "states": [(path, encoded(state)) for path, state in self._states.items()],
             "calls": dict(self._calls),
         }
@@ -387,7 +387,7 @@ class Analyser(Interjection):
         """
         if state.get("analyser") != self._name:
             raise InputError(f"this is the state of a {state.get('analyser')}, not {self.label}")
-        settings = {name: _noted(value) for name, value in self.settings.items()}
+        settings = {name: _setting_of(value) for name, value in self.settings.items()}
         why = "create an analyser with the same settings"
         self._check_settings(settings, state["settings"], "the state", why)
         states = {path: decoded(plain) for path, plain in state["states"]}
@@ -478,16 +478,16 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _noted(value: Any) -> Any:
+def _setting_of(value: Any) -> Any:
     """Return a setting in a form that can be saved: itself, or its name."""
     if value is None or isinstance(value, (bool, int, float, str, Tensor)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_noted(item) for item in value]
+        return [_setting_of(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _noted(item) for key, item in value.items()}
+        return {str(key): _setting_of(item) for key, item in value.items()}
     if isinstance(value, Analyser):
-        return [value._name, _noted(value.settings)]
+        return [value._name, _setting_of(value.settings)]
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 

@@ -43,7 +43,7 @@ class AnalyserList(Analyser):
 
     def __init__(self, analysers: Iterable[Analyser] | Mapping[str, Analyser]) -> None:
         super().__init__()
-        self.analysers: dict[str, Analyser] = _named(analysers)
+        self.analysers: dict[str, Analyser] = _name_analysers(analysers)
         members = self.analysers.values()
         self.self_contained: bool = all(item.self_contained for item in members)
         self.deferrable: bool = all(item.deferrable for item in members)
@@ -236,7 +236,7 @@ class AnalyserList(Analyser):
         return f"<AnalyserList{state}\n{listed}>"
 
 
-def _named(analysers: Any) -> dict[str, Analyser]:
+def _name_analysers(analysers: Any) -> dict[str, Analyser]:
     items = (
         list(analysers.items())
         if isinstance(analysers, Mapping)

@@ -193,7 +193,7 @@ class AnalyserEvaluation:
 
     def _run(self, model: BendedModule, batch: Any, seen: int) -> int:
         """Run the model on a batch, and return how many samples are in it."""
-        batch = _moved(batch, _device_of(model))
+        batch = _move(batch, _device_of(model))
         call = Call.of(self._inputs(batch))
         count = _count(call)
         targets = self._targets(batch)
@@ -250,7 +250,7 @@ class AnalyserEvaluation:
             made = model.interject(self.where, self.analyser, allow_none=self._allow_none)
             stack.callback(made.remove)
         elif isinstance(model, nn.Module):
-            watched = _watched_natively(model, self.where, self.analyser, self._allow_none)
+            watched = _watch_natively(model, self.where, self.analyser, self._allow_none)
             self._passes = stack.enter_context(watched)
         else:
             raise InputError(f"{model!r} is not a module: wrap it, BendedModule(model)")
@@ -379,7 +379,7 @@ class AnalyserEvaluation:
 
 
 @contextmanager
-def _watched_natively(
+def _watch_natively(
     model: nn.Module, where: Any, analyser: Analyser, allow_none: bool
 ) -> Iterator[Counts]:
     """Have an analyser look at the calls of a plain module's submodules, without any tracing.
@@ -480,15 +480,15 @@ def _device_of(model: nn.Module) -> torch.device | None:
     return devices.pop() if len(devices) == 1 else None
 
 
-def _moved(value: Any, device: torch.device | None) -> Any:
+def _move(value: Any, device: torch.device | None) -> Any:
     if device is None or isinstance(value, (str, bytes)):
         return value
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: _moved(item, device) for key, item in value.items()}
+        return {key: _move(item, device) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_moved(item, device) for item in value)
+        return type(value)(_move(item, device) for item in value)
     return value.to(device) if callable(getattr(value, "to", None)) else value
 
 

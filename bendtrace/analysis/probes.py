@@ -133,7 +133,7 @@ class LinearProbe(Analyser):
         self.keep = check_keep(keep)
         self.pool = pool
         self.bias = bias
-        self.top_k: tuple[int, ...] = _checked_top(top_k, num_classes)
+        self.top_k: tuple[int, ...] = _check_top(top_k, num_classes)
         self.ignore_index = ignore_index
         self.seed = seed
         self.max_features = max_features
@@ -144,7 +144,7 @@ class LinearProbe(Analyser):
         """The arguments of the constructor, by name; functions by their names."""
         found = super().settings
         for name in ("optimizer", "criterion"):
-            found[name] = _called(found[name])
+            found[name] = _function_text(found[name])
         return found
 
     # Modes
@@ -445,7 +445,7 @@ def _unfit(shape: tuple[int, ...], samples: tuple[int, ...], more: str) -> str:
     )
 
 
-def _checked_top(top_k: Any, classes: int | None) -> tuple[int, ...]:
+def _check_top(top_k: Any, classes: int | None) -> tuple[int, ...]:
     given = (top_k,) if isinstance(top_k, int) else tuple(top_k)
     if given and classes is None:
         raise InputError("top_k= is for classes: pass num_classes")
@@ -455,14 +455,14 @@ def _checked_top(top_k: Any, classes: int | None) -> tuple[int, ...]:
     return given
 
 
-def _called(function: Any) -> str | None:
+def _function_text(function: Any) -> str | None:
     """Return the name of a function, with the arguments of a partial one."""
     if function is None:
         return None
     if isinstance(function, functools.partial):
         given = [repr(value) for value in function.args]
         given += [f"{name}={value!r}" for name, value in sorted(function.keywords.items())]
-        return f"{_called(function.func)}({', '.join(given)})"
+        return f"{_function_text(function.func)}({', '.join(given)})"
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 

@@ -226,7 +226,7 @@ class CovarianceSpectrum(_Spectral):
             per_pass=per_pass,
         )  # fmt: skip
         self.correction: Any = required_int("correction", correction, 0)
-        self.fit: bool | tuple[int, int] = fit if isinstance(fit, bool) else _checked_range(fit)
+        self.fit: bool | tuple[int, int] = fit if isinstance(fit, bool) else _check_range(fit)
 
     def start(self, key: str) -> Products:
         """Return sums of products."""
@@ -267,7 +267,7 @@ class CovarianceSpectrum(_Spectral):
         return result
 
 
-def _checked_range(fit: Any) -> tuple[int, int]:
+def _check_range(fit: Any) -> tuple[int, int]:
     if (
         isinstance(fit, (tuple, list))
         and len(fit) == 2
@@ -842,7 +842,7 @@ def ridge(
         raise InputError("features or targets were not finite, so there is no solution")
     features = sums.width - outputs
     inner, mixed = products[:features, :features], products[:features, features:]
-    weight = _solved(inner, mixed, float(alpha), max(sums.count, features)).T.contiguous()
+    weight = _solve(inner, mixed, float(alpha), max(sums.count, features)).T.contiguous()
     mean = sums.mean
     shift = (
         mean[features:] - weight @ mean[:features] if bias else torch.zeros_like(mean[features:])
@@ -850,7 +850,7 @@ def ridge(
     return weight, shift
 
 
-def _solved(inner: Tensor, mixed: Tensor, alpha: float, size: int) -> Tensor:
+def _solve(inner: Tensor, mixed: Tensor, alpha: float, size: int) -> Tensor:
     if alpha > _SAFE * float(inner.trace()):
         shifted = inner + alpha * torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
         factor = torch.linalg.cholesky(shifted)

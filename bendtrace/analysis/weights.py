@@ -137,8 +137,8 @@ def weight_ranks(
          '1.weight': WeightRank('1.weight', 4 x 18, rank=4)}
     """
     check_tolerances(rtol, atol)
-    weights = _chosen(model, where)
-    return {weight.name: _ranked(weight, tensor, rtol, atol) for weight, tensor in weights}
+    weights = _choose(model, where)
+    return {weight.name: _rank(weight, tensor, rtol, atol) for weight, tensor in weights}
 
 
 class LayerWeightRank(Analyser):
@@ -242,7 +242,7 @@ class LayerWeightRank(Analyser):
     def update_state(self, state: _History, value: Tensor, batch: Any) -> None:
         """Record a weight."""
         weight = _Weight("weight", None, "", lambda: value, None)
-        found = _ranked(weight, _checked(weight, value), self.rtol, self.atol)
+        found = _rank(weight, _check(weight, value), self.rtol, self.atol)
         state.found[self._step] = found.to_dict()
 
     def result(self, state: _History) -> dict[Any, Any]:
@@ -295,7 +295,7 @@ class _Weight:
     shared_with: tuple[str, ...] = ()
 
 
-def _ranked(weight: _Weight, tensor: Tensor, rtol: float | None, atol: float) -> WeightRank:
+def _rank(weight: _Weight, tensor: Tensor, rtol: float | None, atol: float) -> WeightRank:
     is_convolution = isinstance(weight.owner, nn.modules.conv._ConvNd)
     groups = int(weight.owner.groups) if is_convolution else 1  # type: ignore[union-attr, arg-type]
     flat = tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
@@ -314,7 +314,7 @@ def _ranked(weight: _Weight, tensor: Tensor, rtol: float | None, atol: float) ->
     return WeightRank(weight.name, owner, tuple(tensor.shape), groups, found, weight.shared_with)
 
 
-def _chosen(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
+def _choose(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
     """Return the chosen weights, and their tensors."""
     root = model.model if isinstance(model, BendedModule) else model
     if isinstance(root, nn.Module):
@@ -344,12 +344,12 @@ def _chosen(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
         first[weight.key] = replace(known, shared_with=tuple(others))
     found = []
     for weight in first.values():
-        with _undisturbed():
+        with _without_side_effects():
             tensor = weight.read()
         if nn.parameter.is_lazy(tensor):
             raise InputError(f"{weight.name!r} is not initialized: call the model once")
         if weight.name in named or (tensor.dim() > 1 and tensor.is_floating_point()):
-            found.append((weight, _checked(weight, tensor)))
+            found.append((weight, _check(weight, tensor)))
     return found
 
 
@@ -390,7 +390,7 @@ def _weights_of(root: nn.Module) -> Iterator[_Weight]:
             parts |= {id(inner) for inner in module.modules()}
     for inside, module in root.named_modules(remove_duplicate=False):
         prefix = f"{inside}." if inside else ""
-        computed = _computed(module)
+        computed = _derived_tensors(module)
         for name, read in computed.items():
             yield _Weight(prefix + name, module, inside, read, (id(module), name))
         sources = {f"{name}_{end}" for name in computed for end in ("g", "v", "orig")}
@@ -408,14 +408,14 @@ def _itself(parameter: Tensor) -> Tensor:
     return parameter
 
 
-def _computed(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
+def _derived_tensors(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
     """Return the tensors that a module computes from parameters before it is called, by name."""
     found: dict[str, Callable[[], Tensor]] = {}
     parametrizations = getattr(module, "parametrizations", None)
     if isinstance(parametrizations, nn.ModuleDict):
         for name, chain in parametrizations.items():
             if isinstance(chain, ParametrizationList):
-                found[name] = partial(_parametrized, chain)
+                found[name] = partial(_apply_parametrization, chain)
     # The attribute itself is as old as the last call.
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm):
@@ -427,7 +427,7 @@ def _computed(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
     return found
 
 
-def _parametrized(chain: ParametrizationList) -> Tensor:
+def _apply_parametrization(chain: ParametrizationList) -> Tensor:
     # Some write to their buffers whenever they are read, as spectral_norm does.
     buffers = {name: buffer.clone() for name, buffer in chain.named_buffers()}
     return functional_call(chain, buffers, ())  # type: ignore[no-any-return]
@@ -453,14 +453,14 @@ def _adapters(module: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _without_side_effects() -> Iterator[None]:
     """Compute without gradients, and leave the random numbers as they are."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.no_grad():
         yield
 
 
-def _checked(weight: _Weight, tensor: Tensor) -> Tensor:
+def _check(weight: _Weight, tensor: Tensor) -> Tensor:
     name = weight.name
     if tensor.is_meta:
         raise InputError(f"{name!r} is on the device 'meta', and has no values")

@@ -802,9 +802,9 @@ def side_of(model: Any, call: Call | None) -> Side:
         )
     with PreservedState(_native_model(model), modes=True):
         if isinstance(model, BendedModule) and not model.insertions:
-            return _replayed(model, call)
+            return _replay_side(model, call)
         if _is_compiled(model):
-            return _compiled(model, call)
+            return _compile_side(model, call)
         log = _traced(model, call)
         return Side(log, again_of(log), "traced", log.output)
 
@@ -832,22 +832,22 @@ class _Seen(Interjection):
         )
 
 
-def _replayed(model: BendedModule, call: Call) -> Side:
+def _replay_side(model: BendedModule, call: Call) -> Side:
     """Replay a model while its nodes are looked at."""
     native = _native_model(model)
     with PreservedState(native, modes=True):
         log = _traced(native, call)
     with PreservedState(native, modes=True):
-        _called(model, call)
+        _own_call(model, call)
     with PreservedState(native, modes=True):
-        output = _called(model, call)
+        output = _own_call(model, call)
     seen = _Seen()
     with model.interject(lambda candidate: True, seen):
         for _ in range(2):
             seen.values.clear()
             before = model.stats.replays
             with PreservedState(native, modes=True):
-                _called(model, call)
+                _own_call(model, call)
     if model.stats.replays == before:
         why = "; ".join(model.why_live) or "it was recorded anew"
         raise InputError(f"the call is not replayed, so there is nothing to compare: {why}")
@@ -859,20 +859,20 @@ def _replayed(model: BendedModule, call: Call) -> Side:
     return Side(_with_values(log, kept), again_of(log, kept), "replayed", output)
 
 
-def _called(model: Callable[..., Any], call: Call) -> Any:
+def _own_call(model: Callable[..., Any], call: Call) -> Any:
     return own_copy(call).to(model)
 
 
 # Compiled
 
 
-def _compiled(model: Any, call: Call) -> Side:
+def _compile_side(model: Any, call: Call) -> Side:
     """Compile the traced ops as the model is compiled, and have the graph return every value."""
     native = model._orig_mod
     with PreservedState(native, modes=True):
         log = _traced(native, call)
     with PreservedState(native, modes=True):
-        output = _called(model, call)
+        output = _own_call(model, call)
     try:
         graph = log.to_fx(guards=False)
     except ConversionError as error:

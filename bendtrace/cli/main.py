@@ -60,17 +60,17 @@ def check(model: Callable[..., Any], args: Any, kwargs: Any, target: str) -> Non
 def describe(model: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, str]:
     """Return a description of each argument, by name."""
     bound = Signature(model).bind(args, kwargs)
-    return {name: _described(value) for name, value in bound.items()}
+    return {name: _short_text(value) for name, value in bound.items()}
 
 
-def _described(value: Any) -> str:
+def _short_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, (list, tuple)) and value:
-        inner = ", ".join(map(_described, value[:4])) + (", ..." if len(value) > 4 else "")
+        inner = ", ".join(map(_short_text, value[:4])) + (", ..." if len(value) > 4 else "")
         return f"[{inner}]" if isinstance(value, list) else f"({inner})"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_described(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_short_text(item)}" for key, item in value.items()) + "}"
     return shorten(repr(value), 40, placeholder="...")
 
 
@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 if all outputs were equal to eager's, 1 if not, 2 for an error.
     """
-    options = _parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
+    options = _parser().parse_args(_join_options(sys.argv[1:] if argv is None else argv))
     try:
         with redirect_stdout(sys.stderr):  # of the user's code
             text, equal = _COMMANDS[options.command](options)
@@ -343,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if equal else 1
 
 
-def _joined(argv: Sequence[str]) -> list[str]:
+def _join_options(argv: Sequence[str]) -> list[str]:
     """Join options and expressions, which argparse takes for options if they begin with `-`."""
     joined: list[str] = []
     for text in argv:
@@ -366,7 +366,7 @@ def _example(_: argparse.Namespace) -> tuple[str, bool]:
     return as_text(done, source=True), done.equal
 
 
-def _traced(options: argparse.Namespace) -> tuple[str, bool]:
+def _trace_text(options: argparse.Namespace) -> tuple[str, bool]:
     first = Inputs(tuple(options.input))
     calls = [first, first, *map(Inputs.split, options.call)]
     for inputs in calls:  # what is written wrong should show before a large model is made
@@ -380,7 +380,7 @@ def _traced(options: argparse.Namespace) -> tuple[str, bool]:
     return as_json(done) if options.json else as_text(done, full=options.full), done.equal
 
 
-def _explored(options: argparse.Namespace) -> str:
+def _explore_text(options: argparse.Namespace) -> str:
     if not options.domain:
         raise InputError('no input may differ: name one, as in --domain "x=(-1.0, 1.0)"')
     args, kwargs = Inputs(tuple(options.input)).make()
@@ -415,8 +415,8 @@ def _cost(options: argparse.Namespace) -> str:
 
 _COMMANDS: dict[str | None, Callable[[argparse.Namespace], tuple[str, bool]]] = {
     None: _example,
-    "trace": _traced,
-    "explore": lambda options: (_explored(options), True),
+    "trace": _trace_text,
+    "explore": lambda options: (_explore_text(options), True),
     "cost": lambda options: (_cost(options), True),
     "export": lambda options: (exported(options), True),
 }
@@ -599,10 +599,10 @@ def as_text(run: CommandRun, *, source: bool = False, full: bool = False, width:
     if steps:
         flow = _cut(_steps(steps, width), full)
     sections = {
-        "Result": [*_wrapped(_verdict(run), width), *_wrapped(repr(run.stats), width)],
+        "Result": [*_wrap(_verdict(run), width), *_wrap(repr(run.stats), width)],
         f"Flow: {counted(len(steps), 'step')}": flow,
         "Calls": list(_calls(run, width)),
-        "torch.fx": _wrapped(run.fx_error or "also traces it, and is right on these inputs", width),
+        "torch.fx": _wrap(run.fx_error or "also traces it, and is right on these inputs", width),
     }
     graph = f"Graph: {counted(len(trace.graph), 'node')}"
     if full:
@@ -630,9 +630,9 @@ def _graph(trace: Trace, width: int) -> Iterator[str]:
         shorter = line.replace(", kwargs = {})", ")")
         head, args, rest = shorter.partition("(args = ")
         if len(shorter) <= width or not args:
-            yield from _wrapped(shorter, width)
+            yield from _wrap(shorter, width)
         else:
-            yield from [*_wrapped(head + "(", width), *_indented(args[1:] + rest, width)]
+            yield from [*_wrap(head + "(", width), *_indent(args[1:] + rest, width)]
 
 
 def _steps(steps: FlowSteps, width: int) -> list[str]:
@@ -668,7 +668,7 @@ def _calls(run: CommandRun, width: int) -> Iterator[str]:
         if reason is None and call.how == "live" and run.why_live:
             reason = run.why_live[0]
         if reason is not None:
-            yield from _indented(reason, width)
+            yield from _indent(reason, width)
 
 
 def _shapes(call: Call) -> str:
@@ -715,12 +715,12 @@ def _fit(text: str, room: int) -> str:
     return text if len(text) <= room else text[: room - 3] + "..."
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrap(text: str, width: int) -> list[str]:
     return wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _indented(text: str, width: int) -> list[str]:
-    return [" " * 4 + line for line in _wrapped(text, width - 4)]
+def _indent(text: str, width: int) -> list[str]:
+    return [" " * 4 + line for line in _wrap(text, width - 4)]
 
 
 def _cut(lines: list[str], full: bool) -> list[str]:

@@ -662,7 +662,7 @@ class BendingModule(ModuleWithMethods):
     @property
     def bended_params(self) -> dict[str, list[bends.Bend]]:
         """The callbacks of each bent weight."""
-        return _listed(self._bent(self._bending, False))
+        return _by_name(self._bent(self._bending, False))
 
     def bended_activations(self, fn: str = "forward") -> dict[str, list[bends.Bend]]:
         """Return the callbacks of each bent activation of a method."""
@@ -670,7 +670,7 @@ class BendingModule(ModuleWithMethods):
             return {}
         names = self._names(fn)
         bent = self._bent(self._part(fn, align=False).bending, True)
-        return _listed((name, callback) for key, callback in bent for name in names.at(key))
+        return _by_name((name, callback) for key, callback in bent for name in names.at(key))
 
     def bend_graph(self, fn: str = "forward") -> Graph:
         """Return the graph of a method, with a node `conv_bended` after each bent activation."""
@@ -875,7 +875,7 @@ class Bent(BendHandle):
             warnings.warn(NeverFiredWarning(text), stacklevel=2)
 
 
-def _listed(pairs: Iterable[tuple[str, bends.Bend]]) -> dict[str, list[bends.Bend]]:
+def _by_name(pairs: Iterable[tuple[str, bends.Bend]]) -> dict[str, list[bends.Bend]]:
     found: dict[str, list[bends.Bend]] = {}
     for key, callback in pairs:
         found.setdefault(key, []).append(callback)

@@ -286,24 +286,24 @@ def _in_method(at: NodePass) -> NodePass:
     return at if fn == "forward" or is_weight else dataclasses.replace(at, path=f"{fn}:{at.path}")
 
 
-def _named(cls: C) -> C:
+def _rename_class(cls: C) -> C:
     """Return a class of ours as one of torchbend's callbacks."""
     bases = (_Drawing, cls) if hasattr(cls, "drawn") else (cls,)
     members = {"__doc__": cls.__doc__, "__module__": __name__}
     return type(cls.__name__, (*bases, BendingCallback), members)  # type: ignore[return-value]
 
 
-Affine = _named(bends.Affine)
-Bias = _named(bends.Bias)
-CallbackChain = _named(bends.CallbackChain)
-Lambda = _named(bends.Lambda)
-Mask = _named(bends.Mask)
-Normal = _named(bends.Normal)
-OrderedMask = _named(bends.OrderedMask)
-Permute = _named(bends.Permute)
-Scale = _named(bends.Scale)
-ThresholdActivation = _named(bends.ThresholdActivation)
-ThresholdPermute = _named(bends.ThresholdPermute)
+Affine = _rename_class(bends.Affine)
+Bias = _rename_class(bends.Bias)
+CallbackChain = _rename_class(bends.CallbackChain)
+Lambda = _rename_class(bends.Lambda)
+Mask = _rename_class(bends.Mask)
+Normal = _rename_class(bends.Normal)
+OrderedMask = _rename_class(bends.OrderedMask)
+Permute = _rename_class(bends.Permute)
+Scale = _rename_class(bends.Scale)
+ThresholdActivation = _rename_class(bends.ThresholdActivation)
+ThresholdPermute = _rename_class(bends.ThresholdPermute)
 
 
 class InterpolateActivation(bends.InterpolateActivation, BendingCallback):

@@ -173,7 +173,7 @@ def noise(std: float, *, seed: int | None = None) -> Helper:
 @Listed
 def steer(direction: Tensor, magnitude: float = 1.0, *, feature_axis: int | None = None) -> Helper:
     """Add a direction to a value; a vector lies along `feature_axis`."""
-    return lambda value: value + _aligned(direction, value, feature_axis) * magnitude
+    return lambda value: value + _align(direction, value, feature_axis) * magnitude
 
 
 @Listed
@@ -181,7 +181,7 @@ def project_onto(direction: Tensor, *, feature_axis: int | None = None) -> Helpe
     """Keep only the part of a value along a direction."""
 
     def projected(value: Tensor) -> Tensor:
-        along = _aligned(direction, value, feature_axis)
+        along = _align(direction, value, feature_axis)
         dims = tuple(range(value.dim())) if feature_axis is None else feature_axis
         share = (value * along).sum(dims, keepdim=True) / (along * along).sum(dims, keepdim=True)
         return along * share
@@ -196,7 +196,7 @@ def project_off(direction: Tensor, *, feature_axis: int | None = None) -> Helper
     return lambda value: value - onto(value)
 
 
-def _aligned(direction: Tensor, value: Tensor, axis: int | None) -> Tensor:
+def _align(direction: Tensor, value: Tensor, axis: int | None) -> Tensor:
     direction = direction.to(value.device, value.dtype)
     if axis is not None and direction.dim() == 1 and value.dim() > 1:
         shape = [1] * value.dim()

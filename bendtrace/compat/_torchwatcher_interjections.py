@@ -123,7 +123,7 @@ class WrappedForwardInterjection(ModuleInterjection):
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Call `process`."""
         given = tuple(filter(_has_tensor, (*inputs, *inputs.kwargs.values())))
-        return self.process(self._meet(at), at.module, _unpacked(given), output)
+        return self.process(self._meet(at), at.module, _unpack(given), output)
 
 
 class WrappedForwardBackwardInterjection(WrappedForwardInterjection):
@@ -169,7 +169,7 @@ class WrappedForwardBackwardInterjection(WrappedForwardInterjection):
     ) -> Any:
         """Call `process_backward`."""
         return self.process_backward(
-            self._meet(at), at.module, _unpacked(grad_input), _unpacked(grad_output)
+            self._meet(at), at.module, _unpack(grad_input), _unpack(grad_output)
         )
 
     def _backward_of_call(self) -> Callable[..., Any]:
@@ -190,7 +190,7 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _unpacked(values: Sequence[Any]) -> Any:
+def _unpack(values: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 

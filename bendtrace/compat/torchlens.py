@@ -262,7 +262,7 @@ def trace(
         not detach_saved_tensors and not torch.is_inference_mode_enabled(), None, True,
     )  # fmt: skip
     changes = [intervene] if isinstance(intervene, Change) else list(intervene or ())
-    subject = _changed(model, args, kwargs, changes, random_seed) if changes else model
+    subject = _model_with(model, args, kwargs, changes, random_seed) if changes else model
     run = run_logged(subject, args, kwargs, settings, random_seed)
     log = with_names(run, activation_transform, mark_layer_depths, save_arg_values)
     if not saves_none and wanted != "all":
@@ -293,7 +293,7 @@ def _keep(log: Any, wanted: Any, gradients: Any) -> None:
         capture.gradients.wanted = keys_of(log.selected(chosen))
 
 
-def _changed(
+def _model_with(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changes: list[Any], seed: int | None
 ) -> BendedModule:
     """Return a model in which changes are inserted; labels are those of a run without them."""

@@ -101,7 +101,7 @@ def interject_by_match(
     """
     if isinstance(selector, str):
         return interject_by_name(model, selector, interjection, tracer_kwargs)
-    bended = _bended(model, interjection)
+    bended = _bend_model(model, interjection)
     where = outside(selector, bended.model, leaves_in(tracer_kwargs))
     is_analyser = isinstance(interjection, analyser.Analyser)
     bended.interject(where, Named(interjection) if is_analyser else interjection)
@@ -185,7 +185,7 @@ def interject_by_name(
         >>> watched(torch.ones(2))
         tensor([1., 1.])
     """
-    bended = _bended(model, interjection)
+    bended = _bend_model(model, interjection)
     what = as_interjection(interjection)
     if "before" in forms_of(what) or "instead" in forms_of(what):
         raise InputError(f"{what.label} works before a node: insert it with BendedModule.interject")
@@ -276,7 +276,7 @@ def interject_by_module_class_native(
     return model
 
 
-def _bended(model: Callable[..., Any], interjection: Any) -> BendedModule:
+def _bend_model(model: Callable[..., Any], interjection: Any) -> BendedModule:
     bended = model if isinstance(model, BendedModule) else WatchedModule(model)
     if is_made(interjection) and isinstance(bended, WatchedModule):
         interjection.train(bended.training)

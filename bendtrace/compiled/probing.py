@@ -257,7 +257,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise Refusal(f"it draws random numbers ({func})")
-        for name, tensor in _written(func, args, kwargs):
+        for name, tensor in _writes(func, args, kwargs):
             self.wrote = True
             if storage_of(tensor) in self._protected:
                 raise Refusal(f"it writes to what was there before the run ({func}, {name})")
@@ -280,7 +280,7 @@ def _extent(value: Any) -> Any:
     return value
 
 
-def _written(
+def _writes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     for position, argument in enumerate(func._schema.arguments):
@@ -629,7 +629,7 @@ def why_not_op(op: Op, entry: Context) -> str | None:
             return f"{name} of a tensor is asked for"
         if op.context._replace(grad=entry.grad) != entry:
             return f"{name} runs in another inference or autocast mode than the call"
-    for held in _held((op.args, op.kwargs)):
+    for held in _objects_in((op.args, op.kwargs)):
         return f"{name} is called with {held}"
     return None
 
@@ -668,19 +668,19 @@ def _is_getter(target: Any) -> bool:
     )
 
 
-def _held(value: Any) -> Iterable[Any]:
+def _objects_in(value: Any) -> Iterable[Any]:
     """Yield what, in recorded arguments, is neither a tensor nor a plain value."""
     if isinstance(value, Instance) and issubclass(value.cls, tuple):
-        yield from _held(value.items)
+        yield from _objects_in(value.items)
     elif isinstance(value, (Existing, Fixed, Instance, Made, Opaque)):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _held(item)
+            yield from _objects_in(item)
     elif isinstance(value, dict):
-        yield from _held(tuple(value.values()))
+        yield from _objects_in(tuple(value.values()))
     elif isinstance(value, slice):
-        yield from _held((value.start, value.stop, value.step))
+        yield from _objects_in((value.start, value.stop, value.step))
     elif callable(value) and not isinstance(value, (type, Ref)):
         yield value
     elif type(value).__module__ == "numpy":

@@ -165,10 +165,10 @@ def settings_of(
                 f"backend_options has no {name!r}{_near(str(name), _OPTIONS)}; what the backend "
                 "itself is to be told goes in its options={...}"
             )
-    return _checked(Settings(backend, given, cache_dir=cache_dir, **given), given)
+    return _check(Settings(backend, given, cache_dir=cache_dir, **given), given)
 
 
-def _checked(settings: Settings, given: dict[str, Any]) -> Settings:
+def _check(settings: Settings, given: dict[str, Any]) -> Settings:
     if settings.dynamic not in _DYNAMIC:
         raise InputError(f"dynamic has to be True, False or None, not {settings.dynamic!r}")
     for name, least, said in ("max_paths", 1, "positive"), ("max_segments", 0, "non-negative"):

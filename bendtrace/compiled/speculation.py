@@ -424,7 +424,7 @@ def _table(rows: list[dict[str, Any]], *columns: str) -> str:
     return str(tabulate.tabulate(cells, headers, disable_numparse=True))
 
 
-def _shortened(functions: tuple[str, ...]) -> str:
+def _shorten(functions: tuple[str, ...]) -> str:
     if len(functions) > _FUNCTIONS:
         functions = (*functions[: _FUNCTIONS - 2], "...", functions[-1])
     return ", ".join(functions)
@@ -439,7 +439,7 @@ _OF_SEGMENTS = (
 )  # fmt: skip
 _HEADERS = {"functions": "segment", "warm_up": "warm-up", "speed": "over replay"}
 _FORMATS: dict[str, Callable[[Any], Any]] = {
-    "functions": _shortened,
+    "functions": _shorten,
     "reason": lambda reason: shorten(reason, 70, placeholder=" ..."),
     "warm_up": lambda seconds: f"{seconds:.1f} s",
     "speed": lambda speed: "" if speed is None else f"{speed:.1f}x",

@@ -459,7 +459,7 @@ def _of_cuda(module: Any) -> Any:
     ]  # fmt: skip
 
 
-def _used_of_cuda(module: Any) -> Any:
+def _cuda_use(module: Any) -> Any:
     if not module.is_initialized():
         return [None]
     return [module.current_device(), module.is_current_stream_capturing()]
@@ -510,7 +510,7 @@ SETTINGS: tuple[tuple[frozenset[str], Any, Callable[[Any], Any], str], ...] = (
         "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation",
     }), torch.backends.cuda, _of_cuda, "a setting of torch.backends.cuda"),
     (frozenset({"current_device", "is_current_stream_capturing", "is_initialized"}), torch.cuda,
-     _used_of_cuda, "the current device of torch.cuda"),
+     _cuda_use, "the current device of torch.cuda"),
     (frozenset({"get_sharing_strategy"}), torch.multiprocessing,
      lambda module: [module.get_sharing_strategy()], "get_sharing_strategy()"),
 )  # fmt: skip

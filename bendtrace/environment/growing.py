@@ -52,7 +52,7 @@ def growing_in(found: Found) -> dict[int, Any]:
     for function in found.functions:
         for code in codes_in(function.__code__):
             read |= read_names(code)
-    read -= {name for name, times in _known_of(found.function).items() if times >= _OFTEN}
+    read -= {name for name, times in _known_methods(found.function).items() if times >= _OFTEN}
     tied = {part.value.index for part in found.parts if part.kind is CaptureKind.ALIAS}
     owners = {
         id(vars(part.value)): part.type
@@ -78,7 +78,7 @@ def note_added(function: Callable[..., Any], names: Iterable[str]) -> None:
         _known.setdefault(key_of(function), Counter()).update(names)
 
 
-def _known_of(function: Callable[..., Any]) -> Counter[str]:
+def _known_methods(function: Callable[..., Any]) -> Counter[str]:
     try:
         return _known.get(key_of(function), Counter())
     except TypeError:  # not hashable, or there can be no weak references to it

@@ -226,7 +226,7 @@ class _Search:
                 if isinstance(found, types.ModuleType) and id(found) in others:
                     self.modules[id(found)] = found
         computes = not is_finished(function) and facts_in(function.__code__).computes
-        finished = [] if is_finished(function) else _finished_spaces(modules, names)
+        finished = [] if is_finished(function) else _foreign_namespaces(modules, names)
         if not is_finished(function):
             for held in others.values():
                 if not is_installed_space(held):
@@ -271,7 +271,7 @@ class _Search:
         puts = put_on_globals(function.__code__)
         puts |= facts.stores if facts.imports else set()
         puts |= set() if is_finished(function) else facts.texts
-        for space in _named_spaces(modules, names) if puts else ():
+        for space in _namespaces_by_name(modules, names) if puts else ():
             for name in puts:
                 value = self._look(space, name)
                 if name in space and not callable(value):
@@ -323,7 +323,7 @@ def _full_names(name: str, package: Any) -> Iterator[str]:
         yield ".".join((*parts[:count], name)) if name else ".".join(parts[:count])
 
 
-def _finished_spaces(
+def _foreign_namespaces(
     modules: Iterable[types.ModuleType], names: set[str]
 ) -> list[Mapping[str, Any]]:
     """Return the namespaces of modules of Python, torch and numpy, and of named ones in them."""
@@ -340,7 +340,9 @@ def _finished_spaces(
     return [*found.values(), namespace_of(torch.Tensor)]
 
 
-def _named_spaces(modules: Iterable[types.ModuleType], names: set[str]) -> Iterator[dict[str, Any]]:
+def _namespaces_by_name(
+    modules: Iterable[types.ModuleType], names: set[str]
+) -> Iterator[dict[str, Any]]:
     """Yield the namespaces of installed modules, and of the modules in them that code names."""
     seen: set[int] = set()
     waiting = list(modules)

@@ -62,7 +62,7 @@ def read_members(table: dict[str, Any]) -> tuple[Any, ...]:
 _ASKED = frozenset({"__call__", "__getattr__", "__setattr__", "__getitem__", "__iter__", "__len__"})
 
 
-def _ordered(value: Any) -> tuple[Any, ...]:
+def _order(value: Any) -> tuple[Any, ...]:
     ordered = collections.OrderedDict
     return (*ordered.keys(value), *ordered.values(value))
 
@@ -142,19 +142,19 @@ def _own_bytes(value: Any) -> Any:
     return [bytes(value)]
 
 
-def _iterated(base: Any) -> Callable[[Any], tuple[Any, ...]]:
+def _iterate(base: Any) -> Callable[[Any], tuple[Any, ...]]:
     return lambda value: tuple(base.__iter__(value))
 
 
 _BUILTIN_READERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (collections.OrderedDict, _ordered),
+    (collections.OrderedDict, _order),
     (collections.defaultdict, _factory),
     (dict, read_items),
-    (list, _iterated(list)),
-    (tuple, _iterated(tuple)),
-    (set, _iterated(set)),
-    (frozenset, _iterated(frozenset)),
-    (collections.deque, _iterated(collections.deque)),
+    (list, _iterate(list)),
+    (tuple, _iterate(tuple)),
+    (set, _iterate(set)),
+    (frozenset, _iterate(frozenset)),
+    (collections.deque, _iterate(collections.deque)),
     (bytearray, _own_bytes),
     (array.array, lambda value: [value.typecode, value.tobytes()]),
     (types.MappingProxyType, lambda value: (*value.keys(), *value.values())),

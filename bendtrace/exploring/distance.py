@@ -93,7 +93,7 @@ def _margin(hard: Tensor, margin: Tensor, unit: Any) -> Margin:
     )
 
 
-def _compared(name: str, a: Any, b: Any, is_whole: bool) -> Margin:
+def _comparison(name: str, a: Any, b: Any, is_whole: bool) -> Margin:
     a, b = (v if isinstance(v, Tensor) else torch.tensor(float(v)) for v in (a, b))
     hard = getattr(operator, name)(a.detach(), b.detach())
     a, b = (v if v.is_floating_point() else v.float() for v in (a, b))
@@ -106,7 +106,7 @@ def _compared(name: str, a: Any, b: Any, is_whole: bool) -> Margin:
     return _margin(hard, a - b if name in ("gt", "ge") else b - a, unit)
 
 
-def _rounded(x: Tensor, digits: int = 0) -> Tensor:
+def _round(x: Tensor, digits: int = 0) -> Tensor:
     return _through(torch.round(x, decimals=digits), x)
 
 
@@ -202,7 +202,7 @@ class Course:
         if name == "int":
             return _through(first.trunc(), first)
         if name == "round":
-            return _rounded(first, *more)
+            return _round(first, *more)
         if name == "float":
             return first.double()
         if function.__module__ == "math":
@@ -272,7 +272,7 @@ class Course:
         if isinstance(a, Index) and not isinstance(b, (Index, Margin)):
             return a.compared(name, b)
         a, b = map_numbers(a), map_numbers(b)
-        return _compared(name, a, b, is_whole)
+        return _comparison(name, a, b, is_whole)
 
     def _is_whole(self, op: Op) -> bool:
         for value in op.args[:2]:
@@ -331,14 +331,14 @@ class Course:
         if name in _STEPS:
             if name == "round":
                 digits = args[1] if args[1:] else kwargs.get("decimals", 0)
-                return _rounded(first, digits)
+                return _round(first, digits)
             return _through(getattr(torch, name)(first), first)
         if name == "sign":
             return _through(first.sign(), first / (1 + first.abs()))
         if name in ("floordiv", "floor_divide"):
             return _through(first // map_numbers(args[1]), first / map_numbers(args[1]))
         if name == "tolist":
-            return _listed(first)
+            return _as_list(first)
         if name in ("embedding", "one_hot"):
             return self._looked_up(op, name, args)
         return self._greatest(op, name, first, args, kwargs)
@@ -348,10 +348,10 @@ class Course:
         if name == "equal":
             if a.shape != b.shape:
                 return Margin(torch.tensor(_FAR), torch.tensor(0.0))
-            return self._of_all("all", _compared("eq", a, b, False))
+            return self._of_all("all", _comparison("eq", a, b, False))
         given = dict(zip(("rtol", "atol"), more, strict=False)) | kwargs
         limit = given.get("atol", 1e-8) + given.get("rtol", 1e-5) * b.abs()
-        near = _compared("le", (a - b).abs(), limit, False)
+        near = _comparison("le", (a - b).abs(), limit, False)
         return near if name == "isclose" else self._of_all("all", near)
 
     def _of_all(self, name: str, of: Margin, dim: Any = None, keepdim: bool = False) -> Margin:
@@ -421,8 +421,8 @@ def _is_soft(value: Any) -> bool:
     return isinstance(value, (Margin, Index)) or (isinstance(value, Tensor) and value.requires_grad)
 
 
-def _listed(value: Tensor) -> Any:
-    return value if value.dim() == 0 else [_listed(row) for row in value.unbind()]
+def _as_list(value: Tensor) -> Any:
+    return value if value.dim() == 0 else [_as_list(row) for row in value.unbind()]
 
 
 def map_numbers(value: Any) -> Any:

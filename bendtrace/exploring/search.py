@@ -275,7 +275,7 @@ class Space:
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, value in self._signature.bind(args, kwargs).items():
-            yield from _labelled(name, value)
+            yield from _label_items(name, value)
 
     def replaced(self, base: Candidate, values: Mapping[str, Any]) -> Candidate:
         """Return a candidate with other values in some places."""
@@ -402,10 +402,10 @@ class Space:
         return _like(value, plain.narrow(dim, 0, size).clone())
 
 
-def _labelled(label: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _label_items(label: str, value: Any) -> Iterator[tuple[str, Any]]:
     if type(value) in (tuple, list, dict):
         for key, item in value.items() if type(value) is dict else enumerate(value):
-            yield from _labelled(f"{label}[{key!r}]", item)
+            yield from _label_items(f"{label}[{key!r}]", item)
     else:
         yield label, value
 

@@ -45,7 +45,7 @@ def copies_of(inputs: Any) -> Any:
             return _copy_of(leaf, lazily_copied)
         if storage not in memories:
             memories[storage] = leaf.untyped_storage().clone()
-        return _copy_of(leaf, lambda tensor: _placed(tensor, memories[storage]))
+        return _copy_of(leaf, lambda tensor: _place_in_memory(tensor, memories[storage]))
 
     for key, leaf in tensors.items():
         copies[key] = copy_of(leaf)
@@ -70,24 +70,24 @@ def _tensors_in(inputs: Any) -> dict[int, Tensor]:
 
 
 def _copy_of(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
-    plain = _marked(tensor.detach(), copy)
+    plain = _copy_marks(tensor.detach(), copy)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(plain, tensor.requires_grad)
     return plain
 
 
-def _placed(tensor: Tensor, memory: torch.UntypedStorage) -> Tensor:
+def _place_in_memory(tensor: Tensor, memory: torch.UntypedStorage) -> Tensor:
     """Return a tensor that lies in some memory as another one lies in its own."""
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return copy.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _marked(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+def _copy_marks(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
     """Copy a tensor, which stays conjugated or negated by a mark alone if it was."""
     if tensor.is_conj():
-        return _marked(tensor.conj(), copy).conj()
+        return _copy_marks(tensor.conj(), copy).conj()
     if tensor.is_neg():
-        return torch._neg_view(_marked(torch._neg_view(tensor), copy))
+        return torch._neg_view(_copy_marks(torch._neg_view(tensor), copy))
     return copy(tensor)
 
 
@@ -391,7 +391,7 @@ def conditions_in_files(
             continue
         text = _ARGUMENT.sub(r"\1", check)
         body = _ARGUMENT.sub(lambda match: f"_i{[*inputs].index(match[1])}", check)
-        found[_as_tensors(_parsed(body), text)] = text
+        found[_as_tensors(_parse(body), text)] = text
     return found
 
 
@@ -399,7 +399,7 @@ _ARGUMENT = re.compile(r"\bL\['(\w+)'\]")
 _SIZE = re.compile(r"L\['\w+'\][^ ()]*\.size\(\)\[\d+\]")
 
 
-def _parsed(text: str) -> ast.expr:
+def _parse(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
@@ -420,7 +420,7 @@ def _as_tensors(node: ast.expr, text: str) -> str:
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             return f"-({_as_tensors(inner, text)})"
         case ast.BinOp(left=left, op=op, right=right):
-            terms = [_parsed(_as_tensors(term, text)) for term in (left, right)]
+            terms = [_parse(_as_tensors(term, text)) for term in (left, right)]
             return ast.unparse(ast.BinOp(terms[0], op, terms[1]))
         case ast.BoolOp(op=op, values=values):
             sign = " & " if isinstance(op, ast.And) else " | "
@@ -429,7 +429,7 @@ def _as_tensors(node: ast.expr, text: str) -> str:
             one, other = ast.unparse(left), ast.unparse(right)
             return f"(({one} == {other}) | (({one} != {one}) & ({other} != {other}))).all()"
         case ast.Compare(left=left, ops=ops, comparators=others):
-            terms = [_parsed(_as_tensors(term, text)) for term in (left, *others)]
+            terms = [_parse(_as_tensors(term, text)) for term in (left, *others)]
             pairs = zip(terms, ops, terms[1:], strict=False)
             return " & ".join(f"({ast.unparse(ast.Compare(a, [op], [b]))})" for a, op, b in pairs)
     raise ExportError(

@@ -221,8 +221,8 @@ def export(
         while True:
             liftings = [Lifting(excluded, as_tensors=True, places=places) for _ in calls]
             try:
-                with _preserved(model):
-                    recordings = _recorded(run, signature, calls, tell, liftings, copy)
+                with _preserve(model):
+                    recordings = _record_runs(run, signature, calls, tell, liftings, copy)
                 if copy is separate_copies_of and any(map(compares_identity, recordings)):
                     copy = copies_of
                     if any(map(share, calls)):
@@ -239,9 +239,9 @@ def export(
                     raise
                 break  # it may have a form with each round as a state of its own
             excluded |= needed
-        with _preserved(model):
+        with _preserve(model):
             nothing = [Lifting(None, places=places) for _ in calls]
-            recordings = _recorded(run, signature, calls, tell, nothing, copy)
+            recordings = _record_runs(run, signature, calls, tell, nothing, copy)
         return export_once(recordings)
 
 
@@ -291,7 +291,7 @@ def _export(
     common = common_sizes([{name: one[name] for name in head} for one in everywhere])
     varying = machine.first_varying()
     try:
-        program, above, is_fixed = _traced(written, head, args, kwargs, common)
+        program, above, is_fixed = _trace_program(written, head, args, kwargs, common)
     except ExportError as error:
         longer = machine.first_longer()
         if longer is not None and "same metadata" in str(error):
@@ -338,7 +338,7 @@ def _export(
         targets.save_program(program, to, check)
     else:
         checked = write_with(target == "onnx", in_file)
-        traced = _traced(checked, head, args, kwargs, common, [(above, is_fixed)])[0]
+        traced = _trace_program(checked, head, args, kwargs, common, [(above, is_fixed)])[0]
         compares = Fact.IDENTITY in facts
         arguments = arguments_of(args, kwargs, compares)
         if target == "aoti":
@@ -387,7 +387,7 @@ _OF_FX = frozenset({"device", "fx_pytree", "inf", "nan", "NoneType", "pytree", "
 
 
 @contextlib.contextmanager
-def _preserved(model: Callable[..., Any]) -> Iterator[None]:
+def _preserve(model: Callable[..., Any]) -> Iterator[None]:
     """Return a context at whose end a model is as it was, with the random generators."""
     try:
         state = PreservedState(model)
@@ -397,7 +397,7 @@ def _preserved(model: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def _recorded(
+def _record_runs(
     run: Callable[..., Recording],
     signature: Signature,
     calls: Sequence[Inputs],
@@ -513,7 +513,7 @@ def _module(written: Written, file: str, common: Sequence[list[int | None]]) -> 
 _WAYS = ((0, False), (1, False), (1, True))
 
 
-def _traced(
+def _trace_program(
     written: Written,
     head: Sequence[str],
     args: Any,
@@ -547,7 +547,7 @@ def _traced(
             return program, above, is_fixed
         except Exception as error:
             if (above, is_fixed) == ways[-1]:
-                raise ExportError(*_explained(error, written, file)) from error
+                raise ExportError(*_explain(error, written, file)) from error
     raise AssertionError
 
 
@@ -574,7 +574,7 @@ def _open(value: Any) -> Any:
     )
 
 
-def _explained(error: BaseException, written: Written, file: str) -> tuple[str, str]:
+def _explain(error: BaseException, written: Written, file: str) -> tuple[str, str]:
     """Return the error for what torch.export refuses, with the line of the model."""
     seen: BaseException | None = error
     while seen is not None:

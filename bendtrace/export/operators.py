@@ -77,7 +77,7 @@ def while_loop(
         made = list(step(*among(given)))
         sizes = [_as_tensor(made[place].size(dim)) for place, dim in dims]
         for place, dim in dims:
-            made[place] = _filled(made[place], dim, given[place].size(dim))
+            made[place] = _fill(made[place], dim, given[place].size(dim))
         return *made, *sizes
 
     sizes = tuple(_as_tensor(carried[place].size(dim)) for place, dim in dims)
@@ -105,7 +105,7 @@ def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]
         text: _read(torch.where(holds, passed.given[place + len(passed.places)], known[text]))
         for text, place in passed.sizes.items()
     }
-    return [_resized(value, sizes, known) for value in values]
+    return [_resize(value, sizes, known) for value in values]
 
 
 class _Operands:
@@ -151,10 +151,10 @@ class _Operands:
             values[place] = value
         numbers = map(_read, given[len(self.places) :])
         sizes = dict(zip(self.sizes, numbers, strict=True))
-        return (_resized(value, sizes) for value in values)
+        return (_resize(value, sizes) for value in values)
 
 
-def _resized(value: Any, sizes: Mapping[str, Any], known: Mapping[str, int] = _NOTHING) -> Any:
+def _resize(value: Any, sizes: Mapping[str, Any], known: Mapping[str, int] = _NOTHING) -> Any:
     """Return a size as another one, or a tensor with as many elements; other values as they are.
 
     Args:
@@ -210,7 +210,7 @@ def _first(value: Tensor, dim: int, size: Any) -> Tensor:
     return value.index_select(dim, torch.arange(size, device=value.device))
 
 
-def _filled(value: Tensor, dim: int, size: Any) -> Tensor:
+def _fill(value: Tensor, dim: int, size: Any) -> Tensor:
     """Return a tensor with zeros behind it."""
     whole = value.new_zeros([*value.shape[:dim], size, *value.shape[dim + 1 :]])
     return whole.index_copy(dim, torch.arange(value.size(dim), device=value.device), value)

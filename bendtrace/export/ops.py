@@ -219,7 +219,7 @@ class SegmentOps(Expressions):
         if op.kind is OpKind.CALL and type(op.meta) is tuple:
             tensor = self.value(op.args[0])
             items = tuple(
-                Static(self._define(f"{tensor}.{_sized(op)}({dim})", op, "s"), int, varies)
+                Static(self._define(f"{tensor}.{_size_word(op)}({dim})", op, "s"), int, varies)
                 for dim in range(len(op.meta))
             )
             self.known[op.index] = Several(items, (), torch.Size)
@@ -623,7 +623,7 @@ def _like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
     return made
 
 
-def _sized(op: Op) -> str:
+def _size_word(op: Op) -> str:
     return "stride" if name_of(op.target) == "stride" else "size"
 
 

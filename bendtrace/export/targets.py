@@ -57,7 +57,7 @@ def target_of(path: str | os.PathLike[str]) -> str:
 
 
 @contextlib.contextmanager
-def _written_whole(path: str | os.PathLike[str], ending: str) -> Iterator[str]:
+def _whole_file(path: str | os.PathLike[str], ending: str) -> Iterator[str]:
     """Yield a temporary file, which is moved to its place only after success."""
     file = Path(path)
     handle, temporary = tempfile.mkstemp(ending, f".{file.stem}-", file.parent)
@@ -99,7 +99,7 @@ def save_program(
     Raises:
         ExportError: torch cannot write it, or cannot read what it has written.
     """
-    with _written_whole(path, ".pt2") as temporary, quiet():
+    with _whole_file(path, ".pt2") as temporary, quiet():
         try:
             with _in_memory(temporary) as file:
                 torch.export.save(program, file)
@@ -139,7 +139,7 @@ def save_package(
                 f"an AOTInductor package takes tensors only, and would ignore another value than "
                 f"{leaf!r}: export a function that passes it to the model, and does not take it"
             )
-    with _written_whole(path, ".pt2") as temporary, quiet(), _checked_inputs(groups), open_sizes():
+    with _whole_file(path, ".pt2") as temporary, quiet(), _checking_inputs(groups), open_sizes():
         try:
             made = with_distinct_outputs(program)
             with _in_memory(temporary) as file:
@@ -153,7 +153,7 @@ def save_package(
 
 
 @contextlib.contextmanager
-def _checked_inputs(groups: Sequence[int]) -> Iterator[None]:
+def _checking_inputs(groups: Sequence[int]) -> Iterator[None]:
     """Return a context in which AOTInductor writes packages that check their inputs.
 
     By itself it has checks that run only if an environment variable is set, and that know nothing
@@ -270,9 +270,9 @@ def save_onnx(
         ExportError: ONNX cannot express a part of it.
     """
     onnx = _onnx()
-    with _written_whole(path, ".onnx") as temporary, quiet():
+    with _whole_file(path, ".onnx") as temporary, quiet():
         try:
-            made = _translated(program)
+            made = _translate(program)
             made.save(temporary, external_data=False)
         except OSError:
             raise
@@ -356,7 +356,7 @@ def _has_bfloat16(program: torch.export.ExportedProgram) -> bool:
     return any(isinstance(one, Tensor) and one.dtype is torch.bfloat16 for one in values)
 
 
-def _translated(program: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
+def _translate(program: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
     """Translate a program to ONNX.
 
     What `torch.onnx.export` does, but for two things: in loops with branches in them there are

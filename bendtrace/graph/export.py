@@ -60,7 +60,7 @@ def to_node_link(graph: Graph) -> dict[str, Any]:
     codec = GRAPH_CODEC
     about = {key: codec.encode(graph.graph[key]) for key in graph.graph if key not in _PRIVATE}
     about["flow_steps"] = flow_rows(graph.flow_steps, codec)
-    nodes = [{"id": codec.encode(name), **_written(data)} for name, data in graph.nodes(data=True)]
+    nodes = [{"id": codec.encode(name), **_row_of(data)} for name, data in graph.nodes(data=True)]
     edges = [
         {"source": codec.encode(source), "target": codec.encode(target), "key": codec.encode(key)}
         | {name: codec.encode(value) for name, value in data.items()}
@@ -106,7 +106,7 @@ def from_node_link(data: Mapping[str, Any]) -> Graph:
     return graph
 
 
-def _written(data: Mapping[str, Any]) -> dict[str, Any]:
+def _row_of(data: Mapping[str, Any]) -> dict[str, Any]:
     row = {}
     for key, value in data.items():
         if key == "target":
@@ -182,10 +182,10 @@ def _text(value: Any) -> str:
 
 def _xml(text: str) -> str:
     """Return text that XML can hold; a carriage return would be read as a line feed."""
-    return re.sub("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", _escaped, text)
+    return re.sub("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", _escape, text)
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     return ascii(match[0])[1:-1]
 
 
@@ -298,7 +298,7 @@ def _attributes(look: Mapping[str, str]) -> str:
 
 def _id(text: str) -> str:
     """Return a quoted name. A backslash stands for itself, but must not come last."""
-    text = re.sub("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", _escaped, text)
+    text = re.sub("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", _escape, text)
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 

@@ -160,7 +160,7 @@ def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
     for op in recording.plain_ops:
         if op.kind is not OpKind.INPUT and op.index not in recording.tape.counters:
             graph.add_op(names[op.index], **_node(op, names, nodes, function))
-    output = _named(recording.plain(recording.root.output), names, nodes)
+    output = _with_nodes(recording.plain(recording.root.output), names, nodes)
     graph.add_op("output" if "output" not in taken else "output_", op="output", target="output",
                  args=(output,), kwargs={}, module_path="", index=len(names))  # fmt: skip
     for op in recording.tape.ops:
@@ -205,8 +205,8 @@ def _add_argument(
             "text": "",
             "index": None,
         }
-        graph.add_op(nodes[missing.index], **_taken(missing, nodes), **plain)
-    graph.add_op(name, **_taken(part, nodes), **data)
+        graph.add_op(nodes[missing.index], **_element_node(missing, nodes), **plain)
+    graph.add_op(name, **_element_node(part, nodes), **data)
 
 
 def _missing_holders(part: Captured | None, nodes: dict[int, str]) -> list[Captured]:
@@ -217,7 +217,7 @@ def _missing_holders(part: Captured | None, nodes: dict[int, str]) -> list[Captu
     return missing
 
 
-def _taken(part: Captured, nodes: dict[int, str]) -> dict[str, Any]:
+def _element_node(part: Captured, nodes: dict[int, str]) -> dict[str, Any]:
     assert part.parent is not None
     attribute = part.access in (Access.DICT, Access.ATTRIBUTE)
     return {
@@ -257,13 +257,13 @@ def _node(
     if op.kind in (OpKind.STATE, OpKind.UNKNOWN):
         target = str(op.target).removeprefix("self.") if op.target else "unknown"
         return {**data, "op": "get_attr", "target": target, "args": (), "kwargs": {}}
-    args = tuple(_named(value, names, nodes) for value in op.args)
-    kwargs = {key: _named(value, names, nodes) for key, value in op.kwargs.items()}
-    kind, target, args = _called(op, args)
+    args = tuple(_with_nodes(value, names, nodes) for value in op.args)
+    kwargs = {key: _with_nodes(value, names, nodes) for key, value in op.kwargs.items()}
+    kind, target, args = _fx_call(op, args)
     return {**data, "op": kind, "target": target, "args": args, "kwargs": kwargs}
 
 
-def _called(op: Op, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
+def _fx_call(op: Op, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
     """Say a call in torch.fx's terms."""
     target = op.target
     if target is Tensor.__getitem__:
@@ -297,7 +297,7 @@ def _meta(meta: Any) -> dict[str, Any]:
     return {"value": meta}
 
 
-def _named(value: Any, names: list[str], nodes: dict[int, str]) -> Any:
+def _with_nodes(value: Any, names: list[str], nodes: dict[int, str]) -> Any:
     """Replace references to ops, and to arguments, by references to nodes."""
     named = map_refs(value, lambda ref: NodeRef(names[ref.index]))
     return _with_existing(named, nodes)

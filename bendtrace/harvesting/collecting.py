@@ -102,7 +102,7 @@ class _Rule:
         self.made_axis = self.axis
         self.wants_batch: bool = False
         if self.is_named:
-            self.change = _named(rule, self.axis, settings.feature_axis)
+            self.change = _reduction(rule, self.axis, settings.feature_axis)
             self.made_axis = None if self.axis is None else 0
         elif rule is not None:
             self.change = rule
@@ -129,7 +129,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     return len([p for p in parameters if p.kind in positional and p.default is p.empty]) == 2
 
 
-def _named(name: str, axis: int | None, feature_axis: int | None) -> Callable[[Tensor], Tensor]:
+def _reduction(name: str, axis: int | None, feature_axis: int | None) -> Callable[[Tensor], Tensor]:
     def reduced(value: Tensor) -> Tensor:
         dims, shape = value.dim(), tuple(value.shape)
         if not dims:

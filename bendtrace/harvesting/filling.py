@@ -286,7 +286,7 @@ class Filling(Record):
             shape = column.shape
             if shape is None:
                 rest = [shape[1:] for shape in column.shapes for _ in range(shape[0])]
-                found[f"{key}#shapes"], found[f"{key}#offsets"] = _shaped(rest)
+                found[f"{key}#shapes"], found[f"{key}#offsets"] = _row_shapes(rest)
             found[key] = column.joined()
             if len(column.batches) < len(sizes):
                 if column.per_sample:
@@ -336,7 +336,7 @@ def _is_smaller(dtype: torch.dtype, given: torch.dtype) -> bool:
     return torch.finfo(dtype).max < torch.finfo(given).max
 
 
-def _shaped(rest: list[torch.Size]) -> tuple[Tensor, Tensor]:
+def _row_shapes(rest: list[torch.Size]) -> tuple[Tensor, Tensor]:
     """Return the shapes of rows as a table, and where each row begins among all elements.
 
     Returns:

@@ -166,7 +166,7 @@ def harvest(
     if isinstance(where, list) and not where:
         raise InputError("where= is an empty list: pass the nodes to store, or () for paths alone")
     settings = Settings(
-        tuple(flat(where)), reduce, feature_axis, passes, batch_axis, dtype, ids, _named(keep),
+        tuple(flat(where)), reduce, feature_axis, passes, batch_axis, dtype, ids, _name_keys(keep),
         allow_none, seed, shard_samples, shard_bytes, format, bool(sharded),
     )  # fmt: skip
     form = form_of(format)
@@ -189,7 +189,7 @@ def harvest(
             "processes": workers.world,
             "model": fingerprint(bended.model),
         }
-        checked = workers.together(lambda: _checked(bended, settings, about))
+        checked = workers.together(lambda: _check(bended, settings, about))
         if len(set(checked)) > 1:
             raise InputError(
                 "the processes received different settings, or models with different weights"
@@ -221,13 +221,13 @@ def harvest(
     return Harvest.open(directory)
 
 
-def _checked(bended: BendedModule, settings: Settings, about: dict[str, Any]) -> str:
+def _check(bended: BendedModule, settings: Settings, about: dict[str, Any]) -> str:
     """Check `where` before anything is touched; return a description of the harvest."""
     Collector(bended, settings)
     return json.dumps(about, sort_keys=True)
 
 
-def _named(keep: Any) -> Mapping[str, Any]:
+def _name_keys(keep: Any) -> Mapping[str, Any]:
     if keep is None:
         return {}
     if isinstance(keep, Mapping):

@@ -669,7 +669,7 @@ class Selection:
         except TypeError:
             keys = [spec]
         keys = [key.label if isinstance(key, LayerEntry) else key for key in keys]
-        keys = [_called(key) if isinstance(key, ModuleEntry) else key for key in keys]
+        keys = [_pass_name(key) if isinstance(key, ModuleEntry) else key for key in keys]
         for key in keys:
             if isinstance(key, bool) or not (
                 isinstance(key, (str, int, re.Pattern, nn.Module, *_DEFERRED)) or callable(key)
@@ -751,7 +751,7 @@ class Selection:
         return [want.key for want in wants if not want.met]
 
 
-def _called(entry: ModuleEntry) -> str:
+def _pass_name(entry: ModuleEntry) -> str:
     return entry.label if entry.passes > 1 else entry.name
 
 

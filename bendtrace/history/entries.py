@@ -482,10 +482,10 @@ def torchlens_name(kind: str) -> str:
 def _of_operator(op: Op) -> str | None:
     """Return the operator that called a function, if TorchLens names it: `x / y` is no `div`."""
     found = _OF_OPERATORS.get(name_of(op.target)) if op.kind is OpKind.CALL else None
-    return found if found and _called_by(op, operates) else None
+    return found if found and _is_called_by(op, operates) else None
 
 
-def _called_by(op: Op, kind: Callable[[CodeType, int], bool]) -> bool:
+def _is_called_by(op: Op, kind: Callable[[CodeType, int], bool]) -> bool:
     """Return whether the instruction of the model that made an op is of a kind."""
     return op.site is not None and bool(op.site.chain) and kind(*op.site.chain[op.site.level])
 
@@ -497,7 +497,7 @@ def layer_type(op: Op) -> str:
     if op.kind is OpKind.UNKNOWN:
         return "unknown"
     assigned = _ASSIGNMENTS.get(name_of(op.target))
-    if assigned and _called_by(op, assigns):
+    if assigned and _is_called_by(op, assigns):
         return assigned  # `x += y` calls what `x.add_(y)` calls
     return layer_type_of(op.target)
 

@@ -201,13 +201,13 @@ class Validator:
             return self._capture.saved[source.index, element]
         parts = [(path, self._capture.saved.get((source.index, path), MISSING))
                  for path, _ in tensors_of(source.meta)]  # fmt: skip
-        return MISSING if not parts else _nested(source.meta, dict(parts), ())
+        return MISSING if not parts else _meta_at(source.meta, dict(parts), ())
 
     def carry_out(self, op: Op, given: dict[int, Any]) -> Any:
         """Run an op on copies of what it is given; return what it gave, or wrote to."""
         records = op.context.grad and not op.context.inference
         copies = {
-            index: _copied(value, records and self._had_graph(index))
+            index: _copy(value, records and self._had_graph(index))
             for index, value in given.items()
         }
         args, kwargs = map_refs((op.args, op.kwargs), lambda ref: copies[ref.index])
@@ -292,15 +292,15 @@ def _is_plain(value: Any) -> bool:
     return kind is Ref or kind in PLAIN_TYPES or isinstance(value, type)
 
 
-def _nested(meta: Any, parts: dict[Any, Any], path: tuple[Any, ...]) -> Any:
+def _meta_at(meta: Any, parts: dict[Any, Any], path: tuple[Any, ...]) -> Any:
     if isinstance(meta, TensorMeta):
         return parts[path]
     if isinstance(meta, tuple):
-        return tuple(_nested(item, parts, (*path, i)) for i, item in enumerate(meta))
+        return tuple(_meta_at(item, parts, (*path, i)) for i, item in enumerate(meta))
     return meta
 
 
-def _copied(value: Any, with_graph: bool) -> Any:
+def _copy(value: Any, with_graph: bool) -> Any:
     if isinstance(value, Tensor):
         if value.is_nested:
             return value.detach().clone()
@@ -312,7 +312,7 @@ def _copied(value: Any, with_graph: bool) -> Any:
         with torch.enable_grad():
             return copied(value.detach().requires_grad_(graph))
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple(_copied(item, with_graph) for item in value)
+        return tuple(_copy(item, with_graph) for item in value)
     return value
 
 

@@ -103,7 +103,7 @@ class Activations(dict[str, Any]):
 def as_text(title: str, values: Mapping[str, Any]) -> str:
     """Return values by name as text, with a line for each of the first twenty."""
     lines = [f"<{title}: {counted(len(values), 'value')}>"]
-    lines += [f"  {key}: {_shown(value)}" for key, value in islice(values.items(), _SHOWN)]
+    lines += [f"  {key}: {_describe_item(value)}" for key, value in islice(values.items(), _SHOWN)]
     if len(values) > _SHOWN:
         lines.append(f"  ... and {len(values) - _SHOWN} more")
     return "\n".join(lines)
@@ -111,12 +111,12 @@ def as_text(title: str, values: Mapping[str, Any]) -> str:
 
 def as_html(values: Mapping[str, Any]) -> str:
     """Return values by name as an HTML table of their shapes."""
-    rows = ((escape(key), escape(_shown(value))) for key, value in values.items())
+    rows = ((escape(key), escape(_describe_item(value))) for key, value in values.items())
     cells = "".join(f"<tr><th>{key}</th><td>{shown}</td></tr>" for key, shown in rows)
     return f"<table><caption>{counted(len(values), 'value')}</caption>{cells}</table>"
 
 
-def _shown(value: Any) -> str:
+def _describe_item(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{meta_of(value).shape} {str(value.dtype).removeprefix('torch.')}"
     return describe(value)
@@ -240,7 +240,7 @@ def get_activations(
     made: list[tuple[Any, _Observer, Insertion]] = []
     for item in items:
         observer = _Observer(admitted, detach, late=bended)
-        insertion = _made(board, model._model, item, observer, allow_none)
+        insertion = _make_observer(board, model._model, item, observer, allow_none)
         if passes is not None and any(target.passes is not None for target in insertion.targets):
             raise InputError(f"{item!r} names passes: give them either there or with passes=")
         made.append((item, observer, insertion))
@@ -255,7 +255,7 @@ def get_activations(
     if not allow_none:
         for insertion in insertions:
             insertion.warn_if_never_fired(_users_level())
-    found = _gathered(made)
+    found = _gather(made)
     return (found, output) if return_output else found
 
 
@@ -293,7 +293,7 @@ def _users_level() -> int:
     return level
 
 
-def _gathered(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:
+def _gather(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:
     values: dict[str, Any] = {}
     names: dict[str, list[str]] = {}
     for item, observer, insertion in made:
@@ -306,7 +306,7 @@ def _gathered(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:
     return Activations(values, names)
 
 
-def _made(
+def _make_observer(
     board: InsertionRegistry,
     model: Callable[..., Any],
     item: Any,

@@ -323,7 +323,7 @@ def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Tur
     """
     entries = gate.entries_in(plan, gate.at.number)
     if isinstance(gate, CountGate):
-        return [_counted(gate, entry) for entry in reversed(entries)]
+        return [_counting_turn(gate, entry) for entry in reversed(entries)]
     if isinstance(gate, BeforeGate):
         in_place, entries = gate.written is not None, tuple(reversed(entries))
     elif isinstance(gate, AfterGate):
@@ -398,14 +398,14 @@ def _undeferrable(said: str) -> str:
     return f"{said} is not known to do without being called while the model runs"
 
 
-def _counted(gate: CountGate, entry: Entry) -> _Turn:
+def _counting_turn(gate: CountGate, entry: Entry) -> _Turn:
     if not (entry.what.observes and entry.what.deferrable):
         raise _Refused(_undeferrable(entry.what.label))
-    look = functools.partial(_told, entry.what, gate.at)
+    look = functools.partial(_call_before, entry.what, gate.at)
     return _Turn(entry, gate.at, shape=Leaf(Tensor, -1), look=look)
 
 
-def _told(what: Interjection, at: NodePass, _: Any) -> None:
+def _call_before(what: Interjection, at: NodePass, _: Any) -> None:
     what.before(at, NO_INPUTS)
 
 

@@ -292,7 +292,7 @@ class Attempt:
                     "in earlier calls: call the model again",
                     path,
                 )
-            self.answers[path, number] = _found(value)
+            self.answers[path, number] = _alive(value)
 
 
 # What a gate has returned, or a weak reference to it, or None if it cannot be returned again; its
@@ -301,7 +301,7 @@ _Returned = tuple[Any, int, bool]
 _UNCHANGED: _Returned = None, -1, False  # the value that it was given
 
 
-def _found(returned: _Returned) -> Tensor | None:
+def _alive(returned: _Returned) -> Tensor | None:
     held = returned[0]
     return held() if isinstance(held, weakref.ref) else held
 
@@ -310,7 +310,7 @@ def _why_not(returned: _Returned) -> str:
     """Return why a gate cannot return once more what it has returned; "" if it can."""
     if returned is _UNCHANGED:
         return ""
-    given, (_, version, may_change) = _found(returned), returned
+    given, (_, version, may_change) = _alive(returned), returned
     if given is None:
         return "what it returned is gone"
     # torch does not count the changes of tensors of the inference mode.
@@ -431,7 +431,7 @@ class _Uncounted:
         return True
 
 
-def _repeated(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+def _silent_entries(entries: Sequence[Entry]) -> tuple[Entry, ...]:
     """Return those of some insertions that change values, without their reports."""
     found = [copy.copy(entry) for entry in entries if not entry.what.observes]
     for entry in found:
@@ -646,7 +646,7 @@ class Gate:
                 self.at.path,
             )
         entries = self.entries_in(plan, number)
-        return _repeated(entries) if _local.is_repeated else entries
+        return _silent_entries(entries) if _local.is_repeated else entries
 
     def entries_in(self, plan: Plan, number: int) -> tuple[Entry, ...]:
         """Return the insertions of a plan that are called in a pass, in order."""

@@ -718,7 +718,7 @@ class LiveInserter:
             node = self._registry.reserve(self.names.path(scope), ("input", name), identifier(name))
             for slot in spot.inputs:
                 if slot.place.argument == node:
-                    keys = _resolved(where, slot.place.dig)
+                    keys = _resolve(where, slot.place.dig)
                     if keys is not None:
                         found[slot] = keys
         return found
@@ -750,7 +750,7 @@ class _At(tuple[Any, ...]):
     """What leads to an argument."""
 
 
-def _resolved(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _resolve(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:
     for position, key in enumerate((*dig, None)):
         if isinstance(where, _At):
             return (*where, *dig[position:])

@@ -54,7 +54,7 @@ class Function(Interjection):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        needed = [] if isinstance(function, nn.Module) else _needed_by(function)
+        needed = [] if isinstance(function, nn.Module) else _needed_parameters(function)
         keyword_only = [p.name for p in needed if p.kind is p.KEYWORD_ONLY]
         if len(needed) > 2 or keyword_only:
             listed = ", ".join(f"{p.name}=" if p.kind is p.KEYWORD_ONLY else p.name for p in needed)
@@ -88,7 +88,7 @@ class Function(Interjection):
         return effect_of_function(self.function)
 
 
-def _needed_by(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _needed_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters that a call has to pass; none if they are unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -352,7 +352,7 @@ def _leave(
             inputs = Inputs(*copies) if one.what.wants_inputs else Inputs(())
             result = one.what.after(at, inputs, value)
             if result is not None and result is not value:
-                value = _checked(one.what, at, value, result)
+                value = _check(one.what, at, value, result)
     if gradients is not None and gradients.of_hooks:  # those of what forward hooks returned
         value = _left(gradients, value)
     return None if value is output else value  # so that the containers are the module's own
@@ -363,7 +363,7 @@ def _left(gradients: CallGradients, value: Any) -> Any:
         return with_tensors(value, gradients.leave(tensors_of(value)))
 
 
-def _checked(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
+def _check(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
     """Return the result of an interjection, if it can replace a module's value."""
     if getattr(what, "checks_itself", False):
         return result

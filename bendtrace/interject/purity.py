@@ -55,7 +55,7 @@ def effect_of_function(function: Callable[..., Any]) -> Effect | str:
     if isinstance(found, str):
         return found
     return Effect(
-        _called(found.spec), found.tensors, found.key,
+        _caller(found.spec), found.tensors, found.key,
         check=lambda value, tensors: why_not_pure(function, value),
     )  # fmt: skip
 
@@ -123,7 +123,7 @@ def built(spec: Any, tensors: Sequence[Tensor]) -> Any:
     return spec[1]
 
 
-def _called(spec: Any) -> Callable[..., Any]:
+def _caller(spec: Any) -> Callable[..., Any]:
     if spec[0] == "constant":
         function = spec[1]
         return lambda value, *tensors: function(value)

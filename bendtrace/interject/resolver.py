@@ -114,7 +114,7 @@ def meant_by(text: str, known: Runs) -> Meant | None:
         if len(meanings) > 1:
             raise _refusal(text, [(names, meaning) for meaning in meanings])
         found += [(names, meaning) for meaning in meanings]
-    owned = None if is_path_only(text) else _owned(text, known)
+    owned = None if is_path_only(text) else _own_part(text, known)
     if owned is not None:
         if any(meaning.is_owned for _, meaning in found):
             found = [row for row in found if row[1].kind == "layer" or _is_of(owned, *row)]
@@ -160,22 +160,22 @@ def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
             counts[base] += 1
             if own == name and child.name != name:
                 raise NodePathError(
-                    f"{text!r} depends on which path came first: it is {_placed(node)}, but would "
-                    f"be {_placed(child)} if another known run had come before. Pass the node of a "
+                    f"{text!r} depends on which path came first: it is {_place(node)}, but would "
+                    f"be {_place(child)} if another known run had come before. Pass the node of a "
                     "tree (`bended.trace(...).tree`), or node_selector.at_line(...)",
                     text,
                     (node.path, child.path),
                 )
 
 
-def _placed(node: TreeNode) -> str:
+def _place(node: TreeNode) -> str:
     if not node.places:
         return f"{node.path!r}"
     place = node.places[0]
     return f"`{place.text}` at {place_text(place.file, place.line)}"
 
 
-def _owned(text: str, known: Runs) -> Meant | None:
+def _own_part(text: str, known: Runs) -> Meant | None:
     """Return the parameter, buffer or module with a name, which can have underscores for dots."""
     if not text:
         return None

@@ -805,7 +805,7 @@ class Suffixes:
                 user = index
                 break
             source = index
-        said = [_told(tree, recording, index) for index in (user, source) if index is not None]
+        said = [_op_text(tree, recording, index) for index in (user, source) if index is not None]
         if not said:
             need = "the output of the model, or a condition, depends on it"
         elif user is None:
@@ -829,7 +829,7 @@ def _argument(part: Captured) -> Captured:
     return part
 
 
-def _told(tree: Tree, recording: Recording, index: int) -> str:
+def _op_text(tree: Tree, recording: Recording, index: int) -> str:
     """Return the path and the place of an op."""
     path, site = tree.path_of(index), recording.tape.ops[index].site
     where = ""

@@ -146,7 +146,7 @@ def assemble(shape: Any, values: list[Any]) -> Any:
         for name, item in zip(shape.names, shape.attributes, strict=True)
     }
     attributes.update((name, held[name]) for name in shape.mirrored)
-    return _built(shape, held, items, attributes)
+    return _build(shape, held, items, attributes)
 
 
 def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
@@ -179,7 +179,7 @@ def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
     if same and all(attributes[name] is own[name] for name in shape.names):
         return value  # somebody else may hold it
     attributes.update((name, named[name]) for name in shape.mirrored)
-    return _built(shape, named, items, attributes)
+    return _build(shape, named, items, attributes)
 
 
 def filled(value: Any, shape: Any, values: list[Any]) -> Any:
@@ -274,7 +274,7 @@ def _field(kind: type, key: Any) -> int | None:
     return fields.index(key) if key in fields else None
 
 
-def _built(shape: Shape, held: dict[Any, Any], items: list[Any], attributes: dict[Any, Any]) -> Any:
+def _build(shape: Shape, held: dict[Any, Any], items: list[Any], attributes: dict[Any, Any]) -> Any:
     ordered = {name: attributes[name] for name in shape.order}
     return build(shape.kind, held if issubclass(shape.kind, dict) else items, ordered)
 
@@ -328,13 +328,13 @@ def _collect_leaf(leaf: Leaf, value: Any, found: list[Any], where: str) -> None:
 
 def _collect_items(shape: Shape, value: Any, found: list[Any], where: str) -> None:
     if type(value) is not shape.kind:
-        raise Mismatch(f"{_at(where)}expected a {_named(shape)}, got {describe(value)}")
+        raise Mismatch(f"{_at(where)}expected a {_shape_text(shape)}, got {describe(value)}")
     items = dict(_items(value))
     if len(items) == len(shape.keys) and tuple(items) != shape.keys:
         if all(key in items for key in shape.keys):  # what the model does next may depend on it
-            raise Mismatch(f"{_at(where)}expected the keys in the order {_listed(shape)}")
+            raise Mismatch(f"{_at(where)}expected the keys in the order {_key_text(shape)}")
     if len(items) != len(shape.keys) or any(key not in items for key in shape.keys):
-        raise Mismatch(f"{_at(where)}expected a {_named(shape)}, got {describe(value)}")
+        raise Mismatch(f"{_at(where)}expected a {_shape_text(shape)}, got {describe(value)}")
     for key, item in zip(shape.keys, shape.items, strict=True):
         collect(item, items[key], found, f"{where}[{key!r}]")
     attributes = attributes_of(value) if shape.names else {}
@@ -348,13 +348,13 @@ def _at(where: str) -> str:
     return f"at {where}: " if where else ""
 
 
-def _listed(shape: Shape) -> str:
+def _key_text(shape: Shape) -> str:
     return ", ".join(map(repr, shape.keys))
 
 
-def _named(shape: Shape) -> str:
+def _shape_text(shape: Shape) -> str:
     if issubclass(shape.kind, dict):
-        return f"{shape.kind.__name__} with the keys {_listed(shape)}"
+        return f"{shape.kind.__name__} with the keys {_key_text(shape)}"
     if shape.names:
         return shape.kind.__name__
     return f"{shape.kind.__name__} of {len(shape.items)}"
@@ -393,7 +393,7 @@ def tensors_of(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    _mapped(value, keep, copy.copy)
+    _map_tensors(value, keep, copy.copy)
     return found
 
 
@@ -408,7 +408,7 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
         {'a': tensor(2), 'b': [None]}
     """
     given = iter(tensors)
-    return _mapped(value, lambda tensor: next(given), copy.copy)
+    return _map_tensors(value, lambda tensor: next(given), copy.copy)
 
 
 class Exchange:
@@ -429,7 +429,7 @@ class Exchange:
 
     def into(self, value: Any) -> Any:
         """Return a value with its tensors replaced: a new object only if it is a tuple."""
-        return _mapped(value, self._other, self._touch, self._note)
+        return _map_tensors(value, self._other, self._touch, self._note)
 
     def _other(self, tensor: Tensor) -> Tensor:
         new = self._exchanged.get(id(tensor), tensor)
@@ -457,7 +457,7 @@ class Exchange:
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
-def _mapped(
+def _map_tensors(
     value: Any,
     new: Callable[[Tensor], Tensor],
     changeable: Callable[[Any], Any],
@@ -481,7 +481,7 @@ def _mapped(
     changed = [
         (key, other)
         for key, item in _contents(value)
-        if (other := _mapped(item, new, changeable, note, inside)) is not item
+        if (other := _map_tensors(item, new, changeable, note, inside)) is not item
     ]
     if not changed:
         return value

@@ -422,7 +422,7 @@ _NORM = "the norm with its weights"
 _ROTATED = "after the rotation, where it consists of operations of torch"
 
 
-def _shared(attention: str, scores: str, out: str) -> dict[str, tuple[str, str, str]]:
+def _common_aliases(attention: str, scores: str, out: str) -> dict[str, tuple[str, str, str]]:
     eager = "the softmax is an operation by itself only with attn_implementation='eager'"
     return {
         "hook_resid_pre": ("input", "", _STREAM),
@@ -457,7 +457,7 @@ _FAMILIES = (
         "wpe",
         ("ln_1", "ln_2", "ln_f"),
         {
-            **_shared("attn", "add", "c_proj"),
+            **_common_aliases("attn", "add", "c_proj"),
             "ln1.hook_normalized": ("ln_1.output", "", _NORM),
             "attn.hook_q": ("attn.c_attn.output", "q", "by heads"),
             "attn.hook_k": ("attn.c_attn.output", "k", "by heads"),
@@ -488,7 +488,7 @@ _FAMILIES = (
         "",
         ("input_layernorm", "post_attention_layernorm", "norm"),
         {
-            **_shared("self_attn", "add_2", "o_proj"),
+            **_common_aliases("self_attn", "add_2", "o_proj"),
             "attn.hook_rot_q": ("self_attn.add", "swapped", _ROTATED),
             "attn.hook_rot_k": ("self_attn.add_1", "swapped", _ROTATED),
             "attn.hook_q": ("self_attn.q_proj.output", "heads", "before the rotation"),
@@ -677,7 +677,7 @@ def _targets(where: Any, known: Known) -> tuple[Target, ...]:
         _require_own(where, known)
     name = name_of(where, known)
     if name is not None:
-        return _named(name, known, where)
+        return _resolve_name(name, known, where)
     if isinstance(where, State):
         return (Target(where, Location("state", where, shown=where.name)),)
     if isinstance(where, nn.Module):
@@ -730,8 +730,8 @@ def _require_own(node: Node, known: Known) -> None:
         others.append(other)
     if others:
         raise InputError(
-            f"{data.path!r} is at {_said(data)} in the run of this node, and at "
-            f"{_said(others[0])} in this model: pass a path, or a node of the model's own "
+            f"{data.path!r} is at {_place_label(data)} in the run of this node, and at "
+            f"{_place_label(others[0])} in this model: pass a path, or a node of the model's own "
             "trees"
         )
 
@@ -741,12 +741,12 @@ def _where(node: TreeNode) -> tuple[Any, ...]:
     return place.file, place.function, place.line, place.text
 
 
-def _said(node: TreeNode) -> str:
+def _place_label(node: TreeNode) -> str:
     place = node.places[0]
     return f"{place_text(place.file, place.line)} `{place.text}`"
 
 
-def _named(text: str, known: Known, said: Any) -> tuple[Target, ...]:
+def _resolve_name(text: str, known: Known, said: Any) -> tuple[Target, ...]:
     """Resolve a string.
 
     The qualified name of a module selects all its calls, that of a parameter all its uses; other

@@ -141,7 +141,7 @@ class Builder:
             type_, made = type_name(value), Pass(number)
         elif isinstance(value, Ref):
             index, element = self.events.origin(value.index)
-            kind, type_, shape = _described(self.events, index, element)
+            kind, type_, shape = _describe_element(self.events, index, element)
             made = Pass(number, index, element, shape)
         else:
             kind, type_, made = "other", type_name(value), Pass(number)
@@ -197,7 +197,7 @@ class Builder:
         return self._holders.state(str(op.target), call)
 
 
-def _described(
+def _describe_element(
     events: Events, index: int, element: tuple[Any, ...]
 ) -> tuple[Kind, str, tuple[int, ...] | None]:
     if events.ops[index].kind is OpKind.UNKNOWN:
@@ -527,10 +527,10 @@ def value_text(value: Any, name: Name) -> str:
     if kind is Ref:
         return name(value)
     if kind is tuple:
-        inner = _joined([value_text(item, name) for item in value])
+        inner = _join([value_text(item, name) for item in value])
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if kind is list:
-        return f"[{_joined([value_text(item, name) for item in value])}]"
+        return f"[{_join([value_text(item, name) for item in value])}]"
     if isinstance(value, dict):
         items = (f"{_plain(key)}: {value_text(item, name)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
@@ -546,7 +546,7 @@ def value_text(value: Any, name: Name) -> str:
     return _plain(value)
 
 
-def _joined(texts: list[str]) -> str:
+def _join(texts: list[str]) -> str:
     """Join items; a run of the values of one variable becomes a slice of what is kept of it."""
     found: list[str] = []
     position = 0
@@ -720,14 +720,14 @@ def layout(lines: list[Line], given: Collection[str] = (), kept: Collection[str]
     """Return statements as text: variables are freed after their last use, repetitions folded."""
     lines = _keeping(lines, kept)
     taken = {line.target for line in lines}.union(given)
-    freed = [[name for name in names if name in taken] for names in _freed(lines)]
+    freed = [[name for name in names if name in taken] for names in _free_names(lines)]
     found: list[str] = []
     start = 0
     while start < len(lines):
         within, stop = lines[start].within, start + 1
         while stop < len(lines) and lines[stop].within == within:
             stop += 1
-        block = _folded(lines[start:stop], freed[start:stop], taken)
+        block = _fold(lines[start:stop], freed[start:stop], taken)
         if within:
             found.append(f"with {within}:")
             block = [f"    {text}" for text in block]
@@ -736,7 +736,7 @@ def layout(lines: list[Line], given: Collection[str] = (), kept: Collection[str]
     return found
 
 
-def _folded(lines: list[Line], freed: list[list[str]], taken: Collection[str]) -> list[str]:
+def _fold(lines: list[Line], freed: list[list[str]], taken: Collection[str]) -> list[str]:
     """Return lines as text, with those that repeat as loops."""
     forms = [_Form(line) for line in lines]
     numbers: dict[str, int] = {}
@@ -877,7 +877,7 @@ def _steady(forms: list[_Form], start: int, period: int, count: int) -> int:
     return steady if steady > 2 or not any(deltas) else 1
 
 
-def _freed(lines: list[Line]) -> list[list[str]]:
+def _free_names(lines: list[Line]) -> list[list[str]]:
     """Return, for each line, the names whose values nothing after it needs."""
     live: set[str] = set()
     freed: list[list[str]] = []

@@ -261,9 +261,9 @@ class Item(NamedTuple):
 def items_of(value: Any, events: Events) -> list[Item] | None:
     """Return the items of a recorded container; None for other objects."""
     if isinstance(value, (tuple, list)):
-        return [_indexed(i, item) for i, item in enumerate(value)]
+        return [_index_item(i, item) for i, item in enumerate(value)]
     if isinstance(value, dict):
-        return [_keyed(key, item) for key, item in value.items()]
+        return [_key_item(key, item) for key, item in value.items()]
     if isinstance(value, Instance):
         return _items_of_instance(value)
     if isinstance(value, Existing):
@@ -286,11 +286,11 @@ def _item_of_part(whole: Captured, part: Captured) -> Item:
     if part.access is not Access.ITEM:
         return _attribute(str(part.key), value)
     if type(part.key) is not int or issubclass(whole.type, dict):
-        return _keyed(part.key, value)
+        return _key_item(part.key, value)
     names = _fields(whole.type)
     if part.key < len(names):
         return _attribute(names[part.key], value, part.key)
-    return _indexed(part.key, value)
+    return _index_item(part.key, value)
 
 
 def type_name(value: Any) -> str:
@@ -308,13 +308,13 @@ def _items_of_instance(value: Instance) -> list[Item]:
     found: list[Item] = []
     names: tuple[str, ...] = ()
     if isinstance(value.items, dict):
-        found = [_keyed(key, item) for key, item in value.items.items()]
+        found = [_key_item(key, item) for key, item in value.items.items()]
         names = tuple(map(str, value.items))
     elif value.items is not None:
         names = _fields(value.cls)
         items: Iterable[Any] = value.items
         found = [
-            _attribute(names[i], item, i) if i < len(names) else _indexed(i, item)
+            _attribute(names[i], item, i) if i < len(names) else _index_item(i, item)
             for i, item in enumerate(items)
         ]
     for name, item in value.attributes.items():
@@ -331,11 +331,11 @@ def _fields(cls: type) -> tuple[str, ...]:
     return tuple(fields or ()) if issubclass(cls, tuple) else ()
 
 
-def _indexed(key: int, value: Any) -> Item:
+def _index_item(key: int, value: Any) -> Item:
     return Item(key, f"sub_{key}", value, f"[{key}]")
 
 
-def _keyed(key: Any, value: Any) -> Item:
+def _key_item(key: Any, value: Any) -> Item:
     name = key if isinstance(key, (str, int)) else repr(key)
     return Item(name, str(name), value, f"[{key!r}]")
 

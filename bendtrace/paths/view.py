@@ -85,13 +85,13 @@ def require_leaf(root: TreeNode, found: Found, path: str) -> None:
         names = tuple(inner.path for inner, _ in children_of(node, chosen))
         raise NodePathError(
             f"{path or '<root>'!r} is a {describe(node, chosen)}, not a value; it contains "
-            f"{_listed(names)}",
+            f"{_list_names(names)}",
             path,
             names,
         )
     if node.kind == "container":
         digs = tuple(dug(root, inner) for inner in _values_in(node, chosen))
-        way = f"name a value in it: {_listed(digs)}" if digs else "it contains no values"
+        way = f"name a value in it: {_list_names(digs)}" if digs else "it contains no values"
         raise NodePathError(
             f"{path!r} is a {describe(node, chosen)}, not a single value; {way}", path, digs
         )
@@ -116,7 +116,7 @@ def _values_in(node: TreeNode, chosen: Chosen) -> Iterator[TreeNode]:
             yield inner
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _list_names(names: tuple[str, ...]) -> str:
     shown = ", ".join(map(repr, names[:_SHOWN]))
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
@@ -163,7 +163,7 @@ class _Search:
             if not 1 <= number <= len(passes):
                 self._fail(
                     node, chosen, depth,
-                    f"{node.path!r} has {_counted(len(passes), 'pass', 'passes')}, so there is no "
+                    f"{node.path!r} has {_count(len(passes), 'pass', 'passes')}, so there is no "
                     f":{number}",
                 )  # fmt: skip
                 return
@@ -197,7 +197,7 @@ class _Search:
             message = f"{where} is a {describe(node, chosen)} with nothing below it"
             return NodePathError(f"no node {self.path!r}: {message}", self.path)
         near = did_you_mean(wrong, names, cutoff=0.5, otherwise=";")
-        message = f"{where} has no {wrong!r}{near} it has {_listed(tuple(names))}"
+        message = f"{where} has no {wrong!r}{near} it has {_list_names(tuple(names))}"
         return NodePathError(f"no node {self.path!r}: {message}", self.path, completions)
 
 
@@ -241,7 +241,7 @@ def _aliases(node: TreeNode) -> Iterator[str]:
         yield node.name[:-1]
 
 
-def _counted(number: int, one: str, several: str) -> str:
+def _count(number: int, one: str, several: str) -> str:
     return f"{number} {one if number == 1 else several}"
 
 
@@ -444,7 +444,7 @@ class Node:
         code = [v for v in data.code if any(number in chosen for number in v.passes)]
         text = code[0].text if code else ""
         if len(code) > 1:
-            text = "\n".join(f"# {_numbered(v.passes)}\n{v.text}" for v in code)
+            text = "\n".join(f"# {_pass_text(v.passes)}\n{v.text}" for v in code)
         return Text(f"Calling context:\n{places}\nCompiled code:\n{text}" if places else text)
 
     def _show(
@@ -573,7 +573,7 @@ def _shape_in(node: TreeNode, chosen: Chosen) -> Any:
     return _shape(node, chosen[0] if chosen else 0)
 
 
-def _numbered(passes: tuple[int, ...]) -> str:
+def _pass_text(passes: tuple[int, ...]) -> str:
     """`pass 1`, `passes 2 to 5`, `passes 1, 3, 4`."""
     numbers = [number + 1 for number in passes]
     if len(numbers) == 1:

@@ -531,12 +531,12 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
 
 def _exchange(holder: Any, numbers: dict[int, Any]) -> None:
     if isinstance(holder, dict):
-        for key, value in _found(holder.items(), numbers):
+        for key, value in _numbers_of(holder.items(), numbers):
             _put(holder, key, value)
         if any(id(key) in numbers for key in holder):
             make_keys_plain(holder)
     elif isinstance(holder, (list, collections.deque)):
-        for position, value in _found(enumerate(holder), numbers):
+        for position, value in _numbers_of(enumerate(holder), numbers):
             holder[position] = value
     elif isinstance(holder, set):
         for member in [member for member in holder if id(member) in numbers]:
@@ -549,11 +549,11 @@ def _exchange(holder: Any, numbers: dict[int, Any]) -> None:
         if type(own) is dict:
             _exchange(own, numbers)
         named = ((name, getattr(holder, name, None)) for name in slots_of(type(holder)))
-        for name, value in _found(named, numbers):
+        for name, value in _numbers_of(named, numbers):
             object.__setattr__(holder, name, value)
 
 
-def _found(pairs: Iterable[tuple[Any, Any]], numbers: dict[int, Any]) -> list[tuple[Any, Any]]:
+def _numbers_of(pairs: Iterable[tuple[Any, Any]], numbers: dict[int, Any]) -> list[tuple[Any, Any]]:
     return [(key, numbers[id(value)]) for key, value in pairs if id(value) in numbers]
 
 

@@ -81,7 +81,7 @@ def user_code(scope: ModuleCall, site: Site) -> tuple[Place, object, ModuleCall]
         The place, a key of the running function, and the module call that it belongs to.
     """
     found, level, owner = _user_site(scope, site)
-    return _tested(found, level), (id(owner), found.chain[level + 1 :]), owner
+    return _test_place(found, level), (id(owner), found.chain[level + 1 :]), owner
 
 
 def is_inside_comparison(record: Op | Guard, tape: Tape) -> bool:
@@ -162,10 +162,10 @@ _WALKING = ("GET_ITER",) if _walks_by_statement() else ()
 _ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL", *_WALKING)
 
 
-def _tested(site: Site, level: int) -> Place:
+def _test_place(site: Site, level: int) -> Place:
     """Return a place of a site; if it asks for a truth value, the place of the value."""
     place = site.places[level]
-    span = _asked(site.chain[level][0]).get(place.offset)
+    span = _questions_in(site.chain[level][0]).get(place.offset)
     if _GENERATORS_ASK and span is None:
         span = walked_from(place)
     return place if span is None else place._replace(span=span)
@@ -174,7 +174,7 @@ def _tested(site: Site, level: int) -> Place:
 _known: dict[int, tuple[CodeType, dict[int, Span]]] = {}
 
 
-def _asked(code: CodeType) -> dict[int, Span]:
+def _questions_in(code: CodeType) -> dict[int, Span]:
     known = _known.get(id(code))
     if known is None:
         known = _known[id(code)] = (code, dict(_find_asked(code)))

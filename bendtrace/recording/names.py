@@ -47,7 +47,7 @@ def base_name(op: Op) -> str:
     """Return the name of an op before it is made unique: `conv1d`, `gt`, `fc_weight`, `x`."""
     if op.kind in (OpKind.INPUT, OpKind.STATE):
         # `past[0]` is past_0, but an attribute called `weight_` keeps its name.
-        return _spelled(str(op.target).removeprefix("self.").rstrip("'\"]"))
+        return _spell(str(op.target).removeprefix("self.").rstrip("'\"]"))
     if op.kind is OpKind.UNKNOWN:
         return "unknown"
     return base_name_of(getattr(op.target, "stands_for", None) or op.target)
@@ -56,10 +56,10 @@ def base_name(op: Op) -> str:
 def base_name_of(function: Any) -> str:
     """Return the name of a call of a function before it is made unique."""
     name = name_of(function)
-    return _spelled(name.strip("_") if name.startswith("__") else name)
+    return _spell(name.strip("_") if name.startswith("__") else name)
 
 
-def _spelled(name: str) -> str:
+def _spell(name: str) -> str:
     name = re.sub(r"\W+", "_", name).lstrip("_") or "op"
     return f"_{name}" if name[0].isdigit() else name
 

@@ -156,7 +156,7 @@ def needs_agreement(model: Any, tape: Tape) -> bool:
     return _settings.enabled and _is_running()
 
 
-def _known_groups(model: Any) -> tuple[Group, ...]:
+def _groups_of(model: Any) -> tuple[Group, ...]:
     if not can_be_known(model):
         return ()
     size = torch.distributed.get_world_size()  # the current one: it may have been initialised again
@@ -416,7 +416,7 @@ def joint_call(model: Any, goes_on: bool = False) -> Iterator[JointCall | None]:
             call.tape, call.replays = before
         return
     if call is None:
-        call = JointCall(model, _known_groups(model))
+        call = JointCall(model, _groups_of(model))
         if is_joint(model):
             ranks_of_process().call = _next_call(model)
     call.is_left, call.tape, call.replays = False, None, False

@@ -193,10 +193,10 @@ def _uses(place: Any) -> frozenset[str] | None:
         node = file.parents[node]  # type: ignore[assignment]
     if node is None or not _is_text(node):
         return None
-    return _followed(file, node, ())
+    return _receiver(file, node, ())
 
 
-def _followed(file: SourceFile, node: ast.AST, seen: tuple[str, ...]) -> frozenset[str] | None:
+def _receiver(file: SourceFile, node: ast.AST, seen: tuple[str, ...]) -> frozenset[str] | None:
     """Follow a text outwards, to the function that receives it."""
     for child, parent in file.ancestors(node):
         if isinstance(parent, ast.FormattedValue) and not parent.format_spec:
@@ -206,18 +206,18 @@ def _followed(file: SourceFile, node: ast.AST, seen: tuple[str, ...]) -> frozens
         if isinstance(parent, (ast.JoinedStr, ast.BinOp)) and _puts_together(parent):
             continue
         if isinstance(parent, ast.Call) and isinstance(file.parents.get(parent), ast.Expr):
-            return _given_to(parent, child)
+            return _call_receiver(parent, child)
         if isinstance(parent, ast.keyword):
             continue
         if isinstance(parent, ast.Assign) and child is parent.value and len(parent.targets) == 1:
             target = parent.targets[0]
             if isinstance(target, ast.Name) and target.id not in seen:
-                return _used_by_name(file, parent, target.id, seen)
+                return _receiver_by_name(file, parent, target.id, seen)
         return None
     return None
 
 
-def _given_to(call: ast.Call, child: ast.AST) -> frozenset[str] | None:
+def _call_receiver(call: ast.Call, child: ast.AST) -> frozenset[str] | None:
     called = call.func
     if isinstance(called, ast.Name) and called.id == "print":
         known = all(keyword.arg in ("sep", "end", "file", "flush") for keyword in call.keywords)
@@ -233,7 +233,7 @@ def _given_to(call: ast.Call, child: ast.AST) -> frozenset[str] | None:
     return frozenset({"_assert"}) if child in (*call.args[1:2], *named) else None
 
 
-def _used_by_name(
+def _receiver_by_name(
     file: SourceFile, assigned: ast.Assign, name: str, seen: tuple[str, ...]
 ) -> frozenset[str] | None:
     """Return the function that receives a text through a local variable."""
@@ -248,7 +248,7 @@ def _used_by_name(
             return None
         if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
             inner = _function_around(file, node)
-            used = _followed(file, node, (*seen, name)) if inner is function else None
+            used = _receiver(file, node, (*seen, name)) if inner is function else None
             if used is None:
                 return None
             found |= used

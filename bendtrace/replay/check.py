@@ -276,11 +276,11 @@ class CheckWriter:
         codes = self._codes
         if codes:
             keywords = [function.__kwdefaults__ for function in codes if function.__kwdefaults__]
-            written = _written_in(codes, keywords)
+            written = _writes_in(codes, keywords)
             source.names.update(functions=codes, written=written)
             edited = self._questions.note("a function has another code, or other defaults")
             if keywords:
-                source.names.update(keywords=keywords, read=_written_in, same=_same)
+                source.names.update(keywords=keywords, read=_writes_in, same=_same)
                 source.line(f"if not same(read(functions, keywords), written): return {edited}")
             else:
                 source.names["writing"] = _WRITTEN
@@ -478,7 +478,7 @@ def _has_more(
     )
 
 
-def _written_in(functions: list[Any], keywords: list[dict[str, Any]]) -> list[Any]:
+def _writes_in(functions: list[Any], keywords: list[dict[str, Any]]) -> list[Any]:
     """Return what is written of functions, and what stands for keywords that nobody gives."""
     return [
         *chain.from_iterable(map(_WRITTEN, functions)),

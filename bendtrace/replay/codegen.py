@@ -324,7 +324,7 @@ class RunWriter:
 
     def _finish(self) -> None:
         source, schedule = self.source, self.schedule
-        source.shared = _shared_in(schedule.outputs)
+        source.shared = _repeats_in(schedule.outputs)
         values = [source.value(change.value) for change in schedule.changes]
         for change, value in zip(schedule.changes, values, strict=True):
             source.line(_store(source, change, value))
@@ -332,7 +332,7 @@ class RunWriter:
         source.line(f"return {output}")
 
 
-def _shared_in(value: Any) -> frozenset[int]:
+def _repeats_in(value: Any) -> frozenset[int]:
     """Find the containers that are in a value more than once."""
     counts: Counter[int] = Counter()
 

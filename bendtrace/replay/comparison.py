@@ -61,14 +61,14 @@ def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bo
                 continue
             if " at 0x" in now:  # an object that each run creates anew
                 return False
-        if not _asked_alike(one, after, until, other, exit.number):
+        if not _ask_alike(one, after, until, other, exit.number):
             return False
         raise NondeterminismError(
             f"the resumed run did {op} where it did {known} before, with all guards equal"
             + (f" (at {op.site.place})" if op.site is not None else "")
         )
     if len(its) != len(mine):
-        if not _asked_alike(one, after, until, other, exit.number):
+        if not _ask_alike(one, after, until, other, exit.number):
             return False
         what = "ended before the point where it diverged"
         if len(its) < len(mine):
@@ -98,7 +98,7 @@ def _are_alike(one: Any, other: Any, ours: Names, theirs: Names) -> bool:
     return one is None or (kind in (bool, int, str) and one == other)
 
 
-def _asked_alike(one: Tape, after: int, until: int | None, other: Tape, number: int) -> bool:
+def _ask_alike(one: Tape, after: int, until: int | None, other: Tape, number: int) -> bool:
     """Whether two runs asked the same questions and had the same answers, from a guard of each on.
 
     They can differ in whether an op returned a copy, because that is asked only if it did not.

@@ -104,12 +104,12 @@ def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
     if step is not None:
         what, where = f"{step.kind} `{step.text}`", str(step.place)
     else:
-        what, where = _unstepped(guard)
+        what, where = _without_step(guard)
     reason = f"{what} at {where} was {_short(recorded)} when traced and is {_short(new)} now"
     return Mismatch(reason, recorded, new, step, number)
 
 
-def _unstepped(guard: Guard) -> tuple[str, str]:
+def _without_step(guard: Guard) -> tuple[str, str]:
     if guard.site is None:
         return "a value", "an unknown place"
     place, _, _ = user_code(guard.scope, guard.site)

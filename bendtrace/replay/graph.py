@@ -180,7 +180,7 @@ class Graph:
         for along, entered, left in trips * hits:
             along.count(entered, left)
         if made:
-            self._ways[tuple(_joined(trips))] = made[-1][1]
+            self._ways[tuple(_join(trips))] = made[-1][1]
         return made
 
     def run_along(self, way: tuple[Trip, ...]) -> Piece | None:
@@ -301,7 +301,7 @@ class Graph:
         return writer(schedule, self._direct).write()
 
 
-def _joined(trips: Iterable[Trip]) -> Iterator[Trip]:
+def _join(trips: Iterable[Trip]) -> Iterator[Trip]:
     """Yield trips, with those that continue each other in one piece joined into one."""
     before: Trip | None = None
     for piece, entered, left in trips:

@@ -206,7 +206,7 @@ class Program:
         if divergence.held is None:  # nothing was done that cannot be done again
             return self.run(arguments)
         exit = divergence.exit  # read once: another thread may forget it
-        if exit is None or _written(exit) is None:
+        if exit is None or _exit_code(exit) is None:
             return divergence
         if splicer is not None:
             try:
@@ -331,7 +331,7 @@ class Program:
                         exit = node.after(answer)
                     found = None
                     if exit is not None and splicer is None:
-                        found = exit.written or _written(exit)
+                        found = exit.written or _exit_code(exit)
                     elif exit is not None and splicer is not None:
                         try:
                             found = splicer(exit)
@@ -522,7 +522,7 @@ def _count(trips: list[Trip]) -> None:
         piece.owner.hits += 1
 
 
-def _written(exit: Exit) -> Code | None:
+def _exit_code(exit: Exit) -> Code | None:
     """Return the code of an exit; None if it needs a value that the state does not hold."""
     try:
         return exit.code

@@ -117,7 +117,7 @@ class Suffix:
             mask, lacks = 0, False
             if op.kind is OpKind.INPUT:
                 lacks = argument_of(op.target) in self._missing
-            for index in _used_by(op):
+            for index in _uses_of(op):
                 cut = self.cuts.at(index, op.index)
                 mask |= slots[index] if cut is None else 1 << cut.slot
                 lacks = lacks or (cut is None and lacking[index])
@@ -145,7 +145,7 @@ class Suffix:
             index = waiting.pop()
             if index not in found:
                 found.add(index)
-                waiting += _used_by(self._ops[index])
+                waiting += _uses_of(self._ops[index])
         return sorted(index for index in found if self._ops[index].is_work)
 
     # What is needed
@@ -418,7 +418,7 @@ class Suffix:
             yield from (slot for slot in range(mask.bit_length()) if mask >> slot & 1)
 
 
-def _used_by(op: Op) -> list[int]:
+def _uses_of(op: Op) -> list[int]:
     """Return the ops that an op uses: those that gave its arguments, and that wrote to them."""
     return op.operands + list(op.reads.values())
 

@@ -408,7 +408,7 @@ class TraceTree:
             return False
         # Numbers in a list that got no longer can be inputs.
         now = [
-            _seen(part, arguments)
+            _glance(part, arguments)
             for part in program.ignored
             if not (_is_item(part) and holds_number(part) and part.label not in self._excluded)
         ]
@@ -632,7 +632,7 @@ def _fills(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= _SHORT
 
 
-def _seen(part: Captured, arguments: tuple[Any, ...]) -> Any:
+def _glance(part: Captured, arguments: tuple[Any, ...]) -> Any:
     value = _read(part, arguments)
     if part.kind is CaptureKind.PLAIN and type(value) is part.type:
         return value
@@ -706,7 +706,7 @@ class ProgramIndex:
 
     def add(self, program: Program) -> None:
         """Take a program in."""
-        fixed = _fixed_by(program)
+        fixed = _numbers_fixed(program)
         table = self._tables.get(tuple(fixed), {})
         values = tuple(fixed.values())
         table[values] = (program, *table.get(values, ()))
@@ -725,7 +725,7 @@ class ProgramIndex:
             yield from table.get(tuple(one.read(arguments) for one in fixed), ())
 
 
-def _fixed_by(program: Program) -> dict[Fixed, int]:
+def _numbers_fixed(program: Program) -> dict[Fixed, int]:
     """Return the numbers that a program insists on, in an order that only depends on which."""
     tape = program.recording.tape
     found: dict[Fixed, int] = {}

@@ -261,7 +261,7 @@ def offsets() -> Offsets | None:
     if not TELLS_CHANGES or (hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled()):
         return None
     try:
-        return _looked_for()
+        return _find_offsets()
     except Unreadable:
         return None
 
@@ -270,7 +270,7 @@ class _Thing:
     """What has a `__dict__`."""
 
 
-def _looked_for() -> Offsets:
+def _find_offsets() -> Offsets:
     things = [_Thing() for _ in range(3)]
     tables = [vars(thing) for thing in things]
     within = range(_HEADER, dict.__basicsize__, _WORD)
@@ -289,7 +289,7 @@ def _looked_for() -> Offsets:
         ordered(),
         ordered({1: 1, 2: 2}),
     ]
-    attributes = _found(
+    attributes = _find_offset(
         range(-4 * _WORD, _Thing.__basicsize__, _WORD),
         lambda at: [_word(id(thing) + at) for thing in things] == [*map(id, tables)],
     )
@@ -298,13 +298,15 @@ def _looked_for() -> Offsets:
     if _word(id(things[0]) + attributes) != id(other):
         raise Unreadable
     return Offsets(
-        kind=_found(
+        kind=_find_offset(
             range(0, _HEADER, _WORD),
             lambda at: all(_word(id(one) + at) == id(type(one)) for one in (things[0], other, at)),
         ),
         attributes=attributes,
-        version=_found(within, is_version),
-        size=_found(within, lambda at: [_word(id(t) + at) for t in sized] == [*map(len, sized)]),
+        version=_find_offset(within, is_version),
+        size=_find_offset(
+            within, lambda at: [_word(id(t) + at) for t in sized] == [*map(len, sized)]
+        ),
         content=_of_cells(),
         bases=_of_classes(),
         written=_of_functions(),
@@ -314,7 +316,7 @@ def _looked_for() -> Offsets:
 def _of_cells() -> int:
     values = [object(), object()]
     cells = [types.CellType(value) for value in values]
-    offset = _found(
+    offset = _find_offset(
         range(_HEADER, types.CellType.__basicsize__, _WORD),
         lambda at: [_word(id(cell) + at) for cell in cells] == [*map(id, values)],
     )
@@ -332,7 +334,7 @@ def _of_classes() -> int:
     class Derived(One): ...
 
     classes = (One, Derived, _Thing)
-    offset = _found(
+    offset = _find_offset(
         range(_HEADER, _size_of(type), _WORD),
         lambda at: all(_word(id(cls) + at) == id(cls.__mro__) for cls in classes),
     )
@@ -353,7 +355,7 @@ def _of_functions() -> tuple[int, ...]:
         def is_there(offset: int) -> bool:
             return all(_word(id(f) + offset) == id(getattr(f, name)) for f in (one, other))
 
-        return _found(range(_HEADER, types.FunctionType.__basicsize__, _WORD), is_there)
+        return _find_offset(range(_HEADER, types.FunctionType.__basicsize__, _WORD), is_there)
 
     names = ("__code__", "__defaults__", "__kwdefaults__")
     found = tuple(map(at, names))
@@ -367,7 +369,7 @@ def _of_functions() -> tuple[int, ...]:
     return found
 
 
-def _found(candidates: Iterable[int], is_there: Callable[[int], bool]) -> int:
+def _find_offset(candidates: Iterable[int], is_there: Callable[[int], bool]) -> int:
     """Return the only offset of which something is true."""
     found = [offset for offset in candidates if is_there(offset)]
     if len(found) != 1:

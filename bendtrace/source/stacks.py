@@ -277,7 +277,7 @@ def _instructions(code: CodeType) -> dict[int, _Instruction]:
         if step.offset not in depths:
             continue
         depth = depths[step.offset]
-        base = depth + _effect(step, False) - _pushed(step)
+        base = depth + _effect(step, False) - _pushes(step)
         if step.opname in _CALLS and step.opname != "CALL_FUNCTION_EX":
             depth = base + (step.arg or 0) + 2 + (step.opname == "CALL_KW")
         asks = step.opname == "COMPARE_OP" and step.argrepr.startswith("bool(")
@@ -318,7 +318,7 @@ def _effect(step: dis.Instruction, jump: bool) -> int:
     return dis.stack_effect(step.opcode, argument, jump=jump)
 
 
-def _pushed(step: dis.Instruction) -> int:
+def _pushes(step: dis.Instruction) -> int:
     name, argument = step.opname, step.arg or 0
     if name in _PUSHES_NONE or name.startswith("POP_JUMP"):
         return 0
@@ -348,7 +348,7 @@ def layout() -> Layout | None:
     """Return the positions of fields in frames; None if they cannot be found."""
     if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
         return None
-    places = _found()
+    places = _find_layout()
     if places is None:
         return None
     places = places._replace(leaves=_leaves(places))
@@ -370,7 +370,7 @@ class _Look:
         return True
 
 
-def _found() -> Layout | None:
+def _find_layout() -> Layout | None:
     """Look for what is known to be in some frames."""
     look, one, two = _Look(), object(), object()
     step = look.__call__

@@ -50,7 +50,7 @@ def role_of(place: Place) -> Role:
     if isinstance(node, ast.FormattedValue):  # `{n}` has a place of its own since Python 3.12
         around_it = file.parents[node]
         node = around_it if isinstance(around_it, ast.JoinedStr) else node
-    node = _called(file, node)
+    node = _enclosing_call(file, node)
     if node is None:
         around = file.statement_at(place.span)
         loops = () if around is None else file.loops_around(around)
@@ -64,7 +64,7 @@ def role_of(place: Place) -> Role:
     return Role(kind, text, heads, tests, loops, isinstance(node, ast.Subscript), several)
 
 
-def _called(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
+def _enclosing_call(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
     """Return the call of `any(...)` where its name alone stands for it.
 
     Since Python 3.14, the compiler puts loops over generators into the place of `any`, `all`,

@@ -45,7 +45,7 @@ def tells_changes(version: Callable[[dict[Any, Any]], Any]) -> bool:
     return version(table) == seen[-1] and len({*seen, version(other)}) == len(seen) + 1
 
 
-def _found() -> Callable[[dict[Any, Any]], Any]:
+def _find_versions() -> Callable[[dict[Any, Any]], Any]:
     # CPython counts what it writes to dicts (up to 3.11), or tells those who watch them (since
     # 3.12); torch.compile's guards ask for it in either case. Seen in torch 2.13 to 2.15;
     # test_versions.py notices what does not hold any more, and so does this, at once.
@@ -60,7 +60,7 @@ def _found() -> Callable[[dict[Any, Any]], Any]:
 
 # Returns what differs whenever an exact dict has been written to in between: no two states of all
 # dicts ever have the same version. Equal versions say that each key has the very same object.
-version_of: Callable[[dict[Any, Any]], Any] = _found()
+version_of: Callable[[dict[Any, Any]], Any] = _find_versions()
 # Whether versions can be asked for; else they always differ.
 TELLS_CHANGES = version_of is not _never_the_same
 
@@ -133,17 +133,17 @@ class CodeVersion:
         looked = [(space, name) for space, name in depends.looked.values() if name in space]
         followed = [(s, n) for s, n in looked if isinstance(s[n], _FOLLOWED)]
         others = [(s, n) for s, n in looked if not isinstance(s[n], _FOLLOWED)]
-        self._followed = _turned(followed)
+        self._followed = _transpose(followed)
         self._values = [*map(getitem, *self._followed)]
-        self._others = _turned(others)
+        self._others = _transpose(others)
         self._types = [*map(type, map(getitem, *self._others))]
-        self._absent = _turned(depends.absent.values())
+        self._absent = _transpose(depends.absent.values())
         self._sized = [*depends.sized.values()]
         self._sizes = [*map(tuple, self._sized)]
         self._functions = [*depends.functions.values()]
         self._codes = [*map(_code, self._functions)]
         self._cells = [*depends.cells.values()]
-        self._held = [*map(_told, self._cells)]
+        self._held = [*map(_cell_key, self._cells)]
         self._classes = [*depends.classes.values()]
         self._bases = [*map(_bases, self._classes)]
 
@@ -156,19 +156,19 @@ class CodeVersion:
                 and not any(map(contains, *self._absent))
                 and [*map(tuple, self._sized)] == self._sizes
                 and all_same([*map(_code, self._functions)], self._codes)
-                and all_same([*map(_told, self._cells)], self._held)
+                and all_same([*map(_cell_key, self._cells)], self._held)
                 and all_same([*map(_bases, self._classes)], self._bases)
             )
         except KeyError:  # a name is gone
             return False
 
 
-def _turned(named: Iterable[Named]) -> tuple[list[Mapping[str, Any]], list[str]]:
+def _transpose(named: Iterable[Named]) -> tuple[list[Mapping[str, Any]], list[str]]:
     pairs = list(named)
     return [space for space, _ in pairs], [name for _, name in pairs]
 
 
-def _told(cell: types.CellType) -> Any:
+def _cell_key(cell: types.CellType) -> Any:
     """What matters of a cell's content."""
     try:
         value = cell.cell_contents

@@ -706,7 +706,7 @@ class _Rows:
             row |= {
                 "name": "" if place is None else place.text,
                 "answer": text_of(answer),
-                "change": f"run.answer({number}, {_written(other)})",
+                "change": f"run.answer({number}, {_answer_text(other)})",
                 "step": next(
                     (n for n, step in self._steps.get(event.index, ()) if is_of(step, event, tape)),
                     None,
@@ -746,14 +746,14 @@ def _lines(side: Version, number: int) -> dict[int, str | None]:
     """Return the lines that lead from the run that is shown to the other side of a question."""
     later = [n for n in sorted(side.edits) if n > number]
     return {
-        n: f"run.answer({n}, {_written(side.answer(n))})"
+        n: f"run.answer({n}, {_answer_text(side.answer(n))})"
         if side.events[n].kind == "question"
         else None
         for n in (number, *later)
     }
 
 
-def _written(answer: Any) -> str:
+def _answer_text(answer: Any) -> str:
     """Return the answer to a question as Python."""
     if type(answer) is float and not math.isfinite(answer):
         return f"float({str(answer)!r})"

@@ -722,7 +722,7 @@ def _text(value: Any, depth: int) -> str:
     if kind is slice:
         parts = (_text(part, depth + 1) for part in (value.start, value.stop, value.step))
         return f"slice({', '.join(parts)})"
-    return _named(value, kind)
+    return _object_text(value, kind)
 
 
 def _items(value: Any, kind: type, depth: int) -> str:
@@ -749,7 +749,7 @@ def _items(value: Any, kind: type, depth: int) -> str:
     return f"{kind.__name__}({inner(named, lambda pair: f'{pair[0]}={one(pair[1])}')})"
 
 
-def _named(value: Any, kind: type) -> str:
+def _object_text(value: Any, kind: type) -> str:
     if issubclass(kind, type):
         return f"class {type.__getattribute__(value, '__qualname__')}"
     if issubclass(kind, nn.Module):
@@ -782,7 +782,7 @@ def _tensor(tensor: Tensor) -> str:
 
 def _values(tensor: Tensor) -> str:
     if tensor.numel() <= _WHOLE:
-        return _nested(tensor.tolist())
+        return _list_text(tensor.tolist())
     first = tensor
     while first.dim() > 1 and first[0].numel() >= _MOST:
         first = first[0]
@@ -793,8 +793,8 @@ def _values(tensor: Tensor) -> str:
     return f"{shown}, ... from {_number(low)} to {_number(high)}"
 
 
-def _nested(value: Any) -> str:
-    return f"[{', '.join(map(_nested, value))}]" if type(value) is list else _number(value)
+def _list_text(value: Any) -> str:
+    return f"[{', '.join(map(_list_text, value))}]" if type(value) is list else _number(value)
 
 
 def _number(value: Any) -> str:

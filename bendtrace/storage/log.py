@@ -92,7 +92,7 @@ class Rows(Generic[T]):
         return [self.read(row) for row in rows]
 
 
-def _nested(rows: Rows[Any], cls: type[Any]) -> Form:
+def _nested_form(rows: Rows[Any], cls: type[Any]) -> Form:
     return Form(cls, lambda codec, value: rows.write(value), lambda codec, row: rows.read(row))
 
 
@@ -104,7 +104,7 @@ def _several(rows: Rows[Any]) -> Form:
     )
 
 
-_SOURCE = _nested(Rows(Source, {}, GRAPH_CODEC), Source)
+_SOURCE = _nested_form(Rows(Source, {}, GRAPH_CODEC), Source)
 _PARAMETERS = _several(Rows(ParameterUse, {"shape": TUPLE}, GRAPH_CODEC))
 LAYERS = Rows(
     LayerEntry,
@@ -246,7 +246,7 @@ def read_values(
     for name, data in index["values"]:
         name, value = _CODEC.decode(name), _CODEC.decode(data)
         slots: list[_Slot] = []
-        stored = _replaced(value, _Slot, partial(_handle, name, rows, files, device, slots))
+        stored = _replace(value, _Slot, partial(_handle, name, rows, files, device, slots))
         is_inside = bool(slots) and not isinstance(value, _Slot)
         values[name] = StoredValue(stored) if is_inside else stored
     return values
@@ -272,20 +272,20 @@ class StoredValue:
 
     def read(self) -> Any:
         """Read it: each call gives new tensors."""
-        return _replaced(self.value, StoredTensor, StoredTensor.read)
+        return _replace(self.value, StoredTensor, StoredTensor.read)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredValue:
         return self
 
 
-def _replaced(value: Any, kind: type[T], replacement: Callable[[T], Any]) -> Any:
+def _replace(value: Any, kind: type[T], replacement: Callable[[T], Any]) -> Any:
     """Return a value with something else for each thing of a kind in it."""
     if isinstance(value, kind):
         return replacement(value)
     if type(value) is dict:
-        return {key: _replaced(item, kind, replacement) for key, item in value.items()}
+        return {key: _replace(item, kind, replacement) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_replaced(item, kind, replacement) for item in value)
+        return type(value)(_replace(item, kind, replacement) for item in value)
     return value
 
 

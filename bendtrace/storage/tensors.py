@@ -405,7 +405,7 @@ def _dump(value: Any) -> bytes:
 
 def free_key(name: str, taken: TensorFile | set[str]) -> str:
     """Return a key for a name: the name itself, if JSON readers of every kind can take it."""
-    key = re.sub(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]", _escaped, name) or "_"
+    key = re.sub(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]", _escape, name) or "_"
     base, number = key, 1
     while key in taken or key == "__metadata__":
         number += 1
@@ -413,7 +413,7 @@ def free_key(name: str, taken: TensorFile | set[str]) -> str:
     return key
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     return f"\\u{ord(match[0]):04x}"
 
 

@@ -279,9 +279,9 @@ def named_objects(
         elif step.name == "IMPORT_FROM":
             here, there = step.value, _member_of(package, step.value)
         elif step.name == "IMPORT_NAME":
-            package = _imported(step.value, space)
+            package = _module_in(step.value, space)
             here = step.value.partition(".")[0]
-            there = _imported(here, space)
+            there = _module_in(here, space)
             if there is None:
                 there = UNKNOWN
                 if here in sys.stdlib_module_names:
@@ -309,7 +309,7 @@ def _global(name: str, space: Mapping[str, Any]) -> Any:
     return space[name] if name in space else vars(builtins).get(name, UNKNOWN)
 
 
-def _imported(name: str, space: Mapping[str, Any]) -> types.ModuleType | None:
+def _module_in(name: str, space: Mapping[str, Any]) -> types.ModuleType | None:
     package = str(space.get("__package__") or "")
     for prefix in ("", f"{package}.", f"{package.rpartition('.')[0]}."):
         found = sys.modules.get(f"{prefix}{name}")

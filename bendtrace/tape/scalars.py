@@ -292,7 +292,7 @@ _OPERATORS = _operators()
 _BINARY_NAMES = frozenset(f"__{r}{name}__" for r in ("", "r") for name in _BINARY)
 
 
-def _refused(self: TracedScalar, other: Any) -> Any:
+def _refuse(self: TracedScalar, other: Any) -> Any:
     return NotImplemented
 
 
@@ -325,7 +325,7 @@ def _kind(base: type, plain_kind: type) -> Any:
     own = dir(plain_kind)
     operators = {name: function for name, function in _OPERATORS.items() if name in own}
     if plain_kind is float:
-        operators.update(dict.fromkeys(_BINARY_NAMES - {*own}, _refused))
+        operators.update(dict.fromkeys(_BINARY_NAMES - {*own}, _refuse))
         operators["__invert__"] = _not_inverted
     body = dict(
         {**public, **operators},

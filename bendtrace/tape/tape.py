@@ -515,16 +515,16 @@ def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
 
 def is_handled(scope: ModuleCall | None, site: Site | None) -> bool:
     """Return whether the model might continue after an error at a place."""
-    return any(map(is_under_handler, _covered(scope, site)))
+    return any(map(is_under_handler, _covering_places(scope, site)))
 
 
 def raised_by(op: Op, error: Exception) -> Raised:
     """Describe an error as far as handlers of the model can distinguish it from others."""
-    seen = any(map(asks_for_error, _covered(op.scope, op.site)))
+    seen = any(map(asks_for_error, _covering_places(op.scope, op.site)))
     return Raised(type(error), str(error) if seen else None)
 
 
-def _covered(scope: ModuleCall | None, site: Site | None) -> Iterator[Place]:
+def _covering_places(scope: ModuleCall | None, site: Site | None) -> Iterator[Place]:
     """Yield the places from one up to the model's forward that a handler might cover."""
     while site is not None:
         # Most code has no exception table at all, which allows an early exit.

@@ -176,7 +176,7 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
     counted: Any = () if name in _UNEVEN else args
     if name in _COUNTED:
         counted = args[_COUNTED[name]]
-    given = [*_described(counted)]
+    given = [*_describe(counted)]
     if name == "broadcast_":
         given.append(f"from rank {args[2]}")
     elif name == "reduce_":
@@ -187,13 +187,13 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
     return Collective(groups[0], f"{kind}({', '.join(given)}) in group {groups[0].name}")
 
 
-def _described(value: Any) -> Iterator[str]:
+def _describe(value: Any) -> Iterator[str]:
     if isinstance(value, Tensor):
         sizes = "x".join(map(str, value.shape)) or "scalar"
         yield f"{sizes} {str(value.dtype).removeprefix('torch.')}"
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _described(item)
+            yield from _describe(item)
 
 
 def _group_in(value: Any) -> Group | None:
@@ -301,13 +301,13 @@ def hidden_of(module: nn.Module) -> frozenset[str]:
 def entries_of_ddp() -> Iterator[tuple[Any, str, Any]]:
     """Yield the replacements during recording: owner, attribute and replacement."""
     if _before is None or _after is None:
-        yield DistributedDataParallel, "forward", _reported_forward
+        yield DistributedDataParallel, "forward", _reporting_forward
         return
     yield DistributedDataParallel, "_pre_forward", _before_ddp
     yield DistributedDataParallel, "_post_forward", _after_ddp
 
 
-def _reported_forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
+def _reporting_forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
     watcher = current_watcher()
     if watcher is not None:
         watcher.unseen("DistributedDataParallel")

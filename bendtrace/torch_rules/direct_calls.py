@@ -98,7 +98,7 @@ _ASKING = frozenset(
 _cudnn_enabled = Asked(cudnn)  # what torch.backends.cudnn.enabled asks for
 
 
-def _normalized(given: _Given) -> Call:
+def _layer_norm(given: _Given) -> Call:
     args = (given["input"], given["normalized_shape"], given["weight"], given["bias"])
     return Call(torch.layer_norm, (*args, given["eps"], _cudnn_enabled))
 
@@ -117,7 +117,7 @@ def _batch_normalized(given: _Given) -> Call | None:
     return Call(torch.batch_norm, (*map(given.__getitem__, names), _cudnn_enabled))
 
 
-def _dropped(given: _Given) -> Call | None:
+def _dropout(given: _Given) -> Call | None:
     p, training, inplace = given["p"], given["training"], given["inplace"]
     if type(p) not in (int, float) or not 0 <= p <= 1:
         return None
@@ -131,7 +131,7 @@ def _back(given: _Given, training: bool) -> Ref | None:
     return given["input"] if not training and type(given["input"]) is Ref else None
 
 
-def _embedded(given: _Given) -> Call | None:
+def _embedding(given: _Given) -> Call | None:
     padding = given["padding_idx"]
     if given["max_norm"] is not None or not (padding is None or (_is_int(padding) and not padding)):
         return None  # weights are changed, or their number is looked at
@@ -152,7 +152,7 @@ def _along(method: Any) -> Callable[[_Given], Call | None]:
     return resolve
 
 
-def _activated(function: Any, in_place: Any, *names: str) -> Callable[[_Given], Call | None]:
+def _activation(function: Any, in_place: Any, *names: str) -> Callable[[_Given], Call | None]:
     def resolve(given: _Given) -> Call | None:
         if type(given["inplace"]) is not bool:
             return None
@@ -162,11 +162,11 @@ def _activated(function: Any, in_place: Any, *names: str) -> Callable[[_Given], 
     return resolve
 
 
-def _clamped(given: _Given) -> Call | None:
+def _clamp(given: _Given) -> Call | None:
     low, high = given["min_val"], given["max_val"]
     if type(low) not in (int, float) or type(high) not in (int, float) or not low <= high:
         return None
-    return _activated(_nn.hardtanh, _nn.hardtanh_, "min_val", "max_val")(given)
+    return _activation(_nn.hardtanh, _nn.hardtanh_, "min_val", "max_val")(given)
 
 
 def _split(given: _Given) -> Call | None:
@@ -178,7 +178,7 @@ def _split(given: _Given) -> Call | None:
     return None
 
 
-def _padded(given: _Given) -> Call | None:
+def _pad(given: _Given) -> Call | None:
     mode = given["mode"]
     if type(mode) is not str or mode == "replicate":
         return None  # settings are looked at
@@ -206,14 +206,14 @@ def _entries() -> dict[Any, Entry]:
             found[function] = Entry(function, resolve, known)
 
     cudnn = "backends", "cudnn", "enabled"
-    enter(functional.layer_norm, _normalized, *cudnn)
+    enter(functional.layer_norm, _layer_norm, *cudnn)
     enter(getattr(functional, "rms_norm", None), _rms_normalized)
     enter(
         functional.batch_norm, _batch_normalized, "_verify_batch_size", "size", "ValueError", *cudnn
     )
-    enter(functional.dropout, _dropped, "ValueError", "dropout_")
+    enter(functional.dropout, _dropout, "ValueError", "dropout_")
     enter(
-        functional.embedding, _embedded, "size", "AssertionError", "contiguous",
+        functional.embedding, _embedding, "size", "AssertionError", "contiguous",
         "_no_grad_embedding_renorm_",
     )  # fmt: skip
     softmaxes = (
@@ -221,16 +221,16 @@ def _entries() -> dict[Any, Entry]:
     )  # fmt: skip
     for function, method in softmaxes:
         enter(function, _along(method), "_get_softmax_dim", "dim")
-    enter(functional.relu, _activated(torch.relu, torch.relu_), "relu_")
-    enter(functional.selu, _activated(torch.selu, torch.selu_), "selu_")
+    enter(functional.relu, _activation(torch.relu, torch.relu_), "relu_")
+    enter(functional.selu, _activation(torch.selu, torch.selu_), "selu_")
     for name in ("silu", "mish", "hardswish", "hardsigmoid", "relu6"):
         call, in_place = getattr(_nn, name, None), getattr(_nn, f"{name}_", None)
         if call is not None and in_place is not None:
-            enter(getattr(functional, name), _activated(call, in_place), f"{name}_")
-    leaky = _activated(_nn.leaky_relu, _nn.leaky_relu_, "negative_slope")
+            enter(getattr(functional, name), _activation(call, in_place), f"{name}_")
+    leaky = _activation(_nn.leaky_relu, _nn.leaky_relu_, "negative_slope")
     enter(functional.leaky_relu, leaky, "leaky_relu_")
-    enter(functional.elu, _activated(_nn.elu, _nn.elu_, "alpha"), "elu_")
-    enter(functional.hardtanh, _clamped, "ValueError", "hardtanh_")
+    enter(functional.elu, _activation(_nn.elu, _nn.elu_, "alpha"), "elu_")
+    enter(functional.hardtanh, _clamp, "ValueError", "hardtanh_")
     enter(functional.sigmoid, lambda given: Call(Tensor.sigmoid, (given["input"],)))
     enter(functional.tanh, lambda given: Call(Tensor.tanh, (given["input"],)))
     enter(
@@ -239,7 +239,7 @@ def _entries() -> dict[Any, Entry]:
     )  # fmt: skip
     enter(torch.functional.split, _split)
     enter(
-        functional.pad, _padded, "nn", "functional", "jit", "is_scripting", "is_cuda", "is_xpu",
+        functional.pad, _pad, "nn", "functional", "jit", "is_scripting", "is_cuda", "is_xpu",
         "are_deterministic_algorithms_enabled", "compiler", "is_compiling", "_dynamo",
         "decorators", "nonstrict_trace", "_decomp", "decompositions", "_replication_pad",
         "importlib", "import_module",

@@ -215,7 +215,7 @@ def _function(module: Any, name: str, of_numpy: bool) -> Callable[..., Any]:
 
 
 @functools.cache
-def _held(name: str) -> Callable[..., Any]:
+def _method_in_place(name: str) -> Callable[..., Any]:
     """Return what takes the place of a method of numpy's own generator."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -258,10 +258,10 @@ def stand_in_for(value: Any) -> Any:
         return types.MethodType(_method(value.__name__), value.__self__)
     if isinstance(value, types.MethodType):
         if value.__self__ is global_generators()[-1]:
-            return _held(value.__name__)
+            return _method_in_place(value.__name__)
         return getattr(stand_in_for(value.__self__), value.__name__)
     numpys: Any = type(value)
-    kind: Any = _watched_kind(numpys)
+    kind: Any = _watching_class(numpys)
     watched = kind(getattr(value, "_bit_generator", None) or value.bit_generator)
     watched.original = value
     return watched
@@ -275,13 +275,13 @@ def _methods_of(kind: type) -> list[str]:
 
 
 @functools.cache
-def _watched_kind(kind: type) -> type:
-    space: dict[str, Any] = {name: _watched(name) for name in _methods_of(kind)}
-    space |= {name: _reported(kind, name) for name in CHANGING if hasattr(kind, name)}
+def _watching_class(kind: type) -> type:
+    space: dict[str, Any] = {name: _watching_method(name) for name in _methods_of(kind)}
+    space |= {name: _reporting_property(kind, name) for name in CHANGING if hasattr(kind, name)}
     return type(kind.__name__, (kind,), space)
 
 
-def _watched(name: str) -> Callable[..., Any]:
+def _watching_method(name: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         generator, watcher = self.original, current_watcher()
         if watcher is None:
@@ -291,7 +291,7 @@ def _watched(name: str) -> Callable[..., Any]:
     return call
 
 
-def _reported(kind: type, name: str) -> property:
+def _reporting_property(kind: type, name: str) -> property:
     def get(self: Any) -> Any:
         watcher = current_watcher()
         if watcher is not None:

@@ -125,11 +125,11 @@ class Writes:
         for (ref, tensor, _), before in zip(self._given, self._memory, strict=False):
             if storage_of(tensor) != before:
                 self._replaces(op, ref, tensor)
-        uncounted = _uncounted_by(op)
+        uncounted = _silent_writes(op)
         for ref, tensor, version in self._given:
             now = version_of(tensor)
             unseen = ref.index in uncounted or (
-                now == 0 and tensor.is_inference() and ref.index in _written_by_name(op)
+                now == 0 and tensor.is_inference() and ref.index in _writes_by_name(op)
             )
             if unseen or now != version:
                 op.writes = (*op.writes, ref.index)
@@ -193,19 +193,19 @@ _TRAINING = ("training", "use_input_stats")
 _POSITION = 5  # of the flag, among the arguments of all of them
 
 
-def _uncounted_by(op: Op) -> Set[int]:
+def _silent_writes(op: Op) -> Set[int]:
     """Return what an op writes to that torch does not count: statistics of batches, for one.
 
     Seen in torch 2.13 to 2.15; tests/test_validate.py would notice a change.
     """
     name = known_as(op.target)
     if name in _RECEIVING:
-        return _received_by(op, _RECEIVING[name])
+        return _collective_writes(op, _RECEIVING[name])
     if name in _OF_SEVERAL:
         first = _OF_SEVERAL[name]
         return _refs_at(op, zip(range(first, first + 2), _STATISTICS, strict=True))
     if name not in _WITH_STATISTICS:
-        declared = _declared_by(op.target)
+        declared = _declared_writes(op.target)
         return _refs_at(op, declared) if declared else _NONE
     flags = [op.kwargs[flag] for flag in _TRAINING if flag in op.kwargs]
     if not any(flags or op.args[_POSITION : _POSITION + 1]):
@@ -226,7 +226,7 @@ def _refs_at(op: Op, places: Iterable[tuple[int, str]]) -> set[int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _declared_by(target: Any) -> tuple[tuple[int, str], ...]:
+def _declared_writes(target: Any) -> tuple[tuple[int, str], ...]:
     """Return which arguments an operator writes to, as its schema has it, whatever its name.
 
     Those of torch's that are named in place are counted.
@@ -276,7 +276,7 @@ _BY_NAME = (
 )  # fmt: skip
 
 
-def _received_by(op: Op, position: int) -> Set[int]:
+def _collective_writes(op: Op, position: int) -> Set[int]:
     """Return what a collective writes to, if it is one."""
     if getattr(op.target, "__module__", "") != "torch.distributed.distributed_c10d":
         return _NONE
@@ -284,7 +284,7 @@ def _received_by(op: Op, position: int) -> Set[int]:
     return {ref.index for ref in refs_in([*op.args[position : position + 1], *named])}
 
 
-def _written_by_name(op: Op) -> set[int]:
+def _writes_by_name(op: Op) -> set[int]:
     """Return what an op writes to, going by its name: tensors of inference mode have no version."""
     found: set[int] = set()
     if works_in_place(op) or getattr(op.target, "__name__", "") == "__setitem__":

@@ -178,8 +178,8 @@ def svg(canvas: Canvas) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
         f'viewBox="0 0 {wide} {high}" font-family="{SANS}" stroke-linejoin="round" role="img">',
-        f"<title>{_escaped(canvas.title)}</title>",
-        f"<desc>{_escaped(canvas.description)}</desc>",
+        f"<title>{_escape(canvas.title)}</title>",
+        f"<desc>{_escape(canvas.description)}</desc>",
         f'<rect width="{wide}" height="{high}" fill="#ffffff"/>',
     ]
     lines += [_mark(mark) for mark in canvas.marks]
@@ -204,8 +204,8 @@ def _toward(start: Point, stop: Point, far: float, whole: float) -> Point:
 
 def _mark(mark: Mark) -> str:
     if isinstance(mark, Group):
-        name = f' data-name="{_escaped(mark.name)}"' if mark.name else ""
-        title = f"<title>{_escaped(mark.title, lines=True)}</title>" if mark.title else ""
+        name = f' data-name="{_escape(mark.name)}"' if mark.name else ""
+        title = f"<title>{_escape(mark.title, lines=True)}</title>" if mark.title else ""
         return f"<g{name}>{title}" + "".join(map(_mark, mark.marks)) + "</g>"
     if isinstance(mark, Rectangle):
         radius = f' rx="{_n(mark.radius)}"' if mark.radius else ""
@@ -249,13 +249,13 @@ def _text(text: Text) -> str:
     return (
         f'<text x="{_n(text.x)}" y="{_n(text.y)}" font-size="{_n(text.size)}" '
         f'fill="{text.fill}"{options} textLength="{_n(text.width)}" '
-        f'lengthAdjust="spacingAndGlyphs">{_escaped(text.text)}</text>'
+        f'lengthAdjust="spacingAndGlyphs">{_escape(text.text)}</text>'
     )
 
 
-def _escaped(text: str, *, lines: bool = False) -> str:
+def _escape(text: str, *, lines: bool = False) -> str:
     if lines:
-        return "&#10;".join(_escaped(line) for line in text.splitlines())
+        return "&#10;".join(_escape(line) for line in text.splitlines())
     return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 

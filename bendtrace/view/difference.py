@@ -490,13 +490,13 @@ def _other_arguments(
     a: LayerEntry, run_a: RunIndex, b: LayerEntry, run_b: RunIndex
 ) -> tuple[str, str] | None:
     """Return the arguments that differ, ignoring the names of values."""
-    if _blanked(a.arguments, run_a) == _blanked(b.arguments, run_b):
+    if _blank(a.arguments, run_a) == _blank(b.arguments, run_b):
         return None
     mine, theirs = _arguments(a.arguments), _arguments(b.arguments)
     if len(mine) != len(theirs):
         return a.arguments, b.arguments
     pairs = [(x, y) for x, y in zip(mine, theirs, strict=True)
-             if _blanked(x, run_a) != _blanked(y, run_b)]  # fmt: skip
+             if _blank(x, run_a) != _blank(y, run_b)]  # fmt: skip
     return ", ".join(x for x, _ in pairs), ", ".join(y for _, y in pairs)
 
 
@@ -512,7 +512,7 @@ def _arguments(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _blanked(text: str, run: RunIndex) -> str:
+def _blank(text: str, run: RunIndex) -> str:
     """Return the call of an op as text, without the names of its inputs."""
     return _LABEL.sub(lambda m: "_" if m[0] in run.position else m[0], text)
 
@@ -558,7 +558,7 @@ class GuardChange(Change):
 
 def guard_changes(matching: Matching) -> list[GuardChange]:
     """Compare the guards of two runs."""
-    rows_a, rows_b = (_keyed(run, matching) for run in (matching.a, matching.b))
+    rows_a, rows_b = (_guards_by_key(run, matching) for run in (matching.a, matching.b))
     changes = []
     for key, a in rows_a.items():
         b = rows_b.get(key)
@@ -570,7 +570,7 @@ def guard_changes(matching: Matching) -> list[GuardChange]:
     return changes
 
 
-def _keyed(run: RunIndex, matching: Matching) -> dict[Hashable, dict[str, Any]]:
+def _guards_by_key(run: RunIndex, matching: Matching) -> dict[Hashable, dict[str, Any]]:
     """Return guards by key: the value, the test and the expression."""
     is_a = run is matching.a
     about: dict[str, Hashable] = {}

@@ -48,7 +48,7 @@ class Crossing:
 def heights(runs: Sequence[Crossing]) -> int:
     """Choose tracks for the nets, so that few lines cross and none overlap; return their number."""
     across = [run for run in runs if run.stop > run.start]
-    ordered = _ordered(sorted(across, key=lambda run: (run.start, run.stop)))
+    ordered = _order(sorted(across, key=lambda run: (run.start, run.stop)))
     count = 0
     for place, run in enumerate(ordered):
         above = (r for r in ordered[:place] if _meet(r, run))
@@ -61,7 +61,7 @@ def _meet(one: Crossing, other: Crossing) -> bool:
     return one.start < other.stop + _CLOSE and other.start < one.stop + _CLOSE
 
 
-def _ordered(runs: list[Crossing]) -> list[Crossing]:
+def _order(runs: list[Crossing]) -> list[Crossing]:
     """Put nets in order from the top down, by exchanging neighbours."""
     if len(runs) < 2:
         return runs
@@ -680,7 +680,7 @@ def _settle(columns: Sequence[Column]) -> None:
     lefts = {c: [(o, d) for o, d in c.lefts.items() if o in inside] for c in columns}
     rights = {c: [(o, d) for o, d in c.rights.items() if o in inside] for c in columns}
     for _ in range(_SWEEPS):
-        wanted = {c: 0.5 * (c.x + _pulled(c)) for c in columns}
+        wanted = {c: 0.5 * (c.x + _pull(c)) for c in columns}
         pushed: dict[Column, float] = {}
         for c in columns:
             pushed[c] = max([wanted[c], *(pushed[o] + d for o, d in lefts[c])])
@@ -693,7 +693,7 @@ def _settle(columns: Sequence[Column]) -> None:
         for c in reversed(columns) if sweep % 2 else columns:
             least = max((o.x + d for o, d in lefts[c]), default=float("-inf"))
             most = min((o.x - d for o, d in rights[c]), default=float("inf"))
-            wanted_x = _pulled(c)
+            wanted_x = _pull(c)
             if c.is_line:
                 # One corner less: straight above where it goes, or below where it comes from.
                 ends = (other.x + delta for _, other, delta in c.pulls)
@@ -725,7 +725,7 @@ def _gather(columns: Sequence[Column]) -> None:
             column.x -= min(room, default=0.0)
 
 
-def _pulled(column: Column) -> float:
+def _pull(column: Column) -> float:
     total = sum(weight for weight, _, _ in column.pulls)
     if not total:
         return column.x

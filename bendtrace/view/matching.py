@@ -144,14 +144,14 @@ def _by_company(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
         if anchors:
             return anchors
     # All are similar: match by count.
-    return increasing(_unique_pairs(_numbered(a), _numbered(b)))
+    return increasing(_unique_pairs(_number(a), _number(b)))
 
 
 def _runs(keys: Sequence[Hashable], length: int) -> list[Hashable]:
     return [tuple(keys[i : i + length]) for i in range(len(keys) - length + 1)]
 
 
-def _numbered(keys: Sequence[Hashable]) -> list[Hashable]:
+def _number(keys: Sequence[Hashable]) -> list[Hashable]:
     seen: Counter[Hashable] = Counter()
     numbered: list[Hashable] = []
     for key in keys:
@@ -256,7 +256,7 @@ class Matching:
     def modules(self) -> dict[str, str]:
         """For names of modules in `a`, the name of the same module in `b`; the root is ""."""
         names_a, names_b = list(self.a.classes), list(self.b.classes)
-        shifted = _shifted(self.a.classes, self.b.classes)
+        shifted = _shifts(self.a.classes, self.b.classes)
         found = match(
             _columns([_module_keys(name, self.a.classes[name], shifted) for name in names_a], 4),
             _columns([_module_keys(name, self.b.classes[name], shifted) for name in names_b], 4),
@@ -313,7 +313,7 @@ def _prefixes(name: str) -> Iterator[str]:
             yield ".".join(parts[:length])
 
 
-def _shifted(a: dict[str, str], b: dict[str, str]) -> set[str]:
+def _shifts(a: dict[str, str], b: dict[str, str]) -> set[str]:
     """Return the parents, with a trailing dot, whose numbered modules have shifted."""
     return {
         f"{name.rpartition('.')[0]}."

@@ -298,10 +298,10 @@ def programs_as_text(programs: Sequence[ProgramOutline], mine: bool = False) -> 
         known[read] = program.number
         lines = [title(program)]
         lines += [f"  {'and' if i else 'where'} {fact}" for i, fact in enumerate(facts)]
-        yield "\n".join([*lines, f"  {counts}", *_aligned(rows)])
+        yield "\n".join([*lines, f"  {counts}", *_align(rows)])
 
 
-def _aligned(rows: list[Line]) -> Iterator[str]:
+def _align(rows: list[Line]) -> Iterator[str]:
     width = min(max((len(code) for code, _, _ in rows), default=0), _WIDEST)
     middle = max((len(often) for _, often, _ in rows), default=0)
     for code, often, where in rows:

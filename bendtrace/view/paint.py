@@ -198,7 +198,7 @@ def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
     inner += [_node(node, drawn.shapes[node], scale) for node in scene.nodes()]
     inner += _labels(drawn)
     left = _MARGIN + (wide - root.width) / 2
-    canvas.marks += [_moved(mark, left, top) for mark in inner]
+    canvas.marks += [_move(mark, left, top) for mark in inner]
     return canvas
 
 
@@ -214,14 +214,14 @@ def _head(scene: Scene, scale: Scale | None) -> list[Mark]:
         texts = (f"{scale.title}:", scale.text(scale.least), scale.text(scale.most))
         title, least, most = (Text(0, y + 9, text, SMALL, FAINT) for text in texts)
         x = _MARGIN
-        marks.append(_moved(title, x, 0))
+        marks.append(_move(title, x, 0))
         x += title.width + 8
-        marks.append(_moved(least, x, 0))
+        marks.append(_move(least, x, 0))
         x += least.width + 6
         for step in range(_STEPS):
             marks.append(Rectangle(x, y, _STEP, 11, color((step + 0.5) / _STEPS)))
             x += _STEP
-        marks.append(_moved(most, x + 6, 0))
+        marks.append(_move(most, x + 6, 0))
     return marks
 
 
@@ -329,9 +329,9 @@ def _arrow(wire: Wire) -> Mark:
     return Polygon(((x, y), (x - 3.2, y - 6.5), (x + 3.2, y - 6.5)), _wire_color(wire))
 
 
-def _moved(mark: Mark, x: float, y: float) -> Mark:
+def _move(mark: Mark, x: float, y: float) -> Mark:
     if isinstance(mark, Group):
-        return Group(tuple(_moved(m, x, y) for m in mark.marks), mark.title, mark.name)
+        return Group(tuple(_move(m, x, y) for m in mark.marks), mark.title, mark.name)
     if isinstance(mark, (Polygon, Line)):
         points = tuple((px + x, py + y) for px, py in mark.points)
         return type(mark)(**{**vars(mark), "points": points})
@@ -509,7 +509,7 @@ def color(part: float) -> str:
         >>> color(0.0), color(1.0)
         ('#00224e', '#fee838')
     """
-    return _mixed(_CIVIDIS, part)
+    return _mix(_CIVIDIS, part)
 
 
 def color_around_zero(part: float) -> str:
@@ -519,10 +519,10 @@ def color_around_zero(part: float) -> str:
         >>> color_around_zero(-1.0), color_around_zero(0.0), color_around_zero(1.0)
         ('#2166ac', '#f7f7f7', '#b2182b')
     """
-    return _mixed(_AROUND_ZERO, (part + 1) / 2)
+    return _mix(_AROUND_ZERO, (part + 1) / 2)
 
 
-def _mixed(stops: Sequence[str], part: float) -> str:
+def _mix(stops: Sequence[str], part: float) -> str:
     at = min(max(part, 0.0), 1.0) * (len(stops) - 1)
     place = min(int(at), len(stops) - 2)
     mixed = (

@@ -40,14 +40,14 @@ _SHAPES = {"input": "oval", "output": "oval", "decision": "hexagon", "number": "
 
 def dot(scene: Scene) -> str:
     """Return a scene in the DOT language: boxes are clusters."""
-    lines = ["digraph {", f"  label={_quoted(scene.title)};", "  node [shape=box];"]
+    lines = ["digraph {", f"  label={_quote(scene.title)};", "  node [shape=box];"]
     if scene.note:
         lines += [f"  // {printable(line)}" for line in scene.note.splitlines()]
     for child in scene.root.children or ():
         lines += _node(child, "  ")
     for edge in scene.edges:
         style = "" if edge.kind == "data" else ", style=dashed"
-        label = f"label={_quoted(edge.text)}{style}"
+        label = f"label={_quote(edge.text)}{style}"
         lines.append(f"  {edge.source.key} -> {edge.target.key} [{label}];")
     return "\n".join([*lines, "}\n"])
 
@@ -55,21 +55,21 @@ def dot(scene: Scene) -> str:
 def _node(node: Node, indent: str) -> list[str]:
     title = f"{node.title} \N{MULTIPLICATION SIGN}{node.times}" if node.times else node.title
     if node.children is None:
-        label = "\\n".join(_escaped(line) for line in [title, *node.lines])
+        label = "\\n".join(_escape(line) for line in [title, *node.lines])
         shape = f", shape={_SHAPES[node.kind]}" if node.kind in _SHAPES else ""
         return [f'{indent}{node.key} [label="{label}"{shape}];']
-    lines = [f"{indent}subgraph cluster_{node.key} {{", f"{indent}  label={_quoted(title)};"]
+    lines = [f"{indent}subgraph cluster_{node.key} {{", f"{indent}  label={_quote(title)};"]
     for child in node.children:
         lines += _node(child, indent + "  ")
     return [*lines, f"{indent}}}"]
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return printable(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
-def _quoted(text: str) -> str:
-    return f'"{_escaped(text)}"'
+def _quote(text: str) -> str:
+    return f'"{_escape(text)}"'
 
 
 Format = Literal["svg", "png", "pdf", "html", "dot"]

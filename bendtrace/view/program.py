@@ -137,7 +137,7 @@ def most_divergent(tree: TraceTree) -> str | None:
             path = PathEvents(stretch.recording, frozenset(keys_asked(stretch)))
             events: dict[Any, Event] = {event.number: event for event in path.events}
             for number, sides in stretch.sides.items():
-                where = _described(stretch.recording, number, events.get(number))
+                where = _describe_event(stretch.recording, number, events.get(number))
                 known = sum(side.target is not None or side.live is not None for side in sides)
                 counts[where] = counts.get(where, 0) + known
     label, values = differing(programs)
@@ -149,7 +149,7 @@ def most_divergent(tree: TraceTree) -> str | None:
     return f"{worst} ({counts[worst]} of {paths} paths)"
 
 
-def _described(recording: Recording, number: Stop, event: Event | None) -> str:
+def _describe_event(recording: Recording, number: Stop, event: Event | None) -> str:
     if event is not None:
         return f"`{event.header.text}` at {event.place}"
     tape = recording.tape
@@ -416,7 +416,7 @@ def selection(programs: Sequence[Program]) -> list[list[str]]:
     facts = [_facts_of(program) for program in programs]
     different = set(_distinct(facts))
     return [
-        list(_grouped({label: text for label, text in own.items() if label in different}))
+        list(_group({label: text for label, text in own.items() if label in different}))
         for own in facts
     ]
 
@@ -443,7 +443,7 @@ def _distinct(facts: Sequence[Facts]) -> dict[str, int]:
     return {label: len(found) for label, found in values.items() if len(found) > 1}
 
 
-def _grouped(facts: Facts) -> Iterator[str]:
+def _group(facts: Facts) -> Iterator[str]:
     """Merge equal facts about many modules' attributes: `self.training = True (and 12 more)`."""
     alike: Counter[tuple[str, str]] = Counter()
     for label, text in facts.items():

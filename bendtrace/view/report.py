@@ -307,11 +307,11 @@ def difference_text(difference: Difference, limit: int | None) -> str:
     names = [difference.a.name, difference.b.name]
     title = names[0] if names[0] == names[1] else f"a: {names[0]}, b: {names[1]}"
     if not difference:
-        return "\n".join([f"{title}: the two runs are the same", *_indented(_values(difference))])
+        return "\n".join([f"{title}: the two runs are the same", *_indent(_values(difference))])
     found = "the two runs differ"
     if difference.first is None and all(m.kind == "renamed" for m in difference.modules):
         found = "the two runs do the same, in modules of other names"
-    sections = ["\n".join([f"{title}: {found}", *_indented(_summary(difference))])]
+    sections = ["\n".join([f"{title}: {found}", *_indent(_summary(difference))])]
     if difference.first is not None:
         sections.append(f"First difference {_first(difference)}")
     for name, headers, rows in _tables(difference):
@@ -319,7 +319,7 @@ def difference_text(difference: Difference, limit: int | None) -> str:
     return "\n\n".join(sections)
 
 
-def _indented(lines: Iterator[str]) -> list[str]:
+def _indent(lines: Iterator[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
@@ -491,11 +491,11 @@ class _Builder:
         steps_a, steps_b = self._steps()
         for position, entry in enumerate(self.a.entries):
             only = position not in self.matching.entries
-            self.labels_a[entry.label] = _labelled(entry, "a") if only else entry.label
+            self.labels_a[entry.label] = _label(entry, "a") if only else entry.label
         for position, entry in enumerate(self.b.entries):
             partner = self.matching.back.get(position)
             self.labels_b[entry.label] = (
-                _labelled(entry, "b") if partner is None else self.a.entries[partner].label
+                _label(entry, "b") if partner is None else self.a.entries[partner].label
             )
         self._modules(steps_b)
         self._entries(steps_a, steps_b)
@@ -591,7 +591,7 @@ class _Builder:
                 change = changes[entry.label]
                 tone = "changed" if change.aspects else "value"
                 union.notes[entry.label] = _note(change)
-            copy = _copied(entry, tone, "a" if only else "", parents, entry.scopes, flow)
+            copy = _copy(entry, tone, "a" if only else "", parents, entry.scopes, flow)
             placed.append((timeline.of_a(position), copy, tone))
         for position, entry in enumerate(self.b.entries):
             if position in self.matching.back:
@@ -599,7 +599,7 @@ class _Builder:
             flow = tuple(numbers_b[number] for number in entry.flow)
             parents = [self.labels_b[label] for label in entry.parents if label in self.labels_b]
             scopes = tuple(self.scopes.get(scope, scope) for scope in entry.scopes)
-            copy = _copied(entry, "added", "b", parents, scopes, flow)
+            copy = _copy(entry, "added", "b", parents, scopes, flow)
             placed.append((timeline.of_b(position), copy, "added"))
         placed.sort(key=lambda found: found[0])
         by_label: dict[str, LayerEntry] = {}
@@ -643,12 +643,12 @@ def _note(change: LayerChange) -> str:
     return "; ".join(text for text in (str(plain), told) if text)
 
 
-def _labelled(entry: LayerEntry, run: str) -> str:
+def _label(entry: LayerEntry, run: str) -> str:
     name = f"{entry.name} in {run}"
     return name if entry.passes == 1 else f"{name}:{entry.pass_number}"
 
 
-def _copied(
+def _copy(
     entry: LayerEntry, tone: str, only: str, parents: Iterable[str], scopes: tuple[str, ...],
     flow: tuple[int, ...],
 ) -> LayerEntry:  # fmt: skip

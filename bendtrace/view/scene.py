@@ -255,7 +255,7 @@ def roll(box: Box, key_of_step: Mapping[int, object]) -> None:
     known: dict[object, Item] = {}
     kept: list[Item] = []
     for item in box.items:
-        key = _rolled_key(item, key_of_step)
+        key = _roll_key(item, key_of_step)
         first = known.setdefault(key, item)
         if first is item:
             kept.append(item)
@@ -271,10 +271,10 @@ def roll(box: Box, key_of_step: Mapping[int, object]) -> None:
             roll(item, key_of_step)
 
 
-def _rolled_key(item: Item, key_of_step: Mapping[int, object]) -> object:
+def _roll_key(item: Item, key_of_step: Mapping[int, object]) -> object:
     if isinstance(item, Box):
         return (item.kind, item.name) if item.name else (
-            item.kind, *(_rolled_key(inner, key_of_step) for inner in item.items)
+            item.kind, *(_roll_key(inner, key_of_step) for inner in item.items)
         )  # fmt: skip
     if item.kind == "decision":
         return ("decision", key_of_step[item.steps[0]])

@@ -338,7 +338,7 @@ def walks_of(program: Program) -> Iterator[Walk]:
         if graph is None:
             yield _whole(path, stretch)
             for (index, name), times in list(stretch.failures.items()):
-                yield _raised(path, index, name, times)
+                yield _raising_walk(path, index, name, times)
         for number, sides in list(stretch.sides.items()):
             for side in sides:
                 yield from _elsewhere(program, stretch, number, side, asked)
@@ -361,7 +361,7 @@ def _elsewhere(
             runs += [old.recording for old in graph.retired[::-1] if old.owner is stretch]
         if not isinstance(number, AfterOp):
             runs = [run for run in runs if number < len(run.tape.guards)]
-        walks += _failed(PathEvents(runs[0], asked), number, side) if runs else ()
+        walks += _failing_walks(PathEvents(runs[0], asked), number, side) if runs else ()
     if graph is not None and not _is_only_way(graph, stretch, number):
         for walk in walks:  # how they reached the guard is unknown
             under = len(walk.events) if walk.end_under is None else walk.end_under
@@ -412,7 +412,7 @@ def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
         is_part = entered >= 0 or left is not None
         if isinstance(left, AfterOp):
             names = sorted(name for index, name in piece.owner.failures if index == left.index)
-            walk = _raised(path, left.index, " or ".join(names), hits)
+            walk = _raising_walk(path, left.index, " or ".join(names), hits)
             walk.begin, walk.first = begin, min(first, len(walk.events))
             walk.is_part, walk.positions = is_part, (since, left.index + 1)
             yield walk
@@ -481,7 +481,7 @@ def _last_root_place(recording: Recording) -> Place | None:
     return None
 
 
-def _raised(path: PathEvents, index: int, name: str, times: int) -> Walk:
+def _raising_walk(path: PathEvents, index: int, name: str, times: int) -> Walk:
     """A replay in which an op raised an error that the model does not handle."""
     op = path.recording.tape.ops[index]
     before = sum(event.position <= index for event in path.events)
@@ -492,7 +492,7 @@ def _raised(path: PathEvents, index: int, name: str, times: int) -> Walk:
     )
 
 
-def _failed(path: PathEvents, number: Stop, side: Side) -> Iterator[Walk]:
+def _failing_walks(path: PathEvents, number: Stop, side: Side) -> Iterator[Walk]:
     """Runs that took another side than a path and then raised."""
     tape = path.recording.tape
     found = next((i for i, event in enumerate(path.events) if event.number == number), None)

@@ -408,7 +408,7 @@ def _substitute_of(
                     lambda value: own(path, number, value), (), ("mean", axes)
                 ),
             )  # fmt: skip
-        return _Substitute(named, _shuffled(seed))
+        return _Substitute(named, _shuffle(seed))
     if _is_number(how):
         return _Substitute(
             "value", _constant(how),
@@ -463,7 +463,7 @@ def _own_mean(over: tuple[int, ...]) -> Source:
     return source
 
 
-def _shuffled(seed: int) -> Source:
+def _shuffle(seed: int) -> Source:
     """Take the samples of the batch in another order, none in its own place."""
 
     def shuffled(count: int) -> Tensor:

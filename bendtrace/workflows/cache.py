@@ -366,7 +366,7 @@ class ActivationCache(ResidualParts):
             if alias.where not in self and alias.where not in self._names:
                 why = f", which this cache does not have ({alias.why})" if alias.why else ""
                 raise NodePathError(f"{name!r} stands for {alias.where!r}{why}", name, tuple(self))
-            return _picked(self[alias.where], alias)
+            return _pick(self[alias.where], alias)
         if isinstance(name, str):
             require_equal(self.aliases, name)
         hint = near_misses(str(name), [*self, *self._names, *self.aliases])
@@ -557,7 +557,7 @@ def _hands_out(run: Recording) -> list[str]:
     return [reason for reason in run.tape.blockers if "content of a tensor" in reason]
 
 
-def _picked(value: Any, alias: Alias) -> Any:
+def _pick(value: Any, alias: Alias) -> Any:
     return value if alias.pick is None else alias.pick(value)
 
 
@@ -722,7 +722,7 @@ class _Wanted:
         for name, is_needed in self._asked.items():
             alias = self._aliases[name]
             try:
-                values[name] = _picked(found[alias.where], alias)
+                values[name] = _pick(found[alias.where], alias)
             except NodePathError as error:
                 if is_needed:
                     raise self.explained(error) from None

@@ -133,7 +133,7 @@ def cost(run: Trace | BackwardPass, by: Literal["op", "module", "line"] = "op") 
     required_kind(_OF_RUNS, run, RunLog, BackwardPass)
     nodes = run.nodes if isinstance(run, BackwardPass) else ()
     trace = run.trace if isinstance(run, BackwardPass) else run
-    entries = _measured(trace)
+    entries = _measured_entries(trace)
     found: dict[str, list[float]] = {}
     whole = 0.0
 
@@ -173,7 +173,7 @@ def _names(entry: LayerEntry, by: str) -> list[str]:
     return [f"{place_text(source.file, source.line)}  {source.statement}"]
 
 
-def _measured(run: Trace) -> list[LayerEntry]:
+def _measured_entries(run: Trace) -> list[LayerEntry]:
     """Return the entries of a run whose ops were measured."""
     entries = run._entries_without_state()
     if not any(entry.time is not None for entry in entries):
@@ -255,7 +255,7 @@ def hot_path(run: Trace, by: Literal["time", "memory"] = "time") -> Table:
     """
     required_choice("by", by, "time", "memory")
     required_kind(_OF_RUNS, run, RunLog)
-    entries = _measured(run) if by == "time" else run._entries_without_state()
+    entries = _measured_entries(run) if by == "time" else run._entries_without_state()
     longest: dict[str, tuple[float, str | None]] = {}
     for entry in entries:
         before = [label for label in entry.parents if label in longest]
@@ -308,7 +308,7 @@ def recomputation(run: Trace) -> Table:
         [('0:1', 12800)]
     """
     required_kind(_OF_RUNS, run, RunLog)
-    entries = [entry for entry in _measured(run) if entry.kind == "op"]
+    entries = [entry for entry in _measured_entries(run) if entry.kind == "op"]
     inside: dict[str, list[LayerEntry]] = {}
     for entry in entries:
         for scope in entry.scopes:

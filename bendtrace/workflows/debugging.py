@@ -145,7 +145,7 @@ def find_nan(
     """
     states = _states(model)
     parameters = {name for name, tensor in states.items() if isinstance(tensor, nn.Parameter)}
-    save = _ranged if loss is None else "all"
+    save = _range_in if loss is None else "all"
     run = trace(model, *args, save=save, save_gradients=loss is not None, **kwargs)
     ranges: dict[str, Range] = {}
     for entry in run.entries:
@@ -202,7 +202,7 @@ def _scalar(loss: Callable[[Any], Any], output: Any) -> Tensor:
     return scalar
 
 
-def _ranged(entry: LayerEntry) -> Range | None:
+def _range_in(entry: LayerEntry) -> Range | None:
     value = entry.tensor_contents
     return _range_of(value, entry.label) if isinstance(value, Tensor) else None
 

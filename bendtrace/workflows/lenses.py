@@ -189,14 +189,14 @@ def logit_lens(
     bended = bended_of(model)
     end = _End(bended.model, unembed)
     with torch.no_grad():
-        found, final = _seen(bended, Call.of(inputs), sites, output)
+        found, final = _site_values(bended, Call.of(inputs), sites, output)
         logits = {site: end(value, site) for site, value in found.items()}
     for site, value in logits.items():
         _check_fits(site, value, final)
     return LensResult(tuple(logits), logits, final, decode)
 
 
-def _seen(
+def _site_values(
     bended: BendedModule, call: Call, sites: Any, output: Callable[[Any], Tensor] | None
 ) -> tuple[dict[str, Any], Tensor]:
     """Return the outputs of sites in a call, in the order of `sites`, and the model's logits."""
@@ -271,7 +271,7 @@ class _End:
             # What it draws, if it is in training mode, is not the model's to draw.
             with torch.random.fork_rng(devices=[]):
                 for step in self.steps:
-                    made = _called(step, made)
+                    made = _call_part(step, made)
         except RuntimeError as error:
             raise InputError(
                 f"the end of the model cannot take the output of {site}, {tuple(value.shape)}: "
@@ -284,7 +284,7 @@ class _End:
         return made
 
 
-def _called(step: Callable[[Any], Any], value: Any) -> Any:
+def _call_part(step: Callable[[Any], Any], value: Any) -> Any:
     """Call a part of a model without changing its buffers, as a batch norm in training would."""
     if isinstance(step, nn.Module):
         buffers = {name: buffer.clone() for name, buffer in step.named_buffers() if step.training}
@@ -340,7 +340,7 @@ class TunedLens(nn.Module):
         bended = bended_of(model)
         end = _End(bended.model, unembed)
         with torch.no_grad():
-            found, final = _seen(bended, Call.of(inputs), sites, output)
+            found, final = _site_values(bended, Call.of(inputs), sites, output)
             for site, value in found.items():
                 _check_fits(site, end(value, site), final)
         # Not submodules: they are neither trained nor saved.
@@ -422,7 +422,7 @@ class TunedLens(nn.Module):
             history, done = self._resumed(checkpoint, optimizer, seed)
         number = 0
         for epoch in range(epochs):
-            for batch in _ordered(batches, seed, epoch):
+            for batch in _batches_in_order(batches, seed, epoch):
                 number += 1
                 if number <= done:
                     continue
@@ -456,7 +456,7 @@ class TunedLens(nn.Module):
 
     def _found(self, inputs: Any) -> tuple[dict[str, Any], Tensor]:
         own = self.__dict__
-        found, final = _seen(self._bended, Call.of(inputs), own["_where"], own["_output"])
+        found, final = _site_values(self._bended, Call.of(inputs), own["_where"], own["_output"])
         new = [site for site in found if site not in self.sites]
         if new:
             raise InputError(
@@ -501,7 +501,7 @@ class TunedLens(nn.Module):
         return f"sites={list(self.sites)}, steps={self.steps}"
 
 
-def _ordered(batches: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
+def _batches_in_order(batches: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
     if isinstance(batches, Sequence):
         generator = torch.Generator().manual_seed(seed + epoch)
         order = torch.randperm(len(batches), generator=generator).tolist()

@@ -100,7 +100,7 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
     trace = _trace_of(trace, inputs)
     found = _ops_of(trace, node)
     data = _data_graph(trace)
-    written = _written_into(trace, node)
+    written = _writes_into(trace, node)
     above = set(found) | written
     above = above.union(*(nx.ancestors(data, index) for index in above))
     kept = _ops_by_branch(trace)
@@ -112,7 +112,7 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
         steps |= more
         new = conditions - deciding
         deciding = deciding.union(new, *(nx.ancestors(data, index) for index in new))
-    kinds = {kind: _named(trace, above, kind) for kind in (OpKind.INPUT, OpKind.STATE)}
+    kinds = {kind: _names_of(trace, above, kind) for kind in (OpKind.INPUT, OpKind.STATE)}
     return Reach(
         of=_names(trace, found), nodes=_names(trace, above - set(found)),
         inputs=kinds[OpKind.INPUT], states=kinds[OpKind.STATE],
@@ -171,10 +171,10 @@ def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
     )  # fmt: skip
 
 
-def _written_into(trace: Trace, node: Any) -> set[int]:
+def _writes_into(trace: Trace, node: Any) -> set[int]:
     """Return the ops that wrote into parts of the output, last, through another view or index."""
     if isinstance(node, (list, tuple, set, frozenset)):
-        return set().union(*(_written_into(trace, item) for item in node))
+        return set().union(*(_writes_into(trace, item) for item in node))
     if not _is_output(node):
         return set()
     reads = trace._recording.output_reads
@@ -210,7 +210,7 @@ def _ops_by_branch(trace: Trace) -> dict[int, set[int]]:
         if step.guard is None or not isinstance(step, LogicalFlowStep):
             continue
         guard = tape.guards[step.guard]
-        spans = tuple(_left(step.place, bool(step.value)))
+        spans = tuple(_source_after_exit(step.place, bool(step.value)))
         if spans and guard.site is not None:
             _, activation, _ = user_code(guard.scope, guard.site)
             branches.append((number, guard.position, activation, step.place.file, spans))
@@ -228,7 +228,7 @@ def _ops_by_branch(trace: Trace) -> dict[int, set[int]]:
     return kept
 
 
-def _left(place: Place, outcome: bool) -> Iterator[Span]:
+def _source_after_exit(place: Place, outcome: bool) -> Iterator[Span]:
     """Yield the source that would not run if a branch went the other way, and left a block."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
@@ -299,7 +299,7 @@ def _names(trace: Trace, ops: Iterable[int]) -> tuple[str, ...]:
     return tuple(trace.names[index] for index in sorted(ops))
 
 
-def _named(trace: Trace, ops: Iterable[int], kind: OpKind) -> tuple[str, ...]:
+def _names_of(trace: Trace, ops: Iterable[int], kind: OpKind) -> tuple[str, ...]:
     found = (trace.ops[index] for index in sorted(ops))
     return tuple(trace.names[op.index] for op in found if op.kind is kind)
 

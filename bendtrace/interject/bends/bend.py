@@ -63,11 +63,11 @@ class Bend(Interjection):
             place = at if path == at.path else dataclasses.replace(at, path=path)
             return bent(self, tensor, place)
 
-        made = _replaced_in(output, at, change)
+        made = _replace_in(output, at, change)
         if not met:
             raise BendError(
                 f"{self!r} bends floating-point and complex tensors, and {_place(at.path)} "
-                f"returned {_described(output)}",
+                f"returned {_describe_value(output)}",
                 at.path,
             )
         return made
@@ -208,7 +208,7 @@ def bent(callback: Bend, tensor: Tensor, at: NodePass) -> Tensor:
     if not isinstance(made, Tensor):
         raise BendError(
             f"{callback!r} has to return a tensor for the value of {_place(at.path)}, but it "
-            f"returned {_described(made)}",
+            f"returned {_describe_value(made)}",
             at.path,
         )
     return made
@@ -240,7 +240,7 @@ def _place(path: str) -> str:
     return f"node {path!r}" if path else "the argument"
 
 
-def _described(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype}, shape {tuple(value.shape)}"
     return f"{value!r:.60} ({type(value).__name__})"
@@ -254,7 +254,7 @@ def _is_bendable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _replaced_in(value: Any, at: NodePass, change: _Change) -> Any:
+def _replace_in(value: Any, at: NodePass, change: _Change) -> Any:
     """Return a value with every bendable tensor in it changed.
 
     Containers in which nothing has changed stay the same objects.
@@ -269,16 +269,16 @@ def _replaced_in(value: Any, at: NodePass, change: _Change) -> Any:
     path = at.path
     if at.module is not None:
         path = f"{path}.output" if path else "output"
-    return _replaced(value, path, change)
+    return _replace(value, path, change)
 
 
-def _replaced(value: Any, path: str, change: _Change) -> Any:
+def _replace(value: Any, path: str, change: _Change) -> Any:
     if isinstance(value, Tensor):
         return change(value, path) if _is_bendable(value) else value
     new = {}
     for key, item in _items(value):
         joint = "." if "|" in path else "|"
-        made = _replaced(item, f"{path}{joint}{identifier(str(key))}", change)
+        made = _replace(item, f"{path}{joint}{identifier(str(key))}", change)
         if made is not item:
             new[key] = made
     return _with(value, new) if new else value

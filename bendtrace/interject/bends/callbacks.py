@@ -182,8 +182,8 @@ class DrawingBend(Bend):
     self_contained = True
 
     def __init__(self, seed: int | None, dim: int | Sequence[int] | None) -> None:
-        self.seed: int | None = _checked_seed(seed)
-        self.dim: int | tuple[int, ...] | None = _checked_dim(dim)
+        self.seed: int | None = _check_seed(seed)
+        self.dim: int | tuple[int, ...] | None = _check_dim(dim)
         self.entropy: bytes = os.urandom(16)
         self._drawn: dict[str, _Drawn] = {}
 
@@ -299,13 +299,13 @@ def _in_common(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dim for dim in range(-count, 0) if old[dim] == new[dim])
 
 
-def _checked_seed(seed: int | None) -> int | None:
+def _check_seed(seed: int | None) -> int | None:
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise InputError(f"seed has to be an int or None, not {seed!r}")
     return seed
 
 
-def _checked_dim(dim: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
+def _check_dim(dim: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
     if dim is None or (isinstance(dim, int) and not isinstance(dim, bool)):
         return dim
     dims: tuple[Any, ...] = tuple(dim) if isinstance(dim, Sequence) else ()
@@ -848,7 +848,7 @@ class Capture(Bend):
         Raises:
             BendError: the outputs of a node cannot be concatenated; `captured` has them one by one.
         """
-        return {path: _joined(kept, path) for path, kept in self.captured.items()}
+        return {path: _join(kept, path) for path, kept in self.captured.items()}
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor itself."""
@@ -900,12 +900,12 @@ class InterpolationFromCapture(Capture):
                 "`with callback.capture():`",
                 at.path,
             )
-        examples = _joined(kept, at.path).to(tensor)
+        examples = _join(kept, at.path).to(tensor)
         weights = tensor if self.weights is None else value_of(self.weights)
         return mixed(examples, weights, self.softmax, self, at)
 
 
-def _joined(kept: list[Tensor], path: str) -> Tensor:
+def _join(kept: list[Tensor], path: str) -> Tensor:
     shapes = sorted({tuple(tensor.shape[1:]) for tensor in kept})
     if len(shapes) > 1:
         raise BendError(

@@ -189,7 +189,7 @@ def _part_of(original: Any, index: Index) -> Tensor:
         return original[_key(index)]
     except (IndexError, TypeError, ValueError) as error:
         raise PatchError(
-            f"{_of_shape(original.shape)} has no part [{_shown(index)}]: {_first_line(error)}",
+            f"{_of_shape(original.shape)} has no part [{_index_text(index)}]: {_first_line(error)}",
             got=_of_shape(original.shape),
         ) from error
 
@@ -267,13 +267,13 @@ def _of_shape(shape: torch.Size) -> str:
     return f"Tensor({', '.join(map(str, shape))})"
 
 
-def _shown(index: Index) -> str:
+def _index_text(index: Index) -> str:
     """Return an index as users write it in brackets."""
     items = index if isinstance(index, tuple) else (index,)
-    return ", ".join(_shown_item(item) for item in items)
+    return ", ".join(_item_text(item) for item in items)
 
 
-def _shown_item(item: Any) -> str:
+def _item_text(item: Any) -> str:
     if not isinstance(item, slice):
         return "..." if item is ... else described(item)
     parts = ["" if part is None else str(part) for part in (item.start, item.stop, item.step)]
@@ -555,10 +555,10 @@ class RecordPatch(Patch[Any]):
 
 
 def _snapshot(value: Any, detach: bool) -> Any:
-    return copied_in(value, _detached_copy if detach else Tensor.clone)
+    return copied_in(value, _detach_copy if detach else Tensor.clone)
 
 
-def _detached_copy(tensor: Tensor) -> Tensor:
+def _detach_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 

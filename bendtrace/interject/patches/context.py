@@ -76,7 +76,7 @@ class Patch(Interjection, Generic[Target]):
             if error.path:
                 raise
             raise PatchError(
-                f"{self.label} at {_named(at)}: {error}",
+                f"{self.label} at {_node_text(at)}: {error}",
                 path=at.path, expected=error.expected, got=error.got,
             ) from error.__cause__  # fmt: skip
         if self.requires_clone and made is not value:
@@ -103,7 +103,7 @@ class Patch(Interjection, Generic[Target]):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _named(at: NodePass) -> str:
+def _node_text(at: NodePass) -> str:
     """Return the path of a node as users write it, with the pass from the second one on."""
     if not at.number:
         return repr(at.path)
@@ -187,7 +187,7 @@ class PatchContext(ContextDecorator):
         self._placed: list[tuple[Where, Interjection]] = []
         self._entered: list[list[Any]] = []
         self._was_entered = True  # until it is clear that it can be
-        wanted = [(where, list(_listed(where, given))) for where, given in _items(patches)]
+        wanted = [(where, list(_patches_of(where, given))) for where, given in _items(patches)]
         _check(board, known, [where for where, _ in wanted])
         for where, given in wanted:
             place = _parameter(known, where)
@@ -263,7 +263,7 @@ def _items(patches: Any) -> Iterator[tuple[Any, Any]]:
     yield from patches.items()
 
 
-def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
+def _patches_of(where: Any, given: Any) -> Iterator[Patch[Any]]:
     """Yield the patches for a path; raise for anything else."""
     for patch in given if isinstance(given, (list, tuple)) else (given,):
         if isinstance(patch, type) and issubclass(patch, Patch):
@@ -343,15 +343,17 @@ def _places(
         trees = list(known.trees())
         if not trees or (isinstance(where, NodeSelector) and where.looks_ahead):
             return []
-        return [place for path in known.select(where) for place in _found(trees, NodePath(path))]
+        return [
+            place for path in known.select(where) for place in _find_node(trees, NodePath(path))
+        ]
     meant = meant_by(text, known) if isinstance(where, str) else None
     if meant is not None and meant.kind == "layer":
         return meant.places
-    found = _found(known.trees(), text)
+    found = _find_node(known.trees(), text)
     return found if found or meant is None else meant.places
 
 
-def _found(trees: Iterable[Tree], path: str) -> list[tuple[TreeNode, TreeNode, Chosen]]:
+def _find_node(trees: Iterable[Tree], path: str) -> list[tuple[TreeNode, TreeNode, Chosen]]:
     """Return the node of a path in the first run that has it."""
     for tree in trees:
         try:

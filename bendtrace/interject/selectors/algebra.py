@@ -415,7 +415,7 @@ class Near(_Ahead):
         """Return the paths of the selected nodes of a graph."""
         ends = selected(self.selector, graph, set(graph.nodes))
         edges = graph.edges.predecessors if self.forward else graph.edges.successors
-        return _reached(graph, ends, edges, self.within)
+        return _reachable(graph, ends, edges, self.within)
 
     def __repr__(self) -> str:
         made = "has_following" if self.forward else "has_preceding"
@@ -439,8 +439,8 @@ class Between(_Ahead):
         """Return the paths of the selected nodes of a graph."""
         everything = set(graph.nodes)
         starts, ends = (selected(one, graph, everything) for one in (self.start, self.end))
-        after = _reached(graph, starts, graph.edges.successors)
-        before = _reached(graph, ends, graph.edges.predecessors)
+        after = _reachable(graph, starts, graph.edges.successors)
+        before = _reachable(graph, ends, graph.edges.predecessors)
         return {path for path in after & before if not _belongs(path, starts | ends)}
 
     def __repr__(self) -> str:
@@ -456,7 +456,7 @@ def _belongs(path: str, nodes: set[str]) -> bool:
     return False
 
 
-def _reached(
+def _reachable(
     graph: CandidateGraph,
     ends: set[str],
     edges: Callable[[str], Iterable[str]],

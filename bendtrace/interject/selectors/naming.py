@@ -527,7 +527,7 @@ class Shape(Selector):
         return _fits(self.sizes, tuple(node.shape))
 
     def __repr__(self) -> str:
-        return f"with_shape({_shown(self.sizes)})"
+        return f"with_shape({_name_text(self.sizes)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -546,7 +546,7 @@ class Dtype(Selector):
         return node.dtype in self.dtypes
 
     def __repr__(self) -> str:
-        return f"with_dtype({_shown(self.dtypes)})"
+        return f"with_dtype({_name_text(self.dtypes)})"
 
 
 def _fits(sizes: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
@@ -561,7 +561,7 @@ def _fits(sizes: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
     )
 
 
-def _shown(what: Any) -> str:
+def _name_text(what: Any) -> str:
     if isinstance(what, tuple):
         return ", ".join("..." if item is ... else repr(item) for item in what)
     return getattr(what, "__name__", repr(what))
@@ -712,7 +712,7 @@ def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> Node
     Raises:
         InputError: one of the leaves is invalid.
     """
-    selector = _named(what) if isinstance(what, str) else as_selector(what)
+    selector = _by_name(what) if isinstance(what, str) else as_selector(what)
     names = leaf_names(model, leaves)
     return Outside(selector, names) if names else selector
 
@@ -744,7 +744,7 @@ def leaves_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:
     return list(leaves)
 
 
-def _named(name: str) -> NodeSelector:
+def _by_name(name: str) -> NodeSelector:
     try:
         return matches_qualified_name(name) | matches_path(name)
     except InputError:  # it can only be a qualified name: `layers.0`

@@ -328,7 +328,7 @@ def branches_around(place: Place) -> tuple[Branch, ...]:
 def _branches(file: SourceFile, node: ast.AST) -> Iterator[Branch]:
     for child, parent in file.ancestors(node):
         if isinstance(child, ast.stmt):
-            yield from _left_before(file, child, parent)
+            yield from _exits_before(file, child, parent)
         if isinstance(parent, FUNCTIONS):
             return
         if isinstance(parent, BRANCHES) and child is not parent.test:
@@ -353,16 +353,16 @@ def _branches(file: SourceFile, node: ast.AST) -> Iterator[Branch]:
             yield _case(file, child, True)
 
 
-def _left_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterator[Branch]:
+def _exits_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterator[Branch]:
     """Yield the conditions under which the code before a statement has not left its block."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and child in block:
             for statement in block[: block.index(child)]:
-                yield from _passed(file, statement)
+                yield from _conditions(file, statement)
 
 
-def _passed(file: SourceFile, statement: ast.stmt) -> Iterator[Branch]:
+def _conditions(file: SourceFile, statement: ast.stmt) -> Iterator[Branch]:
     if isinstance(statement, ast.If):
         for block, other, side in (
             (statement.body, statement.orelse, False),
@@ -371,7 +371,7 @@ def _passed(file: SourceFile, statement: ast.stmt) -> Iterator[Branch]:
             if closes_block(block):
                 yield _branch(file, statement.test, side)
                 if other:
-                    yield from _passed(file, other[-1])
+                    yield from _conditions(file, other[-1])
 
 
 def _branch(file: SourceFile, test: ast.expr, side: bool) -> Branch:
@@ -412,18 +412,18 @@ def why_past(
     furthest, found = -1, ""
     for run in runs:
         steps = steps_of(run)
-        denied = _denied(path, nodes, steps)
+        denied = _denial(path, nodes, steps)
         if denied is not None:
-            return _told(denied)
+            return _step_text(denied)
         for other in others:
             depth, guard = _parting(other, run)
             step = next((s for s in steps if s.guard is not None and s.guard == guard), None)
             if step is not None and depth > furthest:
-                furthest, found = depth, _told(step)
+                furthest, found = depth, _step_text(step)
     return found
 
 
-def _denied(path: str, nodes: Mapping[str, Candidate], steps: FlowSteps) -> FlowStep | None:
+def _denial(path: str, nodes: Mapping[str, Candidate], steps: FlowSteps) -> FlowStep | None:
     """Return the step at which the innermost condition around a node was not met."""
     while path:
         node = nodes.get(path)
@@ -466,7 +466,7 @@ def _decisions(recording: Recording) -> list[tuple[int, Guard]]:
     ]
 
 
-def _told(step: FlowStep) -> str:
+def _step_text(step: FlowStep) -> str:
     where = f"{place_text(step.file, step.line)} `{step.text}`"
     if isinstance(step.value, bool):
         return f"branch at {where} {'was' if step.value else 'was not'} taken for this input"

@@ -295,7 +295,7 @@ class _Shared:
 
     def entry(self, entry: LayerEntry) -> dict[str, Any]:
         is_number = entry.shape is None
-        return _filled(
+        return _without_empty(
             label=entry.label,
             name=entry.name,
             short=entry.short_name,
@@ -333,7 +333,7 @@ class _Shared:
         )
 
     def module(self, call: ModuleEntry) -> dict[str, Any]:
-        return _filled(
+        return _without_empty(
             label=call.label,
             name=call.name,
             number=call.pass_number if call.passes > 1 else None,
@@ -352,7 +352,7 @@ class _Shared:
         loop = step if isinstance(step, LoopFlowStep) else None
         file, line, function = step.file, step.line, step.place.function
         text = _cut(step.text)
-        return _filled(
+        return _without_empty(
             step=type(step).__name__.removesuffix("FlowStep").lower(),
             kind=step.kind,
             text=text,
@@ -369,7 +369,9 @@ class _Shared:
         """Return what was seen of a run, with positions of sources in their place."""
 
         def numbered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            return [_filled(**{**row, "source": self._source(row.get("source"))}) for row in rows]
+            return [
+                _without_empty(**{**row, "source": self._source(row.get("source"))}) for row in rows
+            ]
 
         sides = [{**side, "events": numbered(side["events"])} for side in stepped["sides"]]
         return {
@@ -387,7 +389,7 @@ class _Shared:
         return [places[label] for label in labels if label in places]
 
 
-def _filled(**values: Any) -> dict[str, Any]:
+def _without_empty(**values: Any) -> dict[str, Any]:
     """Leave out None, False and empty values, but not zero and the shape of a scalar."""
     return {key: value for key, value in values.items() if value or type(value) in (int, tuple)}
 
@@ -397,7 +399,7 @@ def _cut(text: str, most: int = _LONGEST) -> str:
 
 
 def _state(use: ParameterUse) -> dict[str, Any]:
-    return _filled(
+    return _without_empty(
         name=use.name,
         shape=use.shape,
         count=use.numel,
@@ -408,7 +410,7 @@ def _state(use: ParameterUse) -> dict[str, Any]:
 
 
 def _source(source: Source, files: _Table[str]) -> dict[str, Any]:
-    return _filled(
+    return _without_empty(
         file=files.number(source.file),
         line=source.line,
         function=source.function,
