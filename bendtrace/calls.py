@@ -142,7 +142,7 @@ def differentiable(call: Call) -> Call:
     return Call(*assemble(shape, found))
 
 
-def seen_in(model: BendedModule, call: Call, where: Where, **options: Any) -> Any:
+def values_in_call(model: BendedModule, call: Call, where: Where, **options: Any) -> Any:
     """Return the values of nodes in a call, as `BendedModule.get_activations` does."""
     return model.get_activations(
         where, args=call.args, kwargs=dict(call.kwargs), allow_none=True, **options

@@ -44,7 +44,7 @@ class _Spectral(Analyser):
         self.seed = seed
 
     def _rows(self, value: Tensor, instead: str | None) -> Tensor:
-        rows = chosen_features(as_matrix(value, self.keep), self.subset, self.seed)
+        rows = choose_features(as_matrix(value, self.keep), self.subset, self.seed)
         if instead is not None:
             check_features(rows.shape[1], self.max_features, instead)
         return rows
@@ -520,7 +520,7 @@ def check_width(known: int | None, features: int) -> None:
         )
 
 
-def chosen_features(rows: Tensor, subset: int | None, seed: int) -> Tensor:
+def choose_features(rows: Tensor, subset: int | None, seed: int) -> Tensor:
     """Return some of the columns of a matrix, in order: the same ones for the same seed."""
     features = rows.shape[1]
     if subset is None or features <= subset:

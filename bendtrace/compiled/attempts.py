@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 
-from bendtrace.compiled.probing import located
+from bendtrace.compiled.probing import with_place
 from bendtrace.compiled.settings import Settings
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
 from bendtrace.tape.tape import Op
@@ -196,7 +196,7 @@ class CompiledFunction:
         failed = Failed(error)
         self.reason = failed.reason
         if failed.line and (op := self.op_at(failed.line)) is not None:
-            self.reason = located(self.reason, op)
+            self.reason = with_place(self.reason, op)
         if failed.advice:
             self.reason += f"; {failed.advice}"
         self.raised = str(error)

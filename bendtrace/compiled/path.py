@@ -24,9 +24,9 @@ from bendtrace.compiled.probing import (
     Findings,
     Refusal,
     Unknown,
-    located,
     probe,
     why_not,
+    with_place,
 )
 from bendtrace.compiled.settings import Settings, dynamo
 from bendtrace.compiled.splices import Splice, Spliced, differs
@@ -35,7 +35,7 @@ from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import write_run
 from bendtrace.replay.program import Program
 from bendtrace.replay.schedule import Schedule
-from bendtrace.replay.source import INFIX, Code, Source, needed_for
+from bendtrace.replay.source import INFIX, Code, Source, dependencies_of
 from bendtrace.replay.stretches import Stretch
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import (
@@ -198,7 +198,7 @@ class CompiledPath(CompiledFunction):
         self._findings, self.unchanged = findings, findings.unchanged
         if (op := Extents(recording, findings).changes_rank()) is not None:
             reason = f"how many dimensions {name_of(op.target)} gives depends on values"
-            raise Refusal(located(reason, op))
+            raise Refusal(with_place(reason, op))
         if self.stretch is not self.home.root:
             # Of a path that branched off, the program's check does not know all guards.
             self._admitting = Program(recording, global_state)
@@ -586,7 +586,7 @@ class Straight(Expressions):
                 waiting.append(op.index)
         for _, guard in self._data_guards():
             waiting += self._roots(guard.index)
-        return needed_for(self._tape.ops, waiting)
+        return dependencies_of(self._tape.ops, waiting)
 
     def _roots(self, index: int) -> Iterable[int]:
         """Return the origins of a tested value, as tensors or during compilation."""

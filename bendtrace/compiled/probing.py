@@ -325,7 +325,7 @@ class Unknown(Exception):
     """
 
     def __init__(self, reason: str, op: Op | None = None) -> None:
-        super().__init__(reason if op is None else located(reason, op))
+        super().__init__(reason if op is None else with_place(reason, op))
 
 
 class Extents:
@@ -569,11 +569,11 @@ def why_not(
         else:
             reason = why_not_op(op, global_state.context)
         if reason is not None:
-            return located(reason, op)
+            return with_place(reason, op)
     return None
 
 
-def located(reason: str, op: Op) -> str:
+def with_place(reason: str, op: Op) -> str:
     """Return a reason with the place in the model that an op has."""
     if op.site is None:
         return reason

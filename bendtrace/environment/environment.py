@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from bendtrace.environment.code_facts import codes_in
 from bendtrace.environment.findings import Found, Places
-from bendtrace.environment.growing import added_to, growing_in, is_full
+from bendtrace.environment.growing import additions_to, growing_in, is_full
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
 from bendtrace.environment.provenance import is_installed_file
 from bendtrace.environment.scan import Scan
@@ -43,7 +43,7 @@ from bendtrace.tape.captured import (
     is_told_by_identity,
     put,
 )
-from bendtrace.tape.structure import entries_of, flat, kept_in
+from bendtrace.tape.structure import cached_results, entries_of, flat
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.draws import is_drawn_from, is_module_of_draws, stand_in_for
 
@@ -183,7 +183,7 @@ class Environment(Found):
     def find_cached(self, tensor: torch.Tensor) -> Captured | None:
         """Return a new part for a tensor that comes from a `functools.lru_cache`, if it does."""
         for label, cache, *_ in self.caches:
-            if any(kept is tensor for kept in kept_in(cache)):
+            if any(kept is tensor for kept in cached_results(cache)):
                 known = len(self.parts)
                 Scan(self).scan_late(tensor, f"{label}(...)")
                 self._sort_out(self.parts[known:])
@@ -326,7 +326,7 @@ class Environment(Found):
             yield from self._changes_of(part, before.get(part.index), is_over)
         for index, listed in self._items.items():
             part = self.parts[index]
-            added = added_to(listed, part.value)
+            added = additions_to(listed, part.value)
             if added is None:
                 # A deque gets full once, and is compared with what it held from then on.
                 self.leaves_watched_objects |= is_full(part.value)

@@ -352,7 +352,7 @@ _learned: MutableMapping[Any, dict[types.CodeType, tuple[types.FunctionType, ...
 _learned = WeakIdKeyDictionary()
 
 
-def learned_of(function: Callable[..., Any]) -> tuple[types.FunctionType, ...]:
+def observed_functions(function: Callable[..., Any]) -> tuple[types.FunctionType, ...]:
     """Return the functions that runs of a model have shown, besides those its code names."""
     try:
         known = _learned.get(key_of(function), {})

@@ -43,7 +43,7 @@ def growing_in(found: Found) -> dict[int, Any]:
         return {}
     candidates = [part for part in found.parts if _can_grow(part)]
     if found.names.isdisjoint(ADDS):
-        candidates = [part for part in candidates if reached_as(part) not in found.names]
+        candidates = [part for part in candidates if access_name(part) not in found.names]
     if not candidates:
         return {}
     read = {name for one in found.functions for name in other_names_in(one)}
@@ -67,7 +67,7 @@ def growing_in(found: Found) -> dict[int, Any]:
         id(part.value): part.value
         for part in candidates
         if part.index not in tied
-        and reached_as(part) not in read
+        and access_name(part) not in read
         and _is_users(part, owners, found)
     }
 
@@ -89,7 +89,7 @@ _known: MutableMapping[Any, Counter[str]] = WeakIdKeyDictionary()
 _OFTEN = 2
 
 
-def added_to(before: list[Any], now: Any) -> list[Any] | None:
+def additions_to(before: list[Any], now: Any) -> list[Any] | None:
     """Return what was added to a list or deque; None if that is not certain.
 
     Args:
@@ -141,7 +141,7 @@ def _root_of(part: Captured) -> Captured:
     return part
 
 
-def reached_as(part: Captured) -> str:
+def access_name(part: Captured) -> str:
     """Return the name by which code reaches a part, or what has items in which the part is."""
     root = _root_of(part)
     return root.label if root.access is Access.CELL else str(root.key)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bendtrace.source.bytecode import CONSTANTS, Step, single_steps
-from bendtrace.tape.plain_numbers import is_of_c, looks_up, named_objects
+from bendtrace.tape.plain_numbers import is_of_c, looks_up, objects_by_name
 from bendtrace.torch_rules.host_io import MEASURES
 
 # Functions of torch's that are recorded where they are asked for as attributes of torch, which is
@@ -158,7 +158,7 @@ def types_of_outside(code: types.CodeType, space: Mapping[str, Any]) -> Iterator
 
     Calls of functions are seen when they happen, those of types are not.
     """
-    for name, value in named_objects(code, space):
+    for name, value in objects_by_name(code, space):
         if isinstance(value, type) and not is_steady_type(value):
             yield name
         elif type(value) is types.ModuleType and looks_up(code):

@@ -31,7 +31,7 @@ from bendtrace.environment.provenance import (
     is_users_class,
     is_users_module,
 )
-from bendtrace.source.bytecode import passed_on, put_on_globals
+from bendtrace.source.bytecode import names_passed_on, put_on_globals
 from bendtrace.source.sites import PACKAGE
 from bendtrace.source.versions import CodeVersion, Depends, Named
 from bendtrace.tape.captured import module_of
@@ -217,7 +217,7 @@ class _Search:
         self.depends.sized |= {id(space): space for space in others.values()}
         spaces += others.values()
         if others and not is_finished(function):
-            for path in passed_on(function.__code__):
+            for path in names_passed_on(function.__code__):
                 found: Any = None
                 inside: Mapping[str, Any] = function.__globals__
                 for name in path.split("."):

@@ -37,7 +37,7 @@ from bendtrace.environment.code_facts import (
     undetectable_in,
 )
 from bendtrace.environment.content import MOST, WatchedContent
-from bendtrace.environment.executed import learned_of
+from bendtrace.environment.executed import observed_functions
 from bendtrace.environment.findings import WHOLE, Found, Route
 from bendtrace.environment.host_calls import is_steady_type
 from bendtrace.environment.kinds import (
@@ -91,8 +91,8 @@ from bendtrace.tape.captured import (
     module_of,
 )
 from bendtrace.tape.plain_numbers import asks, is_exact_format
-from bendtrace.tape.structure import entries_of, flat, is_heap_type, kept_in, read_partial
-from bendtrace.torch_rules.collectives import gathered_names, hidden_of, is_joint_hook
+from bendtrace.tape.structure import cached_results, entries_of, flat, is_heap_type, read_partial
+from bendtrace.torch_rules.collectives import gather_locations, hidden_of, is_joint_hook
 from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.draws import is_host_generator
 from bendtrace.torch_rules.functions import ScriptModule
@@ -673,7 +673,7 @@ class Scan(CodeScan):
                 self._scan_code(patch.value)
             elif is_users_class(type(patch.value)):
                 self._scan(patch.value, Route(None, Access.FIXED, None, patch.name, False))
-        for function in learned_of(found.function):
+        for function in observed_functions(found.function):
             found.names |= {function.__name__}
             self._scan_code(function)
         known: tuple[int, ...] = ()
@@ -899,7 +899,7 @@ class Scan(CodeScan):
                     for entry in entries_of(value)
                     if not (is_value(entry[1]) or isinstance(entry[1], torch.Tensor))
                 ]
-            for kept in kept_in(value):
+            for kept in cached_results(value):
                 if not isinstance(kept, torch.Tensor):
                     found.watched_objects.add(kept, f"{route.label}(...)")
         elif isinstance(value, (types.MethodType, functools.partial)):
@@ -1009,7 +1009,7 @@ class Scan(CodeScan):
         self._scan_mapping(attributes, label, hidden, kind)
         # What FSDP gathers during the run does not exist before it. A module that gathers is
         # scanned before the modules whose parameters it gathers.
-        for places in gathered_names(module):
+        for places in gather_locations(module):
             self.notes.is_steady = False
             for holder, name in places:
                 self._gathered.setdefault(id(holder), set()).add(name)

@@ -481,7 +481,7 @@ class Formula:
     is_exact: bool
 
 
-def recorded_in(recording: Recording) -> Recorded:
+def latest_ops(recording: Recording) -> Recorded:
     """Return the latest op at each place of each file."""
     found: Recorded = {}
     for op in recording.tape.ops:

@@ -30,7 +30,7 @@ from bendtrace.exploring.distance import (
     Margin,
     Recorded,
     formula_of,
-    recorded_in,
+    latest_ops,
 )
 from bendtrace.history.entries import counted
 from bendtrace.preserved_state import PreservedState
@@ -1082,7 +1082,7 @@ class CandidateRun:
         if self.recording is None or type(key[0]) is not Choice:
             return self.questions.get(key)
         if key not in self.formulas:
-            self._recorded = self._recorded or recorded_in(self.recording)
+            self._recorded = self._recorded or latest_ops(self.recording)
             self.formulas[key] = formula_of(key[0], key[1], self.recording, self._recorded)
         return self.formulas[key]
 

@@ -273,7 +273,7 @@ def _on_identity(groups: Iterable[list[str]]) -> Iterator[str]:
         yield f"len({{{names}}}) == {len(firsts)}"
 
 
-def fixed_at_one(program: torch.export.ExportedProgram, inputs: Mapping[str, Any]) -> list[str]:
+def sizes_of_one(program: torch.export.ExportedProgram, inputs: Mapping[str, Any]) -> list[str]:
     """Return the sizes of inputs that have to be 1."""
     found: list[str] = []
     leaves = pytree.tree_leaves_with_path(inputs)

@@ -29,11 +29,11 @@ from bendtrace.export.conditions import (
     conditions_on,
     copies_of,
     empty_sizes,
-    fixed_at_one,
     require_constant,
     require_plain,
     separate_copies_of,
     share,
+    sizes_of_one,
 )
 from bendtrace.export.insertions import Insertions
 from bendtrace.export.machine import Machine, lengths_in, refuse, told
@@ -301,7 +301,7 @@ def _export(
     notes = written.told
     if is_fixed:
         notes += ("sizes that all inputs have are fixed: torch.export refuses to leave them open",)
-    if fixed := fixed_at_one(program, inputs):
+    if fixed := sizes_of_one(program, inputs):
         notes += (f"fixed at 1, as a size of 1 means another operation: {', '.join(fixed)}",)
     facts = set(written.facts)
     if any(map(compares_identity, recordings)):

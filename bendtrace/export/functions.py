@@ -262,7 +262,7 @@ class Functions:
         names, texts = [], []
         for number, (side, _) in enumerate(sides):
             given = [self._made(side, leaf_pair[number], dtype) for leaf_pair, dtype in outputs]
-            given = unaliased(given)
+            given = without_aliases(given)
             if flagged:
                 given.append(side.flag if side.flag is not None else self._start_flag(side))
             side.add(f"return ({''.join(text + ', ' for text in given)})")
@@ -413,7 +413,7 @@ def said(value: Value) -> str:
     return f"a number ({value.type.__name__})"
 
 
-def unaliased(texts: list[str]) -> list[str]:
+def without_aliases(texts: list[str]) -> list[str]:
     """Return expressions for outputs, all of them different tensors."""
     return [f"{t}.clone()" if t in texts[:place] else t for place, t in enumerate(texts)]
 

@@ -29,7 +29,7 @@ from bendtrace.export.functions import (
     order,
     said,
     shared_in,
-    unaliased,
+    without_aliases,
 )
 from bendtrace.export.machine import (
     END,
@@ -524,7 +524,7 @@ class _Writer(Functions):
         params = [one.name for _, one, _ in returned]  # type: ignore[union-attr]
         inits = [first.name for first, _, _ in returned]  # type: ignore[union-attr]
         kinds = [getattr(one, "type", None) for _, one, _ in returned]
-        given = unaliased(
+        given = without_aliases(
             [self._made(body, row[-1], kind) for row, kind in zip(returned, kinds, strict=True)]
         )
         test = Scope(scope.depth + 1)

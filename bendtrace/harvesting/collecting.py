@@ -464,7 +464,7 @@ def told(value: Any, *, whole: bool = True) -> Any:
     return f"{name} {_Words(whole).digest(value)}"
 
 
-def told_insertion(insertion: Insertion) -> str:
+def describe_insertion(insertion: Insertion) -> str:
     """Describe an insertion."""
     digest = _Words(True).digest((insertion.what, insertion.passes))
     return f"{insertion.what.label} at {describe_where(insertion.where)} {digest}"

@@ -29,11 +29,11 @@ from bendtrace.errors import BendtraceError, HarvestError, InputError, SaveError
 from bendtrace.harvesting.collecting import (
     Collector,
     Settings,
+    describe_insertion,
     fingerprint,
     state_of,
     sum_of,
     told,
-    told_insertion,
 )
 from bendtrace.harvesting.filling import (
     Batch,
@@ -182,7 +182,7 @@ def harvest(
     workers = Workers()
     directory = os.path.abspath(os.fspath(out))
     refuse_repeats(loader, workers, settings)
-    inserted = [told_insertion(i) for i in bended.insertions if not i.what.observes]
+    inserted = [describe_insertion(i) for i in bended.insertions if not i.what.observes]
     with torch.inference_mode(False), torch.no_grad():
         about = {
             "settings": {**settings.told(), "call": told(call, whole=False), "inserted": inserted},

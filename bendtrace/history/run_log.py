@@ -270,7 +270,7 @@ class RunLog:
             div_1_3     3         (4,)                input_1_0, div_1_3 (of the pass before)
             output_1_4  1         (4,)                div_1_3
         """
-        return rolled_table(self._entries_without_state(), most)
+        return layer_table(self._entries_without_state(), most)
 
     def _entries_without_state(self) -> list[LayerEntry]:
         """Return the entries that were computed in this run."""
@@ -791,7 +791,7 @@ def rolled_graph(entries: Sequence[LayerEntry]) -> nx.DiGraph[str]:
     return graph
 
 
-def rolled_table(entries: Sequence[LayerEntry], most: int | None) -> str:
+def layer_table(entries: Sequence[LayerEntry], most: int | None) -> str:
     """Return a table with one line per layer, with all its passes merged."""
     graph = rolled_graph(entries)
     rows = []

@@ -102,7 +102,7 @@ class Meant:
         return list(dict.fromkeys(found))
 
 
-def meant_by(text: str, known: Runs) -> Meant | None:
+def resolve_meaning(text: str, known: Runs) -> Meant | None:
     """Resolve a string in a model; return None if nothing known has this name.
 
     Raises:
@@ -245,7 +245,7 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
         if path in found:
             raise InputError(f"{said} is given twice, as a path and as a node or by another name")
         found[path] = value
-        node = node_meant(model, path)
+        node = node_of_name(model, path)
         if node is None:
             stem, _, part = path.rpartition(".")
             module = modules_in(model._known.model).get(stem) if stem else None
@@ -283,7 +283,7 @@ def _path_of(model: Any, where: Any) -> str:
             paths = known.select(where)
             if not paths:
                 raise InputError(f"{said} selects no known node")
-        elif (meant := meant_by(text, known)) is None:
+        elif (meant := resolve_meaning(text, known)) is None:
             return text
         elif meant.is_whole_state:
             raise InputError(_STATE.format(said))
@@ -299,7 +299,7 @@ def _path_of(model: Any, where: Any) -> str:
     return NodePath(paths[0]) if paths else str(text)
 
 
-def node_meant(model: Any, text: str) -> Node | None:
+def node_of_name(model: Any, text: str) -> Node | None:
     """Return the node with a path in a run that has reached it, if any.
 
     In some run, another node may answer to the path: the call `fc_1` of a module to `fc`. That node

@@ -32,7 +32,7 @@ from bendtrace.interject.resolver import (
     Spot,
     by_path,
     is_named,
-    node_meant,
+    node_of_name,
     path_in,
     spots_of,
     text_of,
@@ -576,7 +576,7 @@ def call_with(
     others = () if bended else board.insertions
     made = []
     for text, value in given.items():
-        node = node_meant(model, text)
+        node = node_of_name(model, text)
         where = text if node is None else node
         insertion = board.make(where, _Replacement(text, value, bended))
         if node is not None:
@@ -761,7 +761,7 @@ class Suffixes:
         found, _ = find(tree.data, path_in(tree, text))
         if is_named(found, text):
             return
-        meant = node_meant(self._model, text)
+        meant = node_of_name(self._model, text)
         if meant is not None and is_named(meant._data, text):
             raise NodePathError(
                 f"no node {text!r} in this run: {found.path!r} is a different node",

@@ -23,7 +23,7 @@ from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import near_names
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import Location, State
-from bendtrace.interject.resolver import Meant, Runs, meant_by, name_of
+from bendtrace.interject.resolver import Meant, Runs, name_of, resolve_meaning
 from bendtrace.interject.restricted import Restricted
 from bendtrace.paths.candidates import (
     Candidate,
@@ -752,7 +752,7 @@ def _resolve_name(text: str, known: Known, said: Any) -> tuple[Target, ...]:
     The qualified name of a module selects all its calls, that of a parameter all its uses; other
     names select one place in the source, or the places of a layer.
     """
-    meant = meant_by(text, known)
+    meant = resolve_meaning(text, known)
     if meant is not None:
         return _targets_meant(meant, text, said)
     errors: list[NodePathError] = []
@@ -781,7 +781,7 @@ def targets_named(text: str, known: Known) -> tuple[Target, ...]:
     Raises:
         NodePathError: the string is ambiguous, or names something without a value.
     """
-    meant = meant_by(text, known)
+    meant = resolve_meaning(text, known)
     return () if meant is None else _targets_meant(meant, text, text)
 
 

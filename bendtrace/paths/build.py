@@ -557,14 +557,14 @@ def _join(texts: list[str]) -> str:
             name, lag, access = match[1], int(match[2]), match[3]
             while end < len(texts) and lag > 1:
                 lag -= 1
-                older = f"{kept_name(name)}[-{lag}]{access}"
+                older = f"{list_name(name)}[-{lag}]{access}"
                 if texts[end] != (older if lag > 1 else name + access):
                     lag += 1
                     break
                 end += 1
             if end - position > _FEW:
                 stop = "" if lag == 1 else str(1 - lag)
-                held = f"{kept_name(name)}[-{match[2]}:{stop}]"
+                held = f"{list_name(name)}[-{match[2]}:{stop}]"
                 found.append(f"*[each{access} for each in {held}]" if access else f"*{held}")
                 position = end
                 continue
@@ -711,7 +711,7 @@ class Line(NamedTuple):
     within: str = ""
 
 
-def kept_name(name: str) -> str:
+def list_name(name: str) -> str:
     """Return the name of the list with a variable's values, if earlier ones are needed."""
     return f"{name}_passes"
 
@@ -773,13 +773,13 @@ def _keeping(lines: list[Line], kept: Collection[str]) -> list[Line]:
     found = []
     for name in sorted(kept):
         start = "[]" if name in assigned else f"[{name}]"
-        first = f"{kept_name(name)} = {start}"
-        found.append(Line(first, kept_name(name), () if start == "[]" else (name,)))
+        first = f"{list_name(name)} = {start}"
+        found.append(Line(first, list_name(name), () if start == "[]" else (name,)))
     for line in lines:
         found.append(line)
         if line.target in kept:
-            text = f"{kept_name(line.target)}.append({line.target})"
-            used = kept_name(line.target), line.target
+            text = f"{list_name(line.target)}.append({line.target})"
+            used = list_name(line.target), line.target
             found.append(Line(text, "", used, within=line.within))
     return found
 
@@ -950,7 +950,7 @@ class Body:
                 behind = self._versions.get(text, 0) - local.version
                 if behind:  # the name stands for a later pass by now
                     self._older.add(text)
-                    text = f"{kept_name(text)}[{-1 - behind}]"
+                    text = f"{list_name(text)}[{-1 - behind}]"
                 return text + local.access + "".join(f"[{key!r}]" for key in keys[length:])
         elsewhere = self._builder.paths.get(index)
         return f"<{elsewhere or base_name(self._builder.events.ops[index])}>"

@@ -39,7 +39,7 @@ from bendtrace.tape.tape import (
     Op,
     OpKind,
     TensorMeta,
-    raised_by,
+    describe_raised,
     ref_to,
 )
 from bendtrace.tape.watchers import Observer, unwatched
@@ -238,7 +238,7 @@ def fast_path_for(
             if observer is not None:
                 observer.times[index] = perf_counter_ns() - started
         except Exception as error:
-            op.raised, failed = raised_by(op, error), error
+            op.raised, failed = describe_raised(op, error), error
         else:
             failed = None
         ask_error(op)

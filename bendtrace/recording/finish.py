@@ -16,7 +16,7 @@ from bendtrace._places import full_place_text
 from bendtrace.environment.code_facts import codes_in, names_in
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.executed import OWN_NUMBER, Ran, forbidden_in, learn
-from bendtrace.environment.growing import note_added, reached_as
+from bendtrace.environment.growing import access_name, note_added
 from bendtrace.environment.kinds import is_value
 from bendtrace.environment.provenance import is_finished
 from bendtrace.environment.reachability import reachable_from
@@ -31,7 +31,7 @@ from bendtrace.source.usage import read_names
 from bendtrace.tape.captured import Access, CaptureKind, Change
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED
-from bendtrace.tape.structure import Existing, Made, entries_of, kept_in
+from bendtrace.tape.structure import Existing, Made, cached_results, entries_of
 from bendtrace.tape.tape import (
     ModuleCall,
     Op,
@@ -264,10 +264,10 @@ class Finish:
         """Block if code has read what the run takes for something that it only adds to."""
         read = frozenset().union(*map(read_names, ran.codes))
         for part in self.environment.parts:
-            if part.kind is CaptureKind.GROWING and reached_as(part) in read:
-                self.block(f"the run adds to {part.label}, and reads it", reached_as(part))
+            if part.kind is CaptureKind.GROWING and access_name(part) in read:
+                self.block(f"the run adds to {part.label}, and reads it", access_name(part))
         lists = (one.part for one in changes if one.key is None)
-        note_added(self._function, {reached_as(part) for part in lists} - read)
+        note_added(self._function, {access_name(part) for part in lists} - read)
 
     def block(self, reason: str, *names: str) -> None:
         """Record why the run must not be replayed, and where the model uses one of the names."""
@@ -317,15 +317,15 @@ class Finish:
             # A result computed by a function in pure Python is the same when it comes from the
             # cache. Where no call can find an entry again, the cache is as good as empty.
             if (lasting or not was_empty) and (
-                self._has_ops_of(cache.__wrapped__) or not all(map(is_value, kept_in(cache)))
+                self._has_ops_of(cache.__wrapped__) or not all(map(is_value, cached_results(cache)))
             ):
                 self.tape.block(reason)
                 recording.is_transient = True
             # No one may see a traced scalar after the run.
-            if any(type(value) in TRACED for value in kept_in(cache)):
+            if any(type(value) in TRACED for value in cached_results(cache)):
                 cache.cache_clear()
             inner = cache.__wrapped__
-            if is_computation(inner) and all(map(is_value, kept_in(cache))):
+            if is_computation(inner) and all(map(is_value, cached_results(cache))):
                 continue  # which returns the same, whether it is kept or not
             if not lasting or not (isinstance(inner, types.FunctionType) and is_finished(inner)):
                 self.environment.filled_caches[cache] = lasting

@@ -30,9 +30,9 @@ from bendtrace.source.statements import (
     Role,
     compares_containers,
     decides,
+    generator_iterable,
     leaves_loop,
     role_of,
-    walked_from,
 )
 from bendtrace.source.usage import asking_comparisons
 from bendtrace.tape.guards import ContentGuard, TruthGuard
@@ -167,7 +167,7 @@ def _test_place(site: Site, level: int) -> Place:
     place = site.places[level]
     span = _questions_in(site.chain[level][0]).get(place.offset)
     if _GENERATORS_ASK and span is None:
-        span = walked_from(place)
+        span = generator_iterable(place)
     return place if span is None else place._replace(span=span)
 
 

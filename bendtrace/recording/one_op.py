@@ -20,7 +20,7 @@ from bendtrace.environment.reachability import reachable_from
 from bendtrace.source.bytecode import single_steps
 from bendtrace.source.sites import TORCH
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical, is_array, module_of
-from bendtrace.tape.structure import can_build, held_by
+from bendtrace.tape.structure import can_build, objects_held
 from bendtrace.torch_rules.draws import is_host_generator
 from bendtrace.torch_rules.functions import is_torchs_function
 
@@ -92,7 +92,7 @@ def _objects_held(thing: Any, environment: Environment) -> Iterator[Any]:
     is_older = (
         isinstance(thing, types.FunctionType) and thing.__code__ not in environment.nested_codes
     )
-    for held in held_by(thing):
+    for held in objects_held(thing):
         if not (is_older and _is_mutable(held) and environment.find(held) is None):
             yield held
 

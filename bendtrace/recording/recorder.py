@@ -54,7 +54,7 @@ from bendtrace.source.usage import only_tests
 from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, raised_by
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, describe_raised
 from bendtrace.tape.watchers import Inserter, Observer, StopRun, set_around, unwatched
 from bendtrace.torch_rules.arrays import SharedArrays, may_share
 from bendtrace.torch_rules.functions import (
@@ -473,7 +473,7 @@ class Recorder(RecordingMode):
                 self._arrays.ended(op, self._writer.writes.tensors())
             return out, None
         except Exception as error:
-            op.raised = raised_by(op, error)
+            op.raised = describe_raised(op, error)
             return None, error
         finally:
             self._writer.is_inside = outer

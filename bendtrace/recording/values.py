@@ -39,7 +39,7 @@ from bendtrace.tape.scalars import (
     put_source,
     retire,
 )
-from bendtrace.tape.structure import build, held_by
+from bendtrace.tape.structure import build, objects_held
 from bendtrace.tape.tape import Op, OpKind, Ref, Tape, TensorMeta, meta_of, ref_to, refs_in
 from bendtrace.tape.watchers import Observer
 from bendtrace.torch_rules.functions import (
@@ -437,7 +437,7 @@ class Values:
         if id(thing) in seen:
             return False
         seen.add(id(thing))
-        return any(self.holds_values(held, seen) for held in held_by(thing))
+        return any(self.holds_values(held, seen) for held in objects_held(thing))
 
     def guard_presence(self, op: Op, is_there: bool, frame: FrameType) -> None:
         """Guard whether a tensor has a gradient, a base, or a gradient function."""

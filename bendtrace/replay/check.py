@@ -14,11 +14,11 @@ from bendtrace.environment.provenance import is_installed
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, tested_by
 from bendtrace.replay.guard_code import AliasGuards, Check, GuardCode
-from bendtrace.replay.source import Source, define, fails, needed_for
+from bendtrace.replay.source import Source, define, dependencies_of, fails
 from bendtrace.source.memory_words import Entries, Reader, Unreadable, Words, offsets
 from bendtrace.source.versions import version_of
 from bendtrace.tape.captured import Access, Captured, CaptureKind, identical, same_keys
-from bendtrace.tape.structure import entries_of, is_heap_type, kept_in
+from bendtrace.tape.structure import cached_results, entries_of, is_heap_type
 
 
 class CheckWriter:
@@ -363,11 +363,11 @@ class CheckWriter:
             if self._analysis.kinds[number] is GuardKind.INPUT
             and not any(
                 ops[index].target in self._ignored
-                for index in needed_for(ops, [guard.index])
+                for index in dependencies_of(ops, [guard.index])
                 if isinstance(ops[index].target, Captured)
             )
         ]
-        needed = needed_for(ops, (i for _, guard in guards for i in tested_by(guard, ops)))
+        needed = dependencies_of(ops, (i for _, guard in guards for i in tested_by(guard, ops)))
         # In the tape's order: a condition may protect the arithmetic of a later one.
         events: list[tuple[int, int, Any]] = [(index, -1, ops[index]) for index in needed]
         events += [(guard.position - 1, number, guard) for number, guard in guards]
@@ -492,7 +492,7 @@ def _same(now: list[Any], before: list[Any]) -> bool:
 
 
 def _all_kept(cached: list[tuple[Any, Any]]) -> bool:
-    return all(any(kept is tensor for kept in kept_in(cache)) for cache, tensor in cached)
+    return all(any(kept is tensor for kept in cached_results(cache)) for cache, tensor in cached)
 
 
 def _agree(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:

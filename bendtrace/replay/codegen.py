@@ -29,7 +29,7 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.guards import TruthGuard
 from bendtrace.tape.structure import Instance, Made, existing_in
-from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, raised_by, refs_in
+from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, describe_raised, refs_in
 from bendtrace.torch_rules.direct_calls import (
     ENTRIES,
     Call,
@@ -310,7 +310,7 @@ class RunWriter:
         if op.index not in self.schedule.tried:
             source.line(statement, op.index)
             return
-        raised = source.bound(functools.partial(raised_by, op))
+        raised = source.bound(functools.partial(describe_raised, op))
         source.line(f"r{op.index} = v{op.index} = None")
         source.line(f"try: {statement}", op.index)
         # Without its traceback, which would keep all values alive in a cycle.

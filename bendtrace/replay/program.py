@@ -26,7 +26,7 @@ from bendtrace.replay.guard_code import Check
 from bendtrace.replay.nodes import Exit, Trip
 from bendtrace.replay.raising import departure_by, frame_of, values_in
 from bendtrace.replay.schedule import Unlinked
-from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for
+from bendtrace.replay.source import Code, Departure, Source, counted, define, dependencies_of
 from bendtrace.replay.splices import Interrupted, Unfit
 from bendtrace.replay.stretches import (
     Divergence,
@@ -165,7 +165,7 @@ class Program:
         ops = self.recording.tape.ops
         source = Source()
         source.begin("value(A)")
-        needed = sorted(needed_for(ops, tested_by(guard, ops)))
+        needed = sorted(dependencies_of(ops, tested_by(guard, ops)))
         source.take(ops[index].target for index in needed if ops[index].is_given)
         for index in needed:
             define(source, ops[index])

@@ -7,7 +7,7 @@ from typing import Any
 
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.source import Code, Departure
-from bendtrace.tape.tape import AfterOp, raised_by
+from bendtrace.tape.tape import AfterOp, describe_raised
 
 
 def departure_by(error: Exception, recording: Recording, code: Code) -> Departure | None:
@@ -17,7 +17,7 @@ def departure_by(error: Exception, recording: Recording, code: Code) -> Departur
         return None
     index, frame = place
     values = {**frame.f_locals, f"v{index}": error.with_traceback(None)}
-    return Departure(AfterOp(index), raised_by(recording.tape.ops[index], error), values)
+    return Departure(AfterOp(index), describe_raised(recording.tape.ops[index], error), values)
 
 
 def values_in(names: dict[str, Any]) -> dict[int, Any]:

@@ -18,7 +18,7 @@ from bendtrace.recording.numbers import error_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.growing import Growth
-from bendtrace.replay.source import gives_nothing, needed_for
+from bendtrace.replay.source import dependencies_of, gives_nothing
 from bendtrace.replay.splices import Splice
 from bendtrace.tape.blocks import Passage, Portion
 from bendtrace.tape.captured import Change
@@ -193,7 +193,7 @@ class Schedule:
                 roots.update(block.tensors)
         remaining = ops[self.start : self.end]
         roots.update(op.index for op in remaining if not is_droppable(op, self.analysis))
-        return needed_for(ops, roots, self.available, self.same)
+        return dependencies_of(ops, roots, self.available, self.same)
 
     def portion(
         self, block: Checkpoint, write: Callable[[Portion], Callable[..., None]] | None = None

@@ -312,7 +312,7 @@ class Source:
         return f"{self.constant(target)}({', '.join(given)})"
 
 
-def needed_for(
+def dependencies_of(
     ops: list[Op],
     roots: Iterable[int],
     available: Collection[int] = (),

@@ -55,7 +55,7 @@ def role_of(place: Place) -> Role:
         around = file.statement_at(place.span)
         loops = () if around is None else file.loops_around(around)
         return Role("", place.text, None, None, loops)
-    several = is_containment(node) or (isinstance(node, ast.Call) and called_name(node) in SEVERAL)
+    several = is_containment(node) or (isinstance(node, ast.Call) and name_of_call(node) in SEVERAL)
     kind, text, loop = _classify(file, node)
     heads = None if loop is None else file.loop(loop)
     tested = _while_around(file, node)
@@ -76,7 +76,7 @@ def _enclosing_call(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
 
 
 @functools.cache
-def walked_from(place: Place) -> Span | None:
+def generator_iterable(place: Place) -> Span | None:
     """Return the iterable of a generator, created at `place`, which asks for the iterator."""
     node = source_file(place.file).expressions.get(place.span)
     return span_of(node.generators[0].iter) if isinstance(node, ast.GeneratorExp) else None
@@ -107,7 +107,7 @@ def compares_containers(place: Place) -> bool:
 def _gives_container(call: ast.Call) -> bool:
     if isinstance(call.func, ast.Attribute):
         return call.func.attr == "Size" or (call.func.attr == "size" and not call.args)
-    return called_name(call) in ("tuple", "list", "set", "dict")
+    return name_of_call(call) in ("tuple", "list", "set", "dict")
 
 
 @functools.cache
@@ -303,13 +303,13 @@ def _classify_walk(file: SourceFile, node: ast.expr) -> tuple[str, str, ast.AST 
             return "comprehension", file.text(child), parent
         if isinstance(parent, (ast.For, ast.AsyncFor)) and child is parent.iter:
             return "for", file.text(child), parent
-        if not (isinstance(parent, ast.Call) and called_name(parent) in WALKERS):
+        if not (isinstance(parent, ast.Call) and name_of_call(parent) in WALKERS):
             break
         if child not in parent.args:
             break
     if isinstance(node, ast.Subscript):
         return "index", file.text(node), None
-    return (called_name(node) if isinstance(node, ast.Call) else ""), file.text(node), None
+    return (name_of_call(node) if isinstance(node, ast.Call) else ""), file.text(node), None
 
 
 # The syntax trees of source files: spans, blocks, and the flow of truth values.
@@ -368,7 +368,7 @@ def _leaves_early(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
 
 def _length(node: ast.expr, taken: Mapping[Span, Iterator[int]]) -> int | None:
     """Return how many items walking an expression gives, as far as traced sizes tell."""
-    called = called_name(node) if isinstance(node, ast.Call) else ""
+    called = name_of_call(node) if isinstance(node, ast.Call) else ""
     if not isinstance(node, ast.Call) or called not in WALKERS or not node.args:
         return next(taken.get(span_of(node), iter(())), None)
     if called == "range":
@@ -378,7 +378,7 @@ def _length(node: ast.expr, taken: Mapping[Span, Iterator[int]]) -> int | None:
     walked = node.args[1:] if called == "map" else node.args if called == "zip" else node.args[:1]
     lengths = []
     for item in walked:
-        if isinstance(item, ast.Call) and called_name(item) in WALKERS:
+        if isinstance(item, ast.Call) and name_of_call(item) in WALKERS:
             lengths.append(_length(item, taken))
         else:  # a tensor is walked by the call that it is handed to
             by_call = next(taken.get(span_of(node), iter(())), None)
@@ -486,7 +486,7 @@ class SourceFile:
 
     def _is_exhausted(self, generator: ast.GeneratorExp) -> bool:
         caller = self.parents[generator]
-        return isinstance(caller, ast.Call) and called_name(caller) in _EXHAUSTING
+        return isinstance(caller, ast.Call) and name_of_call(caller) in _EXHAUSTING
 
     def text(self, node: ast.AST) -> str:
         """Return the source of a node."""
@@ -530,7 +530,7 @@ def follow_truth(file: SourceFile, node: ast.AST, outcome: bool | None = None) -
             isinstance(parent, ast.IfExp) and child is not parent.test
         ):
             decider = decider if inverted else parent
-        elif not (isinstance(parent, ast.Call) and called_name(parent) == "bool"):
+        elif not (isinstance(parent, ast.Call) and name_of_call(parent) == "bool"):
             break
         child = parent
     return Handed(decider, child, parent, inverted)
@@ -558,7 +558,7 @@ def needs_all(node: ast.expr) -> bool:
 
 def any_or_all(node: ast.expr) -> str:
     """Return which of the two an expression calls; "" if neither."""
-    called = called_name(node) if isinstance(node, ast.Call) else ""
+    called = name_of_call(node) if isinstance(node, ast.Call) else ""
     return called if called in ("any", "all") else ""
 
 
@@ -615,6 +615,6 @@ def spans_of(nodes: Sequence[ast.stmt | ast.expr]) -> tuple[Span, ...]:
     return tuple(span_of(node) for node in nodes)
 
 
-def called_name(call: ast.Call) -> str:
+def name_of_call(call: ast.Call) -> str:
     """Return the name that a call uses; "" if it is not a plain name."""
     return call.func.id if isinstance(call.func, ast.Name) else ""

@@ -17,7 +17,7 @@ from bendtrace.flow import FlowStep
 from bendtrace.history.capture import copied, materialize, tensors_in
 from bendtrace.history.entries import Source
 from bendtrace.history.names import Names, call_around, holders_of, near_names, passes_of
-from bendtrace.interject.resolver import describe_where, meant_by, name_of
+from bendtrace.interject.resolver import describe_where, name_of, resolve_meaning
 from bendtrace.paths.nodes import Pass, Registry, TreeNode
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record, uninitialized_in
@@ -38,7 +38,7 @@ from bendtrace.stepping.visit import (
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.tape import ModuleCall, OpKind, Tape
-from bendtrace.view.viewer import stepped_html, viewer_frame
+from bendtrace.view.viewer import step_html, viewer_frame
 
 _AROUND = 3  # events that are printed before and after the position
 
@@ -393,7 +393,7 @@ class SteppedRun:
         shown = self._shown
         if shown is None or shown["budget"] != budget or not shown["has_all"]:
             shown = self._shown = self._to_show(budget)
-        return stepped_html(self.trace, {**shown, "position": self.position}, flops=flops)
+        return step_html(self.trace, {**shown, "position": self.position}, flops=flops)
 
     def _to_show(self, budget: int) -> dict[str, Any]:
         trace = self.trace
@@ -408,7 +408,7 @@ class SteppedRun:
                 other._recording = None
                 sides[number].append(self._gone_through(other, left, number))
                 left -= sides[number][-1].looks.size
-        data = stepped_data(now, trace.flow_steps, sides, budget)
+        data = step_data(now, trace.flow_steps, sides, budget)
         every = [now, *(side for found in sides.values() for side in found)]
         data["has_all"] = all(len(each.looks.frames) == len(each.events) for each in every)
         return data
@@ -628,7 +628,7 @@ class Version(NamedTuple):
         return self.recording.tape.guards[self.events[number].index].answer
 
 
-def stepped_data(
+def step_data(
     version: Version, steps: Sequence[FlowStep], sides: Mapping[int, Sequence[Version]], budget: int
 ) -> dict[str, Any]:
     """Return what the viewer needs, besides the log, to go through a run."""
@@ -930,7 +930,7 @@ class Places:
         name = name_of(place, self._known)
         if name is None:
             raise InputError(f"{place!r} is no place in a run")
-        meant = meant_by(name, self._known)
+        meant = resolve_meaning(name, self._known)
         if meant is None or not meant.places:
             near = near_names(name, self._trace._run.naming.listed())
             said = f"; did you mean {', '.join(map(repr, near))}?" if near else ""

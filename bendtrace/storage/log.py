@@ -49,7 +49,7 @@ from bendtrace.storage.tensors import (
     read_sealed,
     replace_sealed,
     row_size,
-    stored_shape,
+    shape_in_file,
     sync_directory,
     why_not,
     write_json,
@@ -261,7 +261,7 @@ def _handle(
     slot: _Slot,
 ) -> StoredTensor | NotSaved:
     slots.append(slot)
-    return stored_of(name, rows[slot.number], files, device)
+    return stored_tensor(name, rows[slot.number], files, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -784,7 +784,7 @@ def open_files(directory: str, checksums: Mapping[str, str]) -> dict[str, tuple[
     return files
 
 
-def stored_of(
+def stored_tensor(
     name: str,
     row: Mapping[str, Any],
     files: Mapping[str, tuple[DataFile, Header]],
@@ -805,7 +805,7 @@ def stored_of(
     file, header = files[row["file"]]
     code, shape, start, stop = header.extents[row["key"]]
     found = code, shape, stop - start
-    if found != (code_of(dtype), stored_shape(layout), layout.nbytes):
+    if found != (code_of(dtype), shape_in_file(layout), layout.nbytes):
         raise ValueError(f"what is said of {name!r} is not what the file holds")
     extent = Extent(row["key"], start, layout.nbytes, row["crc32"])
     return StoredTensor(name, layout, _device(row["device"]), file, extent, to)
@@ -1009,7 +1009,7 @@ def read_stream(directory: str | os.PathLike[str]) -> dict[str, StoredTensor | N
         raise LoadError(directory, "a run was writing its activations there and did not finish")
     try:
         files = open_files(directory, marker["files"])
-        return {name: stored_of(name, row, files) for name, row in marker["tensors"].items()}
+        return {name: stored_tensor(name, row, files) for name, row in marker["tensors"].items()}
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         if isinstance(error, LoadError):
             raise

@@ -128,7 +128,7 @@ def code_of(dtype: torch.dtype) -> str:
     return _CODES.get(dtype.to_real() if dtype.is_complex else dtype, "U8")
 
 
-def stored_shape(layout: Layout) -> tuple[int, ...]:
+def shape_in_file(layout: Layout) -> tuple[int, ...]:
     """Return the shape in the file: complex numbers are pairs, unknown types single bytes."""
     kept = layout.kept
     if layout.dtype.is_complex:
@@ -395,7 +395,7 @@ def packed_header(rows: dict[str, Any], size: int = 0) -> bytes:
 
 def tensor_row(layout: Layout, start: int, stop: int) -> dict[str, Any]:
     """Return the entry of a tensor in a header."""
-    shape = list(stored_shape(layout))
+    shape = list(shape_in_file(layout))
     return {"dtype": code_of(layout.dtype), "shape": shape, "data_offsets": [start, stop]}
 
 

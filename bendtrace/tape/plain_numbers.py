@@ -246,20 +246,20 @@ _OF_CLASSES = frozenset(
 UNKNOWN: Any = object()  # what a name stands for, where only the run will show it
 
 
-def named_in_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the names in a function and their values, with its defaults (see `named_objects`)."""
+def function_names(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the names in a function and their values, with its defaults (see `objects_by_name`)."""
     cells: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             cells[name] = cell.cell_contents
         except ValueError:  # assigned later
             continue
-    yield from named_objects(function.__code__, function.__globals__, cells)
+    yield from objects_by_name(function.__code__, function.__globals__, cells)
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield f"a default of {function.__name__}", value
 
 
-def named_objects(
+def objects_by_name(
     code: CodeType, space: Mapping[str, Any], cells: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Yield the names in code, with their attributes (`math.ldexp`), and their values.
@@ -298,7 +298,7 @@ def named_objects(
         name, value = here, there
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from named_objects(inner, space, held)
+            yield from objects_by_name(inner, space, held)
 
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -375,7 +375,7 @@ def needs_plain_numbers(code: CodeType, space: Mapping[str, Any] | None = None) 
     if known is None:
         needs = _tells_apart(code) or (
             not code.co_filename.startswith((TORCH, PACKAGE))
-            and not _all_ask(code, named_objects(code, space))
+            and not _all_ask(code, objects_by_name(code, space))
         )
         known = _plain[id(code), id(space)] = code, space, needs
     return known[2]
@@ -386,7 +386,7 @@ def function_needs_plain(function: types.FunctionType) -> bool:
     code = function.__code__
     return needs_plain_numbers(code, function.__globals__) or (
         (bool(code.co_freevars) or bool(function.__defaults__) or bool(function.__kwdefaults__))
-        and not _all_ask(code, named_in_function(function))
+        and not _all_ask(code, function_names(function))
     )
 
 

@@ -108,7 +108,7 @@ SAID_OF_FUNCTIONS = (
 )  # fmt: skip
 
 
-def held_by(function: Any) -> Iterator[Any]:
+def objects_held(function: Any) -> Iterator[Any]:
     """Yield the objects that code holds: closure, defaults, bound arguments, and containers."""
     if isinstance(function, types.MethodType):
         yield from (function.__func__, function.__self__)
@@ -134,7 +134,7 @@ def held_by(function: Any) -> Iterator[Any]:
         yield from function.values()
 
 
-def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
+def cached_results(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
     """Yield the results in a `functools.lru_cache`, and the content of containers among them."""
     waiting = [result for _, result in entries_of(cache)]
     while waiting:

@@ -518,7 +518,7 @@ def is_handled(scope: ModuleCall | None, site: Site | None) -> bool:
     return any(map(is_under_handler, _covering_places(scope, site)))
 
 
-def raised_by(op: Op, error: Exception) -> Raised:
+def describe_raised(op: Op, error: Exception) -> Raised:
     """Describe an error as far as handlers of the model can distinguish it from others."""
     seen = any(map(asks_for_error, _covering_places(op.scope, op.site)))
     return Raised(type(error), str(error) if seen else None)

@@ -232,7 +232,7 @@ def groups_of(model: nn.Module) -> list[Group]:
     meshes: dict[int, Any] = {}
     for module in parts_of(model):
         found = [*module._parameters.values(), *module._buffers.values()]
-        found += [parameter.sharded_param for parameter in gathered_by(module)]
+        found += [parameter.sharded_param for parameter in gather_records(module)]
         for value in found:
             if isinstance(value, tensor.DTensor):
                 meshes[id(value.device_mesh)] = value.device_mesh
@@ -251,7 +251,7 @@ def parameters_reached(model: Any, output: Any) -> str | None:
     names: dict[int, str] = {}
     if isinstance(model, nn.Module):
         for module in parts_of(model):
-            for parameter in gathered_by(module):
+            for parameter in gather_records(module):
                 held = getattr(parameter, "_unsharded_param", None)
                 names[id(held)] = f"{len(names)}"
     if not names:
@@ -381,18 +381,18 @@ def is_joint_hook(hook: Any) -> bool:
     return any(_hook_of_fsdp({0: hook}, name) is not None for name in (_BEFORE, _AFTER))
 
 
-def gathered_names(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+def gather_locations(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
     """Yield the locations of each parameter that FSDP gathers when a module is called.
 
     These are modules and names; between calls they hold shards.
     """
-    for parameter in gathered_by(module):
+    for parameter in gather_records(module):
         info = parameter._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         yield [(info.module, info.param_name), *shared]
 
 
-def gathered_by(module: nn.Module) -> Iterator[Any]:
+def gather_records(module: nn.Module) -> Iterator[Any]:
     """Yield FSDP's record of each parameter that it gathers when a module is called."""
     states = _states()
     if states is None or type(module).__hash__ is None:  # FSDP finds modules by their hash
@@ -415,7 +415,7 @@ def gather_parameters(module: nn.Module, *tensors: Tensor) -> Any:
     found = _hook_of_fsdp(module._forward_pre_hooks, _BEFORE)
     assert found is not None
     args, _ = found[1](module, tensors, {})
-    return (*args, *(places[0][0]._parameters[places[0][1]] for places in gathered_names(module)))
+    return (*args, *(places[0][0]._parameters[places[0][1]] for places in gather_locations(module)))
 
 
 def release_parameters(module: nn.Module, *tensors: Tensor) -> Any:
@@ -444,7 +444,7 @@ class _Before(_JointHook):
             return self.hook(module, args, kwargs)
         tensors, rebuilt = _apart((args, kwargs))
         given = watcher.opaque_call(gather_parameters, (module, *tensors), {})
-        for places, parameter in zip(gathered_names(module), given[len(tensors) :], strict=True):
+        for places, parameter in zip(gather_locations(module), given[len(tensors) :], strict=True):
             for holder, name in places:
                 held = holder._parameters
                 # A resumed run reaches what was done before: FSDP has the shards back in place.

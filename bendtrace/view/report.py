@@ -81,7 +81,7 @@ def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: RunIndex) -
         return Row(name, _shape(first), first.module, _place(first), entries)
     if kind == "module":
         source = next((call.source for call in run.modules.get(name, ()) if call.source), None)
-        what = f"module {name} ({run.classes.get(name, '')}): {counted_entries(entries)}"
+        what = f"module {name} ({run.classes.get(name, '')}): {count_entries(entries)}"
         place = "" if source is None else place_text(source.file, source.line)
         return Row(what, _shape(entries[-1]), name, place, entries)
     several = "es" * (len(sites[0]) != 1)
@@ -107,9 +107,10 @@ def _alike(groups: list[Row]) -> list[Row]:
     often: Counter[tuple[object, ...]] = Counter()
     for group in groups:
         entry = group.entries[0]
-        name = unnumbered(entry.name) if entry.kind == "state" else entry.layer_type
+        name = without_numbers(entry.name) if entry.kind == "state" else entry.layer_type
         key: tuple[object, ...] = (
-            entry.kind, name, len(group.entries), group.shape, unnumbered(group.module), group.place
+            entry.kind, name, len(group.entries), group.shape, without_numbers(group.module),
+            group.place,
         )  # fmt: skip
         if not group.module and entry.kind != "state":
             key = (id(group),)
@@ -119,11 +120,11 @@ def _alike(groups: list[Row]) -> list[Row]:
     for key, group in first.items():
         if often[key] > 1:
             group.what += f" and {often[key] - 1} alike"
-            group.module = unnumbered(group.module)
+            group.module = without_numbers(group.module)
     return list(first.values())
 
 
-def unnumbered(name: str) -> str:
+def without_numbers(name: str) -> str:
     """Replace the numbers in the name of a module: `h.*.attn`."""
     return re.sub(r"\d+", "*", name)
 
@@ -142,7 +143,7 @@ def roll_flow(changes: Sequence[FlowChange]) -> list[tuple[str, ...]]:
         if change.kind in ("removed", "added"):
             values = ["" if side is None else "only" for side in (change.a, change.b)]
         place = place_text(step.file, step.line)
-        key = (change.kind, loop_text(step), place, unnumbered(step.module_path), *values)
+        key = (change.kind, loop_text(step), place, without_numbers(step.module_path), *values)
         rows.setdefault(key, []).append(change)
     told: list[tuple[str, ...]] = []
     for (kind, text, place, module, a, b), same in rows.items():
@@ -181,10 +182,10 @@ def roll_changes(changes: Sequence[LayerChange]) -> list[tuple[str, str, str]]:
                 f"{first.b.name}:{numbers_text(change.b.pass_number for change in same)}",
             ]
         entry = first.a
-        name = unnumbered(entry.name) if entry.kind == "state" else entry.layer_type
+        name = without_numbers(entry.name) if entry.kind == "state" else entry.layer_type
         # What is in no module has nothing to be repeated by.
         alone = labels[0] if not entry.module and entry.kind != "state" else ""
-        alike = (entry.kind, name, unnumbered(entry.module), str(entry.source), text, alone)
+        alike = (entry.kind, name, without_numbers(entry.module), str(entry.source), text, alone)
         often[alike] += 1
         told.setdefault(alike, [*labels, text])
     return [(a + (f" and {often[key] - 1} alike" if often[key] > 1 else ""), b, text)
@@ -237,7 +238,7 @@ def _head(change: ModuleChange, heads: dict[tuple[str, str], int]) -> int | None
     return None
 
 
-def counted_entries(entries: Iterable[LayerEntry]) -> str:
+def count_entries(entries: Iterable[LayerEntry]) -> str:
     """Count entries by kind: "3 layers, 1 number"."""
     nouns = {"state": "parameter", "number": "number"}
     often = Counter(nouns.get(entry.kind, "layer") for entry in entries)
@@ -325,10 +326,10 @@ def _indent(lines: Iterator[str]) -> list[str]:
 
 def _summary(difference: Difference) -> Iterator[str]:
     matching = difference._matching
-    yield f"in both: {counted_entries(matching.a.entries[i] for i in matching.entries)}"
+    yield f"in both: {count_entries(matching.a.entries[i] for i in matching.entries)}"
     for run, found in (("a", difference.removed), ("b", difference.added)):
         if found:
-            yield f"only in {run}: {counted_entries(found)}"
+            yield f"only in {run}: {count_entries(found)}"
     if difference.changed:
         often = Counter(name for change in difference.changed for name in change.what)
         parts = ", ".join(f"{count} in {name}" for name, count in often.items())

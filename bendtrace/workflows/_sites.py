@@ -455,7 +455,7 @@ class Row:
     keys: tuple[Key, ...]
 
 
-def listed_sites(sites: Any, name: str = "sites") -> list[Any]:
+def site_list(sites: Any, name: str = "sites") -> list[Any]:
     """Return sites as a list; a single site becomes a list of one."""
     listed = list(sites) if isinstance(sites, (list, tuple, set, frozenset)) else [sites]
     if not listed:

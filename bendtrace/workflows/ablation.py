@@ -36,12 +36,12 @@ from bendtrace.workflows._sites import (
     Seen,
     Sites,
     first_replaced,
-    listed_sites,
     number_of,
     position_of,
     replaced,
     require_heads,
     required_metric,
+    site_list,
 )
 
 How = Literal["zero", "mean", "resample"] | float | Tensor | Callable[[Tensor], Tensor]
@@ -294,7 +294,7 @@ def ablation_study(
     measured, missed = required_metric(metric), Missing(missing, "ablate")
     required_choice("at", at, "output", "input")
     bended, call = bended_of(model), Call.of(inputs)
-    items = listed_sites(sites)
+    items = site_list(sites)
     substitute = _substitute_of(how, bended, items, at, reference, over, seed)
     with Sites(bended, items, [call], at=at, columns=columns, label="ablation_study") as there:
         base, seen = there.measured(call, measured)

@@ -38,9 +38,9 @@ from bendtrace.workflows._sites import (
     TwoRuns,
     as_number,
     differing,
-    listed_sites,
     required_metric,
     scalar_of,
+    site_list,
     unlike,
 )
 from bendtrace.workflows.patching import Direction, in_order
@@ -193,7 +193,7 @@ def attribution_patching(
     if sites is None and at != "output":
         raise InputError('sites=None selects the outputs of all ops: pass sites for at="input"')
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
-    items = [_every_op] if sites is None else listed_sites(sites)
+    items = [_every_op] if sites is None else site_list(sites)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bendtrace._lazy import required_pandas
 from bendtrace.analysis.spectra import Products
 from bendtrace.analysis.spectra import ridge as closed_form
-from bendtrace.calls import Call, rows_of, seen_in
+from bendtrace.calls import Call, rows_of, values_in_call
 from bendtrace.errors import InputError
 from bendtrace.history.entries import counted
 from bendtrace.interject.structure import describe
@@ -200,7 +200,7 @@ def _site_values(
     bended: BendedModule, call: Call, sites: Any, output: Callable[[Any], Tensor] | None
 ) -> tuple[dict[str, Any], Tensor]:
     """Return the outputs of sites in a call, in the order of `sites`, and the model's logits."""
-    found, given = seen_in(bended, call, sites, return_output=True)
+    found, given = values_in_call(bended, call, sites, return_output=True)
     if not found:
         raise InputError(f"this call reached none of the sites {sites!r}")
     return dict(found), _logits_in(given, output).detach()
@@ -628,7 +628,7 @@ def probe_data(
         inputs, given = _pair(batch, split)
         call = Call.of(inputs)
         with torch.no_grad():
-            found = seen_in(bended, call, where)
+            found = values_in_call(bended, call, where)
         rows = {path: _row(value, call, reduce, path) for path, value in found.items()}
         if not rows or (number and rows.keys() != features.keys()):
             listed = ", ".join(map(repr, rows)) or "none of them"

@@ -32,9 +32,9 @@ from bendtrace.workflows._sites import (
     Seen,
     Sites,
     TwoRuns,
-    listed_sites,
     position_of,
     required_metric,
+    site_list,
 )
 
 Direction = Literal["denoise", "noise"]
@@ -149,7 +149,7 @@ def activation_patching(
     columns = Columns.of(positions, axis, heads, head, head_axis)
     measured, missed = required_metric(metric), Missing(missing, "replace", HINT)
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
-    items = listed_sites(sites)
+    items = site_list(sites)
     with Sites(bended, items, calls, at=at, columns=columns, label="activation_patching") as there:
         runs = [there.measured(call, measured) for call in calls]
         seen = [values for _, values in runs]
@@ -390,7 +390,7 @@ def causal_tracing(
     required_int("samples", samples, 1)
     required_int("window", window, 1)
     bended, call = bended_of(model), Call.of(inputs)
-    items = listed_sites(sites)
+    items = site_list(sites)
     with Sites(
         bended, items, [call], at=at, columns=columns, also=[where], label="causal_tracing"
     ) as there:

@@ -37,9 +37,9 @@ from bendtrace.workflows._sites import (
     Table,
     differing,
     effect_of,
-    listed_sites,
     number_of,
     required_metric,
+    site_list,
     unlike,
 )
 from bendtrace.workflows.patching import Direction, in_order
@@ -570,8 +570,8 @@ class _Plan:
     """The senders, the receivers, and the paths between them, as they were given."""
 
     def __init__(self, senders: Any, receivers: Any, paths: Any, frozen: Any) -> None:
-        self.senders = listed_sites(senders, "senders")
-        self.receivers = listed_sites(receivers, "receivers")
+        self.senders = site_list(senders, "senders")
+        self.receivers = site_list(receivers, "receivers")
         self.names = [_name(item) for item in self.receivers]
         self.paths: Any = paths
         self.noted: list[Any] = list(self.receivers)
@@ -583,7 +583,7 @@ class _Plan:
                     f'paths= has to be "direct", "all" or a list of paths, not {paths!r}'
                 )
         else:
-            for path in listed_sites(paths, "paths"):
+            for path in site_list(paths, "paths"):
                 if not isinstance(path, (list, tuple)) or len(path) < 2:
                     raise InputError(
                         "a path has to be a sequence of nodes, from a sender to a receiver, "
@@ -593,7 +593,7 @@ class _Plan:
         if frozen is not None:
             if paths != "all":
                 raise InputError('frozen= is only for paths="all": it names nodes that paths avoid')
-            self._frozen = self._add(listed_sites(frozen, "frozen"))
+            self._frozen = self._add(site_list(frozen, "frozen"))
 
     def _add(self, items: list[Any]) -> range:
         first = len(self.senders) + len(self.noted)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.calls import Call, calls_of, own_copy, rows_of, seen_in
+from bendtrace.calls import Call, calls_of, own_copy, rows_of, values_in_call
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.bend import Expression, value_of
 from bendtrace.interject.effects import Effect, depends_on
@@ -170,7 +170,7 @@ class _Sums:
         self.rows: dict[str, list[Tensor]] = {}
         for call in map(own_copy, calls_of(batches)):  # a cache in it would grow with each call
             with torch.no_grad():
-                found = seen_in(bended, call, where)
+                found = values_in_call(bended, call, where)
             for path, value in found.items():
                 rows = _rows(value, call, position, path)
                 self.dtypes.setdefault(path, value.dtype)

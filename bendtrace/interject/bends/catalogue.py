@@ -24,7 +24,7 @@ from bendtrace.history.names import is_layer_name, near_names
 from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.insertion import Insertion, Report
 from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.resolver import describe_where, meant_by
+from bendtrace.interject.resolver import describe_where, resolve_meaning
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.paths.nodes import NodePath, Registry, Text, identifier
 from bendtrace.paths.view import Node, Tree
@@ -404,7 +404,7 @@ class Catalogue:
         for item in spec.where:
             known = not isinstance(item, str) or _means(compiled(item), seen)
             if not known and not weights_named(self.model, (compiled(item),), spec.weights):
-                meant = meant_by(item, self._known)
+                meant = resolve_meaning(item, self._known)
                 if meant is not None and meant.kind == "layer":
                     where += [Node(Tree(root), node, chosen) for root, node, chosen in meant.places]
                     continue

@@ -16,7 +16,7 @@ from bendtrace.errors import InputError, NeverFiredWarning, NodePathError, Patch
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.registry import InsertionRegistry
-from bendtrace.interject.resolver import describe_where, meant_by, name_of
+from bendtrace.interject.resolver import describe_where, name_of, resolve_meaning
 from bendtrace.interject.restricted import OfRows, Rows
 from bendtrace.interject.structure import version_of
 from bendtrace.interject.where import Where, alias_of
@@ -280,7 +280,7 @@ def _patches_of(where: Any, given: Any) -> Iterator[Patch[Any]]:
 
 def _parameter(known: Knowledge, where: Where) -> Where:
     """Return the node for a path of a parameter: here it selects one call, not all uses."""
-    if isinstance(where, str) and (meant := meant_by(where, known)) is not None:
+    if isinstance(where, str) and (meant := resolve_meaning(where, known)) is not None:
         for tree in known.trees() if meant.is_whole_state else ():
             try:
                 return Node(tree, *find(tree.data, where))
@@ -346,7 +346,7 @@ def _places(
         return [
             place for path in known.select(where) for place in _find_node(trees, NodePath(path))
         ]
-    meant = meant_by(text, known) if isinstance(where, str) else None
+    meant = resolve_meaning(text, known) if isinstance(where, str) else None
     if meant is not None and meant.kind == "layer":
         return meant.places
     found = _find_node(known.trees(), text)

@@ -60,10 +60,10 @@ def viewer_html(history: RunLog, *, flops: bool = True) -> str:
         >>> page.startswith("<!DOCTYPE html>")
         True
     """
-    return stepped_html(history, None, flops=flops)
+    return step_html(history, None, flops=flops)
 
 
-def stepped_html(history: RunLog, stepped: dict[str, Any] | None, *, flops: bool = True) -> str:
+def step_html(history: RunLog, stepped: dict[str, Any] | None, *, flops: bool = True) -> str:
     """Return a run as one HTML file, with what was seen at the events of a stepped run."""
     if flops and any(entry.flop_count is None for entry in history.entries):
         history._count_flops()
