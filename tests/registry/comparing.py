@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -39,6 +40,13 @@ FAULTS = {
         "inserted, backward",
         "single_ops.AListThatAHookFills",
     ): "the list that a hook fills is a copy",
+    **{
+        (
+            "inserted, backward",
+            f"sequences.a grad that the model holds: {', '.join(order)}",
+        ): "what is watched is an alias of a parameter, which has no grad"
+        for order in itertools.permutations(("none", "own", "other"))
+    },
     (
         "saved",
         "sequences.a_view_that_torch_refuses_to_talk_about",
