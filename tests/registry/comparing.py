@@ -42,9 +42,13 @@ FAULTS = {
     ): "the list that a hook fills is a copy",
     **{
         (
-            "inserted, backward",
+            f"inserted, {kind}",
             f"sequences.a grad that the model holds: {', '.join(order)}",
-        ): "what is watched is an alias of a parameter, which has no grad"
+        ): reason
+        for kind, reason in {
+            "backward": "what is watched is an alias of a parameter, which has no grad",
+            "instead": "whether a grad is another tensor is not asked again behind the insertion",
+        }.items()
         for order in itertools.permutations(("none", "own", "other"))
     },
     (
