@@ -255,14 +255,18 @@ class ModelState:
                 left += environment.blockers[len(blockers) :]
             environment.blockers[:] = blockers
         for held, version in zip(self._held.values(), self._versions, strict=True):
+            tensor = held.tensor
+            if tensor.requires_grad and not held.requires_grad:
+                if tensor._is_view():  # torch detaches no view in place
+                    left.append(f"the run changes {held.label}")
+                    continue
+                tensor.detach_()
+            if _geometry(tensor) != _geometry(held.alias):
+                tensor.data = held.alias
             if held.copy is None:
                 if version_of(held.tensor) != version:
                     left.append(f"the run changes {held.label}")
             elif not same_bits(held.copy, held.tensor.detach()):
-                if held.tensor.requires_grad and not held.requires_grad:
-                    held.tensor.detach_()
-                if _geometry(held.tensor) != _geometry(held.alias):
-                    held.tensor.data = held.alias
                 _write(held.tensor, held.copy, version_of(held.tensor) == version)
         self._versions = self._versions_now()
         if left:

@@ -674,7 +674,19 @@ class Resizes(nn.Module):
         return self.held * (2 if is_long else 3)
 
 
-@pytest.mark.parametrize("make", [HoldsAScript, Resizes])
+class KeepsTheBits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("held", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        asks = self.held.requires_grad
+        self.held.mul_(self.scale)  # writes what is there, and a graph
+        return x * self.held * (3 if asks else 2)
+
+
+@pytest.mark.parametrize("make", [HoldsAScript, Resizes, KeepsTheBits])
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:An output with one or more elements")
 def test_scripts_and_shapes_are_put_back_until_the_run_is_finished(
     make: Callable[[], nn.Module],

@@ -335,11 +335,11 @@ class Guard:
 
     @property
     def outcome(self) -> str:
-        """The code of the answer where it is known that it is another than the recorded one."""
+        """The code of the answer where it is known to differ from the recorded one."""
         return str(not self.answer) if self.is_two_way else self.finding
 
     def failure(self, literals: Literals) -> str:
-        """Return the code of a test that is true if the answer is another than the recorded one."""
+        """Return the code of a test that is true if the answer differs from the recorded one."""
         return f"{self.finding} != {literals.constant(self.answer)}"
 
     def word(self, answer: Any) -> Any:

@@ -51,7 +51,7 @@ FAULTS = {
         ): reason
         for kind, reason in {
             "backward": "what is watched is an alias of a parameter, which has no grad",
-            "instead": "whether a grad is another tensor is not asked again behind the insertion",
+            "instead": "the identity of a grad is not asked again behind the insertion",
         }.items()
         for order in itertools.permutations(("none", "own", "other"))
     },
