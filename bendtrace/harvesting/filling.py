@@ -31,6 +31,7 @@ from bendtrace.flow import (
 from bendtrace.recording.recorder import Recording
 from bendtrace.storage.tensors import crc32
 from bendtrace.tape.tape import OpKind, TensorMeta
+from bendtrace.torch_rules.functions import is_inserted
 
 
 class Rows:
@@ -704,9 +705,7 @@ def _path_of(run: Recording) -> Path:
     carried_out = [
         [op.scope.path, getattr(op.target, "__name__", str(op.target))]
         for op in run.tape.ops
-        if op.kind is OpKind.CALL
-        and isinstance(op.meta, TensorMeta)
-        and not getattr(op.target, "is_gate", False)
+        if op.kind is OpKind.CALL and isinstance(op.meta, TensorMeta) and not is_inserted(op)
     ]
     return Path(_digest([[c.row() for c in conditions], carried_out]), conditions)
 

@@ -31,7 +31,7 @@ from bendtrace.source.sites import Site
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Opaque
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, map_refs, refs_in
-from bendtrace.torch_rules.functions import name_of
+from bendtrace.torch_rules.functions import is_inserted, name_of
 from bendtrace.torch_rules.writes import works_in_place
 
 Key = tuple[int, tuple[Any, ...]]
@@ -139,7 +139,7 @@ class _Builder:
         if op.kind is OpKind.SCALAR:
             return
         tensors = tensors_of(op.meta)
-        if self._namer.torchlens and getattr(op.target, "is_gate", False):
+        if self._namer.torchlens and is_inserted(op):
             keys = [key for ref in refs_in((op.args, op.kwargs)) for key in self._values(ref)]
             if len(keys) == len(tensors):
                 for key, (element, meta) in zip(keys, tensors, strict=True):

@@ -24,7 +24,7 @@ from bendtrace._places import full_place_text
 from bendtrace.flow import FlowSteps, LoopFlowStep
 from bendtrace.source.sites import assigns, operates
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, map_refs, refs_in
-from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
+from bendtrace.torch_rules.functions import METADATA, SHAPES, is_inserted, name_of
 
 if TYPE_CHECKING:
     import pandas
@@ -376,7 +376,7 @@ class Namer:
 
     def name(self, op: Op, element: tuple[Any, ...] = ()) -> tuple[Layer, int]:
         """Return the layer of a tensor that an op returned, and the number of its pass."""
-        if self.torchlens and getattr(op.target, "is_gate", False):
+        if self.torchlens and is_inserted(op):
             for ref in refs_in((op.args, op.kwargs)):
                 if ref.index in self._links:
                     self._links[op.index] = known = self._links[ref.index]

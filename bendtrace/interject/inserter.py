@@ -46,6 +46,7 @@ from bendtrace.torch_rules.functions import (
     CONTEXT,
     ESCAPES,
     METADATA,
+    OF_AUTOGRAD,
     RESHAPES_IN_PLACE,
     SETTERS,
     SHAPES,
@@ -62,10 +63,6 @@ Run = Callable[..., Any]
 _UNNAMED = frozenset(
     {*CONTEXT, *METADATA, *SHAPES, *ESCAPES, *SETTERS, Tensor.tolist, Tensor.__setitem__}
 )
-
-
-# The inputs of these have to be the very tensors of the graph.
-_GOING_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 
 
 class Spliced(Protocol):
@@ -98,7 +95,7 @@ class Spot:
         self.inputs: tuple[Slot, ...] = (
             plan.slots_at("input", candidate) if candidate.function is None else ()
         )
-        told = () if candidate.function in _GOING_BACK else ("backward",)
+        told = () if candidate.function in OF_AUTOGRAD else ("backward",)
         self.before: tuple[Slot, ...] = _with(self.slots, "before", *told)
         self.instead: tuple[Slot, ...] = _with(self.slots, "instead")
         self.after: tuple[Slot, ...] = _with(self.slots, "after", *told)
@@ -651,7 +648,14 @@ class LiveInserter:
         """Call the insertion instead of a function."""
         shape, values = take_apart((args, kwargs))
         gate = InsteadGate(self.at(spot, number), spot.instead, shape, self.plan)
-        return self.put(gate, values, frame)
+        output = self.put(gate, values, frame)
+        self.pending.append(output)
+        try:
+            for tensor in _tensors_in(output):
+                self.stage.guard_ownership(tensor, frame)
+        finally:
+            self.pending.pop()
+        return output
 
     def _through(
         self,

@@ -18,7 +18,7 @@ from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node
 from bendtrace.source.sites import Site
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
-from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES
+from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES, is_inserted
 
 
 @dataclass(eq=False)
@@ -413,4 +413,4 @@ def _can_be_cut_into(op: Op) -> bool:
     """
     if op.kind is not OpKind.CALL or op.target in SHAPES or op.target in VALUES:
         return False
-    return getattr(op.target, "is_gate", False) is not True
+    return not is_inserted(op)

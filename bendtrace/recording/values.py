@@ -47,6 +47,7 @@ from bendtrace.torch_rules.functions import (
     OPTIONAL,
     SHAPES,
     is_gate,
+    is_inserted,
     is_loose,
     is_torchs_function,
     may_vary,
@@ -253,18 +254,18 @@ class Values:
             found = script.next_result_of(owns)
         if found is not None:
             # What was returned before was none that the model has; this one may be.
-            op = next(one for one in reversed(self.tape.ops) if is_gate(one))
+            op = next(one for one in reversed(self.tape.ops) if is_inserted(one))
         else:
             known = self._writer.known.get(id(tensor))
             if known is None or known.ref is None:
                 return
             op = self.tape.ops[known.ref.index]
-            if op.index in self.tape.aliases or not is_gate(op):  # guarded already
+            if op.index in self.tape.aliases or not is_inserted(op):  # guarded already
                 return
         before = [
             Ref(one.index)
             for one in self.tape.ops[: op.index]
-            if (one.kind is OpKind.INPUT or is_gate(one)) and isinstance(one.meta, TensorMeta)
+            if (one.kind is OpKind.INPUT or is_inserted(one)) and isinstance(one.meta, TensorMeta)
         ]
         looked = self._writer.emit(OpKind.SCALAR, owns, (Ref(op.index), *before), {}, frame)
         looked.meta = owns(tensor) if found is None else found[0]

@@ -189,6 +189,17 @@ OPTIONAL: frozenset[Any] = frozenset(
     if name in vars(_BASE)
 )
 
+# These work on a tensor's place in the graph of autograd: an alias in its place has another one.
+OF_AUTOGRAD: frozenset[Any] = frozenset(
+    {
+        *OPTIONAL, *SETTERS, torch.autograd.grad, torch.autograd.backward,
+        *_methods(
+            "backward", "detach_", "register_hook", "register_post_accumulate_grad_hook",
+            "requires_grad_", "retain_grad",
+        ),
+    }
+)  # fmt: skip
+
 # What gives back the tensor that it is given where nothing has to be done.
 GIVES_BACK: frozenset[Any] = frozenset(
     getattr(owner, name)
@@ -341,12 +352,14 @@ _DECLARED = (
 )  # fmt: skip
 
 
+def is_inserted(op: Op) -> bool:
+    """Return whether an op calls what is inserted."""
+    return getattr(op.target, "is_gate", False) is True
+
+
 def is_gate(op: Op) -> bool:
     """Return whether an op is an addition, neither the model's own nor a replacement for one."""
-    return (
-        getattr(op.target, "is_gate", False) is True
-        and getattr(op.target, "stands_for", None) is None
-    )
+    return is_inserted(op) and getattr(op.target, "stands_for", None) is None
 
 
 def is_named_in_place(name: str) -> bool:

@@ -23,7 +23,7 @@ from bendtrace.module import BendedModule, bended_of
 from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.preserved_state import PreservedState
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
-from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES
+from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES, is_inserted
 from bendtrace.workflows._sites import (
     At,
     Columns,
@@ -313,7 +313,7 @@ class Flow:
         op = self.ops[index]
         if _is_element(op):
             return
-        if getattr(op.target, "is_gate", False) is True:
+        if is_inserted(op):
             raise self._refusal(index, "is an insertion in the model: remove it first")
         if op.kind is not OpKind.CALL or op.target in VALUES:
             raise self._refusal(index, "is a Python number, which cannot be computed on the side")

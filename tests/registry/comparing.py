@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -40,21 +39,6 @@ FAULTS = {
         "after an exception",
         "sequences.what a model keeps between calls: set",
     ): "a live call asks a subclass of tensors for more than the model does",
-    (
-        "inserted, backward",
-        "single_ops.AListThatAHookFills",
-    ): "the list that a hook fills is a copy",
-    **{
-        (
-            f"inserted, {kind}",
-            f"sequences.a grad that the model holds: {', '.join(order)}",
-        ): reason
-        for kind, reason in {
-            "backward": "what is watched is an alias of a parameter, which has no grad",
-            "instead": "the identity of a grad is not asked again behind the insertion",
-        }.items()
-        for order in itertools.permutations(("none", "own", "other"))
-    },
     (
         "saved",
         "sequences.a_view_that_torch_refuses_to_talk_about",

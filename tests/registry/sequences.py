@@ -427,6 +427,82 @@ class AGradientThatIsThereOrNot(nn.Module):
         return self.w.grad * 2
 
 
+def trained_or_not(model: Any, out: Any) -> Any:
+    kept = model.__dict__.pop("kept", None)
+    if out.requires_grad:
+        out.sum().backward()
+    return out, model.w.grad, None if kept is None else kept.grad
+
+
+class WorksOnTheGraph(nn.Module):
+    """Calls what works on a tensor's place in the graph of autograd, and not on its value."""
+
+    def __init__(self, work: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(3.0) + 1)
+        self.work = work
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.work(self, x)
+
+
+def with_a_hook(model: Any, x: Tensor) -> Tensor:
+    y = model.w * 2
+    y.register_hook(lambda gradient: gradient * 3)
+    return x * y
+
+
+def with_a_grad_that_is_retained(model: Any, x: Tensor) -> Tensor:
+    y = model.w * 2
+    y.retain_grad()
+    model.__dict__["kept"] = y
+    return x * y
+
+
+def with_its_own_backward_pass(model: Any, x: Tensor) -> Tensor:
+    (model.w * x).sum().backward()
+    found = model.w.grad.clone()
+    model.w.grad = None
+    return x * found
+
+
+def with_a_grad_that_it_sets(model: Any, x: Tensor) -> Tensor:
+    model.w.grad = x.detach() * 2
+    return x * model.w.grad
+
+
+def with_a_leaf_of_its_own(model: Any, x: Tensor) -> Tensor:
+    y = x.detach().clone().requires_grad_()
+    (y * y).sum().backward()
+    assert y.grad is not None
+    return x * y.grad
+
+
+def detached_in_place(model: Any, x: Tensor) -> Tensor:
+    y = model.w * 2
+    y.detach_()
+    return x * y
+
+
+def written_in_place(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.w.mul_(0.5)
+    return x * model.w
+
+
+for _work in (
+    with_a_hook, with_a_grad_that_is_retained, with_its_own_backward_pass,
+    with_a_grad_that_it_sets, with_a_leaf_of_its_own, detached_in_place, written_in_place,
+):  # fmt: skip
+    _calls = [
+        args(lambda n=n: (torch.tensor([1.0, 2.0, 3.0], requires_grad=n == 1) * n,))
+        for n in (1, 2, 3)
+    ]
+    case(*_calls, look=trained_or_not, name=f"a graph {_work.__name__}")(
+        functools.partial(WorksOnTheGraph, _work)
+    )
+
+
 @case(*[args(lambda: (torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)))] * 3)
 def a_view_that_torch_refuses_to_talk_about(x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
