@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import functools
+import random
 import re
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -45,6 +46,16 @@ def bits(value: Any, seen: dict[int, int] | None = None) -> Any:
     seen[id(value)] = len(seen)
     if isinstance(value, torch.Generator):
         return kind.__name__, value.get_state().tolist()
+    if isinstance(value, random.Random):
+        return kind.__name__, random.Random.getstate(value), _attributes(value, seen)
+    if isinstance(value, np.random.Generator):
+        return kind.__name__, _numbers(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return kind.__name__, _numbers(value.get_state(legacy=False))
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return kind.__name__, value.dtype.str, value.shape, value.strides, value.tobytes()
+    if isinstance(value, deque):
+        return kind, value.maxlen, [bits(item, seen) for item in value], _attributes(value, seen)
     if torch.nn.parameter.is_lazy(value):
         return kind.__name__
     if isinstance(value, torch.Tensor):
@@ -62,6 +73,13 @@ def bits(value: Any, seen: dict[int, int] | None = None) -> Any:
     if isinstance(value, (set, frozenset)):
         return kind, sorted(repr(bits(item)) for item in value)
     return kind.__name__, _attributes(value, seen) or re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def _numbers(state: Any) -> Any:
+    """Return the state of a generator of numpy as something that can be compared."""
+    if isinstance(state, dict):
+        return [(key, _numbers(item)) for key, item in state.items()]
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def _attributes(value: Any, seen: dict[int, int]) -> Any:
@@ -149,11 +167,12 @@ def seed_everything(seed: int) -> None:
 
 
 def random_states() -> list[Any]:
-    """Return the states of the generators of all devices that are in use."""
+    """Return the states of the global generators: of torch's devices, of Python and of numpy."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
-    return [state.tolist() for state in states]
+    found = [state.tolist() for state in states]
+    return [*found, random.getstate(), _numbers(np.random.get_state(legacy=False))]
 
 
 def outcome(call: Callable[..., Any], inputs: Inputs, seed: int) -> tuple[Any, Any, Any, Any]:

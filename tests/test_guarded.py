@@ -364,6 +364,11 @@ def generator_of_python_given(x: Tensor, generator: random.Random) -> Tensor:
     return x * generator.random()
 
 
+@case(GENERATOR, lambda: (grid(), random.Random(1)), other=lambda: (grid(), random.Random(2)))
+def generator_of_python_that_keeps_a_number(x: Tensor, generator: random.Random) -> Tensor:
+    return x * generator.gauss(0, 1)
+
+
 @case(
     GENERATOR,
     lambda: (grid(), np.random.default_rng(1)),

@@ -27,7 +27,7 @@ from bendtrace.paths.nodes import NodePath
 from bendtrace.paths.view import Node
 from bendtrace.recording.names import NodeRef, target_name
 from bendtrace.source.internals import internal
-from bendtrace.tape.captured import requires_grad
+from bendtrace.tape.captured import gradient_function, is_leaf, requires_grad
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, meta_of
 from bendtrace.tape.watchers import StopRun, unwatched
 from bendtrace.torch_rules.functions import is_torchs_function, name_of
@@ -348,7 +348,7 @@ class Capture:
 
     def _take(self, op: Op, element: tuple[Any, ...], tensor: Tensor) -> None:
         key = (op.index, element)
-        function = tensor.grad_fn if requires_grad(tensor) else None
+        function = gradient_function(tensor)
         if function is not None:
             self.grad_fns[key] = type(function).__name__
             self.marks.add(op, element, tensor, function)
@@ -827,7 +827,7 @@ class GraphMarks:
 
     def add_state(self, op: Op, tensor: Tensor) -> None:
         """Note that the run reads a tensor that none of its ops has returned."""
-        node: Any = tensor.grad_fn if requires_grad(tensor) else None
+        node = gradient_function(tensor)
         if node is not None:
             mark = node.metadata.setdefault(self, "before")
             self.places[op.index, ()] = (mark, node._sequence_nr()), tensor.output_nr
@@ -994,19 +994,20 @@ class Gradients:
 
     def watch(self, key: MemoryKey, tensor: Tensor) -> None:
         """Keep the gradient of a tensor, as long as an owner is alive."""
-        if not requires_grad(tensor):
+        without = gradient_function(tensor) is None
+        if not requires_grad(tensor) or (without and not is_leaf(tensor)):
             return
         self.watched.add(key)
-        weak, is_leaf = weakref.ref(self), tensor.is_leaf
-        self._inner += not is_leaf
+        weak = weakref.ref(self)
+        self._inner += not without
 
         def hook(gradient: Tensor | None) -> None:
             keeper = weak()
             if keeper is not None and gradient is not None:  # None: nobody has used the value
-                keeper._keep(key, gradient, is_leaf)
+                keeper._keep(key, gradient, without)
 
         handle = tensor.register_hook(hook)
-        if is_leaf:  # it may be the caller's, and outlive the log
+        if without:  # it may be the caller's, and outlive the log
             weakref.finalize(self, handle.remove)
 
     def _keep(self, key: MemoryKey, gradient: Tensor, is_leaf: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import inspect
+import random
 import struct
 import sys
 import types
@@ -114,6 +115,14 @@ def requires_grad(tensor: torch.Tensor) -> bool:
         return tensor.requires_grad
     except RuntimeError:
         return False
+
+
+def gradient_function(tensor: torch.Tensor) -> Any:
+    """Return a tensor's gradient function; None if it has none, or torch refuses to say."""
+    try:
+        return tensor.grad_fn if tensor.requires_grad else None
+    except RuntimeError:  # see `requires_grad`
+        return None
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:
@@ -584,6 +593,8 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
         part.access is not Access.FIXED or part.kind in (CaptureKind.OBJECT, CaptureKind.TENSOR)
     ):
         own = attributes_of(value)
+        if isinstance(value, random.Random):  # it belongs to the state, which draws change
+            own.pop(_GAUSS, None)
         content.update({key.beside(content): item for key, item in own.items()} if content else own)
     return content
 
@@ -594,4 +605,5 @@ _HOLDERS = (
 )  # fmt: skip
 _SPELLED = PLAIN_TYPES | {AttributeKey}  # keys that labels tell apart
 _BARE = (dict, list, tuple)  # these have no attributes
+_GAUSS = AttributeKey("gauss_next", Access.DICT)
 _FACTORY = AttributeKey("default_factory", Access.ATTRIBUTE)

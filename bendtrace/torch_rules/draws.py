@@ -33,7 +33,7 @@ CHANGING = frozenset(
     {
         "getstate", "setstate", "get_state", "set_state", "seed", "bit_generator", "_bit_generator",
         "spawn", "__getstate__", "__setstate__", "__reduce__", "_legacy_seeding",
-        "_poisson_lam_max", "shuffle", "set_bit_generator", "get_bit_generator",
+        "_poisson_lam_max", "shuffle", "gauss_next", "set_bit_generator", "get_bit_generator",
     }
 )  # fmt: skip
 _python: Any = getattr(random, "_inst")  # noqa: B009 - private

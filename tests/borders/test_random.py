@@ -217,6 +217,17 @@ def a_generator_of_numpy_in_an_attribute() -> nn.Module:
     return HoldsOnToRandom(np.random.default_rng(1))
 
 
+@border.live("gauss_next")
+class ForgetsTheNumberThatAGeneratorKeeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = random.Random(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.draw.gauss_next = None  # type: ignore[attr-defined]
+        return x * self.draw.gauss(0, 1)
+
+
 @border.replays
 def a_generator_of_python_in_a_closure() -> Any:
     source = random.Random(1)

@@ -39,14 +39,6 @@ FAULTS = {
         "after an exception",
         "sequences.what a model keeps between calls: set",
     ): "a live call asks a subclass of tensors for more than the model does",
-    (
-        "saved",
-        "sequences.a_view_that_torch_refuses_to_talk_about",
-    ): "torch refuses to detach a view that is saved",
-    (
-        "stepped",
-        "guarded.a `torch.Generator`, `random.Random` or generator of numpy that is drawn from-2",
-    ): "a generator of Python that is an argument counts as changed",
 }
 
 
