@@ -11,7 +11,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -44,7 +44,6 @@ from bendtrace.tape.captured import (
     put,
 )
 from bendtrace.tape.structure import cached_results, entries_of, flat
-from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.draws import is_drawn_from, is_module_of_draws, stand_in_for
 
 
@@ -89,9 +88,9 @@ class Environment(Found):
         self._placed: list[tuple[Captured, Any]] = []
         self._stand_ins: dict[int, tuple[Any, Captured]] = {}
         self._items: dict[int, list[Any]] = {}
-        # A run around this one must not record what is asked of tensors here: it is not always
-        # the same that is asked.
-        with nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction():
+        # Neither a run around this one nor the class of a tensor may see what is asked here: it is
+        # not always the same that is asked.
+        with torch._C.DisableTorchFunction():
             self._find(arguments)
 
     def _find(self, arguments: dict[str, Any]) -> None:

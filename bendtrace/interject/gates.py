@@ -44,6 +44,7 @@ from bendtrace.interject.structure import (
     version_of,
 )
 from bendtrace.tape.blocks import KEEPERS
+from bendtrace.tape.captured import is_inference
 from bendtrace.tape.contexts import function_modes
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.mode_queries import unseen
@@ -314,7 +315,7 @@ def _why_not(returned: _Returned) -> str:
     if given is None:
         return "what it returned is gone"
     # torch does not count the changes of tensors of the inference mode.
-    was_changed = may_change if given.is_inference() else version_of(given) != version
+    was_changed = may_change if is_inference(given) else version_of(given) != version
     return "what it returned was changed" if was_changed else ""
 
 

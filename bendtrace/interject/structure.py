@@ -526,8 +526,8 @@ def version_of(value: Any) -> int:
     """Return a number that changes with each write to a tensor; 0 if it has no such number."""
     if not isinstance(value, Tensor):
         return 0
-    if function_modes():
-        with unseen():
+    if function_modes() or type(value) is not Tensor:  # which are not to see this
+        with torch._C.DisableTorchFunction():
             return 0 if value.is_inference() else value._version
     return 0 if value.is_inference() else value._version
 

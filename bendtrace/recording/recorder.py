@@ -11,6 +11,7 @@ import ctypes
 import functools
 import gc
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -54,7 +55,17 @@ from bendtrace.source.usage import only_tests
 from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, describe_raised
+from bendtrace.tape.tape import (
+    Guard,
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    State,
+    Tape,
+    describe_raised,
+    meta_of,
+)
 from bendtrace.tape.watchers import Inserter, Observer, StopRun, set_around, unwatched
 from bendtrace.torch_rules.arrays import SharedArrays, may_share
 from bendtrace.torch_rules.functions import (
@@ -514,7 +525,7 @@ class Recorder(RecordingMode):
     ) -> Any:
         op, out = self._record(func, args, kwargs, frame)
         op.meta = out
-        if args[0].numel() > _LONG_LIST:
+        if math.prod(meta_of(args[0]).shape) > _LONG_LIST:
             # The model may change the list that it receives; the guarded one must not change.
             op.meta = copy.deepcopy(out)
             self._writer.guard(ValueGuard, op.index, op.meta, "tolist", frame)

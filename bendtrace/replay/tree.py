@@ -685,9 +685,13 @@ class Fixed(NamedTuple):
         argument = arguments[self.argument]
         if self.dim is None:
             return argument if type(argument) is int else None
-        if not isinstance(argument, Tensor) or argument.is_nested:
+        if not isinstance(argument, Tensor):
             return None
-        return argument.size(self.dim) if -argument.dim() <= self.dim < argument.dim() else None
+        with torch._C.DisableTorchFunctionSubclass():
+            if argument.is_nested:
+                return None
+            rank = argument.dim()
+            return argument.size(self.dim) if -rank <= self.dim < rank else None
 
 
 class ProgramIndex:

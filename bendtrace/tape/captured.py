@@ -105,6 +105,10 @@ def is_whole(kind: type) -> bool:
     return numpy is not None and issubclass(kind, (numpy.integer, numpy.bool_))
 
 
+# Classes of tensors that have no functions of their own.
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
 def requires_grad(tensor: torch.Tensor) -> bool:
     """Return whether a tensor requires grad; False if torch refuses to say.
 
@@ -112,7 +116,10 @@ def requires_grad(tensor: torch.Tensor) -> bool:
     may have such a view, as long as it does not use it.
     """
     try:
-        return tensor.requires_grad
+        if type(tensor) in PLAIN_TENSORS:
+            return tensor.requires_grad
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.requires_grad
     except RuntimeError:
         return False
 
@@ -120,9 +127,29 @@ def requires_grad(tensor: torch.Tensor) -> bool:
 def gradient_function(tensor: torch.Tensor) -> Any:
     """Return a tensor's gradient function; None if it has none, or torch refuses to say."""
     try:
-        return tensor.grad_fn if tensor.requires_grad else None
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.grad_fn if tensor.requires_grad else None
     except RuntimeError:  # see `requires_grad`
         return None
+
+
+def is_inference(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was made in inference mode, without its class seeing the question."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.is_inference()
+
+
+def has_own_functions(kind: type) -> bool:
+    """Return whether reading anything of a tensor of a class calls code of that class."""
+    if not issubclass(kind, torch.Tensor):
+        return False
+    function = kind.__torch_function__
+    if function is torch._C._disabled_torch_function_impl:
+        return False
+    return getattr(function, "__func__", None) is not _TORCH_FUNCTION
+
+
+_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:
@@ -379,15 +406,12 @@ def is_exchangeable(part: Captured) -> bool:
 
 def layout_over_ranks(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the ranks and placements of a DTensor; nothing for other tensors."""
-    if type(tensor) in _PLAIN_TENSORS or "torch.distributed.tensor" not in sys.modules:
+    if type(tensor) in PLAIN_TENSORS or "torch.distributed.tensor" not in sys.modules:
         return {}
     if not isinstance(tensor, sys.modules["torch.distributed.tensor"].DTensor):
         return {}
     spec = tensor._spec  # the properties, which read this, would be recorded where the model runs
     return {"device_mesh": spec.mesh, "placements": spec.placements}
-
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def attributes_of(value: Any) -> dict[AttributeKey, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bendtrace.tape.captured import is_inference
 from bendtrace.tape.tape import Op, Ref, refs_in
 from bendtrace.torch_rules.functions import (
     OpOverload,
@@ -129,7 +130,7 @@ class Writes:
         for ref, tensor, version in self._given:
             now = version_of(tensor)
             unseen = ref.index in uncounted or (
-                now == 0 and tensor.is_inference() and ref.index in _writes_by_name(op)
+                now == 0 and is_inference(tensor) and ref.index in _writes_by_name(op)
             )
             if unseen or now != version:
                 op.writes = (*op.writes, ref.index)

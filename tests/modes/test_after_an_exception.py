@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ class Raising(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in ("__get__", "__repr__", "dim"):  # the tracer asks for these, too
+        if func.__name__ != "__get__":  # which a replay knows beforehand
             cls.uses += 1
             if cls.uses > 1:
                 raise ArithmeticError("used twice")
@@ -42,7 +43,8 @@ def interrupted(called: Callable[..., Any]) -> Callable[..., Any]:
         try:
             called(*first[0], **first[1])
         except ArithmeticError:
-            return called(*args, **kwargs)
+            pass
+        Raising.uses = -sys.maxsize  # what looks at the model later is no use
         return called(*args, **kwargs)
 
     return call

@@ -34,12 +34,7 @@ _PLACES = (
 
 
 # Programs that are wrong in a mode, by its name. Each is a fault of ours that waits for its repair.
-FAULTS = {
-    (
-        "after an exception",
-        "sequences.what a model keeps between calls: set",
-    ): "a live call asks a subclass of tensors for more than the model does",
-}
+FAULTS: dict[tuple[str, str], str] = {}
 
 
 def seen(program: Program, wrap: Wrap) -> list[Any]:
