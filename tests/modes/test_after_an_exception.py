@@ -44,7 +44,8 @@ def interrupted(called: Callable[..., Any]) -> Callable[..., Any]:
             called(*first[0], **first[1])
         except ArithmeticError:
             pass
-        Raising.uses = -sys.maxsize  # what looks at the model later is no use
+        finally:
+            Raising.uses = -sys.maxsize  # what looks at the model later is no use
         return called(*args, **kwargs)
 
     return call
