@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import sys
 import types
@@ -314,16 +315,17 @@ def test_entries_of_tables_are_read_without_keeping_them(monkeypatch, alone):
 
 
 @readable
-def test_a_dict_that_was_written_to_is_asked_once():
+def test_what_was_written_to_is_asked_once(monkeypatch: pytest.MonkeyPatch):
     model, x = Model(), torch.randn(2, 3)
     bended = bt.BendedModule(model)
     for _ in range(2):
         bended(x)
     (program,) = bended._trees.plain.programs()
     names = program.check_code.function.__globals__
-    asked: list[int] = []
-    ask = names["ask"]
-    names["ask"] = lambda given: asked.append(1) or ask(given)
+    asked: list[str] = []
+    for name in ("ask", "ask_attributes"):
+        noted = functools.partial(asked.append, name)
+        names[name] = lambda given, ask=names[name], noted=noted: noted() or ask(given)
     for _ in range(2):
         bended(x)
     assert not asked
@@ -331,5 +333,10 @@ def test_a_dict_that_was_written_to_is_asked_once():
     del model.unrelated
     for _ in range(3):
         bended(x)
-    assert len(asked) == 1
+    assert asked == ["ask_attributes"]
+    monkeypatch.setattr(Model, "unrelated", 1, raising=False)  # which is not of the model's own
+    model.unrelated = 1
+    for _ in range(3):
+        bended(x)
+    assert asked == ["ask_attributes", "ask"]
     assert bended.stats.traces == 1

@@ -101,6 +101,11 @@ class Words:
         self._fixed: dict[int, int] = {}
         self._kept: list[Any] = []
 
+    @property
+    def end_of_versions(self) -> int:
+        """Where the versions that were added so far end, in the bytes that a reader reads."""
+        return _WORD * len(self._changing)
+
     def add_version(self, table: Mapping[Any, Any]) -> None:
         """Add that nothing was written to a dict, or to the namespace of a class."""
         if type(table) is types.MappingProxyType:
@@ -178,8 +183,7 @@ class Words:
         words = numpy.frombuffer(between, dtype=numpy.uint64)
         places = numpy.array([(address - first) // _WORD for address in addresses], numpy.intp)
         fixed = numpy.array([*self._fixed.values()], numpy.uint64).tobytes()
-        begin = _WORD * len(self._changing)
-        return Reader(words.take, places, fixed, begin, tuple(self._kept))
+        return Reader(words.take, places, fixed, self.end_of_versions, tuple(self._kept))
 
 
 class Entries:
