@@ -20,6 +20,9 @@ from tests.export_elsewhere import TARGETS, outcome
 from tests.export_models import MODELS
 from tests.shares import some
 
+# Each case takes seconds: the README's command leaves them out.
+pytestmark = pytest.mark.more
+
 # What has no form in a target, and what the error says.
 REFUSED = {
     ("top-2 experts, gathered", "aoti"): "AOTInductor cannot compile it",

@@ -19,6 +19,9 @@ from tools.hub.steps import (
     assert_trains_alike,
 )
 
+# Each case takes seconds: the README's command leaves them out.
+pytestmark = pytest.mark.more
+
 every = pytest.mark.parametrize("network", some(NETWORKS, 2), ids=lambda network: network.__name__)
 
 # Batches and sizes; those of Swin and ViT are padded, and resize positions, at some of them.

@@ -21,6 +21,9 @@ from tools.hub.steps import (
     assert_trains_alike,
 )
 
+# Each case takes seconds: the README's command leaves them out.
+pytestmark = pytest.mark.more
+
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

@@ -13,6 +13,9 @@ import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.workflows import Facet, Facets
 
+# Each case takes seconds: the README's command leaves them out.
+pytestmark = pytest.mark.more
+
 transformers = pytest.importorskip("transformers")
 
 SIZES: dict[str, Any] = {
