@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import decimal
 import enum
 import functools
+import os
 import random
 import re
+import sys
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -173,6 +176,19 @@ def random_states() -> list[Any]:
         states += torch.cuda.get_rng_state_all()
     found = [state.tolist() for state in states]
     return [*found, random.getstate(), _numbers(np.random.get_state(legacy=False))]
+
+
+def settings() -> list[Any]:
+    """Return what torch and Python are set to, which a call may leave as it sets it."""
+    return [
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+        torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(), torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(), torch.get_float32_matmul_precision(),
+        torch.is_anomaly_enabled(), torch.backends.mkldnn.enabled,
+        torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(),
+        os.environ.copy(), sys.getrecursionlimit(), decimal.getcontext().prec,
+    ]  # fmt: skip
 
 
 def outcome(call: Callable[..., Any], inputs: Inputs, seed: int) -> tuple[Any, Any, Any, Any]:

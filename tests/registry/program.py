@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import bendtrace as bt
-from tests.promise import Inputs, random_states, seed_everything, state
+from tests.promise import Inputs, random_states, seed_everything, settings, state
 
 # Makes of a model what is called in its place; in eager the model itself.
 Wrap = Callable[[Any], Callable[..., Any]]
@@ -87,7 +87,7 @@ def calling(
                     context(),
                 ):
                     result = _tried(lambda: look(model, called(*args, **kwargs)))  # noqa: B023
-                left = printed.getvalue(), random_states(), state(model)
+                left = printed.getvalue(), random_states(), settings(), state(model)
                 yield [result, args, kwargs], left
 
     return drive
