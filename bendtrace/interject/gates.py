@@ -849,7 +849,8 @@ class AfterGate(Gate):
                     f"{meta_of(original).shape}, which {describe(value)} cannot replace",
                     self.at.path,
                 )
-            if original.is_leaf and original.requires_grad:  # into which nothing can be written
+            # Nothing can be written into a leaf, other than by code that writes to it itself.
+            if torch.is_grad_enabled() and original.is_leaf and original.requires_grad:
                 raise InterjectionError(
                     f"the model drops what {self.at.path} returns, so that nothing can replace "
                     "it: insert at the node before, which gives the value",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import itertools
 import math
@@ -450,6 +451,75 @@ class GradientsOfADict(nn.Module):
 
         found = torch.func.grad(loss)(dict(self.fc.named_parameters()))
         return found["weight"] * 2 + found["bias"]
+
+
+# Copies
+
+
+@case(*ones(2, 3, 2, 2, 3), served=in_turn("replays", 2))
+class CopiesADictWithALongerAndLongerList(nn.Module):
+    """A memo of copies names objects by their addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[str, Any] = {"sizes": [0], "tensor": torch.ones(2)}
+
+    def forward(self, x: Tensor) -> Any:
+        made = copy.deepcopy(self.held)
+        made["sizes"].append(len(x))
+        made["tensor"] += x.sum()
+        self.held["sizes"] = [len(x)]
+        return made, self.held["tensor"]
+
+
+@case(*ones(2, 3, 2, 2))
+def copies_of_two_views_share_memory(x: Tensor) -> list[Tensor]:
+    sizes, whole, part = copy.deepcopy([len(x), x, x[1:]])
+    part += sizes
+    return [whole, part]
+
+
+CACHE: list[int] = [0]
+
+
+@functools.cache
+def counted(size: int) -> int:
+    CACHE[0] += 1
+    return size + CACHE[0]
+
+
+def cached(is_first: bool, size: int) -> Call:
+    def change(model: Any) -> None:
+        if is_first:
+            counted.cache_clear()
+            CACHE[0] = 0
+
+    return after(change, *[1] * size)
+
+
+@case(cached(True, 2), cached(False, 2), cached(False, 3), cached(False, 2))
+def a_cache_that_counts(x: Tensor) -> Any:
+    return x + counted(len(x)), CACHE[0]
+
+
+# Writes that only autograd notices
+
+
+@case(*ones(2, 3, 2))
+def a_leaf_that_is_written_to_without_gradients(x: Tensor) -> Tensor:
+    leaf = nn.Parameter(x * 1)
+    with torch.no_grad():
+        leaf.mul_(2)
+    return leaf * 2
+
+
+@case(*ones(3, 3, 2, 2, 3))
+def a_size_behind_a_write_to_a_view(x: Tensor) -> Tensor:
+    size = x.numel()
+    made = x.new_zeros(size, size)
+    made.diagonal().fill_(1)
+    viewed = made.view(size, *x.shape)
+    return viewed * 2 if len(x) > 2 else viewed
 
 
 # Errors
