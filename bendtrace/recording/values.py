@@ -18,7 +18,13 @@ from bendtrace.recording.writer import Known, Writer
 from bendtrace.source.internals import internal
 from bendtrace.source.sites import user_place, users_code
 from bendtrace.source.usage import compares_identity, only_tests
-from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, is_whole, requires_grad
+from bendtrace.tape.captured import (
+    PLAIN_TYPES,
+    attributes_of,
+    is_inference,
+    is_whole,
+    requires_grad,
+)
 from bendtrace.tape.guards import (
     ClassGuard,
     LengthGuard,
@@ -301,7 +307,7 @@ class Values:
             tensor = known()
             if tensor is None or version_of(tensor) != version:
                 return True
-            if in_place and (tensor.is_inference() or storage_of(tensor) == 0):
+            if in_place and (is_inference(tensor) or storage_of(tensor) == 0):
                 return True  # torch does not count writes to it
         return False
 

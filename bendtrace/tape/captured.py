@@ -111,9 +111,29 @@ def requires_grad(tensor: torch.Tensor) -> bool:
     may have such a view, as long as it does not use it.
     """
     try:
-        return tensor.requires_grad
+        if type(tensor) in PLAIN_TENSORS:
+            return tensor.requires_grad
+        return bool(read_of(tensor, "requires_grad"))
     except RuntimeError:
         return False
+
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def read_of(tensor: torch.Tensor, name: str) -> Any:
+    """Return an attribute of a tensor, of whose reading its class does not learn.
+
+    What a subclass does in `__torch_function__` is the model's: it may count what it is asked.
+    """
+    with torch._C.DisableTorchFunction():
+        return getattr(tensor, name)
+
+
+def is_inference(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was made in inference mode, as `read_of` does."""
+    with torch._C.DisableTorchFunction():
+        return tensor.is_inference()
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:

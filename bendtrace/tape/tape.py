@@ -9,10 +9,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from bendtrace.source.sites import Place, Site
 from bendtrace.source.statements import asks_for_error, is_under_handler
-from bendtrace.tape.captured import identical
+from bendtrace.tape.captured import PLAIN_TENSORS, identical
 from bendtrace.tape.contexts import Context
 
 # Nothing else is written during a run. The graph, the flow steps, the guards and the replay
@@ -69,6 +70,15 @@ class TensorMeta(NamedTuple):
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Describe a tensor; the dimensions along which a nested one is ragged are -1."""
+    if type(tensor) in PLAIN_TENSORS:
+        return _meta_of(tensor)
+    with torch._C.DisableTorchFunction():
+        if is_lazy(tensor):  # which has no shape yet
+            return TensorMeta((), tensor.dtype, tensor.device)
+        return _meta_of(tensor)
+
+
+def _meta_of(tensor: torch.Tensor) -> TensorMeta:
     if tensor.is_nested and tensor.layout is torch.strided:
         shape: tuple[int, ...] = (tensor.size(0), *[-1] * (tensor.dim() - 1))
     else:

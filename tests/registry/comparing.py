@@ -37,10 +37,6 @@ _PLACES = (
 # Programs that are wrong in a mode, by its name. Each is a fault of ours that waits for its repair.
 FAULTS = {
     (
-        "after an exception",
-        "sequences.what a model keeps between calls: set",
-    ): "a live call asks a subclass of tensors for more than the model does",
-    (
         "inserted, backward",
         "single_ops.AListThatAHookFills",
     ): "the list that a hook fills is a copy",
@@ -59,6 +55,14 @@ FAULTS = {
         "saved",
         "sequences.a_view_that_torch_refuses_to_talk_about",
     ): "torch refuses to detach a view that is saved",
+    **{
+        (mode, "sequences.a_subclass_that_counts_what_it_is_asked"): "it is asked for copies of it"
+        for mode in ("saved", "saved gradients", "stepped")
+    },
+    **{
+        (mode, "sequences.a_lazy_layer_made_in_each_call"): "a parameter without a shape is copied"
+        for mode in ("saved", "saved gradients")
+    },
     (
         "stepped",
         "guarded.a `torch.Generator`, `random.Random` or generator of numpy that is drawn from-2",
