@@ -18,12 +18,15 @@ from torch.nn.parameter import is_lazy
 
 from bendtrace._compare import same_bits
 from bendtrace.environment.environment import Environment
+from bendtrace.environment.kinds import is_value
 from bendtrace.environment.reachability import namespace_of
 from bendtrace.environment.scan import reason_of_hooks
 from bendtrace.errors import InputError
 from bendtrace.history.capture import copied
 from bendtrace.source.internals import keeps_version
+from bendtrace.source.results import is_computation
 from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
+from bendtrace.tape.structure import cached_results
 from bendtrace.torch_rules.draws import restorer_of
 from bendtrace.torch_rules.functions import ScriptModule
 from bendtrace.torch_rules.owners import modules_in, parts_of
@@ -244,6 +247,13 @@ class ModelState:
         left: list[str] = []
         rows = zip(self._environments, self._before, self._blockers, strict=True)
         for environment, before, blockers in rows:
+            for reason, cache, was_empty in environment.misses():
+                if was_empty:
+                    cache.cache_clear()
+                elif not is_computation(cache.__wrapped__) or not all(
+                    map(is_value, cached_results(cache))
+                ):
+                    left.append(reason)
             changes = list(environment.changes())
             if changes or len(environment.blockers) > len(blockers):
                 _remove_new(environment)

@@ -305,25 +305,6 @@ def test_a_subclass_sees_a_replay_call_what_the_model_calls():
     assert seen[2] == seen[0]
 
 
-def _asks_and_branches(x: Tensor) -> Tensor:
-    if x.sum() > 0:
-        x = x * x.shape[0]
-    return x.exp() + sum(x.tolist())
-
-
-def test_a_subclass_sees_nothing_of_what_the_library_asks():
-    bended = bt.BendedModule(_asks_and_branches)
-    wanted, seen = [], []
-    for number in (1.0, -1.0) * 3:
-        for call, lists in ((_asks_and_branches, wanted), (bended, seen)):
-            x = torch.full((2,), number).as_subclass(Tagged)
-            Tagged.seen = []
-            call(x)
-            lists.append(Tagged.seen)
-    assert seen == wanted
-    assert bended.stats.replays == 4
-
-
 def test_a_function_mode_sees_what_the_model_calls():
     class Lists(TorchFunctionMode):
         def __init__(self) -> None:

@@ -108,9 +108,10 @@ def _is_filled(cell: types.CellType) -> bool:
 def facts_of(tensor: torch.Tensor, attributes: Mapping[Any, Any]) -> TensorFacts:
     """Return what is guarded of a tensor, which has some attributes of its own."""
     own = sum(key.access is Access.DICT for key in attributes)
-    return TensorFacts(
-        tensor.dtype, tensor.device, tensor.dim(), requires_grad(tensor), tensor.layout, own
-    )
+    with torch._C.DisableTorchFunction():  # a class may count what it is asked
+        return TensorFacts(
+            tensor.dtype, tensor.device, tensor.dim(), requires_grad(tensor), tensor.layout, own
+        )
 
 
 class CachedScan:

@@ -850,8 +850,8 @@ class AfterGate(Gate):
                     f"{meta_of(original).shape}, which {describe(value)} cannot replace",
                     self.at.path,
                 )
-            if original.is_leaf and original.requires_grad and torch.is_grad_enabled():
-                # Nothing can be written into it.
+            # Nothing can be written into a leaf, other than by code that writes to it itself.
+            if torch.is_grad_enabled() and original.is_leaf and original.requires_grad:
                 raise InterjectionError(
                     f"the model drops what {self.at.path} returns, so that nothing can replace "
                     "it: insert at the node before, which gives the value",

@@ -37,6 +37,7 @@ from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.interjection import Interjection, NodePass
 from bendtrace.interject.structure import describe
 from bendtrace.source.internals import internal, keeps_version
+from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.tape import meta_of
 
 _engine = internal("torch.autograd.Variable._execution_engine")
@@ -350,7 +351,7 @@ def _needing_gradients(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[int
     """Return the distinct tensors that need a gradient, and the positions of each."""
     found: dict[int, tuple[Tensor, list[int]]] = {}
     for place, tensor in enumerate(tensors):
-        if tensor.requires_grad:
+        if requires_grad(tensor):
             found.setdefault(id(tensor), (tensor, []))[1].append(place)
     return list(found.values())
 

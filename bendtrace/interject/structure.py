@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace._compare import same_bits
-from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
+from bendtrace.tape.captured import PLAIN_TENSORS, PLAIN_TYPES, attributes_of, identical
 from bendtrace.tape.contexts import function_modes
 from bendtrace.tape.scalars import TRACED, plain
 from bendtrace.tape.structure import build, can_build
@@ -526,10 +526,10 @@ def version_of(value: Any) -> int:
     """Return a number that changes with each write to a tensor; 0 if it has no such number."""
     if not isinstance(value, Tensor):
         return 0
-    if function_modes() or type(value) is not Tensor:  # which are not to see this
-        with torch._C.DisableTorchFunction():
-            return 0 if value.is_inference() else value._version
-    return 0 if value.is_inference() else value._version
+    if type(value) in PLAIN_TENSORS and not function_modes():
+        return 0 if value.is_inference() else value._version
+    with torch._C.DisableTorchFunction():
+        return 0 if value.is_inference() else value._version
 
 
 def differ(old: Any, new: Any) -> bool:

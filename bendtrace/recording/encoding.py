@@ -81,6 +81,13 @@ class Values(Protocol):
         """Return whether code holds values that the run computed."""
 
 
+class Memo(collections.UserDict[Any, Any]):
+    """The memo of `copy.deepcopy`, which names objects by their addresses.
+
+    No container to others: neither what is inserted nor a replay needs what is in it.
+    """
+
+
 class Encoder:
     """Encodes arguments and outputs.
 
@@ -124,6 +131,23 @@ class Encoder:
                         usable = list(args)
                     usable[position] = use
         return tuple(encoded), args if usable is None else tuple(usable)
+
+    def memo(self, tensor: Tensor, memo: dict[Any, Any]) -> Memo:
+        """Return the memo that a tensor is copied with, as `Tensor.__deepcopy__` receives it."""
+        if memo and (
+            type(tensor) is not Tensor
+            or tensor.__dict__
+            or "torch" in memo  # which holds memory that may be the tensor's as well
+            or id(tensor) in memo
+            or id(tensor.grad) in memo
+        ):
+            self._values.tape.block(
+                "an argument contains a copy that another may share memory with, which a replay "
+                f"could not rebuild ({self._values.here()})"
+            )
+        shown = Memo()
+        shown.data = memo
+        return shown
 
     def argument(self, value: Any, kind: type) -> tuple[Any, Any]:
         """Return one argument, of some type, as recorded and as the function has to receive it."""
@@ -233,6 +257,8 @@ class Encoder:
             return value
         if kind is types.FunctionType:
             return self._function(value, what, memo)
+        if kind is Memo:
+            return Made(dict)
         if kind is types.MethodType:
             return Made(types.MethodType, inside(value.__func__), inside(value.__self__))
         if kind is functools.partial and not read_partial(value)[3]:

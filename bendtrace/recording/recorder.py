@@ -315,6 +315,8 @@ class Recorder(RecordingMode):
             self._numbers.compared = frozenset(map(id, args))
         if func in _ITEMS and type(args[1]) in (slice, tuple):
             args = (args[0], with_numbers(args[1], self._number_of), *args[2:])
+        if func is Tensor.__deepcopy__:
+            args = args[0], self._encoder.memo(*args)
         if self._fast_path is not None and (not types or _PLAIN_CLASSES.issuperset(types)):
             out = self._fast_path(func, args, kwargs, frame)
             if out is not NOT_TAKEN:

@@ -471,10 +471,10 @@ class Values:
                     first = before.ref or self.element(before.parent, before.key, item)
                     element = self.element(ref, (*path, i), item)
                     self._writer.name_as(element.index, first.index)
-                    self._guard_identity(
-                        self.tape.ops[ref.index], element.index, first.index, frame
-                    )
-                    if before.version != version_of(item):  # given as `out`
+                    op = self.tape.ops[ref.index]
+                    self._guard_identity(op, element.index, first.index, frame)
+                    # Its version does not say so: a run by script writes nothing.
+                    if works_in_place(op) and not is_gate(op):
                         self.bind_tensor(item, self.tape.ops[element.index])
                 else:
                     known = self._writer.known[id(item)] = Known(item)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bendtrace._lazy import tabulate
@@ -48,15 +49,16 @@ def explain_check(
     check: Check, program: Program, arguments: tuple[Any, ...]
 ) -> Callable[[], Mismatch]:
     """Look at what an input guard finds now; return a function that explains why it fails."""
-    if check.guard is not None:
+    with torch._C.DisableTorchFunction():  # what a class does when it is asked is the model's
+        if check.guard is None:
+            mismatch = _explain_part(check, arguments)
+            return lambda: mismatch
         guard = program.recording.tape.guards[check.guard]
         try:
             new = program.value_now(guard, arguments)
         except Exception as error:  # what the condition is about cannot even be computed now
             new = error
         return functools.partial(explain_guard, program.recording, check.guard, new)
-    mismatch = _explain_part(check, arguments)
-    return lambda: mismatch
 
 
 def _explain_part(check: Check, arguments: tuple[Any, ...]) -> Mismatch:

@@ -14,6 +14,7 @@ from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.source import Source
 from bendtrace.tape.captured import (
     COPIED,
+    PLAIN_TENSORS,
     UNSET,
     Access,
     AttributeKey,
@@ -22,6 +23,7 @@ from bendtrace.tape.captured import (
     DequeSize,
     has_attributes,
     is_told_by_identity,
+    read_of,
     same_keys,
     slot_of,
     slots_of,
@@ -183,27 +185,34 @@ def _check_tensor(
     fail_if: Callable[[str, str], None],
 ) -> None:
     name, facts, label = source.part(part), part.size, part.label
+    source.names.update(read_of=read_of)
+
+    def read(attribute: str) -> str:
+        if part.type in PLAIN_TENSORS:
+            return f"{name}.{attribute}"
+        return f"read_of({name}, {attribute!r})"
+
     if part.is_argument or part in analysis.typed_state:
         fail_if(
-            f"{name}.dtype is not {source.constant(facts.dtype)}",
+            f"{read('dtype')} is not {source.constant(facts.dtype)}",
             f"{label} is not of dtype {facts.dtype}",
         )
         fail_if(
-            f"{name}.device != {source.constant(facts.device)}",
+            f"{read('device')} != {source.constant(facts.device)}",
             f"{label} is not on device {facts.device}",
         )
         fail_if(
-            f"{name}.layout is not {source.constant(facts.layout)}",
+            f"{read('layout')} is not {source.constant(facts.layout)}",
             f"{label} is not {facts.layout}",
         )
     if part.is_argument or part in analysis.ranked_state:
-        fail_if(f"{name}.dim() != {facts.rank}", f"{label} does not have {facts.rank} dimensions")
+        fail_if(f"{read('ndim')} != {facts.rank}", f"{label} does not have {facts.rank} dimensions")
     if part.is_argument or marked:
         held = f"len({name}.__dict__) != {facts.attributes}"
         fail_if(held if facts.attributes else f"{name}.__dict__", f"{label} has other attributes")
     if part.is_argument:
         fail_if(
-            f"{name}.requires_grad is not {facts.requires_grad}",
+            f"{read('requires_grad')} is not {facts.requires_grad}",
             f"{label} {'does not require' if facts.requires_grad else 'requires'} grad",
         )
 

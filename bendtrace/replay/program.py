@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-import torch
-
 from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.rank_sync import (
     ENDS,
@@ -37,7 +35,7 @@ from bendtrace.replay.stretches import (
     Side,
     Stretch,
 )
-from bendtrace.tape.captured import Captured, has_own_functions
+from bendtrace.tape.captured import Captured
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import AfterOp, Guard, Stop
 
@@ -82,8 +80,6 @@ class Program:
         self.check_code: Code = Code(writer.write(), "check")
         self.checks: list[Check] = writer.checks
         self._check = self.check_code.function
-        if any(has_own_functions(part.type) for part in recording.environment.parts):
-            self._check = _unseen_by_classes(self._check)
         self.ignored = ignored
         self.latest: Any = None  # how the ignored parts were found before the latest live run
         self.same = 0  # for how many in a row
@@ -532,16 +528,6 @@ def _exit_code(exit: Exit) -> Code | None:
         return exit.code
     except Unlinked:
         return None
-
-
-def _unseen_by_classes(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a check that no class of tensors sees, whose own function counts calls perhaps."""
-
-    def unseen(arguments: tuple[Any, ...]) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return check(arguments)
-
-    return unseen
 
 
 ENDS.add(Program._agreed.__code__)

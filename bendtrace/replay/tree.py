@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.recording.lifting import Lifting, needed_numbers
@@ -26,6 +25,7 @@ from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stre
 from bendtrace.source.results import can_exchange
 from bendtrace.source.sites import users_level
 from bendtrace.tape.captured import (
+    PLAIN_TENSORS,
     PLAIN_TYPES,
     Access,
     Captured,
@@ -685,13 +685,9 @@ class Fixed(NamedTuple):
         argument = arguments[self.argument]
         if self.dim is None:
             return argument if type(argument) is int else None
-        if not isinstance(argument, Tensor):
-            return None
-        with torch._C.DisableTorchFunctionSubclass():
-            if argument.is_nested:
-                return None
-            rank = argument.dim()
-            return argument.size(self.dim) if -rank <= self.dim < rank else None
+        if type(argument) not in PLAIN_TENSORS or argument.is_nested:
+            return None  # what a subclass does when it is asked is the model's
+        return argument.size(self.dim) if -argument.dim() <= self.dim < argument.dim() else None
 
 
 class ProgramIndex:
@@ -758,8 +754,11 @@ def _number(ops: list[Op], op: Op) -> Fixed | None:
         dim = op.args[1]
     elif len(op.args) != 1:
         return None
-    position = _position(ops[op.args[0].index])
-    return None if position is None or type(dim) is not int else Fixed(position, dim)
+    given = ops[op.args[0].index]
+    position = _position(given)
+    if position is None or given.target.type not in PLAIN_TENSORS:
+        return None
+    return None if type(dim) is not int else Fixed(position, dim)
 
 
 def _position(op: Op) -> int | None:

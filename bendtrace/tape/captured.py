@@ -118,10 +118,24 @@ def requires_grad(tensor: torch.Tensor) -> bool:
     try:
         if type(tensor) in PLAIN_TENSORS:
             return tensor.requires_grad
-        with torch._C.DisableTorchFunctionSubclass():
-            return tensor.requires_grad
+        return bool(read_of(tensor, "requires_grad"))
     except RuntimeError:
         return False
+
+
+def read_of(tensor: torch.Tensor, name: str) -> Any:
+    """Return an attribute of a tensor, of whose reading its class does not learn.
+
+    What a subclass does in `__torch_function__` is the model's: it may count what it is asked.
+    """
+    with torch._C.DisableTorchFunction():
+        return getattr(tensor, name)
+
+
+def is_inference(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was made in inference mode, as `read_of` does."""
+    with torch._C.DisableTorchFunction():
+        return tensor.is_inference()
 
 
 def gradient_function(tensor: torch.Tensor) -> Any:
@@ -131,25 +145,6 @@ def gradient_function(tensor: torch.Tensor) -> Any:
             return tensor.grad_fn if tensor.requires_grad else None
     except RuntimeError:  # see `requires_grad`
         return None
-
-
-def is_inference(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor was made in inference mode, without its class seeing the question."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.is_inference()
-
-
-def has_own_functions(kind: type) -> bool:
-    """Return whether reading anything of a tensor of a class calls code of that class."""
-    if not issubclass(kind, torch.Tensor):
-        return False
-    function = kind.__torch_function__
-    if function is torch._C._disabled_torch_function_impl:
-        return False
-    return getattr(function, "__func__", None) is not _TORCH_FUNCTION
-
-
-_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:

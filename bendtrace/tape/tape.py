@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from bendtrace.source.sites import Place, Site
 from bendtrace.source.statements import asks_for_error, is_under_handler
@@ -69,10 +70,12 @@ class TensorMeta(NamedTuple):
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Describe a tensor; the dimensions along which a nested one is ragged are -1."""
-    if type(tensor) not in PLAIN_TENSORS:  # whose class is not to see this
-        with torch._C.DisableTorchFunctionSubclass():
-            return _meta_of(tensor)
-    return _meta_of(tensor)
+    if type(tensor) in PLAIN_TENSORS:
+        return _meta_of(tensor)
+    with torch._C.DisableTorchFunction():
+        if is_lazy(tensor):  # which has no shape yet
+            return TensorMeta((), tensor.dtype, tensor.device)
+        return _meta_of(tensor)
 
 
 def _meta_of(tensor: torch.Tensor) -> TensorMeta:

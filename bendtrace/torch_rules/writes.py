@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.tape.captured import is_inference
+from bendtrace.tape.captured import PLAIN_TENSORS, is_inference
 from bendtrace.tape.tape import Op, Ref, refs_in
 from bendtrace.torch_rules.functions import (
     OpOverload,
@@ -23,8 +23,6 @@ from bendtrace.torch_rules.functions import (
     is_named_in_place,
     known_as,
 )
-
-_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def version_of(tensor: Tensor) -> int:
@@ -40,7 +38,7 @@ def version_of(tensor: Tensor) -> int:
 
 def storage_of(tensor: Tensor) -> int:
     """Return a value equal for tensors in the same memory; 0 for those without a storage."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
         return 0
     try:
         return int(tensor.untyped_storage()._cdata)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +18,11 @@ from tests.registry.program import Program
 class Raising(Tensor):
     """A tensor that raises when an op of torch receives it for the second time."""
 
-    uses = 0
+    uses: float = 0
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ != "__get__":  # which a replay knows beforehand
+        if func.__name__ != "__get__":  # a replay asks for sizes before it begins
             cls.uses += 1
             if cls.uses > 1:
                 raise ArithmeticError("used twice")
@@ -38,14 +38,14 @@ def interrupted(called: Callable[..., Any]) -> Callable[..., Any]:
         return value
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        Raising.uses = 0
         first = tree_map(raising, (args, kwargs))
+        Raising.uses = 0
         try:
             called(*first[0], **first[1])
         except ArithmeticError:
             pass
         finally:
-            Raising.uses = -sys.maxsize  # what looks at the model later is no use
+            Raising.uses = -math.inf  # a model may keep one of them
         return called(*args, **kwargs)
 
     return call

@@ -34,7 +34,16 @@ _PLACES = (
 
 
 # Programs that are wrong in a mode, by its name. Each is a fault of ours that waits for its repair.
-FAULTS: dict[tuple[str, str], str] = {}
+FAULTS = {
+    **{
+        (mode, "sequences.a_subclass_that_counts_what_it_is_asked"): "it is asked for copies of it"
+        for mode in ("saved", "saved gradients", "stepped")
+    },
+    **{
+        (mode, "sequences.a_lazy_layer_made_in_each_call"): "a parameter without a shape is copied"
+        for mode in ("saved", "saved gradients")
+    },
+}
 
 
 def seen(program: Program, wrap: Wrap) -> list[Any]:

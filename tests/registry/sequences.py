@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import itertools
 import math
@@ -528,6 +529,115 @@ class GradientsOfADict(nn.Module):
         return found["weight"] * 2 + found["bias"]
 
 
+# Copies
+
+
+@case(*ones(2, 3, 2, 2, 3), served=in_turn("replays", 2))
+class CopiesADictWithALongerAndLongerList(nn.Module):
+    """A memo of copies names objects by their addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[str, Any] = {"sizes": [0], "tensor": torch.ones(2)}
+
+    def forward(self, x: Tensor) -> Any:
+        made = copy.deepcopy(self.held)
+        made["sizes"].append(len(x))
+        made["tensor"] += x.sum()
+        self.held["sizes"] = [len(x)]
+        return made, self.held["tensor"]
+
+
+@case(*ones(2, 3, 2, 2))
+def copies_of_two_views_share_memory(x: Tensor) -> list[Tensor]:
+    sizes, whole, part = copy.deepcopy([len(x), x, x[1:]])
+    part += sizes
+    return [whole, part]
+
+
+CACHE: list[int] = [0]
+
+
+@functools.cache
+def counted(size: int) -> int:
+    CACHE[0] += 1
+    return size + CACHE[0]
+
+
+def cached(is_first: bool, size: int) -> Call:
+    def change(model: Any) -> None:
+        if is_first:
+            counted.cache_clear()
+            CACHE[0] = 0
+
+    return after(change, *[1] * size)
+
+
+@case(cached(True, 2), cached(False, 2), cached(False, 3), cached(False, 2))
+def a_cache_that_counts(x: Tensor) -> Any:
+    return x + counted(len(x)), CACHE[0]
+
+
+def live_thrice(bended: bt.BendedModule) -> None:
+    assert bended.stats.live == 3
+
+
+class Counting(Tensor):
+    """Counts what it is asked, and answers by the count."""
+
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked += 1
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 2 if func.__name__ == "add" and cls.asked % 2 else out
+
+
+def counting(*values: float) -> Call:
+    def call(model: Any) -> tuple[Tensor]:
+        Counting.asked = 0
+        return (torch.tensor(values).as_subclass(Counting),)
+
+    return call
+
+
+@case(
+    *[counting(*values) for values in ((1, 2), (1, 2), (-1, 3), (1, 1))],
+    look=lambda model, out: (out, Counting.asked),
+    served=in_turn("replays", 2),
+)
+def a_subclass_that_counts_what_it_is_asked(x: Tensor) -> Tensor:
+    y = x + 1
+    y = y + x
+    return y.sum() + x if (y > 0).all() else y
+
+
+@case(*ones(2, 2, 2), served=live_thrice)
+def a_lazy_layer_made_in_each_call(x: Tensor) -> Tensor:
+    return nn.LazyLinear(2)(x)
+
+
+# Writes that only autograd notices
+
+
+@case(*ones(2, 3, 2))
+def a_leaf_that_is_written_to_without_gradients(x: Tensor) -> Tensor:
+    leaf = nn.Parameter(x * 1)
+    with torch.no_grad():
+        leaf.mul_(2)
+    return leaf * 2
+
+
+@case(*ones(3, 3, 2, 2, 3))
+def a_size_behind_a_write_to_a_view(x: Tensor) -> Tensor:
+    size = x.numel()
+    made = x.new_zeros(size, size)
+    made.diagonal().fill_(1)
+    viewed = made.view(size, *x.shape)
+    return viewed * 2 if len(x) > 2 else viewed
+
+
 # Errors
 
 
@@ -572,15 +682,11 @@ def the_text_of_a_caught_error(x: Tensor, y: Tensor) -> tuple[Tensor, str]:
 # Objects with a state in C, which are not rebuilt
 
 
-def runs_live(bended: bt.BendedModule) -> None:
-    assert bended.stats.live == 3
-
-
-@case(*ones(2, 2, 2), look=lambda model, out: out.random(), served=runs_live)
+@case(*ones(2, 2, 2), look=lambda model, out: out.random(), served=live_thrice)
 def returns_a_generator(x: Tensor) -> Any:
     return random.Random(len(x))
 
 
-@case(*ones(2, 2, 2), look=lambda model, out: out.group(), served=runs_live)
+@case(*ones(2, 2, 2), look=lambda model, out: out.group(), served=live_thrice)
 def returns_a_match(x: Tensor) -> Any:
     return re.match("a", "a")
