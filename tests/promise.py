@@ -133,9 +133,14 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def state(model: Any) -> Any:
-    """Return the bits of all that a module holds: parameters, buffers, attributes, gradients."""
+    """Return the bits of all that a model holds: parameters, buffers, attributes, gradients.
+
+    A function holds what is in its closure.
+    """
+    if isinstance(model, types.FunctionType):
+        return bits([vars(model), [_held(cell) for cell in model.__closure__ or ()]])
     if not isinstance(model, nn.Module):
-        return None
+        return bits(getattr(model, "__dict__", None))
     hidden = {name for name in vars(nn.Module()) if name != "training"}
     attributes = [
         (path, {k: v for k, v in vars(module).items() if k not in hidden})
@@ -144,6 +149,13 @@ def state(model: Any) -> Any:
     ]
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return bits([dict(model.state_dict()), attributes, gradients])
+
+
+def _held(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return ...
 
 
 def randn_inputs(*shape: int, seed: int = 0) -> Callable[[], Inputs]:

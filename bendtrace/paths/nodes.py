@@ -595,7 +595,8 @@ class Holders:
 
         Such modules without state are all alike; others are told apart.
         """
-        module, name = call.module, type(call.module).__name__
+        module, kind = call.module, type(call.module)
+        name = (getattr(kind, "cls_to_become", None) or kind).__name__  # a lazy module becomes it
         if module is None or not states_of(module):
             return name
         seen = self._nameless.setdefault((id(call.parent), name), [])

@@ -16,7 +16,9 @@ from tests.registry.program import Program
 
 def in_a_thread(called: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with ThreadPoolExecutor(1) as pool:
+        # In a new thread some kernels take another number of threads until torch is asked for it,
+        # which the library does before each call (see docs/limits.md).
+        with ThreadPoolExecutor(1, initializer=torch.get_num_threads) as pool:
             return pool.submit(called, *args, **kwargs).result()
 
     return call
