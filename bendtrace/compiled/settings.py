@@ -162,8 +162,8 @@ def settings_of(
     for name in given:
         if name not in _OPTIONS:
             raise InputError(
-                f"backend_options has no {name!r}{_near(str(name), _OPTIONS)}; what the backend "
-                "itself is to be told goes in its options={...}"
+                f"backend_options has no {name!r}{_near(str(name), _OPTIONS)}; options of "
+                "the backend itself belong into options={...}"
             )
     return _check(Settings(backend, given, cache_dir=cache_dir, **given), given)
 

@@ -50,6 +50,7 @@ from bendtrace.harvesting.filling import (
 from bendtrace.harvesting.formats import (
     HARVEST,
     INDEX,
+    LOCK,
     SETTINGS,
     Shard,
     ShardFiles,
@@ -275,16 +276,18 @@ class _Site:
                 self._lock = DirectoryLock(self.directory)
                 names = os.listdir(self.directory)
             others = sorted(name for name in names if not is_ours(name))
-            if SETTINGS in names:
+            # One that failed before it kept a batch does not bind the next to its settings.
+            is_begun = SETTINGS in names and not {*names} <= {SETTINGS, LOCK}
+            if is_begun:
                 self._compare(read(path))
-            elif others or any(name.endswith(".json") for name in names):
+            elif others or any(name.endswith(".json") and name != SETTINGS for name in names):
                 shown = ", ".join((others or names)[:3])
                 raise SaveError(
                     self.directory,
                     f"it is not a harvest and contains other files ({shown}); choose another "
                     "directory",
                 )
-            if SETTINGS not in names:
+            if not is_begun:
                 replace(path, HARVEST, self._about)
                 sync_directory(os.path.dirname(self.directory))
             elif INDEX not in names:  # find out now whether it can be written to

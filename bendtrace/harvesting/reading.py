@@ -21,6 +21,7 @@ from bendtrace._lazy import required, required_pandas
 from bendtrace.errors import InputError, LoadError, NodePathError
 from bendtrace.harvesting.filling import Path
 from bendtrace.harvesting.formats import INDEX, SETTINGS, Held, Shard, form_of, read, shards_in
+from bendtrace.interject.where import near_misses
 
 _KEPT = "kept/"
 _SHOWN = 8
@@ -175,9 +176,9 @@ class Harvest:
         if found is None:
             names = list(self._columns)
             near = get_close_matches(str(name), names, n=3) or names[:_SHOWN]
-            listed = ", ".join(map(repr, near)) or "nothing"
+            hint = near_misses(str(name), names)
             raise NodePathError(
-                f"there is no {name!r} in this harvest: {listed}", str(name), tuple(near)
+                f"there is no {name!r} in this harvest; {hint}", str(name), tuple(near)
             )
         return found
 

@@ -56,10 +56,15 @@ class BendingConfig:
         if isinstance(bend, BendSpec):
             self.bends.append(bend)
             return
-        if not isinstance(bend, tuple) or len(bend) < 2 or not isinstance(bend[0], Bend):
+        if (
+            not isinstance(bend, tuple)
+            or len(bend) < 2
+            or not isinstance(bend[0], Bend)
+            or any(where is None or isinstance(where, (bool, int, float)) for where in bend[1:])
+        ):
             raise InputError(
-                "a configuration takes tuples of a bending callback and one or more patterns, "
-                f"not {bend!r}"
+                "a configuration takes tuples of a bending callback, such as Lambda(function), and "
+                f"one or more patterns, not {bend!r}"
             )
         self.bends.append(BendSpec(bend[0], bend[1:]))
 
