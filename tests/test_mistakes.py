@@ -219,6 +219,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         lambda _: bt.bends.BendingConfig((bt.bends.Scale(2.0), 3)), InputError,
         r"a configuration takes tuples of a bending callback, .* not \(Scale\(scale=2.0\), 3\)",
     ),
+    "harvest pairs with labels": (
+        lambda out: harvested(relu_of(2), "0", out, [(X, torch.ones(2))]), bt.errors.HarvestError,
+        "call= says how to call the model with one that holds more, such as labels",
+    ),
     "set the value of a stepped run": (
         lambda _: setattr(relu_of(2).step(torch.ones(2)), "value", torch.zeros(2)), InputError,
         r"run.value = ... would change nothing: run.set\(op, value\) sets",
@@ -523,6 +527,14 @@ def test_an_error_says_which_insertion_changed_a_shape() -> None:
         bended(torch.ones(3, 5))
     assert not hasattr(info.value, "__notes__")  # nothing changed a shape in that call
     torch.testing.assert_close(bended(x), bended._model(x), rtol=0, atol=0)
+
+
+def test_an_error_says_which_activations_were_passed() -> None:
+    bended = bt.BendedModule(Narrowed())
+    bended(X)
+    with pytest.raises(RuntimeError, match="shapes") as info:
+        bended.from_activations({"relu": torch.ones(2, 5)})
+    assert info.value.__notes__ == ["the activations that were passed: 'relu' of shape (2, 5)"]
 
 
 def test_a_misspelt_option_of_trace_is_named() -> None:

@@ -503,8 +503,11 @@ class HarvestRun:
                 error.add_note(f"while harvesting {where}")
                 raise
             raise HarvestError(
-                f"harvesting {where} failed: {type(error).__name__}: {error}. The batches "
-                "before it are kept, and the same call resumes there",
+                f"harvesting {where} failed: {type(error).__name__}: {error}. "
+                + "A batch holds the arguments of a call; call= says how to call the model with "
+                "one that holds more, such as labels. "
+                * isinstance(error, TypeError)
+                + "The batches before it are kept, and the same call resumes there",
                 number,
                 tuple(ids),
             ) from error
