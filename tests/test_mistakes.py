@@ -223,6 +223,30 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         lambda out: harvested(relu_of(2), "0", out, [(X, torch.ones(2))]), bt.errors.HarvestError,
         "call= says how to call the model with one that holds more, such as labels",
     ),
+    "save a run nowhere": (
+        lambda _: bt.trace(torch.relu, X).save(None), InputError,  # type: ignore[arg-type]
+        "directory has to be a path, not None",
+    ),
+    "load a model": (
+        lambda _: bt.load(nn.ReLU()), InputError,  # type: ignore[arg-type]
+        r"directory has to be a path, not ReLU\(\)",
+    ),
+    "read a configuration from a number": (
+        lambda _: bt.bends.BendingConfig.load(0), InputError,  # type: ignore[arg-type]
+        "the file of a configuration has to be a path, not 0",
+    ),
+    "export to a number": (
+        lambda _: relu_of(2).export(torch.ones(2), to=3), InputError,  # type: ignore[arg-type]
+        "to= has to be a path, not 3",
+    ),
+    "harvest nowhere": (
+        lambda _: harvested(torch.relu, "relu", None), InputError,  # type: ignore[arg-type]
+        "out= has to be a path, not None",
+    ),
+    "draw many nodes": (
+        lambda _: bt.trace(torch.relu, X).draw(max_nodes="all"), InputError,  # type: ignore[arg-type]
+        "max_nodes= has to be a positive int, not 'all'",
+    ),
     "set the value of a stepped run": (
         lambda _: setattr(relu_of(2).step(torch.ones(2)), "value", torch.zeros(2)), InputError,
         r"run.value = ... would change nothing: run.set\(op, value\) sets",

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import TqdmWarning
 
-from bendtrace._checks import shown
+from bendtrace._checks import required_path, shown
 from bendtrace.calls import Call
 from bendtrace.errors import BendtraceError, HarvestError, InputError, SaveError
 from bendtrace.harvesting.collecting import (
@@ -50,7 +50,6 @@ from bendtrace.harvesting.filling import (
 from bendtrace.harvesting.formats import (
     HARVEST,
     INDEX,
-    LOCK,
     SETTINGS,
     Shard,
     ShardFiles,
@@ -66,7 +65,7 @@ from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule, bended_of
 from bendtrace.preserved_state import PreservedState, no_model
-from bendtrace.storage.tensors import DirectoryLock, sync_directory, writing
+from bendtrace.storage.tensors import LOCK, DirectoryLock, sync_directory, writing
 from bendtrace.torch_rules.draws import RandomStates, seed_all
 
 
@@ -181,7 +180,7 @@ def harvest(
         raise InputError(f"a loader has to be iterable, and {loader!r} is not")
     bended = bended_of(model)
     workers = Workers()
-    directory = os.path.abspath(os.fspath(out))
+    directory = os.path.abspath(required_path("out=", out))
     refuse_repeats(loader, workers, settings)
     inserted = [describe_insertion(i) for i in bended.insertions if not i.what.observes]
     with torch.inference_mode(False), torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bendtrace._checks import required_int
+from bendtrace._checks import required_int, required_path
 from bendtrace._lazy import required, required_pandas
 from bendtrace.errors import InputError, LoadError, NodePathError
 from bendtrace.harvesting.filling import Path
@@ -65,7 +65,7 @@ class Harvest:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory: str = os.path.abspath(os.fspath(directory))
+        self.directory: str = os.path.abspath(required_path("directory", directory))
         if not os.path.isdir(self.directory):
             raise LoadError(self.directory, "there is no such directory")
         path = os.path.join(self.directory, SETTINGS)

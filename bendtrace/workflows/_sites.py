@@ -20,8 +20,9 @@ from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.history.building import Log
 from bendtrace.history.capture import copied
 from bendtrace.history.entries import LayerEntry
+from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.registry import Insertion, InsertionGroup
+from bendtrace.interject.registry import InsertionGroup
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import Leaf, Shape, assemble, describe, take_apart
 from bendtrace.interject.where import Alias, alias_of

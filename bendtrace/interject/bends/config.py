@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_path
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import (
     OPERATORS,
@@ -175,7 +176,7 @@ def write_configs(path: str | os.PathLike[str], configs: Mapping[str, BendingCon
         "configs": {name: config.to_dict() for name, config in configs.items()},
     }
     text = json.dumps(data, indent=2)
-    with open(path, "w", encoding="utf-8") as file:
+    with open(required_path("the file of a configuration", path), "w", encoding="utf-8") as file:
         file.write(text + "\n")
 
 
@@ -184,7 +185,7 @@ def read_configs(
 ) -> dict[str, BendingConfig]:
     """Read configurations from a JSON file. Parameters with the same name become one object."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(required_path("the file of a configuration", path), encoding="utf-8") as file:
             data = json.load(file)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"cannot read bends from {os.fspath(path)!r}: {error}") from error
