@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -75,6 +76,14 @@ def required_int(name: str, value: Any, least: int | None = None, *, or_none: bo
         return value
     kind = {None: "an int", 1: "a positive int"}.get(least, f"an int of at least {least}")
     raise InputError(f"{name}= has to be {kind}, not {value!r}")
+
+
+def required_path(what: str, value: Any) -> str:
+    """Return the text of a path; a number is none, although `open` takes it."""
+    try:
+        return str(os.fsdecode(value))
+    except TypeError:
+        raise InputError(f"{what} has to be a path, not {shown(value)}") from None
 
 
 def required_kind(what: str, value: Any, *kinds: type) -> Any:

@@ -65,7 +65,9 @@ class ModuleProxy(nn.Module, _Presented, Generic[ModelT]):
     # Attributes that a trace of a module around this one must not depend on.
     _untraced: frozenset[str] = frozenset({"__orig_class__"})
     # Attributes that are set on this one only.
-    _own: frozenset[str] = frozenset({"__orig_class__", "_is_full_backward_hook"})
+    _own: frozenset[str] = frozenset(
+        {"__orig_class__", "_compiled_call_impl", "_is_full_backward_hook"}
+    )
     _model: ModelT
 
     def _stand_in_for(self, model: Callable[..., Any], shared: Iterable[str] = ()) -> None:

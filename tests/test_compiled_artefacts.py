@@ -159,7 +159,7 @@ def _faster(inner: Artefacts, own: Path) -> tuple[str, str, str, dict[str, str]]
     [
         ({"cache_dir": "x"}, "give backend='inductor'"),
         ({"cache_dir": "x", "backend": "aot_eager"}, "give backend='inductor'"),
-        ({"cache_dir": 3, "backend": "inductor"}, "is the path of a directory, not 3"),
+        ({"cache_dir": 3, "backend": "inductor"}, "cache_dir has to be a path, not 3"),
         ({"cache_dir": __file__, "backend": "inductor"}, "is no directory"),
     ],
 )

@@ -114,6 +114,9 @@ def test_two_runs_of_the_same_input_are_the_same() -> None:
     assert difference.first_value is None
     assert repr(difference) == "<Difference of Refine: none>"
     assert str(difference).startswith("Refine: the two runs are the same\n    activations: ")
+    unsaved = bt.trace(model, torch.ones(5, 4))
+    said = "Refine: the two runs are the same, but no activations were compared\n"
+    assert str(bt.diff(unsaved, unsaved)).startswith(said)
 
 
 def test_a_loop_that_runs_more_often_is_where_the_runs_part() -> None:
@@ -795,7 +798,7 @@ def test_what_is_no_trace_is_refused(arguments: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("tolerance", [-1.0, float("nan")])
 def test_a_tolerance_below_zero_is_refused(tolerance: float) -> None:
     trace = bt.trace(torch.exp, X)
-    with pytest.raises(InputError, match="atol must be at least 0"):
+    with pytest.raises(InputError, match="atol= has to be a number of at least 0"):
         bt.diff(trace, trace, atol=tolerance)
 
 

@@ -711,8 +711,8 @@ def test_without_matplotlib_the_package_is_named(
     ("options", "said"),
     [
         ({"within": "h.9"}, "no module 'h.9' was called in this run; did you mean h."),
-        ({"max_nodes": 0}, "max_nodes of at least 1"),
-        ({"depth": -1}, "depth of at least 0"),
+        ({"max_nodes": 0}, "max_nodes= has to be a positive int, not 0"),
+        ({"depth": -1}, "depth= has to be an int of at least 0, not -1"),
         ({"numbers": "some"}, 'numbers= has to be "deciding", "all" or "none"'),
     ],
 )

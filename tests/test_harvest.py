@@ -562,7 +562,7 @@ def test_rows_are_found_by_every_kind_of_index(tmp_path: Path) -> None:
 
 def test_a_name_that_is_not_there_names_near_ones(tmp_path: Path) -> None:
     found = go(torch.tanh, [samples(3, 2)], "tanh", tmp_path)
-    with pytest.raises(NodePathError, match="there is no 'tan' in this harvest: 'tanh'"):
+    with pytest.raises(NodePathError, match="no 'tan' in this harvest; did you mean 'tanh'"):
         found["tan"]
     assert "tanh" in found
     assert list(found) == ["tanh"]

@@ -215,6 +215,54 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "step with one argument more": (
         lambda _: relu_of(2).step(X, scale=2), TypeError, "unexpected keyword argument 'scale'",
     ),
+    "bend a number of a configuration": (
+        lambda _: bt.bends.BendingConfig((bt.bends.Scale(2.0), 3)), InputError,
+        r"a configuration takes tuples of a bending callback, .* not \(Scale\(scale=2.0\), 3\)",
+    ),
+    "harvest pairs with labels": (
+        lambda out: harvested(relu_of(2), "0", out, [(X, torch.ones(2))]), bt.errors.HarvestError,
+        "call= says how to call the model with one that holds more, such as labels",
+    ),
+    "save a run nowhere": (
+        lambda _: bt.trace(torch.relu, X).save(None), InputError,  # type: ignore[arg-type]
+        "directory has to be a path, not None",
+    ),
+    "load a model": (
+        lambda _: bt.load(nn.ReLU()), InputError,  # type: ignore[arg-type]
+        r"directory has to be a path, not ReLU\(\)",
+    ),
+    "read a configuration from a number": (
+        lambda _: bt.bends.BendingConfig.load(0), InputError,  # type: ignore[arg-type]
+        "the file of a configuration has to be a path, not 0",
+    ),
+    "export to a number": (
+        lambda _: relu_of(2).export(torch.ones(2), to=3), InputError,  # type: ignore[arg-type]
+        "to= has to be a path, not 3",
+    ),
+    "harvest nowhere": (
+        lambda _: harvested(torch.relu, "relu", None), InputError,  # type: ignore[arg-type]
+        "out= has to be a path, not None",
+    ),
+    "draw many nodes": (
+        lambda _: bt.trace(torch.relu, X).draw(max_nodes="all"), InputError,  # type: ignore[arg-type]
+        "max_nodes= has to be a positive int, not 'all'",
+    ),
+    "set the value of a stepped run": (
+        lambda _: setattr(relu_of(2).step(torch.ones(2)), "value", torch.zeros(2)), InputError,
+        r"run.value = ... would change nothing: run.set\(op, value\) sets",
+    ),
+    "bisect within a word": (
+        lambda _: bt.bisect(torch.relu, torch.relu, X, rtol="small"), InputError,  # type: ignore[arg-type]
+        "rtol= has to be a number of at least 0, not 'small'",
+    ),
+    "diff within a word": (
+        lambda _: bt.diff(*[bt.trace(torch.relu, X)] * 2, atol="small"), InputError,  # type: ignore[call-overload]
+        "atol= has to be a number of at least 0, not 'small'",
+    ),
+    "move a cache to a device that is not there": (
+        lambda _: bt.workflows.run_with_cache(torch.relu, X)[1].to("gpu"), InputError,
+        "device= is a device of torch, such as 'cpu', not 'gpu'",
+    ),
     "insert a function of nothing": (
         lambda _: relu_of(2).interject("0", lambda: X), InputError,
         "<lambda> is called with the value of a node, and takes no argument",
@@ -333,6 +381,16 @@ def test_a_mistake_is_said(mistake: str, tmp_path: Path) -> None:
     call, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
         call(tmp_path / "out")
+
+
+def test_a_harvest_that_failed_at_once_can_be_corrected(tmp_path: Path) -> None:
+    bended, images = relu_of(2, 3, 4, 4), [torch.rand(2, 3, 4, 4)]
+    with pytest.raises(InputError, match="pass feature_axis=1"):
+        harvested(bended, "0", tmp_path, images, reduce="mean")
+    found = harvested(bended, "0", tmp_path, images, reduce="mean", feature_axis=1)
+    assert torch.equal(found["0"][:], images[0].mean((2, 3)))
+    with pytest.raises(InputError, match="contains another harvest: feature_axis= was 1"):
+        harvested(bended, "0", tmp_path, images, reduce="mean", feature_axis=-1)
 
 
 @pytest.mark.parametrize("where", ["reluu", re.compile("relu+x")])
@@ -493,6 +551,14 @@ def test_an_error_says_which_insertion_changed_a_shape() -> None:
         bended(torch.ones(3, 5))
     assert not hasattr(info.value, "__notes__")  # nothing changed a shape in that call
     torch.testing.assert_close(bended(x), bended._model(x), rtol=0, atol=0)
+
+
+def test_an_error_says_which_activations_were_passed() -> None:
+    bended = bt.BendedModule(Narrowed())
+    bended(X)
+    with pytest.raises(RuntimeError, match="shapes") as info:
+        bended.from_activations({"relu": torch.ones(2, 5)})
+    assert info.value.__notes__ == ["the activations that were passed: 'relu' of shape (2, 5)"]
 
 
 def test_a_misspelt_option_of_trace_is_named() -> None:

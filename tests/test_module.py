@@ -825,3 +825,12 @@ def test_settings_that_are_switched_for_one_op() -> None:
 
     bended = assert_promise(lambda: switches, [lambda: ((torch.ones(1, 2, 3, 4),), {})] * 3)
     assert bended.stats.live == 0
+
+
+def test_its_own_compile_leaves_the_model_alone() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.ones(2, 3)
+    expected, bended = model(x), bt.BendedModule(model)
+    bended.compile(backend="eager")
+    assert model._compiled_call_impl is None
+    for one in (bended, bt.BendedModule(model), copy.deepcopy(bended)):  # without recursion
+        assert torch.equal(one(x), expected)

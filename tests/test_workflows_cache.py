@@ -528,14 +528,43 @@ def test_one_head_is_changed_as_by_a_native_hook() -> None:
         with bt.workflows.steer(bended, vector, hook):
             assert torch.equal(bended(**batch).logits, model(**batch).logits)
         other = {**batch, "input_ids": batch["input_ids"].flip(1)}
+        metric = lambda out: out.logits[0, -1, 0]  # noqa: E731
         found = bt.workflows.activation_patching(
-            bended, batch, other, [hook], lambda out: out.logits[0, -1, 0], positions=[2], axis=2
+            bended, batch, other, [hook], metric, positions=[2], axis=2
         )
         assert found.sites == (hook,)
-        assert found.values.isfinite().all()
+        by_heads = bt.workflows.activation_patching(bended, batch, other, [hook], metric, heads=4)
+        assert torch.equal(by_heads.values[0, 0, 2], found.values[0, 0])
+        with bt.workflows.ablate(bended, hook, heads=4, head=2):
+            assert torch.equal(bended(**batch).logits, wanted)
+        layers = [f"blocks.{number}.attn.hook_z" for number in range(2)]
+        with bended.interject(layers, torch.zeros_like):
+            zero = bended(**batch).logits
+        projections = [block.attn.c_proj for block in model.transformer.h[:2]]
+        with bt.workflows.ablate(bended, projections, at="input"):
+            assert torch.equal(bended(**batch).logits, zero)
+    args = (bended, batch, other)
+    named = bt.workflows.attribution_patching(*args, layers, metric, heads=4)
+    assert named.effect.all()
+    wanted = bt.workflows.attribution_patching(*args, projections, metric, heads=4, at="input")
+    assert torch.equal(named.effect, wanted.effect)
+    for heads in (2, 8):  # slices within and across heads, which mean nothing
+        for site in (hook, layers[0], "blocks.0.attn.hook_pattern"):
+            with pytest.raises(bt.errors.SiteError, match=f"heads={heads}: the .* has 4 heads"):
+                bt.workflows.ablate(bended, site, heads=heads)
+            with pytest.raises(bt.errors.SiteError, match=f"heads={heads}: the .* has 4 heads"):
+                bt.workflows.activation_patching(*args, [site], metric, heads=heads)
+        for site in (
+            "transformer.h.0.attn.c_proj.input", "transformer.h.0.attn.output|sub_0",
+            "blocks.0.hook_attn_out", "blocks.0.hook_resid_mid",
+        ):  # fmt: skip
+            with pytest.raises(bt.errors.SiteError, match="neither split into"):
+                bt.workflows.ablate(bended, site, heads=heads)
+    assert bended.insertions == ()
     for wrong, message in (
         (bt.workflows.Alias("transformer.h.0.output", lambda value: value), "can only be read"),
         ("blocks.0.attn.hook_rot_q", "has no equal in this model: GPT-2 rotates nothing"),
+        (["blocks.0.attn.hook_z", "blocks.0.hook_mlp_out"], "name values of several kinds"),
     ):
         with pytest.raises((InputError, NodePathError), match=message):
             bended.interject(wrong, torch.zeros_like)

@@ -19,7 +19,7 @@ import torch
 import torch.overrides
 from torch import Tensor, fx, nn
 
-from bendtrace._checks import required_model
+from bendtrace._checks import required_model, required_number
 from bendtrace._compare import same_bits
 from bendtrace._lazy import tabulate
 from bendtrace._places import place_text
@@ -103,8 +103,7 @@ def bisect(
         ['softmax_1_2', 'log_1_3']
     """
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
-        if tolerance is not None and not tolerance >= 0:
-            raise InputError(f"{name} must be 0 or more, not {tolerance!r}")
+        required_number(name, tolerance, or_none=True)
     models = [side for side in (a, b) if not isinstance(side, RunLog)]
     for model in models:
         required_model(model)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from bendtrace._checks import required_path
 from bendtrace.errors import CompileWarning, InputError, LoadError
 from bendtrace.source.sites import users_level
 from bendtrace.storage.tensors import read_sealed, replace_sealed
@@ -137,12 +138,7 @@ def settings_of(
     if cache_dir is not None:
         if backend != "inductor":
             raise InputError("cache_dir keeps what inductor compiles: give backend='inductor'")
-        try:
-            cache_dir = os.path.abspath(os.fspath(cache_dir))
-        except TypeError:
-            raise InputError(f"cache_dir is the path of a directory, not {cache_dir!r}") from None
-        if type(cache_dir) is not str:
-            raise InputError(f"cache_dir is the path of a directory, not {cache_dir!r}")
+        cache_dir = os.path.abspath(required_path("cache_dir", cache_dir))
         if os.path.lexists(cache_dir) and not os.path.isdir(cache_dir):
             raise InputError(f"cache_dir={cache_dir!r} is no directory")
     if backend is None:
@@ -162,8 +158,8 @@ def settings_of(
     for name in given:
         if name not in _OPTIONS:
             raise InputError(
-                f"backend_options has no {name!r}{_near(str(name), _OPTIONS)}; what the backend "
-                "itself is to be told goes in its options={...}"
+                f"backend_options has no {name!r}{_near(str(name), _OPTIONS)}; options of "
+                "the backend itself belong into options={...}"
             )
     return _check(Settings(backend, given, cache_dir=cache_dir, **given), given)
 

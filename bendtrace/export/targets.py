@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from bendtrace._checks import required_path
 from bendtrace._lazy import required
 from bendtrace.compiled.attempts import Quiet
 from bendtrace.errors import ExportError, InputError
@@ -40,7 +41,7 @@ def target_of(path: str | os.PathLike[str]) -> str:
     Raises:
         InputError: the ending is unknown, or the folder does not exist.
     """
-    file = Path(path)
+    file = Path(required_path("to=", path))
     if not file.parent.is_dir():
         raise InputError(f"there is no folder {str(file.parent)!r} to write {file.name} to")
     if file.is_dir() or not os.access(file.parent, os.W_OK):

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import TqdmWarning
 
-from bendtrace._checks import shown
+from bendtrace._checks import required_path, shown
 from bendtrace.calls import Call
 from bendtrace.errors import BendtraceError, HarvestError, InputError, SaveError
 from bendtrace.harvesting.collecting import (
@@ -65,7 +65,7 @@ from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule, bended_of
 from bendtrace.preserved_state import PreservedState, no_model
-from bendtrace.storage.tensors import DirectoryLock, sync_directory, writing
+from bendtrace.storage.tensors import LOCK, DirectoryLock, sync_directory, writing
 from bendtrace.torch_rules.draws import RandomStates, seed_all
 
 
@@ -180,7 +180,7 @@ def harvest(
         raise InputError(f"a loader has to be iterable, and {loader!r} is not")
     bended = bended_of(model)
     workers = Workers()
-    directory = os.path.abspath(os.fspath(out))
+    directory = os.path.abspath(required_path("out=", out))
     refuse_repeats(loader, workers, settings)
     inserted = [describe_insertion(i) for i in bended.insertions if not i.what.observes]
     with torch.inference_mode(False), torch.no_grad():
@@ -275,16 +275,18 @@ class _Site:
                 self._lock = DirectoryLock(self.directory)
                 names = os.listdir(self.directory)
             others = sorted(name for name in names if not is_ours(name))
-            if SETTINGS in names:
+            # One that failed before it kept a batch does not bind the next to its settings.
+            is_begun = SETTINGS in names and not {*names} <= {SETTINGS, LOCK}
+            if is_begun:
                 self._compare(read(path))
-            elif others or any(name.endswith(".json") for name in names):
+            elif others or any(name.endswith(".json") and name != SETTINGS for name in names):
                 shown = ", ".join((others or names)[:3])
                 raise SaveError(
                     self.directory,
                     f"it is not a harvest and contains other files ({shown}); choose another "
                     "directory",
                 )
-            if SETTINGS not in names:
+            if not is_begun:
                 replace(path, HARVEST, self._about)
                 sync_directory(os.path.dirname(self.directory))
             elif INDEX not in names:  # find out now whether it can be written to
@@ -500,8 +502,11 @@ class HarvestRun:
                 error.add_note(f"while harvesting {where}")
                 raise
             raise HarvestError(
-                f"harvesting {where} failed: {type(error).__name__}: {error}. The batches "
-                "before it are kept, and the same call resumes there",
+                f"harvesting {where} failed: {type(error).__name__}: {error}. "
+                + "A batch holds the arguments of a call; call= says how to call the model with "
+                "one that holds more, such as labels. "
+                * isinstance(error, TypeError)
+                + "The batches before it are kept, and the same call resumes there",
                 number,
                 tuple(ids),
             ) from error

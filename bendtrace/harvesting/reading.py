@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bendtrace._checks import required_int
+from bendtrace._checks import required_int, required_path
 from bendtrace._lazy import required, required_pandas
 from bendtrace.errors import InputError, LoadError, NodePathError
 from bendtrace.harvesting.filling import Path
 from bendtrace.harvesting.formats import INDEX, SETTINGS, Held, Shard, form_of, read, shards_in
+from bendtrace.interject.where import near_misses
 
 _KEPT = "kept/"
 _SHOWN = 8
@@ -64,7 +65,7 @@ class Harvest:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory: str = os.path.abspath(os.fspath(directory))
+        self.directory: str = os.path.abspath(required_path("directory", directory))
         if not os.path.isdir(self.directory):
             raise LoadError(self.directory, "there is no such directory")
         path = os.path.join(self.directory, SETTINGS)
@@ -175,9 +176,9 @@ class Harvest:
         if found is None:
             names = list(self._columns)
             near = get_close_matches(str(name), names, n=3) or names[:_SHOWN]
-            listed = ", ".join(map(repr, near)) or "nothing"
+            hint = near_misses(str(name), names)
             raise NodePathError(
-                f"there is no {name!r} in this harvest: {listed}", str(name), tuple(near)
+                f"there is no {name!r} in this harvest; {hint}", str(name), tuple(near)
             )
         return found
 

@@ -33,7 +33,7 @@ from bendtrace.interject.where import (
     OfModule,
     Target,
     Where,
-    alias_of,
+    aliased,
     near_misses,
     targets_named,
     targets_of,
@@ -121,8 +121,9 @@ class InsertionRegistry:
         interjection = as_interjection(what)
         if calls is not None:
             interjection = InCalls(interjection, calls)
-        if (alias := alias_of(where, self._model.model)) is not None:
-            where, interjection = alias.where, alias.around(interjection)
+        where, alias = aliased(where, self._model.model)
+        if alias is not None:
+            interjection = alias.around(interjection)
         chosen = passes if isinstance(passes, Passes) else Passes(passes, every)
         targets = targets_of(where, self._model, lenient=allow_none)
         named = [target.passes for target in targets if target.passes is not None]

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bendtrace._checks import required_arguments
 from bendtrace._places import place_text
 from bendtrace.errors import (
+    BendtraceError,
     DivergenceError,
     InputError,
     NodePathError,
@@ -230,7 +231,17 @@ def from_activations(
     given = by_path(model, activations)
     if not given:
         raise InputError("no activations are given")
-    return _Run(model, given, args, kwargs, bended).output()
+    try:
+        return _Run(model, given, args, kwargs, bended).output()
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not isinstance(error, BendtraceError):
+            shapes = ", ".join(
+                f"{path!r} of shape {tuple(value.shape)}"
+                for path, value in given.items()
+                if isinstance(value, Tensor)
+            )
+            error.add_note(f"the activations that were passed: {shapes}")
+        raise
 
 
 def told(

@@ -55,6 +55,8 @@ class Alias:
         why: why the two are equal.
         put: a function from the value there, and another named value, to the value with that in
             it; None if the named value can only be read.
+        heads: the axis of the named value along which each index is a head; `heads=` of the
+            workflows uses it.
 
     Wherever `interject` takes a location, it takes an alias, too: what is inserted there receives
     the named value, and what it returns is put in its place.
@@ -81,6 +83,7 @@ class Alias:
     pick: Callable[[Any], Any] | None = field(default=None, repr=False)
     why: str = ""
     put: Callable[[Any, Any], Any] | None = field(default=None, repr=False)
+    heads: int | None = None
 
     def around(self, what: Interjection) -> Interjection:
         """Return an interjection for the value there, which calls one for the named value.
@@ -144,6 +147,7 @@ class Stream:
         return "resid_mid" if is_mid else "resid_pre", layer
 
 
+_Pick: TypeAlias = Callable[[Any], Any]
 _OF_LAYER = re.compile(r"blocks\.(\d+)\.(?:(\w+)\.)?hook_(\w+)")
 
 
@@ -287,11 +291,41 @@ def alias_of(where: Any, model: Any) -> Alias | None:
     Raises:
         NodePathError: it is such a name, and has no equal in the model.
     """
-    if isinstance(where, Alias):
-        return where
-    if not isinstance(where, str) or "hook_" not in where:
-        return None
+    return _alias_in(transformer_lens_aliases(model), where) if _may_be_alias(where) else None
+
+
+def aliased(where: Any, model: Any) -> tuple[Any, Alias | None]:
+    """Return a location in the model's own names, and the alias that it is or names.
+
+    Several locations have the alias of the first, which picks and puts the same as the others.
+
+    Raises:
+        InputError: several locations name values of different kinds.
+    """
+    if not isinstance(where, (list, tuple, set, frozenset)):
+        alias = alias_of(where, model)
+        return (where, None) if alias is None else (alias.where, alias)
+    if not any(map(_may_be_alias, where)):
+        return where, None
     names = transformer_lens_aliases(model)
+    found = {one: _alias_in(names, one) for one in where}
+    kinds = {(alias.pick, alias.put) if alias else (None, None) for alias in found.values()}
+    if len(kinds) > 1:
+        raise InputError(
+            f"{', '.join(map(repr, found))} name values of several kinds, which one insertion does "
+            "not serve: make an insertion for each kind"
+        )
+    alias = next(filter(None, found.values()), None)
+    return [one if it is None else it.where for one, it in found.items()], alias
+
+
+def _may_be_alias(where: Any) -> bool:
+    return isinstance(where, Alias) or (isinstance(where, str) and "hook_" in where)
+
+
+def _alias_in(names: Aliases, where: Any) -> Alias | None:
+    if not isinstance(where, str):
+        return where if isinstance(where, Alias) else None
     require_equal(names, where)
     return names.get(where)
 
@@ -365,13 +399,15 @@ def _aliases(
     def first_put(value: Any, new: Any) -> Any:
         return type(value)((new, *value[1:])) if isinstance(value, (tuple, list)) else new
 
-    picks: dict[str, tuple[Callable[[Any], Any] | None, Callable[[Any, Any], Any] | None]] = {
-        "": (None, None),
-        "first": (lambda v: v[0] if isinstance(v, (tuple, list)) else v, first_put),
-        "heads": (split, lambda value, new: new.flatten(-2)),
-        "swapped": (lambda v: v.transpose(1, 2), lambda value, new: new.transpose(1, 2)),
-        "scores": (lambda v: v.masked_fill(_is_masked(v), -torch.inf), scores_put),
-        **{name: third(number) for number, name in enumerate("qkv")},
+    # How a value is picked and put, and the axis of its heads.
+    picks: dict[str, tuple[_Pick | None, Callable[[Any, Any], Any] | None, int | None]] = {
+        "": (None, None, None),
+        "first": (lambda v: v[0] if isinstance(v, (tuple, list)) else v, first_put, None),
+        "heads": (split, lambda value, new: new.flatten(-2), 2),
+        "swapped": (lambda v: v.transpose(1, 2), lambda value, new: new.transpose(1, 2), 2),
+        "pattern": (None, None, 1),
+        "scores": (lambda v: v.masked_fill(_is_masked(v), -torch.inf), scores_put, 1),
+        **{name: (*third(number), 2) for number, name in enumerate("qkv")},
     }
     names: dict[str, str | Alias] = {"hook_embed": f"{prefix}{family.embed}.output"}
     layers = len(modules[f"{prefix}{family.block}"])  # type: ignore[arg-type]
@@ -385,9 +421,10 @@ def _aliases(
             if pick == "results":
                 projection = modules[f"{at}.{where.removesuffix('.input')}"]
                 if type(projection).__name__ in ("Linear", "Conv1D"):  # nothing that wraps one
-                    names[f"blocks.{i}.{name}"] = Alias(place, results_of(projection), why)
+                    names[f"blocks.{i}.{name}"] = Alias(place, results_of(projection), why, None, 2)
                 continue
-            names[f"blocks.{i}.{name}"] = Alias(place, picks[pick][0], why, picks[pick][1])
+            part, put, axis = picks[pick]
+            names[f"blocks.{i}.{name}"] = Alias(place, part, why, put, axis)
     names |= {name: f"{prefix}{where}" for name, where in family.final.items()}
     made = Aliases(names, {**unequal, **_UNEQUAL})
     first, second, final = family.norms
@@ -429,7 +466,7 @@ def _common_aliases(attention: str, scores: str, out: str) -> dict[str, tuple[st
         "hook_resid_post": ("output", "first", _STREAM),
         "hook_attn_out": (f"{attention}.output", "first", "the contribution of attention"),
         "hook_mlp_out": ("mlp.output", "", "the contribution of the MLP"),
-        "attn.hook_pattern": (f"{attention}.softmax", "", eager),
+        "attn.hook_pattern": (f"{attention}.softmax", "pattern", eager),
         "attn.hook_attn_scores": (f"{attention}.{scores}", "scores", eager),
         "attn.hook_result": (f"{attention}.{out}.input", "results", "hook_z @ W_O, by heads"),
     }
@@ -809,8 +846,8 @@ def _foreign(text: str) -> str:
     """Return what to pass for a string that looks like something else than a name; or ""."""
     if re.search(r"(^|\.)hook_\w+$", text):
         return (
-            "the names of TransformerLens's hooks work in run_with_cache; "
-            "bendtrace.workflows.transformer_lens_aliases(model) lists the model's own names"
+            "bendtrace.workflows.transformer_lens_aliases(model) lists the names of "
+            "TransformerLens's hooks that this model has"
         )
     if re.search(r"[\\^$*+?]", text):
         return f"for a regular expression, pass re.compile({text!r})"

@@ -118,6 +118,14 @@ class SteppedRun:
         if error is not None and not self._events:  # as for arguments that the model does not take
             raise error
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name != "position":
+            raise InputError(
+                f"run.{name} = ... would change nothing: run.set(op, value) sets the value of an "
+                "op, and run.answer(question, value) the answer to a question"
+            )
+        super().__setattr__(name, value)
+
     # Moving
 
     def goto(self, place: Any = None, *, line: int | None = None) -> SteppedRun:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import bendtrace
-from bendtrace._checks import did_you_mean
+from bendtrace._checks import did_you_mean, required_path
 from bendtrace._places import add_cells, cells_among
 from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, fields_of
 from bendtrace.errors import BendtraceError, InputError, LoadError, SaveError
@@ -314,7 +314,7 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
     history._count_flops()  # without the run, nobody can
     log, entries = history._log, history.entries
     about = {"bendtrace": bendtrace.__version__, "torch": str(torch.__version__)}
-    with draft_in(os.path.abspath(os.fspath(directory)), about) as draft:
+    with draft_in(os.path.abspath(required_path("directory", directory)), about) as draft:
         content = {
             "name": encode(log.name),
             "parameters": log.parameters,
@@ -425,7 +425,7 @@ def load(directory: str | os.PathLike[str], *, device: torch.device | str | None
         to = None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"{device!r} is no device: {error}") from None
-    directory = os.path.abspath(os.fspath(directory))
+    directory = os.path.abspath(required_path("directory", directory))
     while True:
         opened = open_manifest(directory)
         try:
@@ -850,7 +850,7 @@ class ShardWriter:
     def __init__(self, directory: str | os.PathLike[str], *, max_bytes: int = 1 << 32) -> None:
         if type(max_bytes) is not int or max_bytes < 1:
             raise InputError(f"max_bytes has to be a positive number of bytes, not {max_bytes!r}")
-        self.directory: str = os.path.abspath(os.fspath(directory))
+        self.directory: str = os.path.abspath(required_path("directory", directory))
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
         self._file: TensorFile | None = None
@@ -1002,7 +1002,7 @@ def read_stream(directory: str | os.PathLike[str]) -> dict[str, StoredTensor | N
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
     """
-    directory = os.path.abspath(os.fspath(directory))
+    directory = os.path.abspath(required_path("directory", directory))
     path = os.path.join(directory, STREAM)
     marker = read_sealed(path, STREAM_FORMAT, STREAM_VERSION)
     if marker.get("state") != "closed":

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, overload
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_number
 from bendtrace._compare import same_bits
 from bendtrace._places import place_text
 from bendtrace.errors import InputError
@@ -38,7 +39,7 @@ from bendtrace.view.matching import (
     increasing,
 )
 from bendtrace.view.picture import Format, Picture
-from bendtrace.view.report import difference_picture, difference_text, numbers_text
+from bendtrace.view.report import alike, difference_picture, difference_text, numbers_text
 
 
 class _Logged(Protocol):
@@ -108,8 +109,7 @@ def diff(
                 "diff(trace(model, x), trace(model, y)) compares two runs"
             )
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
-        if not tolerance >= 0:
-            raise InputError(f"{name} must be at least 0, not {tolerance!r}")
+        required_number(name, tolerance)
     found = [Difference(logs[0], other, rtol, atol) for other in logs[1:]]
     return Differences(found) if more else found[0]
 
@@ -932,7 +932,7 @@ class Differences(Sequence["Difference"]):
         lines = [f"{self._all[0].a.name}: run 1, and how {counted(len(self), 'other')} differ"]
         for number, difference in enumerate(self._all, 2):
             first = difference.first
-            said = "the same"
+            said = alike(difference)
             if first is not None:
                 said = f"first {first.text}" if first.kind == "layers" else f"first at {first.text}"
                 before, a, after = said.rpartition(" in a, ")

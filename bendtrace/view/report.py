@@ -299,6 +299,13 @@ def _shape(entry: LayerEntry) -> str:
     return str(tuple(entry.shape))
 
 
+def alike(difference: Difference) -> str:
+    """Return how far two runs without a difference are the same."""
+    if difference.coverage.unsaved and not difference.coverage.compared:
+        return "the same, but no activations were compared"
+    return "the same"
+
+
 _WIDE = 60
 _WIDE_CHANGE = 100
 
@@ -308,7 +315,9 @@ def difference_text(difference: Difference, limit: int | None) -> str:
     names = [difference.a.name, difference.b.name]
     title = names[0] if names[0] == names[1] else f"a: {names[0]}, b: {names[1]}"
     if not difference:
-        return "\n".join([f"{title}: the two runs are the same", *_indent(_values(difference))])
+        return "\n".join(
+            [f"{title}: the two runs are {alike(difference)}", *_indent(_values(difference))]
+        )
     found = "the two runs differ"
     if difference.first is None and all(m.kind == "renamed" for m in difference.modules):
         found = "the two runs do the same, in modules of other names"

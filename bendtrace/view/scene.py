@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from bendtrace._checks import did_you_mean
+from bendtrace._checks import did_you_mean, required_int
 from bendtrace._places import place_text
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
@@ -913,11 +913,8 @@ def scene(
     Raises:
         InputError: the module was not called, or a number is invalid.
     """
-    if max_nodes < 1 or (depth is not None and depth < 0):
-        raise InputError(
-            "a picture needs max_nodes of at least 1 and depth of at least 0, not "
-            f"max_nodes={max_nodes} and depth={depth}"
-        )
+    required_int("max_nodes", max_nodes, 1)
+    required_int("depth", depth, 0, or_none=True)
     if numbers not in ("deciding", "all", "none"):
         raise InputError(f'numbers= has to be "deciding", "all" or "none", not {numbers!r}')
     entries, inside = _part(history, within)

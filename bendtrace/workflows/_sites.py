@@ -6,8 +6,8 @@ import math
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -20,10 +20,12 @@ from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.history.building import Log
 from bendtrace.history.capture import copied
 from bendtrace.history.entries import LayerEntry
+from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.registry import InsertionGroup
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import Leaf, Shape, assemble, describe, take_apart
+from bendtrace.interject.where import Alias, alias_of
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.nodes import NodePath
@@ -199,6 +201,13 @@ class Part:
         return made
 
 
+def aliases_of(where: Any, model: BendedModule) -> list[Alias | None]:
+    """Return the alias that each of some locations is, or names; None for others."""
+    if isinstance(where, (list, tuple, set, frozenset)):
+        return [alias for one in where for alias in aliases_of(one, model)]
+    return [alias_of(where, model.model)]
+
+
 def _axis(axis: int, value: Tensor) -> int:
     if not -value.dim() <= axis < value.dim():
         raise NoPart(f"shape {tuple(value.shape)} has no axis {axis}")
@@ -246,6 +255,26 @@ class Columns:
         elif head is not None:
             raise InputError("head= selects heads: also pass their number as heads=")
         return cls(_positions_of(positions), axis, heads, which, head_axis)
+
+    def named(self, wheres: Any, model: BendedModule) -> Columns:
+        """Return the columns of the values that aliases name: these know where the heads are.
+
+        Raises:
+            InputError: some of the locations name values with an axis of heads, and others do not.
+        """
+        if self.heads is None:
+            return self
+        aliases = aliases_of(wheres, model)
+        axes = {None if alias is None else alias.heads for alias in aliases}
+        if len(axes) > 1:
+            raise InputError(
+                "heads=: some of these values have an axis of heads, and others have none or "
+                "another one: pass those of one kind"
+            )
+        axis = next(iter(axes), None)
+        if axis is not None and self.head_axis not in (-1, axis):
+            raise InputError(f"these values have their heads along axis {axis}: omit head_axis=")
+        return self if axis is None else replace(self, head_axis=axis)
 
     @property
     def chosen_heads(self) -> tuple[int, ...] | None:
@@ -697,8 +726,8 @@ class Sites:
             else:
                 found += [Row(key[1], (key,)) for key in keys]
         if self._columns is not None:
-            paths = {path for row in found for _, path in row.keys}
-            require_heads(self._bended, self._columns, self._at, lambda node: node.path in paths)
+            made = zip(self._group.insertions, self._items[: self._count], strict=False)
+            require_heads(self._bended, self._columns, self._at, made)
         return found
 
     def settle(self, *runs: Iterable[Key]) -> None:
@@ -872,40 +901,76 @@ _JOINING = frozenset({"cat", "concat", "concatenate", "hstack", "stack"})
 
 
 def require_heads(
-    model: BendedModule, columns: Columns, at: str, selects: Callable[[Candidate], bool]
+    model: BendedModule, columns: Columns, at: str, locations: Iterable[tuple[Insertion, Any]]
 ) -> None:
-    """Raise if the values at some nodes do not consist of the heads that a workflow separates."""
+    """Raise if the values at some locations do not consist of the heads a workflow separates.
+
+    Args:
+        model: the model, which was called before.
+        columns: what separates the heads.
+        at: "input" for the first inputs of the nodes.
+        locations: insertions, and the locations that they were made for.
+    """
     if columns.heads is None:
         return
+    places = [
+        (place, "input" if place.role == "input" else at, aliases_of(where, model)[0])
+        for insertion, where in locations
+        for place in (target.place for target in insertion.targets)
+        if place is not None and place.role != "state"
+    ]
     recordings = model._known.recordings()
     if not recordings:
-        parts = [node.module for node in model._known.modules() if selects(node)]
-        if at == "input" and parts and all(map(_projects, parts)):
+        modules = [
+            (node.module, kind)
+            for place, kind, _ in places
+            for node in model._known.modules()
+            if place.matcher.matches(node)
+        ]
+        if modules and all(kind == "input" and _projects(module) for module, kind in modules):
             return
         raise InputError("heads= is compared with a run of the model: call the model once before")
     for recording in recordings:
-        run = model._known.run(recording)
-        nodes = [*filter(selects, model._known.nodes_of(recording).candidates.values())]
-        for node in nodes:
-            for entry in _values(run.log, node, at):
-                if not _Heads(run.log, columns).are_in(entry, is_given=at == "input"):
-                    raise SiteError(
-                        f"heads={columns.heads}: the {at} of {node.path!r} is neither split into "
-                        f"{columns.heads} heads nor joined from them, so its slices mean nothing. "
-                        'What the heads return is what their output projection is given: at="input"'
-                        " of that",
-                        node.path,
-                    )
-        if nodes:
+        nodes = model._known.nodes_of(recording).candidates.values()
+        found = [
+            (node, place, kind, alias)
+            for place, kind, alias in places
+            for node in nodes
+            if place.matcher.matches(node)
+        ]
+        log = model._known.run(recording).log if found else None
+        for node, place, kind, alias in found:
+            assert log is not None
+            for entry in _values(log, node, kind, place.dig):
+                _require_heads_in(entry, log, columns, kind, alias, node.path)
+        if found:
             return
+
+
+def _require_heads_in(
+    entry: LayerEntry, log: Log, columns: Columns, at: str, alias: Alias | None, path: str
+) -> None:
+    heads, said = columns.heads, f"heads={columns.heads}: the {at} of {path!r}"
+    if alias is not None and alias.heads is not None:
+        value = torch.empty(entry.shape or (), device="meta")
+        named = value if alias.pick is None else alias.pick(value)
+        if named.shape[alias.heads] != heads:
+            raise SiteError(f"{said} has {named.shape[alias.heads]} heads", path)
+    elif not _Heads(log, columns).are_in(entry, is_given=at == "input"):
+        raise SiteError(
+            f"{said} is neither split into {heads} heads nor joined from them, so its slices mean "
+            "nothing. What the heads return is what their output projection is given: "
+            'at="input" of that',
+            path,
+        )
 
 
 def _projects(module: nn.Module | None) -> bool:
     return module is not None and any(p.dim() > 1 for p in module.parameters(recurse=False))
 
 
-def _values(log: Log, node: Candidate, at: str) -> Iterator[LayerEntry]:
-    """Yield the first value that a node is given, or that it returns."""
+def _values(log: Log, node: Candidate, at: str, dig: tuple[Any, ...]) -> Iterator[LayerEntry]:
+    """Yield the first value that a node is given, or that it returns, or a part of that."""
     known = {entry.label: entry for entry in log.entries}
     if node.module is not None:
         calls = (call for call in log.modules if call.name == node.module_path)
@@ -913,7 +978,8 @@ def _values(log: Log, node: Candidate, at: str) -> Iterator[LayerEntry]:
     else:
         its = next((entry for entry in log.entries if entry.node_path == node.path), None)
         labels = [] if its is None else its.parents if at == "input" else [its.label]
-    yield from (known[label] for label in labels[:1] if known[label].shape is not None)
+    first = dig[0] if len(dig) == 1 and isinstance(dig[0], int) else 0
+    yield from (known[label] for label in labels[first : first + 1] if known[label].shape)
 
 
 class _Heads:
@@ -950,15 +1016,16 @@ class _Heads:
             if whole and len(others) == self._count:  # each is a head
                 return True
             for other in others:
-                shape = [*(other.shape or ())]
+                shape = other.shape or ()
                 mixes = not is_before and other.function in _MIXING
                 if other.label in known or mixes or not shape:
                     continue
-                if shape.count(width) > least:
-                    shape.remove(width)
-                    # Of queries, keys and values side by side, each third has its heads.
-                    if any(size > 1 and not self._count % size for size in shape):
-                        return True
+                # Behind the axis of samples. Of queries, keys and values, each third has its heads.
+                if shape.count(width) > least and any(
+                    after == width and size > 1 and not self._count % size
+                    for size, after in pairwise(shape[len(entry.shape or ()) > 1 :])
+                ):
+                    return True
                 known.add(other.label)
                 waiting.append(other)
         return False

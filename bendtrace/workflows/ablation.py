@@ -130,15 +130,13 @@ def ablate(
     """
     model = required_bended(model, "an ablation")
     position = None if channels is None else [position_of(channels, "channels")]
-    columns = Columns.of(position, axis, heads, head, head_axis)
+    columns = Columns.of(position, axis, heads, head, head_axis).named(where, model)
     kind = _InputAblation if required_choice("at", at, "output", "input") == "input" else _Ablation
     substitute = _substitute_of(how, model, [where], at, reference, over, seed)
     what = kind(substitute, columns.parts(columns.settled()), describe_where(where))
     handle = model.interject(where, what, passes=passes, every=every, allow_none=allow_none)
     try:
-        places = [target.place for target in handle.targets if target.place is not None]
-        nodes = [place.matcher for place in places if place.role == "node" and not place.dig]
-        require_heads(model, columns, at, lambda node: any(m.matches(node) for m in nodes))
+        require_heads(model, columns, at, [(handle, where)])
     except InputError:
         handle.remove()
         raise
@@ -295,6 +293,7 @@ def ablation_study(
     required_choice("at", at, "output", "input")
     bended, call = bended_of(model), Call.of(inputs)
     items = site_list(sites)
+    columns = columns.named(items, bended)
     substitute = _substitute_of(how, bended, items, at, reference, over, seed)
     with Sites(bended, items, [call], at=at, columns=columns, label="ablation_study") as there:
         base, seen = there.measured(call, measured)

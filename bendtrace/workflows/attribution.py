@@ -36,6 +36,7 @@ from bendtrace.workflows._sites import (
     Seen,
     Sites,
     TwoRuns,
+    aliases_of,
     as_number,
     differing,
     required_metric,
@@ -194,18 +195,21 @@ def attribution_patching(
         raise InputError('sites=None selects the outputs of all ops: pass sites for at="input"')
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
     items = [_every_op] if sites is None else site_list(sites)
+    columns = columns.named(items, bended)
+    # The metric depends on a part that an alias picks only if that is put back.
+    puts = any(alias is not None and alias.pick for alias in aliases_of(items, bended))
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         _all_trainable(bended.model),
         Sites(
             bended, items, calls, at=at, label="attribution_patching", allow_none=sites is None,
-            observes=steps is None, every_part=sites is None,
+            observes=steps is None and not puts, every_part=sites is None,
             columns=None if sites is None else columns,
         ) as there,
     ):  # fmt: skip
         scores = _Scores(there, measured, missed, calls, direction)
-        scores.run(steps, sites is None)
+        scores.run(steps, sites is None, puts)
     names = [row.name for row in scores.rows]
     grid = columns.grid(names, scores.source, scores.cell)
     total = torch.tensor([scores.total(name) for name in names], dtype=torch.float64)
@@ -268,16 +272,17 @@ class _Scores:
         self._calls = calls
         self._target: Seen = {}
 
-    def run(self, steps: int | None, every_op: bool) -> None:
+    def run(self, steps: int | None, every_op: bool, puts: bool) -> None:
         there, patched = self._there, self._calls[self._patched]
         output, self.source = there.seen(self._calls[self._first], with_gradients=True)
         start = as_number(scalar_of(self._metric, output))
         edges: dict[Passes, GradientEdge] = {}
 
-        def note(key: Key, number: int, value: Tensor) -> None:
+        def note(key: Key, number: int, value: Tensor) -> Tensor | None:
             # The edge of now: what is written into the tensor later is another op.
             if value.requires_grad and value.is_floating_point():
                 edges[key, number] = get_gradient_edge(value)
+            return value.view_as(value) if puts else None
 
         output, self._target = there.seen(patched, note, with_gradients=True)
         end = scalar_of(self._metric, output)

@@ -335,12 +335,21 @@ class ActivationCache(ResidualParts):
     def to(self, device: torch.device | str) -> ActivationCache:
         """Return a cache with all tensors on a device.
 
+        Raises:
+            InputError: torch knows no such device.
+
         Example:
             >>> import torch, bendtrace as bt
             >>> _, cache = bt.workflows.run_with_cache(torch.nn.ReLU(), torch.ones(2))
             >>> cache.to("meta")["relu"].device
             device(type='meta')
         """
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise InputError(
+                f"device= is a device of torch, such as 'cpu', not {device!r}"
+            ) from error
         moved = {}
         for name, value in self.items():
             shape, found = take_apart(value)
@@ -369,7 +378,10 @@ class ActivationCache(ResidualParts):
             return _pick(self[alias.where], alias)
         if isinstance(name, str):
             require_equal(self.aliases, name)
-        hint = near_misses(str(name), [*self, *self._names, *self.aliases])
+        known = [*self, *self._names, *self.aliases]
+        if isinstance(name, tuple) and len(name) > 1:  # as TransformerLens shortens its names
+            known, name = [*self.aliases], f"blocks.{name[1]}.hook_{name[0]}"
+        hint = near_misses(str(name), known)
         raise NodePathError(f"{name!r} is not in this cache; {hint}", str(name), tuple(self))
 
     def __repr__(self) -> str:

@@ -150,6 +150,7 @@ def activation_patching(
     measured, missed = required_metric(metric), Missing(missing, "replace", HINT)
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
     items = site_list(sites)
+    columns = columns.named(items, bended)
     with Sites(bended, items, calls, at=at, columns=columns, label="activation_patching") as there:
         runs = [there.measured(call, measured) for call in calls]
         seen = [values for _, values in runs]
@@ -391,6 +392,7 @@ def causal_tracing(
     required_int("window", window, 1)
     bended, call = bended_of(model), Call.of(inputs)
     items = site_list(sites)
+    columns = columns.named(items, bended)
     with Sites(
         bended, items, [call], at=at, columns=columns, also=[where], label="causal_tracing"
     ) as there:

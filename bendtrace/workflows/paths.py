@@ -535,6 +535,7 @@ def path_patching(
     measured, missed = required_metric(metric), Missing(missing, "send")
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
     plan = _Plan(senders, receivers, paths, frozen)
+    columns = columns.named(plan.senders, bended)
     with Sites(
         bended, plan.senders, (calls[first], calls[patched]), at=at, noted=plan.noted,
         label="path_patching", columns=columns,

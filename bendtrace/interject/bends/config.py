@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_path
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import (
     OPERATORS,
@@ -56,10 +57,15 @@ class BendingConfig:
         if isinstance(bend, BendSpec):
             self.bends.append(bend)
             return
-        if not isinstance(bend, tuple) or len(bend) < 2 or not isinstance(bend[0], Bend):
+        if (
+            not isinstance(bend, tuple)
+            or len(bend) < 2
+            or not isinstance(bend[0], Bend)
+            or any(where is None or isinstance(where, (bool, int, float)) for where in bend[1:])
+        ):
             raise InputError(
-                "a configuration takes tuples of a bending callback and one or more patterns, "
-                f"not {bend!r}"
+                "a configuration takes tuples of a bending callback, such as Lambda(function), and "
+                f"one or more patterns, not {bend!r}"
             )
         self.bends.append(BendSpec(bend[0], bend[1:]))
 
@@ -170,7 +176,7 @@ def write_configs(path: str | os.PathLike[str], configs: Mapping[str, BendingCon
         "configs": {name: config.to_dict() for name, config in configs.items()},
     }
     text = json.dumps(data, indent=2)
-    with open(path, "w", encoding="utf-8") as file:
+    with open(required_path("the file of a configuration", path), "w", encoding="utf-8") as file:
         file.write(text + "\n")
 
 
@@ -179,7 +185,7 @@ def read_configs(
 ) -> dict[str, BendingConfig]:
     """Read configurations from a JSON file. Parameters with the same name become one object."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(required_path("the file of a configuration", path), encoding="utf-8") as file:
             data = json.load(file)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"cannot read bends from {os.fspath(path)!r}: {error}") from error
