@@ -46,7 +46,7 @@ from bendtrace.tape.guards import (
     TruthGuard,
     ValueGuard,
 )
-from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, Use, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     SHAPES,
@@ -851,7 +851,7 @@ class Straight(Expressions):
                 self._conditions.append(self._new(f"({self._count(root)} == {extent[0]})"))
             elif root in self._schedule.needed:
                 self.picked[root] = extent
-                wanted = ValueGuard(root, root, op.meta, "", op.scope, op.site)
+                wanted = ValueGuard(root, root, op.meta, Use.RESULT, op.scope, op.site)
                 self._conditions.append(self._condition(wanted))
 
     def _out_of(self, op: Op) -> str:

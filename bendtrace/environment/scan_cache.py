@@ -212,7 +212,9 @@ class CachedScan:
             if part.index in anew or part.index in self._content or part.kind in COPIED:
                 looked.append(part)
         self._anew, self._looked = frozenset(anew), looked
-        self._bare_facts = [part.size[:5] for part in self._bare]
+        self._bare_facts = [
+            part.size[:5] for part in self._bare if isinstance(part.size, TensorFacts)
+        ]
         self._watched = [i for i in self._content if i in held]
         nothing: dict[Any, Any] = {}  # nobody puts anything into it
         self._bare_held = dict.fromkeys((part.index for part in self._bare), nothing)

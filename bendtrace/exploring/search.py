@@ -41,7 +41,7 @@ from bendtrace.recording.run import Signature, record
 from bendtrace.replay.tree import TraceTree
 from bendtrace.source.sites import PACKAGE, TORCH, Place, Site, place_at
 from bendtrace.tape.guards import TruthGuard
-from bendtrace.tape.tape import ModuleCall, leaves_in
+from bendtrace.tape.tape import ModuleCall, Use, leaves_in
 from bendtrace.view.outline import Answers, is_standard, sides_seen
 from bendtrace.view.walks import (
     Choice,
@@ -1131,7 +1131,7 @@ class Subject:
             self._see(run, guard.scope, guard.site)
             if not isinstance(guard, TruthGuard) or guard.site is None:
                 continue
-            if guard.how in ("", "metadata", "type"):
+            if guard.use in (Use.RESULT, Use.METADATA, Use.TYPE):
                 continue
             key = (guard.site.identity, guard.scope.path)
             asked[key] = asked.get(key, 0) + 1

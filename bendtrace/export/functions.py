@@ -26,7 +26,7 @@ from bendtrace.export.values import (
     Tensors,
     Value,
 )
-from bendtrace.tape.captured import Access, Captured, CaptureKind, identical
+from bendtrace.tape.captured import Access, Captured, CaptureKind, TensorFacts, identical
 from bendtrace.tape.tape import Op
 
 # What operators are given; what has another letter is closed over.
@@ -153,9 +153,8 @@ class Functions:
                 self._prelude.append(f"{name} = {self._reached(part)}")
                 is_tensor = part.kind is CaptureKind.TENSOR
                 self._parts[key] = self._tensor(name) if is_tensor else Static(name, part.type)
-                if is_tensor and part.size is not None:
-                    dtype = part.size.dtype
-                    self._prelude.append(f"has_dtype({name}, {dtype})")
+                if isinstance(part.size, TensorFacts):
+                    self._prelude.append(f"has_dtype({name}, {part.size.dtype})")
             return self._parts[key]
         tensor = part.read(())
         if not isinstance(tensor, Tensor):

@@ -32,7 +32,7 @@ from bendtrace.tape.guards import (
     TruthGuard,
     ValueGuard,
 )
-from bendtrace.tape.tape import Guard, Op, OpKind, refs_in
+from bendtrace.tape.tape import Guard, Op, OpKind, Use, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     RANK_DEPENDS_ON_SIZES,
@@ -456,7 +456,7 @@ def lengths_in(recordings: Iterable[Recording]) -> frozenset[Place]:
     for recording in recordings:
         kinds = Numbers(recording.tape).kinds
         for guard in recording.tape.guards:
-            place = place_of(guard) if guard.how == "len" else None
+            place = place_of(guard) if guard.use is Use.LEN else None
             if place is not None:
                 places.add(place)
                 if kinds.get(guard.index) is Kind.SIZE:

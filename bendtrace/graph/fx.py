@@ -26,9 +26,11 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import (
     COPIED,
     Access,
-    AttributeKey,
     Captured,
     CaptureKind,
+    Keys,
+    Length,
+    Size,
     identical,
     is_as_copied,
 )
@@ -347,16 +349,14 @@ def _check_part(part: Captured, arguments: tuple[Any, ...]) -> None:
         raise DivergenceError(f"argument {part.label} has different content than when traced")
 
 
-def _content(part: Captured, now: Any) -> Any:
+def _content(part: Captured, now: Any) -> Size | None:
     """Return the `part.size` of the container that is there now."""
-    if isinstance(part.size, tuple) and part.kind in (
-        CaptureKind.DICT, CaptureKind.LIST, CaptureKind.TUPLE
-    ):  # fmt: skip
+    if isinstance(part.size, Keys) and part.kind is not CaptureKind.OBJECT:
         keys = dict.keys(now) if part.kind is CaptureKind.DICT else range(len(now))
-        return (*keys, *(key for key in part.size if isinstance(key, AttributeKey)))
-    if part.kind in (CaptureKind.LIST, CaptureKind.TUPLE):
-        return len(now)
-    return part.size if part.kind is CaptureKind.OBJECT else now
+        return Keys((*keys, *part.size.attributes))
+    if isinstance(part.size, Length) and part.kind in (CaptureKind.LIST, CaptureKind.TUPLE):
+        return Length(len(now), part.size.most)
+    return part.size if part.kind is CaptureKind.OBJECT else None
 
 
 def check_guard(value: Any, test: str, wanted: Any, what: str) -> None:

@@ -18,7 +18,7 @@ from bendtrace.history.entries import counted, listed, tensors_of
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.structure import Existing
-from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, map_refs, refs_in
+from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, Use, map_refs, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     SHAPES,
@@ -235,7 +235,7 @@ class Validator:
         if op.meta is None and op.writes:
             tensors = [((), self._ops[op.writes[0]].meta)]
         if not tensors:
-            if op.kind is OpKind.CALL and VALUES.get(op.target) == "format":
+            if op.kind is OpKind.CALL and VALUES.get(op.target) is Use.FORMAT:
                 return _without_graph(again) == _without_graph(op.meta)
             gives_nothing = op.kind is OpKind.CALL and op.meta is None
             return gives_nothing or same_bits(_plainly(again), _plainly(op.meta))

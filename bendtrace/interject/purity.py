@@ -27,6 +27,7 @@ from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
 from bendtrace.recording.run import Signature, record
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.guards import IdentityGuard, LengthGuard
+from bendtrace.tape.tape import Use
 from bendtrace.torch_rules.functions import is_torchs_function
 from bendtrace.torch_rules.owners import parts_of, states_of
 
@@ -421,7 +422,7 @@ def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
         return f"what is inserted sets {recording.changes[0].label}"
     entry = current_context()
     guards = recording.tape.guards  # on how many things an op gives, or what the path tells
-    if any(guard.how != "metadata" and not isinstance(guard, _TOLD) for guard in guards):
+    if any(guard.use is not Use.METADATA and not isinstance(guard, _TOLD) for guard in guards):
         return "what is inserted is branching: it takes other ways for other sizes or values"
     for op in recording.tape.ops:
         reason = why_not_op(op, entry)

@@ -54,7 +54,17 @@ from bendtrace.source.usage import only_tests
 from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, describe_raised
+from bendtrace.tape.tape import (
+    Guard,
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    State,
+    Tape,
+    Use,
+    describe_raised,
+)
 from bendtrace.tape.watchers import Inserter, Observer, StopRun, set_around, unwatched
 from bendtrace.torch_rules.arrays import SharedArrays, may_share
 from bendtrace.torch_rules.functions import (
@@ -334,15 +344,15 @@ class Recorder(RecordingMode):
         if func in METADATA:
             return self._metadata(func, args, kwargs, frame)
         if func in VALUES:
-            how = VALUES[func]
+            use = VALUES[func]
             op, value = self._record(func, args, kwargs, frame)
             op.meta = value
-            if self._varying.answers_of(op, value, how, frame):
+            if self._varying.answers_of(op, value, use, frame):
                 return value
-            if how == "format" and (self._texts.printing or goes_to_screen(users_frame(frame))):
+            if use is Use.FORMAT and (self._texts.printing or goes_to_screen(users_frame(frame))):
                 return self._texts.mark(op.index, value)
             self._writer.guard(
-                TruthGuard if how == "bool" else ValueGuard, op.index, value, how, frame
+                TruthGuard if use is Use.BOOL else ValueGuard, op.index, value, use, frame
             )
             return self._numbers.answered(value)
         if func in DESCEND:
@@ -504,7 +514,7 @@ class Recorder(RecordingMode):
                 return self._values.facts[fact]
         op, value = self._record(func, args, kwargs, frame)
         op.meta = value
-        self._writer.guard(ValueGuard, op.index, value, "metadata", frame)
+        self._writer.guard(ValueGuard, op.index, value, Use.METADATA, frame)
         if fact is not None:
             self._values.facts[fact] = value
         return value
@@ -517,7 +527,7 @@ class Recorder(RecordingMode):
         if args[0].numel() > _LONG_LIST:
             # The model may change the list that it receives; the guarded one must not change.
             op.meta = copy.deepcopy(out)
-            self._writer.guard(ValueGuard, op.index, op.meta, "tolist", frame)
+            self._writer.guard(ValueGuard, op.index, op.meta, Use.LIST, frame)
             return out
         return self._values.traced_list(out, Ref(op.index), frame)
 
@@ -671,7 +681,7 @@ class Recorder(RecordingMode):
         if type(truth) is bool:  # a plain one has been guarded already
             return truth
         self._writer.guard(
-            TruthGuard, self._values.scalar_ref(truth).index, bool(truth._value), "", frame
+            TruthGuard, self._values.scalar_ref(truth).index, bool(truth._value), Use.RESULT, frame
         )
         return bool(truth._value)
 
@@ -816,7 +826,7 @@ class Entered:
         """Return a value with plain numbers, which are guarded, also behind functions in it."""
         scalars = list(scalars_in(value))
         for scalar in scalars:
-            scalar._consume("type")
+            scalar._consume(Use.TYPE)
         for inner in _behind(value):
             if isinstance(inner, types.CellType):
                 inner.cell_contents = self._plain(inner.cell_contents)

@@ -17,7 +17,15 @@ from bendtrace.replay.guard_code import AliasGuards, Check, GuardCode
 from bendtrace.replay.source import Source, define, dependencies_of, fails
 from bendtrace.source.memory_words import Entries, Reader, Unreadable, Words, offsets
 from bendtrace.source.versions import version_of
-from bendtrace.tape.captured import Access, Captured, CaptureKind, identical, same_keys
+from bendtrace.tape.captured import (
+    Access,
+    Captured,
+    CaptureKind,
+    Length,
+    TensorFacts,
+    identical,
+    same_keys,
+)
 from bendtrace.tape.structure import cached_results, entries_of, is_heap_type
 
 
@@ -193,9 +201,8 @@ class CheckWriter:
             self._ask_in_doubt(source, "any(map(getitem, hosts, hollow))", "measure()")
         full = [part for part in settled.counted if part.size]
         if full:
-            source.names.update(
-                mappings=[part.value for part in full], lengths=[part.size for part in full]
-            )
+            lengths = [part.size.number for part in full if isinstance(part.size, Length)]
+            source.names.update(mappings=[part.value for part in full], lengths=lengths)
             self._ask_in_doubt(source, "list(map(len, mappings)) != lengths", "measure()")
         for part in full:
             self._ask_for_order(source, part)
@@ -218,7 +225,11 @@ class CheckWriter:
     def _ranks(self) -> list[tuple[dict[str, Any], str, int]]:
         """Return the tables, keys and ranks of the tensors in tables that have to have one."""
         ranked = [part for part in self._in_tables() if part in self._analysis.ranked_state]
-        return [(p.parent.value, p.key, p.size.rank) for p in ranked if p.parent is not None]
+        return [
+            (part.parent.value, part.key, part.size.rank)
+            for part in ranked
+            if part.parent is not None and isinstance(part.size, TensorFacts)
+        ]
 
     def _ask_for_missing(self, source: Source) -> None:
         """Ask whether names that were in no namespace are there now."""
@@ -639,7 +650,7 @@ class GuardClasses:
 
     def _is_table(self, table: Captured) -> bool:
         held = self.children.get(table.index, ())
-        if len(held) != table.size:
+        if table.size != Length(len(held)):
             return False
         asked = self._analysis.typed_state | self._marked
         tensors = {part for part in held if part.kind is CaptureKind.TENSOR}

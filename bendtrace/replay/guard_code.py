@@ -6,8 +6,10 @@ written to one of them shows in all. So objects that were distinct have to be di
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
@@ -16,10 +18,12 @@ from bendtrace.tape.captured import (
     COPIED,
     UNSET,
     Access,
-    AttributeKey,
     Captured,
     CaptureKind,
-    DequeSize,
+    Copy,
+    Keys,
+    Length,
+    TensorFacts,
     has_attributes,
     is_told_by_identity,
     same_keys,
@@ -74,14 +78,14 @@ class GuardCode:
 
     def ask(self, source: Source, part: Captured) -> None:
         """Ask of a part whether it is what it was, as far as that matters."""
-        name, kind, label = source.part(part), part.kind, part.label
+        name, kind, label, size = source.part(part), part.kind, part.label, part.size
 
         def fail_if(condition: str, text: str) -> None:
             source.line(f"if {condition}: return {self.note(text, part)}")
 
         if part.access is Access.FIXED:
-            if kind is CaptureKind.DICT:
-                fail_if(f"len({name}) != {part.size}", f"{label} has gained or lost attributes")
+            if isinstance(size, Length) and kind is CaptureKind.DICT:
+                fail_if(f"len({name}) != {size.number}", f"{label} has gained or lost attributes")
                 return
             if kind in _SAME_FOR_EVER:
                 return
@@ -109,18 +113,15 @@ class GuardCode:
         else:
             exact = source.constant(part.type)
             fail_if(f"type({name}) is not {exact}", f"{label} is not a {part.type.__name__}")
-        if kind is CaptureKind.TENSOR:
-            _check_tensor(source, part, self._analysis, part in self.marked, fail_if)
-        elif kind in (CaptureKind.LIST, CaptureKind.TUPLE):
-            size = part.size
-            if isinstance(size, tuple):
-                size = sum(not isinstance(key, AttributeKey) for key in size)
-            fail_if(f"len({name}) != {size}", f"{label} does not have {size} items")
-            if isinstance(size, DequeSize):
+        if isinstance(size, TensorFacts):
+            _check_tensor(source, part, size, self._analysis, part in self.marked, fail_if)
+        elif isinstance(size, (Length, Keys)) and kind in (CaptureKind.LIST, CaptureKind.TUPLE):
+            fail_if(f"len({name}) != {size.number}", f"{label} does not have {size.number} items")
+            if isinstance(size, Length) and part.type is collections.deque:
                 wrong = f"{label} does not hold {size.most} items at most"
                 fail_if(f"{name}.maxlen != {size.most}", wrong)
-        elif kind is CaptureKind.DICT:
-            keys = tuple(key for key in part.size if not isinstance(key, AttributeKey))
+        elif isinstance(size, Keys) and kind is CaptureKind.DICT:
+            keys = size.items
             other = f"tuple({name}) != {source.constant(keys)}"
             if not keys and part.type is dict:
                 other = name
@@ -130,13 +131,11 @@ class GuardCode:
                 source.names["same_keys"] = same_keys
                 other = f"not same_keys({name}, {source.constant(keys)})"
             fail_if(other, f"{label} has other keys")
-        if kind in _CONTAINERS and has_attributes(part.type) and isinstance(part.size, tuple):
-            named = [key for key in part.size if isinstance(key, AttributeKey)]
-            own = tuple(key.name for key in named if key.access is Access.DICT)
-            other = f"tuple({name}.__dict__) != {source.constant(own)}"
+        if kind in _CONTAINERS and has_attributes(part.type) and isinstance(size, Keys):
+            other = f"tuple({name}.__dict__) != {source.constant(size.own)}"
             fail_if(other, f"{label} has other attributes than it had, or in another order")
-        if kind is CaptureKind.OBJECT:
-            own = tuple(key.name for key in part.size if key.access is Access.DICT)
+        if isinstance(size, Keys) and kind is CaptureKind.OBJECT:
+            own = size.own
             if own or part.type.__dictoffset__:
                 other = (
                     f"tuple({name}.__dict__) != {source.constant(own)}"
@@ -144,12 +143,12 @@ class GuardCode:
                     else f"{name}.__dict__"
                 )
                 fail_if(other, f"{label} has other attributes than it had, or in another order")
-            for slot in set(slots_of(part.type)) - {str(key) for key in part.size}:
+            for slot in set(slots_of(part.type)) - {str(key) for key in size.keys}:
                 source.names.update(slot_of=slot_of, UNSET=UNSET)
                 has = f"slot_of({name}, {slot!r}) is not UNSET"
                 fail_if(has, f"{label} has an attribute {slot}")
-        elif kind in COPIED:
-            fail_if(_other_content(source, part), f"{label} has other content")
+        elif isinstance(size, Copy):
+            fail_if(_other_content(source, part, size.content), f"{label} has other content")
 
 
 _TEXTS = {str}
@@ -161,28 +160,29 @@ _SAME_FOR_EVER = frozenset(
 _BY_VALUE = frozenset({type(None), bool, int, str, bytes})
 
 
-def _other_content(source: Source, part: Captured) -> str:
+def _other_content(source: Source, part: Captured, content: Any) -> str:
     name = source.part(part)
     if part.type in (set, frozenset):
-        if not part.size:
+        if not content:
             return name
-        types = tuple(kind for kind, _ in part.size)
+        types = tuple(kind for kind, _ in content)
         if _BY_VALUE.issuperset(types):
-            members = source.bound(tuple(member for _, member in part.size))
+            members = source.bound(tuple(member for _, member in content))
             return (
                 f"tuple({name}) != {members} or tuple(map(type, {name})) != {source.bound(types)}"
             )
-    return f"{source.constant(part.size)} != {source.constant(COPIED[part.kind])}({name})"
+    return f"{source.constant(content)} != {source.constant(COPIED[part.kind])}({name})"
 
 
 def _check_tensor(
     source: Source,
     part: Captured,
+    facts: TensorFacts,
     analysis: Analysis,
     marked: bool,
     fail_if: Callable[[str, str], None],
 ) -> None:
-    name, facts, label = source.part(part), part.size, part.label
+    name, label = source.part(part), part.label
     if part.is_argument or part in analysis.typed_state:
         fail_if(
             f"{name}.dtype is not {source.constant(facts.dtype)}",

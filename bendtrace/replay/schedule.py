@@ -24,7 +24,7 @@ from bendtrace.tape.blocks import Passage, Portion
 from bendtrace.tape.captured import Change
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import ErrorGuard
-from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Tape, is_handled, refs_in
+from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Tape, Use, is_handled, refs_in
 from bendtrace.torch_rules.functions import FLEETING, VALUES, known_as
 
 
@@ -347,7 +347,7 @@ def is_droppable(op: Op, analysis: Analysis) -> bool:
     if op.kind is OpKind.SCALAR:
         return op.target in HARMLESS
     # Any tensor can be formatted without an error.
-    only_writes = VALUES.get(op.target) == "format" and not any(op.args[1:])
+    only_writes = VALUES.get(op.target) is Use.FORMAT and not any(op.args[1:])
     return is_read(op) or only_writes
 
 

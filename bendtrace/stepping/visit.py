@@ -25,7 +25,7 @@ from bendtrace.recording.texts import shows
 from bendtrace.source.sites import BEHIND, PACKAGE, TORCH
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.scalars import TRACED, TracedScalar, plain
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Use
 from bendtrace.tape.watchers import StopRun, unwatched
 from bendtrace.torch_rules.draws import restorer_of, state_of, torchs_generators
 from bendtrace.torch_rules.functions import (
@@ -47,7 +47,7 @@ from bendtrace.torch_rules.writes import storage_of, version_of
 
 # Requests that compute nothing that anybody would stop at.
 _SILENT = frozenset({*CONTEXT, *METADATA, *SHAPES, *VALUES, *ESCAPES, Tensor.tolist})
-_QUESTIONS = frozenset({"bool", "int", "float", "complex", "index", "len", "in"})
+_QUESTIONS = frozenset(VALUES.values()) - {Use.FORMAT}
 # What may write to its arguments without torch counting it.
 _UNCOUNTED = ("batch_norm", "instance_norm")
 
@@ -233,7 +233,7 @@ class Visit:
 
     def _question(self, guard: Guard, answer: Any) -> Any:
         """Return the answer to a question of the model, which may be another than its own."""
-        if guard.how not in _QUESTIONS or guard.site is None:
+        if guard.use not in _QUESTIONS or guard.site is None:
             return answer
         self._arrive(sys._getframe(1))
         number, tape = len(self.events), self._stage.tape

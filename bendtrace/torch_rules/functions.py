@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from bendtrace.source.bytecode import branches, named_in
 from bendtrace.source.internals import Never, internal
-from bendtrace.tape.tape import Op
+from bendtrace.tape.tape import Op, Use
 from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.transforms import REGISTERS
 
@@ -85,20 +85,20 @@ INHERITED = frozenset(
 FLEETING = frozenset({"requires_grad", "is_leaf", "_version", "retains_grad", "output_nr"})
 RANKS = frozenset({"ndim", "dim", "ndimension"})
 
-# Python asks for a value and insists on a plain one: (how, whether only its truth matters).
-VALUES: dict[Any, str] = {
-    Tensor.__bool__: "bool",
-    Tensor.__len__: "len",
-    Tensor.__int__: "int",
-    Tensor.__index__: "index",
-    Tensor.__float__: "float",
-    Tensor.__complex__: "complex",
-    Tensor.__contains__: "in",
-    Tensor.__repr__: "format",
-    Tensor.__format__: "format",
+# Python asks for a value and insists on a plain one: how it uses it.
+VALUES: dict[Any, Use] = {
+    Tensor.__bool__: Use.BOOL,
+    Tensor.__len__: Use.LEN,
+    Tensor.__int__: Use.INT,
+    Tensor.__index__: Use.INDEX,
+    Tensor.__float__: Use.FLOAT,
+    Tensor.__complex__: Use.COMPLEX,
+    Tensor.__contains__: Use.IN,
+    Tensor.__repr__: Use.FORMAT,
+    Tensor.__format__: Use.FORMAT,
 }
 if "__str__" in vars(Tensor):
-    VALUES[Tensor.__str__] = "format"
+    VALUES[Tensor.__str__] = Use.FORMAT
 
 # The content goes where neither the mode nor a guard can follow it.
 ESCAPES: dict[Any, str] = {

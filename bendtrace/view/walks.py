@@ -238,7 +238,7 @@ def key_of_guard(guard: Guard) -> Key | None:
     """Return a key that is equal for guards of several runs that ask the same question."""
     if guard.site is None:
         return None
-    return type(guard), guard.how, guard.site.chain[0]
+    return type(guard), guard.use, guard.site.chain[0]
 
 
 @dataclass(eq=False)
