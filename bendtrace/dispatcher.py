@@ -34,7 +34,7 @@ from bendtrace.recording.serving import call_itself
 from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
-from bendtrace.replay.splices import Unfit
+from bendtrace.replay.source import Unfit
 from bendtrace.replay.stretches import Divergence, Finished
 from bendtrace.replay.tree import TraceTree
 from bendtrace.source.internals import Missing, pytree

@@ -29,11 +29,10 @@ from bendtrace.compiled.splices import Inserted, Spliced
 from bendtrace.errors import CompileWarning
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.codegen import SegmentWriter
-from bendtrace.replay.nodes import Exit
 from bendtrace.replay.program import Program
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed
 from bendtrace.replay.source import gives_nothing
-from bendtrace.replay.stretches import Finished
+from bendtrace.replay.stretches import Exit, Finished
 from bendtrace.source.sites import users_level
 from bendtrace.tape.contexts import dispatch_modes
 from bendtrace.tape.tape import (

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import networkx as nx
 
 from bendtrace.errors import ExportError
-from bendtrace.export.numbers import Kind, Numbers
+from bendtrace.export.values import Kind, Numbers
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.varying import Place, place_of

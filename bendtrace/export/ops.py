@@ -15,16 +15,17 @@ from bendtrace.compiled.probing import why_not_op
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import fact_of
 from bendtrace.export.machine import AnalysedRun, told
-from bendtrace.export.numbers import Kind, gives_rows
 from bendtrace.export.values import (
     DTYPES,
     Constant,
+    Kind,
     Number,
     Outdated,
     Several,
     Static,
     Tensors,
     Value,
+    gives_rows,
     leaves,
     rebuilt,
 )

@@ -43,7 +43,6 @@ from bendtrace.export.machine import (
     shape_of,
     told,
 )
-from bendtrace.export.numbers import gives_rows
 from bendtrace.export.ops import Scope, SegmentOps
 from bendtrace.export.values import (
     DTYPES,
@@ -53,6 +52,7 @@ from bendtrace.export.values import (
     Static,
     Tensors,
     Value,
+    gives_rows,
     leaves,
     rebuilt,
 )

@@ -46,13 +46,11 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.script import Script, Section
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.check import CheckWriter
-from bendtrace.replay.cut_points import Cut, Lack, argument_of
 from bendtrace.replay.explain import explain_check, explain_divergence
-from bendtrace.replay.program import Program
-from bendtrace.replay.raising import departure_by, values_in
+from bendtrace.replay.program import Program, departure_by, values_in
 from bendtrace.replay.schedule import may_be_caught
 from bendtrace.replay.source import Code, Departure, gives_nothing
-from bendtrace.replay.suffix import Rest, Suffix, write_rest
+from bendtrace.replay.suffix import Cut, Lack, Rest, Suffix, argument_of, write_rest
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import Access, Captured, identical
 from bendtrace.tape.contexts import Hold

@@ -41,7 +41,6 @@ from bendtrace.tape.tape import (
     map_refs,
     refs_in,
 )
-from bendtrace.torch_rules.arrays import overlap
 from bendtrace.torch_rules.collectives import JOINT
 from bendtrace.torch_rules.draws import (
     generator_name,
@@ -57,6 +56,7 @@ from bendtrace.torch_rules.functions import (
     said_of,
 )
 from bendtrace.torch_rules.functions import is_gate as may_be_gate
+from bendtrace.torch_rules.writes import overlap
 
 T = TypeVar("T")
 

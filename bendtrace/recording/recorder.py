@@ -66,7 +66,6 @@ from bendtrace.tape.tape import (
     describe_raised,
 )
 from bendtrace.tape.watchers import Inserter, Observer, StopRun, set_around, unwatched
-from bendtrace.torch_rules.arrays import SharedArrays, may_share
 from bendtrace.torch_rules.functions import (
     CALLS_PYTHON,
     CONTEXT,
@@ -87,6 +86,7 @@ from bendtrace.torch_rules.intercepts import INTERCEPT_CODES, watching
 from bendtrace.torch_rules.mode_queries import RecordingMode, carried_out, is_active
 from bendtrace.torch_rules.monkeypatches import asked, may_be_patched
 from bendtrace.torch_rules.transforms import REGISTERS, HandleOfRun, registers
+from bendtrace.torch_rules.writes import SharedArrays, may_share
 
 __all__ = ["Recorder", "Recording"]
 

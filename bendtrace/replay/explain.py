@@ -15,7 +15,7 @@ from bendtrace.flow import FlowStep, steps_of
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import GuardKind
-from bendtrace.replay.guard_code import Check
+from bendtrace.replay.check import Check
 from bendtrace.replay.program import Program
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.guards import ErrorGuard

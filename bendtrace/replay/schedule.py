@@ -18,8 +18,7 @@ from bendtrace.recording.numbers import error_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.growing import Growth
-from bendtrace.replay.source import dependencies_of, gives_nothing
-from bendtrace.replay.splices import Splice
+from bendtrace.replay.source import Splice, dependencies_of, gives_nothing
 from bendtrace.tape.blocks import Passage, Portion
 from bendtrace.tape.captured import Change
 from bendtrace.tape.contexts import Context

@@ -16,9 +16,8 @@ from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.graph import Graph
-from bendtrace.replay.nodes import Piece
 from bendtrace.replay.program import Program
-from bendtrace.replay.stretches import Path, Side, Stretch
+from bendtrace.replay.stretches import Path, Piece, Side, Stretch
 from bendtrace.source.sites import Place, Site, Span
 from bendtrace.source.statements import (
     FUNCTIONS,
