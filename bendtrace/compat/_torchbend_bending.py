@@ -21,6 +21,7 @@ from torch.fx import Graph
 
 from bendtrace import bends
 from bendtrace import module as core
+from bendtrace._checks import free_name
 from bendtrace._trace import Trace
 from bendtrace.compat._torchbend_callbacks import (
     BendingConfig,
@@ -940,9 +941,9 @@ class Names:
                 self.by_name[name] = one
             if found.name not in self._passes:
                 wish = found.names[-1].replace(".", "_")
-                self.by_name[_free(wish, self.by_name)] = found
+                self.by_name[free_name(wish, self.by_name)] = found
                 if found.op.startswith("call_") and found.op != "call_module":
-                    self.aliases[_free(_base(found), self.aliases)] = found
+                    self.aliases[free_name(_base(found), self.aliases)] = found
         self.by_path = {found.name: name for name, found in self.by_name.items()}
 
     def _repeated(self, whole: dict[str, Activation]) -> dict[str, list[tuple[str, Activation]]]:
@@ -957,7 +958,7 @@ class Names:
         for path in order:
             activation = whole[path]
             if (base := _base(activation)) in kinds:
-                name, several = _free(base, taken), found.setdefault(path, [])
+                name, several = free_name(base, taken), found.setdefault(path, [])
                 taken[name] = None
                 of_pass = f"{path}:{len(several) + 1}" if counts[path] > 1 else path
                 several.append((name, activation._replace(name=of_pass, names=(name,))))
@@ -1024,11 +1025,3 @@ def _base(found: Activation) -> str:
     if found.op == "call_module":
         return found.names[-1].replace(".", "_")
     return re.sub(r"_\d+$", "", found.name.rpartition(".")[2])
-
-
-def _free(wish: str, taken: Any) -> str:
-    name, count = wish, 0
-    while name in taken:
-        count += 1
-        name = f"{wish}_{count}"
-    return name

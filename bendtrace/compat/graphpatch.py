@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from bendtrace import patches
+from bendtrace._checks import free_name
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.patches.builtin import with_numbers
 from bendtrace.interject.patches.context import raise_all
@@ -373,17 +374,14 @@ def _one_pass(node: TreeNode, number: int, name: str, modules: dict[str, nn.Modu
         child, n = next(waiting) if (child, n) in are_numbered else (child, n)
         new, label, key = child.name, "", child.key
         if (child, n) in are_numbered:
-            base, count = identifier(child.label or child.name), 0
+            base = identifier(child.label or child.name)
             if calls[child.module] > 1:
                 module = modules.get(child.module)
                 if sum(other is module for other in modules.values()) > 1:
                     base, key = f"{base}_call", None  # no call shows by which name it was made
                 elif base not in taken:
                     label = f"{base}_0"
-            new = base
-            while new in taken:
-                count += 1
-                new = f"{base}_{count}"
+            new = free_name(base, taken)
             taken.add(new)
         made.children[new] = replace(_one_pass(child, n, new, modules), label=label, key=key)
     return made

@@ -25,6 +25,7 @@ from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.insertion import Insertion, Report
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.resolver import describe_where, resolve_meaning
+from bendtrace.interject.selectors.algebra import is_inside
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.paths.nodes import NodePath, Registry, Text, identifier
 from bendtrace.paths.view import Node, Tree
@@ -112,15 +113,6 @@ def level_of(node: Candidate, leaves: frozenset[str]) -> Level:
     if is_inside(around, leaves):
         return "inside"
     return "around" if node.is_module else "whole"
-
-
-def is_inside(path: str, leaves: frozenset[str]) -> bool:
-    """Whether a module is a leaf module or in one."""
-    while path:
-        if path in leaves:
-            return True
-        path = path.rpartition(".")[0]
-    return False
 
 
 def leaves_of(model: Callable[..., Any]) -> frozenset[str]:

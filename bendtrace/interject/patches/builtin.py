@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -287,8 +287,32 @@ def _first_line(error: Exception) -> str:
 Patchable = Tensor | Number
 
 
+class _PartPatch(Patch[Patchable]):
+    """A patch that edits a value, or the part of it at an index, with another value."""
+
+    value: Any
+    slice: Index
+    edit: ClassVar[Callable[[Any, Any, Any], Any]]
+    requires_clone: bool = False
+    self_contained: bool = True
+
+    def __post_init__(self) -> None:
+        check_value(self.value)
+        check_index(self.slice)
+
+    def op(self, original_output: Patchable) -> Patchable:
+        """Return the edited value."""
+        made: Patchable = self.edit(original_output, self.slice, self.value)
+        return made
+
+    @depends_on("value", "slice")
+    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        return _effect(self.edit, self.slice, self.value, like)
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
-class ZeroPatch(Patch[Patchable]):
+class ZeroPatch(_PartPatch):
     """Sets a value, or a part of it, to zero.
 
     Earlier nodes get zero gradients through this node.
@@ -305,26 +329,12 @@ class ZeroPatch(Patch[Patchable]):
     """
 
     slice: Index = None
-
-    requires_clone = False
-    self_contained = True
-
-    def __post_init__(self) -> None:
-        check_index(self.slice)
-
-    def op(self, original_output: Patchable) -> Patchable:
-        """Return a copy with zeros."""
-        made: Patchable = replaced(original_output, self.slice, 0)
-        return made
-
-    @depends_on("slice")
-    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what it does to a tensor."""
-        return _effect(replaced, self.slice, 0, like)
+    value: ClassVar[int] = 0
+    edit: ClassVar[Callable[[Any, Any, Any], Any]] = staticmethod(replaced)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class AddPatch(Patch[Patchable]):
+class AddPatch(_PartPatch):
     """Adds to a value, or to a part of it.
 
     Args:
@@ -342,27 +352,11 @@ class AddPatch(Patch[Patchable]):
 
     value: Patchable = field(kw_only=False)
     slice: Index = None
-
-    requires_clone = False
-    self_contained = True
-
-    def __post_init__(self) -> None:
-        check_value(self.value)
-        check_index(self.slice)
-
-    def op(self, original_output: Patchable) -> Patchable:
-        """Return the sum."""
-        made: Patchable = added(original_output, self.slice, self.value)
-        return made
-
-    @depends_on("value", "slice")
-    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what it does to a tensor."""
-        return _effect(added, self.slice, self.value, like)
+    edit: ClassVar[Callable[[Any, Any, Any], Any]] = staticmethod(added)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ReplacePatch(Patch[Patchable]):
+class ReplacePatch(_PartPatch):
     """Replaces a value, or a part of it.
 
     Earlier nodes get zero gradients through the replaced part.
@@ -382,23 +376,7 @@ class ReplacePatch(Patch[Patchable]):
 
     value: Patchable = field(kw_only=False)
     slice: Index = None
-
-    requires_clone = False
-    self_contained = True
-
-    def __post_init__(self) -> None:
-        check_value(self.value)
-        check_index(self.slice)
-
-    def op(self, original_output: Patchable) -> Patchable:
-        """Return a copy with the value."""
-        made: Patchable = replaced(original_output, self.slice, self.value)
-        return made
-
-    @depends_on("value", "slice")
-    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what it does to a tensor."""
-        return _effect(replaced, self.slice, self.value, like)
+    edit: ClassVar[Callable[[Any, Any, Any], Any]] = staticmethod(replaced)
 
 
 def _effect(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -441,14 +441,14 @@ class Between(_Ahead):
         starts, ends = (selected(one, graph, everything) for one in (self.start, self.end))
         after = _reachable(graph, starts, graph.edges.successors)
         before = _reachable(graph, ends, graph.edges.predecessors)
-        return {path for path in after & before if not _belongs(path, starts | ends)}
+        return {path for path in after & before if not is_inside(path, starts | ends)}
 
     def __repr__(self) -> str:
         return f"between({self.start!r}, {self.end!r})"
 
 
-def _belongs(path: str, nodes: set[str]) -> bool:
-    """Return whether a node is one of some nodes, or in a call that is."""
+def is_inside(path: str, nodes: Container[str]) -> bool:
+    """Return whether a node or module is one of some, or in one of them."""
     while path:
         if path in nodes:
             return True
