@@ -35,7 +35,7 @@ from bendtrace.recording.iterations import (
 from bendtrace.recording.probes import look_at_flow_once
 from bendtrace.source.features import is_off
 from bendtrace.source.sites import Place, Site, Span
-from bendtrace.source.statements import Loop, governed, part_taken
+from bendtrace.source.statements import Loop, dependent_source, part_taken
 from bendtrace.tape.guards import LengthGuard, TruthGuard
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Use
 from bendtrace.torch_rules.functions import SHAPES, is_gate
@@ -592,7 +592,7 @@ def _deciding(
         # The tests of a `while` are steps of their own: the loop as a whole has no guard.
         if step.guard is None or not isinstance(step, (LogicalFlowStep, LoopFlowStep)):
             continue
-        spans = governed(step.place, isinstance(step, LoopFlowStep) or bool(step.value))
+        spans = dependent_source(step.place, isinstance(step, LoopFlowStep) or bool(step.value))
         guard = tape.guards[step.guard]
         if guard.site is not None:
             _, activation, _ = user_code(guard.scope, guard.site)

@@ -21,7 +21,7 @@ from bendtrace.environment.environment import Environment
 from bendtrace.environment.reachability import namespace_of
 from bendtrace.environment.scan import reason_of_hooks
 from bendtrace.errors import InputError
-from bendtrace.history.capture import copied
+from bendtrace.history.capture import aligned_copy
 from bendtrace.source.internals import keeps_version
 from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
 from bendtrace.torch_rules.draws import restorer_of
@@ -205,7 +205,7 @@ class ModelState:
         self._restorers = [restore for _, restore in restorers if restore is not None]
 
     def _hold(self, label: str, tensor: Tensor, copies: bool) -> None:
-        copy = copied(tensor.detach()) if copies and not tensor.is_meta else None
+        copy = aligned_copy(tensor.detach()) if copies and not tensor.is_meta else None
         self._held[id(tensor)] = _Held(label, tensor, copy, tensor.detach(), tensor.requires_grad)
         self._storages.add(storage_of(tensor))
 

@@ -44,7 +44,7 @@ from bendtrace.interject.bends.catalogue import (
     Restoring,
     Source,
     activation_table,
-    compiled,
+    compile_pattern,
     near,
 )
 from bendtrace.interject.knowledge import Knowledge
@@ -467,7 +467,7 @@ class BendingModule(ModuleWithMethods):
 
     def resolve_parameters(self, *patterns: Any) -> list[str]:
         """Return the names of the parameters that patterns match from the start."""
-        expressions = [compiled(p) for p in patterns if isinstance(p, (str, re.Pattern))]
+        expressions = [compile_pattern(p) for p in patterns if isinstance(p, (str, re.Pattern))]
         return [n for n in self.weight_names if any(one.match(n) for one in expressions)]
 
     def resolve_activations(self, *patterns: Any, fn: str = "forward") -> list[str]:
@@ -979,7 +979,7 @@ class Names:
         found = []
         for key in bent if isinstance(item, (str, re.Pattern)) else ():
             names = self.at(key) if key.strip("'").partition(":")[0] in self._passes else []
-            hits = [name for name in names if name == item or compiled(item).fullmatch(name)]
+            hits = [name for name in names if name == item or compile_pattern(item).fullmatch(name)]
             if hits and len(hits) < len(names):
                 raise InputError(f"{', '.join(names)} are bent together: reset all of them")
             found += [key] if hits else []
@@ -987,7 +987,7 @@ class Names:
 
     def matching(self, pattern: str | re.Pattern[str]) -> Iterator[tuple[str, Activation]]:
         """Yield what a pattern matches from the start of a name, as torchbend does, by name."""
-        expression = compiled(pattern)
+        expression = compile_pattern(pattern)
         done = set()
         for name, found in (*self.by_name.items(), *self.aliases.items()):
             names = (name,) if self.aliases.get(name) is found else (name, *found.names)
@@ -997,7 +997,7 @@ class Names:
 
     def patterns(self, pattern: str | re.Pattern[str]) -> list[Any]:
         """Return what selects in a `bendtrace.BendedModule` what a pattern means here."""
-        expression = compiled(pattern)
+        expression = compile_pattern(pattern)
         selector = NamedActivations((expression,), frozenset())
         means = [found for found in self.every if selector.means(found.level, found.names)]
         known = {found.name for found in means}

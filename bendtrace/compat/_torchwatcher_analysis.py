@@ -78,7 +78,7 @@ class ModuleInterjection(Interjection, nn.Module, ABC):
         names, counts = self._of_call()
         key = at.path, at.number
         if key not in names:
-            stem, number = numbered_name(at)
+            stem, number = split_name(at)
             number = max(counts.get(stem, 0), 0 if at.number else number)
             counts[stem] = number + 1
             names[key] = f"{stem}_{number}" if number else stem
@@ -240,7 +240,7 @@ def split_number(name: str) -> tuple[str, int]:
     return (name, 0) if found is None else (found[1], int(found[2]))
 
 
-def numbered_name(at: NodePass) -> tuple[str, int]:
+def split_name(at: NodePass) -> tuple[str, int]:
     """Return the name of a node without its number among those of one kind, and the number."""
     name = at.qualified_name
     if at.module is None:

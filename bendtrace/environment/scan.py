@@ -37,7 +37,7 @@ from bendtrace.environment.code_facts import (
     undetectable_in,
 )
 from bendtrace.environment.content import MOST, WatchedContent
-from bendtrace.environment.executed import observed_functions
+from bendtrace.environment.executed import functions_of_runs
 from bendtrace.environment.findings import WHOLE, Found, Route
 from bendtrace.environment.host_calls import is_steady_type
 from bendtrace.environment.kinds import (
@@ -675,7 +675,7 @@ class Scan(CodeScan):
                 self._scan_code(patch.value)
             elif is_users_class(type(patch.value)):
                 self._scan(patch.value, Route(None, Access.FIXED, None, patch.name, False))
-        for function in observed_functions(found.function):
+        for function in functions_of_runs(found.function):
             found.names |= {function.__name__}
             self._scan_code(function)
         known: tuple[int, ...] = ()

@@ -47,7 +47,7 @@ from bendtrace.view.walks import (
     Choice,
     PathEvents,
     choices_in,
-    decided_by,
+    choices_of,
     function_of,
     loops_around,
 )
@@ -1031,7 +1031,7 @@ class Question:
 
     def sides(self, answer: bool) -> list[Answers]:
         """Return what an answer decides."""
-        decided = decided_by(self.around[0][0], answer) if self.decides else ()
+        decided = choices_of(self.around[0][0], answer) if self.decides else ()
         return [
             (choice, self.path, self.iteration[: loops_around(choice)], side)
             for choice, side in decided
@@ -1044,7 +1044,7 @@ class Question:
             return True  # a loop has come to it again
         spans = [
             span
-            for choice, side in decided_by(mine, self.guard.answer)
+            for choice, side in choices_of(mine, self.guard.answer)
             for span in (choice.if_true if side else choice.if_false)
         ]
         return any(

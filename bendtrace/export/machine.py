@@ -36,8 +36,8 @@ from bendtrace.tape.tape import Guard, Op, OpKind, Use, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     RANK_DEPENDS_ON_SIZES,
-    known_as,
     name_of,
+    table_name,
 )
 
 
@@ -112,10 +112,10 @@ class AnalysedRun:
             seen.add(index)
             op = ops[index]
             waiting += op.operands
-            if known_as(op.target) not in RANK_DEPENDS_ON_SIZES:
+            if table_name(op.target) not in RANK_DEPENDS_ON_SIZES:
                 continue
             varies = not self.numbers.varying.isdisjoint(op.operands)
-            is_squeeze = known_as(op.target).startswith("squeeze") and bool(op.args)
+            is_squeeze = table_name(op.target).startswith("squeeze") and bool(op.args)
             if varies or not is_squeeze or list(refs_in([op.args[1:], op.kwargs])):
                 raise ExportError(
                     f"how many dimensions {name_of(op.target)} gives depends on "

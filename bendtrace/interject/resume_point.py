@@ -21,7 +21,7 @@ from bendtrace.errors import (
     NondeterminismError,
     NotReplayableError,
 )
-from bendtrace.history.capture import copied
+from bendtrace.history.capture import aligned_copy
 from bendtrace.interject.gates import running
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
@@ -38,7 +38,7 @@ from bendtrace.interject.resolver import (
     text_of,
     values_for,
 )
-from bendtrace.interject.splicer import recorded
+from bendtrace.interject.splicer import record_with_insertions
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.paths.view import Node, Tree, find
 from bendtrace.recording.rank_sync import ENDS, joint_call, needs_agreement
@@ -231,7 +231,7 @@ def from_activations(
     return _Run(model, given, args, kwargs, bended).output()
 
 
-def told(
+def parse_replacements(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Mapping[Any, Any], tuple[Any, ...], dict[str, Any]]:
     """Parse `from_activations({path: value}, *args, **kwargs)`, or torchbend's form of it.
@@ -249,9 +249,9 @@ def told(
         InputError: the arguments have neither form.
 
     Example:
-        >>> told(({"relu": 1}, 2), {"mask": 3})
+        >>> parse_replacements(({"relu": 1}, 2), {"mask": 3})
         ({'relu': 1}, (2,), {'mask': 3})
-        >>> told(("relu",), {"relu": 1, "mask": 3})
+        >>> parse_replacements(("relu",), {"relu": 1, "mask": 3})
         ({'relu': 1}, (), {'mask': 3})
     """
     if args and isinstance(args[0], Mapping):
@@ -505,7 +505,7 @@ class _Run:
         """Continue with the model's own Python, and keep the path that it takes."""
         model, script = self._model, left.script(hold)
         try:
-            recording = recorded(
+            recording = record_with_insertions(
                 model._known, model._signature, self._args, self._kwargs, plan, script,
                 reads_states=True,
             )  # fmt: skip
@@ -725,7 +725,7 @@ class Suffixes:
             "rest", id(run.recording), run.missing, tuple(self._given), self._bended, start,
             available, passed,
         )  # fmt: skip
-        prepared: Prepared = kept(
+        prepared: Prepared = cached_for_model(
             self._model, key, lambda: self._prepared(run, start, available, passed)
         )
         return prepared
@@ -769,7 +769,7 @@ class Suffixes:
 
     def _slot(self, text: str, spot: Spot) -> int:
         """Return the number of a given value: the same for all runs of the model."""
-        numbers: dict[Any, int] = kept(self._model, "slots", dict)
+        numbers: dict[Any, int] = cached_for_model(self._model, "slots", dict)
         return numbers.setdefault((text, spot.keys), len(numbers))
 
     def values_for(self, prepared: Prepared) -> dict[str, Any]:
@@ -818,7 +818,7 @@ class Suffixes:
 def own(value: Any) -> Any:
     """Return a copy of a value that the model may write to."""
     shape, found = take_apart(value)
-    return assemble(shape, [copied(v) if isinstance(v, Tensor) else v for v in found])
+    return assemble(shape, [aligned_copy(v) if isinstance(v, Tensor) else v for v in found])
 
 
 def _argument(part: Captured) -> Captured:
@@ -842,7 +842,7 @@ def _op_text(tree: Tree, recording: Recording, index: int) -> str:
 _KEPT: MutableMapping[Any, OrderedDict[Any, Any]] = WeakIdKeyDictionary()
 
 
-def kept(model: Any, key: Any, make: Callable[[], Any]) -> Any:
+def cached_for_model(model: Any, key: Any, make: Callable[[], Any]) -> Any:
     """Return a cached result for a key, or compute it and cache it for the life of the model.
 
     A cached result has to keep alive the objects that its key identifies by id.
@@ -958,7 +958,7 @@ class KnownRuns:
             writer = CheckWriter(program.recording, program.analysis, ignored)
             return program, Code(writer.write(), "check"), writer.checks
 
-        _, code, checks = kept(self._model, ("check", id(program), missing), written)
+        _, code, checks = cached_for_model(self._model, ("check", id(program), missing), written)
         try:
             number = code.function(arguments)
         except NameError:  # an error of the check itself

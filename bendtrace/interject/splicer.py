@@ -312,7 +312,7 @@ def _depth_of(call: ModuleCall) -> int:
 # Runs a model under the tracer with its insertions.
 
 
-def recorded(
+def record_with_insertions(
     known: Knowledge,
     signature: Signature,
     args: tuple[Any, ...],

@@ -442,7 +442,7 @@ def _abandon(call: JointCall) -> None:
 
 
 @contextmanager
-def recorded_call(
+def joint_recording(
     model: Any, names: frozenset[str], tape: Tape, goes_on: bool
 ) -> Iterator[JointCall | None]:
     """Make the ranks agree on a run that is being recorded.

@@ -46,11 +46,11 @@ from bendtrace.torch_rules.functions import (
     GIVES_BACK,
     OPTIONAL,
     SHAPES,
+    display_name,
     is_gate,
     is_loose,
     is_torchs_function,
     may_vary,
-    said_of,
 )
 from bendtrace.torch_rules.intercepts import is_function_apply
 from bendtrace.torch_rules.writes import storage_of, version_of, works_in_place
@@ -132,8 +132,8 @@ class Values:
             self.bind_tensor(out, op)
             if op.target in OPTIONAL and self.environment.compares_identity and not is_known:
                 self.tape.block(
-                    f"{said_of(op.target)} at {user_place(frame)} may return a tensor that the "
-                    "model holds, and its code tests whether two objects are one (`is`)"
+                    f"{display_name(op.target)} at {user_place(frame)} may return a tensor that "
+                    "the model holds, and its code tests whether two objects are one (`is`)"
                 )
             return out
         if out is None:
@@ -145,8 +145,8 @@ class Values:
             op.meta = out
             if kind is float and hasattr(op.target, "is_draw") and self._needs_plain(frame):
                 self.tape.block(
-                    f"{said_of(op.target)} at {user_place(frame)} draws a number that code needs "
-                    "by value"
+                    f"{display_name(op.target)} at {user_place(frame)} draws a number that code "
+                    "needs by value"
                 )
             return self.traced(traced, out, Ref(op.index), frame)
         if kind is torch.Size or (kind is tuple and op.target in SHAPES):
@@ -183,7 +183,7 @@ class Values:
             self._writer.guard(ValueGuard, op.index, out, Use.METADATA, frame)
         else:
             self.tape.block(
-                f"{said_of(op.target)} at {user_place(frame)} returns a {kind.__qualname__}, "
+                f"{display_name(op.target)} at {user_place(frame)} returns a {kind.__qualname__}, "
                 "which cannot be followed"
             )
         return out
@@ -237,7 +237,7 @@ class Values:
         try:
             structure = structure_of(out)
         except TypeError as error:
-            self.tape.block(f"{said_of(op.target)} at {user_place(frame)} returns {error}")
+            self.tape.block(f"{display_name(op.target)} at {user_place(frame)} returns {error}")
             return
         looked = self._writer.emit(OpKind.SCALAR, structure_of, (Ref(op.index),), {}, frame)
         looked.meta = structure

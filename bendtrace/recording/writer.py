@@ -39,7 +39,7 @@ from bendtrace.tape.tape import (
     Use,
     is_handled,
 )
-from bendtrace.torch_rules.functions import reads_metadata, said_of
+from bendtrace.torch_rules.functions import display_name, reads_metadata
 from bendtrace.torch_rules.writes import Writes
 
 
@@ -230,7 +230,7 @@ class Writer:
             op = self.tape.ops[index]
             where = f" at {op.site.place}" if op.site is not None else ""
             self.tape.block(
-                f"{said_of(op.target)}{where} gives back what it is given in some calls only"
+                f"{display_name(op.target)}{where} gives back what it is given in some calls only"
             )
             return
         if script is not None and not script.expects(guard):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bendtrace.environment.provenance import is_installed
 from bendtrace.recording.recorder import Recording
-from bendtrace.replay.analysis import Analysis, GuardKind, tested_by
+from bendtrace.replay.analysis import Analysis, GuardKind, tested_ops
 from bendtrace.replay.source import Source, define, dependencies_of, fails
 from bendtrace.source.memory_words import Entries, Reader, Unreadable, Words, offsets
 from bendtrace.source.versions import version_of
@@ -389,7 +389,7 @@ class CheckWriter:
                 if isinstance(ops[index].target, Captured)
             )
         ]
-        needed = dependencies_of(ops, (i for _, guard in guards for i in tested_by(guard, ops)))
+        needed = dependencies_of(ops, (i for _, guard in guards for i in tested_ops(guard, ops)))
         # In the tape's order: a condition may protect the arithmetic of a later one.
         events: list[tuple[int, int, Any]] = [(index, -1, ops[index]) for index in needed]
         events += [(guard.position - 1, number, guard) for number, guard in guards]

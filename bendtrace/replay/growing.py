@@ -34,7 +34,7 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.structure import existing_in
 from bendtrace.tape.tape import Op, OpKind, Ref, State, Tape, refs_in
-from bendtrace.torch_rules.functions import known_as
+from bendtrace.torch_rules.functions import table_name
 from bendtrace.torch_rules.writes import works_in_place
 
 _CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
@@ -324,7 +324,7 @@ def may_write_to(tape: Tape, values: set[int]) -> bool:
     for op in tape.ops:
         if op.kind is OpKind.CALL and not sets_nothing(op):
             written = set(op.writes)
-            if works_in_place(op) or known_as(op.target) == "__setitem__":
+            if works_in_place(op) or table_name(op.target) == "__setitem__":
                 written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
             if not names.isdisjoint(written):
                 return True

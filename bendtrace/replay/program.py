@@ -17,7 +17,7 @@ from bendtrace.recording.rank_sync import (
 )
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.varying import Place
-from bendtrace.replay.analysis import Analysis, counts, tested_by
+from bendtrace.replay.analysis import Analysis, counts, tested_ops
 from bendtrace.replay.check import Check, CheckWriter
 from bendtrace.replay.following import Following
 from bendtrace.replay.global_state import GlobalState
@@ -30,9 +30,9 @@ from bendtrace.replay.source import (
     Interrupted,
     Source,
     Unfit,
-    counted,
     define,
     dependencies_of,
+    slice_count,
 )
 from bendtrace.replay.stretches import (
     Divergence,
@@ -173,12 +173,12 @@ class Program:
         ops = self.recording.tape.ops
         source = Source()
         source.begin("value(A)")
-        needed = sorted(dependencies_of(ops, tested_by(guard, ops)))
+        needed = sorted(dependencies_of(ops, tested_ops(guard, ops)))
         source.take(ops[index].target for index in needed if ops[index].is_given)
         for index in needed:
             define(source, ops[index])
         is_count = counts(guard, ops)
-        now = counted(source, ops[guard.index]) if is_count else guard.finding
+        now = slice_count(source, ops[guard.index]) if is_count else guard.finding
         source.line(f"return {now}")
         return Code(source, "value").function(arguments)
 

@@ -24,7 +24,7 @@ from bendtrace.tape.captured import Change
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import ErrorGuard
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Tape, Use, is_handled, refs_in
-from bendtrace.torch_rules.functions import FLEETING, VALUES, known_as
+from bendtrace.torch_rules.functions import FLEETING, VALUES, table_name
 
 
 class Unlinked(Exception):
@@ -341,7 +341,7 @@ def is_droppable(op: Op, analysis: Analysis) -> bool:
         return True
     if op.raised is not None or not analysis.fixed_metadata:
         return False
-    if op.kind is OpKind.CALL and known_as(op.target) in FLEETING:
+    if op.kind is OpKind.CALL and table_name(op.target) in FLEETING:
         return False
     if op.kind is OpKind.SCALAR:
         return op.target in HARMLESS

@@ -353,11 +353,11 @@ def gives_nothing(op: Op) -> bool:
 def fails(source: Source, guard: Guard, ops: list[Op]) -> str:
     """Return an expression that is true if a guard, tested before the run, does not hold."""
     if counts(guard, ops):
-        return f"{counted(source, ops[guard.index])} != {guard.answer}"
+        return f"{slice_count(source, ops[guard.index])} != {guard.answer}"
     return guard.failure(source)
 
 
-def counted(source: Source, op: Op) -> str:
+def slice_count(source: Source, op: Op) -> str:
     """Return an expression for how many slices an op takes a tensor apart into."""
     tensor, *dim = op.args
     dim = dim or [op.kwargs.get("dim", 0)]

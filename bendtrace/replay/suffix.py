@@ -18,7 +18,7 @@ from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import ErrorGuard, SameGuard
 from bendtrace.tape.structure import existing_in
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, is_handled, leaves_in, refs_in
-from bendtrace.torch_rules.functions import is_gate, known_as
+from bendtrace.torch_rules.functions import is_gate, table_name
 from bendtrace.torch_rules.writes import works_in_place
 
 
@@ -646,7 +646,7 @@ class Memory:
     def owner(self, index: int) -> int:
         """Return the op that gave the memory which a value is in, as far as names tell."""
         op = self._ops[index]
-        while op.is_work and (works_in_place(op) or known_as(op.target) in _VIEWS):
+        while op.is_work and (works_in_place(op) or table_name(op.target) in _VIEWS):
             given = next(iter(refs_in(op.args)), None)
             if given is None:
                 break

@@ -144,7 +144,7 @@ def read(
     return Stack(code, offset, slots, below, operands, instruction.name)
 
 
-def suspended(frame: FrameType, places: Layout) -> Stack | None:
+def suspended_stack(frame: FrameType, places: Layout) -> Stack | None:
     """Read the frame of a generator that is suspended at a `yield`."""
     code = frame.f_code
     instruction = _instructions(code).get(frame.f_lasti)
@@ -462,7 +462,7 @@ def _fits(places: Layout) -> bool:
     generator: Any = _looping(asked, first)
     next(generator)
     in_condition, in_call, in_map, in_generator = asked.seen
-    for seen in in_generator, suspended(generator.gi_frame, places):
+    for seen in in_generator, suspended_stack(generator.gi_frame, places):
         if seen is None or [*map(type, seen.below)] not in ([type(iter(()))], [tuple, Number]):
             return False
     for seen, pushed in (in_condition, [first, second]), (in_call, [first, second, 1]):

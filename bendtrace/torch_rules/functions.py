@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bendtrace.source.bytecode import branches, named_in
+from bendtrace.source.bytecode import branches, global_uses
 from bendtrace.source.internals import Never, internal
 from bendtrace.tape.tape import Op, Use
 from bendtrace.torch_rules.constructors import LEGACY
@@ -220,7 +220,7 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 _entered: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def entered(function: Any) -> Callable[..., Any]:
+def inner_twin(function: Any) -> Callable[..., Any]:
     """Return a twin of one of torch's Python functions whose inner calls reach the mode.
 
     The original first passes itself to the mode. The twin runs the same code with that check
@@ -286,7 +286,7 @@ def _branches(function: Any, seen: set[Any]) -> bool:
     if not isinstance(function, types.FunctionType):
         return True
     seen.add(function)
-    names = {name for how, name in named_in(function.__code__) if how == "LOAD_GLOBAL"}
+    names = {name for how, name in global_uses(function.__code__) if how == "LOAD_GLOBAL"}
     named = map(function.__globals__.get, names)
     return branches(function.__code__) or any(
         _branches(other, seen)
@@ -373,7 +373,7 @@ def name_of(function: Any) -> str:
     return str(name)
 
 
-def known_as(function: Any) -> str:
+def table_name(function: Any) -> str:
     """Return the name of a function in tables of torch's: that of the operator, for an overload.
 
     The operator of another library can be called like one of torch's, and has its library there.
@@ -401,7 +401,7 @@ def overloads(name: str) -> tuple[Any, ...]:
     return tuple(one for one in found if "out" not in one._overloadname and exists(one.name()))
 
 
-def said_of(function: Any) -> str:
+def display_name(function: Any) -> str:
     """Return the name of a function in messages: its name, or the description of an insertion."""
     return getattr(function, "described", None) or name_of(function)
 

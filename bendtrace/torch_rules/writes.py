@@ -27,7 +27,7 @@ from bendtrace.torch_rules.functions import (
     OpOverload,
     OpOverloadPacket,
     is_named_in_place,
-    known_as,
+    table_name,
 )
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -205,7 +205,7 @@ def _silent_writes(op: Op) -> Set[int]:
 
     Seen in torch 2.13 to 2.15; tests/test_validate.py would notice a change.
     """
-    name = known_as(op.target)
+    name = table_name(op.target)
     if name in _RECEIVING:
         return _collective_writes(op, _RECEIVING[name])
     if name in _OF_SEVERAL:
@@ -306,7 +306,7 @@ def works_in_place(op: Op) -> bool:
         return True
     name = getattr(op.target, "__name__", "")
     if isinstance(op.target, (OpOverload, OpOverloadPacket)):
-        name = known_as(op.target)
+        name = table_name(op.target)
         if "::" in name:
             return False  # others may mean something else by their names
     return is_named_in_place(name)

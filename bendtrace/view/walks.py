@@ -24,8 +24,8 @@ from bendtrace.source.statements import (
     SourceFile,
     closes_block,
     conclude_truth,
+    dependent_source,
     follow_truth,
-    governed,
     is_one_of_several,
     needs_all,
     role_of,
@@ -578,14 +578,14 @@ def _before(file: SourceFile, node: ast.AST, last: ast.AST) -> str:
 def under(place: Place, outcome: bool) -> tuple[Span, ...]:
     """Return the source under the side that a branch took.
 
-    Unlike `governed`, it leaves out the code after the statement that runs only because the other
-    side leaves the function or the loop.
+    Unlike `dependent_source`, it leaves out the code after the statement that runs only because
+    the other side leaves the function or the loop.
     """
     statement = _statement_around(source_file(place.file), place)
     if statement is None:
         return ()
     around = span_of(statement)
-    return tuple(span for span in governed(place, outcome) if around.holds(span))
+    return tuple(span for span in dependent_source(place, outcome) if around.holds(span))
 
 
 @functools.cache
@@ -720,7 +720,7 @@ def choices_in(path: str, function: ast.AST) -> tuple[Choice, ...]:
 
 
 @functools.cache
-def decided_by(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
+def choices_of(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
     """Return the branches that an expression decided by its truth, with the side taken.
 
     These are the `and` or `or` that it is an operand of, and everything that depends on their

@@ -270,7 +270,7 @@ def _patterns(given: Filter) -> list[re.Pattern[str]]:
     if given is None:
         return []
     listed = [given] if isinstance(given, (str, re.Pattern)) else given
-    return [compiled(pattern) for pattern in listed]
+    return [compile_pattern(pattern) for pattern in listed]
 
 
 def activation_table(activations: Iterable[Activation]) -> Text:
@@ -394,8 +394,8 @@ class Catalogue:
         seen = self.activations()
         where: list[Any] = []
         for item in spec.where:
-            known = not isinstance(item, str) or _means(compiled(item), seen)
-            if not known and not weights_named(self.model, (compiled(item),), spec.weights):
+            known = not isinstance(item, str) or _means(compile_pattern(item), seen)
+            if not known and not weights_named(self.model, (compile_pattern(item),), spec.weights):
                 meant = resolve_meaning(item, self._known)
                 if meant is not None and meant.kind == "layer":
                     where += [Node(Tree(root), node, chosen) for root, node, chosen in meant.places]
@@ -572,7 +572,7 @@ class BendSpec:
     @property
     def patterns(self) -> list[re.Pattern[str]]:
         """The patterns."""
-        return [compiled(item) for item in self.where if isinstance(item, (str, re.Pattern))]
+        return [compile_pattern(item) for item in self.where if isinstance(item, (str, re.Pattern))]
 
     @property
     def others(self) -> list[Any]:
@@ -580,7 +580,7 @@ class BendSpec:
         return [item for item in self.where if not isinstance(item, (str, re.Pattern))]
 
 
-def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     """Return a pattern that can be matched.
 
     Raises:
