@@ -317,12 +317,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class Unknown(Exception):
-    """A size depends on values in a way that is not followed.
-
-    Args:
-        reason: how it depends on values.
-        op: the op of the model.
-    """
+    """A size depends on values in a way that is not followed."""
 
     def __init__(self, reason: str, op: Op | None = None) -> None:
         super().__init__(reason if op is None else with_place(reason, op))

@@ -88,9 +88,6 @@ class Speculation:
     is compiled, and leads, once two calls and at least half of the latest calls have taken it. It
     is *demoted* if, among its latest calls, at least eight failed, and more than half as many as
     succeeded. It leads again if three quarters of the latest calls have taken it.
-
-    Args:
-        settings: how to compile.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -572,9 +569,6 @@ class Body(CompiledFunction):
 
 class CompiledSegments:
     """The bodies of one model.
-
-    Args:
-        settings: how to compile.
 
     Attributes:
         reason: why there were no segments to compile, when they were last looked at.

@@ -843,9 +843,6 @@ def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]
 class _Operands:
     """Operands, and how they are passed on.
 
-    Args:
-        values: the operands.
-
     Attributes:
         given: what is passed: tensors and open sizes, and behind them the sizes that values decide.
         places: the numbers of the operands that are passed.
@@ -873,11 +870,7 @@ class _Operands:
         return lambda *given: function(*self.read(given))
 
     def read(self, given: Sequence[Any]) -> Iterator[Any]:
-        """Return the operands where they are used.
-
-        Args:
-            given: what a function has received.
-        """
+        """Return the operands where they are used."""
         values = list(self._values)
         for place, value in zip(self.places, given, strict=False):
             values[place] = value

@@ -133,13 +133,7 @@ def _short(value: Any) -> str:
 
 
 class GuardTable:
-    """The guards of a trace as a table.
-
-    Args:
-        guards: the guards.
-        kinds: when each is tested.
-        names: name of each op's node.
-    """
+    """The guards of a trace as a table."""
 
     def __init__(
         self, guards: Sequence[Guard], kinds: Sequence[GuardKind], names: Sequence[str]

@@ -181,12 +181,7 @@ class _Grown(NamedTuple):
 
 
 class Holes(list[Any]):
-    """The values that segments hand to each other in a call, and what has grown in it.
-
-    Args:
-        may_grow: whether tensors are exchanged before the end.
-        hold: what else lasts from one segment to the next.
-    """
+    """The values that segments hand to each other in a call, and what has grown in it."""
 
     # Of its own only for a call in which something grows.
     grown: tuple[_Grown, ...] = ()

@@ -551,11 +551,7 @@ class Lack:
 
 
 class Cuts:
-    """All the cuts of a tape.
-
-    Args:
-        cuts: the cuts.
-    """
+    """All the cuts of a tape."""
 
     def __init__(self, cuts: Collection[Cut]) -> None:
         self._of: dict[int, list[Cut]] = {}

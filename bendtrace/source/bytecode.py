@@ -334,12 +334,7 @@ _found: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str]]]]] = {}
 
 
 def counters_at(code: CodeType, offset: int) -> frozenset[str]:
-    """Return the local variables that count the rounds of a `while` loop around an instruction.
-
-    Args:
-        code: the code.
-        offset: the instruction.
-    """
+    """Return the local variables that count the rounds of a `while` loop around an instruction."""
     known = _found.get(id(code))
     if known is None:
         known = _found[id(code)] = (code, _loops(code))

@@ -291,13 +291,7 @@ def _instructions(code: CodeType) -> dict[int, _Instruction]:
 
 
 def _has_made_tuple(steps: list[dis.Instruction], depths: dict[int, int], depth: int) -> bool:
-    """Whether code has made a tuple of the arguments itself, before the last of some steps.
-
-    Args:
-        steps: the code up to a call.
-        depths: how deep the stack is at each of them.
-        depth: how deep it is once the arguments are on it.
-    """
+    """Whether code has made a tuple of the arguments itself, before the last of some steps."""
     for after in range(len(steps) - 1, 0, -1):  # back through what makes the dict of the others
         step, before = steps[after], steps[after - 1]
         here = depths.get(step.offset, depth + 1)  # code that is never reached

@@ -259,9 +259,6 @@ class Captured:
     def read(self, arguments: tuple[Any, ...]) -> Any:
         """Read its current value.
 
-        Args:
-            arguments: the bound arguments of a call.
-
         Raises:
             LookupError: it no longer exists; also AttributeError or TypeError.
         """

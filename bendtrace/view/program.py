@@ -167,12 +167,7 @@ _KINDS = {"start": "input", "return": "output", "live": "live", "raise": "raise"
 
 
 class Chart:
-    """Flow charts of programs, one below the other.
-
-    Args:
-        title: the first line of the picture.
-        note: the text below it.
-    """
+    """Flow charts of programs, one below the other."""
 
     def __init__(self, title: str, note: str = "") -> None:
         self._scene = Scene(Node("root", "root", "", children=[]), [], title, note, {})
