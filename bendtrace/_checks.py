@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,6 +24,20 @@ def did_you_mean(
     near = get_close_matches(str(name), list(known), 3, cutoff)
     words = " or ".join(map(repr if quotes else str, near))
     return f"; did you mean {words}?" if near else otherwise
+
+
+def free_name(wish: str, taken: Container[str], separator: str = "_", first: int = 1) -> str:
+    """Return a name, with a number after it if it is taken.
+
+    Example:
+        >>> free_name("relu", ["relu", "relu_1"])
+        'relu_2'
+    """
+    name, number = wish, first
+    while name in taken:
+        name = f"{wish}{separator}{number}"
+        number += 1
+    return name
 
 
 def refuse_without_arguments(function: Any) -> None:

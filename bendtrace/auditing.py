@@ -23,7 +23,7 @@ from bendtrace.recording.serving import call_itself
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.tape import Op, OpKind, refs_in
 from bendtrace.torch_rules.draws import restorer_of, state_of
-from bendtrace.torch_rules.functions import said_of
+from bendtrace.torch_rules.functions import display_name
 from bendtrace.torch_rules.owners import parts_of
 from bendtrace.torch_rules.writes import storage_of
 
@@ -280,7 +280,7 @@ def _arguments(op: Op) -> list[Any]:
 
 
 def _op_text(op: Op) -> str:
-    name = str(op.target) if op.kind in (OpKind.INPUT, OpKind.STATE) else said_of(op.target)
+    name = str(op.target) if op.kind in (OpKind.INPUT, OpKind.STATE) else display_name(op.target)
     places = () if op.site is None else op.site.places
     place = next((place for place in places if not place.in_torch), None)
     return name if place is None else f"{name} at {place} `{place.text}`"

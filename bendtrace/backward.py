@@ -21,7 +21,7 @@ from bendtrace._trace import ModelHistory
 from bendtrace.errors import InputError, LayerKeyError, NeverFiredWarning
 from bendtrace.graph import Graph
 from bendtrace.history.building import Log
-from bendtrace.history.capture import Capture, GraphMarks, copied
+from bendtrace.history.capture import Capture, GraphMarks, aligned_copy
 from bendtrace.history.entries import LayerEntry, Source, Table, counted, nbytes_of
 from bendtrace.history.names import near_names
 from bendtrace.history.run_log import Facts
@@ -683,7 +683,7 @@ def _copy(gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
     with torch.no_grad():
-        return copied(gradient.detach())
+        return aligned_copy(gradient.detach())
 
 
 # The autograd graph below some tensors, with the forward op that each node belongs to.

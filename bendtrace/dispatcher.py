@@ -17,24 +17,24 @@ from bendtrace._trace import Trace
 from bendtrace.errors import InputError
 from bendtrace.floor import Floor
 from bendtrace.interject.beside import Beside, beside
-from bendtrace.interject.compiling import inserted_by
+from bendtrace.interject.compiling import insertions_of_plan
 from bendtrace.interject.gates import again, attempt, running
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
-from bendtrace.interject.splicer import Splicer, has_gates, recorded
+from bendtrace.interject.splicer import Splicer, has_gates, record_with_insertions
 from bendtrace.interject.structure import is_uneven
 from bendtrace.interject.trees import Trees
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.run import Signature, Uninitialized, uninitialized_in
+from bendtrace.recording.run import Signature, Uninitialized, has_lazy_modules
 from bendtrace.recording.script import Script
 from bendtrace.recording.serving import call_itself
 from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
-from bendtrace.replay.splices import Unfit
+from bendtrace.replay.source import Unfit
 from bendtrace.replay.stretches import Divergence, Finished
 from bendtrace.replay.tree import TraceTree
 from bendtrace.source.internals import Missing, pytree
@@ -201,7 +201,7 @@ class Dispatcher:
         tree = self._trees.plain if plan is None else self._trees.of(plan)
         guess: Guess | None = None
         if self.speculation is not None and auditor is None:
-            inserted = None if plan is None else inserted_by(plan)
+            inserted = None if plan is None else insertions_of_plan(plan)
             guess = self.speculation.guess(names, arguments, inserted)
             if guess.recording is not None:
                 if plan is None:
@@ -215,7 +215,7 @@ class Dispatcher:
                 program = None
         if program is None and self._signature.has_changed():
             return self.call(args, kwargs, plan, auditor)
-        if program is None and uninitialized_in(self._model):
+        if program is None and has_lazy_modules(self._model):
             if plan is not None:
                 raise InputError(
                     "the model has lazy modules, whose parameters the first call makes: call it "
@@ -285,7 +285,7 @@ class Dispatcher:
         if program is None:
             # Among all nodes that a selector finds, one that cannot be spliced is likely.
             waits = not plan.names_places or self._trees.has_paths(plan)
-            return None if waits or uninitialized_in(self._model) else (splicer, None)
+            return None if waits or has_lazy_modules(self._model) else (splicer, None)
         if program.live_only or program.ignored:
             return None
         graph = program.graph
@@ -514,7 +514,7 @@ class Dispatcher:
     ) -> Recording:
         """Run the model under the tracer, with what is inserted in it."""
         with self._called():
-            recording = recorded(
+            recording = record_with_insertions(
                 self._known, self._signature, call.args, dict(call.kwargs), call.plan, script,
                 reads_states, lifting, call.splicer,
             )  # fmt: skip

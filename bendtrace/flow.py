@@ -35,9 +35,9 @@ from bendtrace.recording.iterations import (
 from bendtrace.recording.probes import look_at_flow_once
 from bendtrace.source.features import is_off
 from bendtrace.source.sites import Place, Site, Span
-from bendtrace.source.statements import Loop, governed, part_taken
+from bendtrace.source.statements import Loop, dependent_source, part_taken
 from bendtrace.tape.guards import LengthGuard, TruthGuard
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Use
 from bendtrace.torch_rules.functions import SHAPES, is_gate
 
 __all__ = [
@@ -481,27 +481,27 @@ def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:
     record, role = mark.record, mark.role
     if isinstance(record, Op):
         return (ShapeFlowStep, "shape") if _is_used_size(record, tape) else None
-    if record.how in ("", "metadata", "type"):
+    if record.use in (Use.RESULT, Use.METADATA, Use.TYPE):
         return None
     walks = role.kind in ("for", "comprehension")
     is_truth = isinstance(record, TruthGuard)
     if is_truth and is_inside_comparison(record, tape):
         return EscapeFlowStep, "compare"
-    if is_truth or record.how == "in":
+    if is_truth or record.use is Use.IN:
         if role.kind == "assert":
             return AssertFlowStep, "assert"
         # Looking for a key compares it with those that are there.
         return LogicalFlowStep, "key" if role.kind == "index" else role.kind or "bool"
     if isinstance(record, LengthGuard):
         # Otherwise: the several results of an op, taken apart by hand.
-        return (LoopFlowStep, role.kind or "iteration") if walks or record.how == "iter" else None
-    if record.how in ("index", "int", "len") and walks and not role.is_subscript:
+        return (LoopFlowStep, role.kind or "iteration") if walks or record.use is Use.ITER else None
+    if record.use in (Use.INDEX, Use.INT, Use.LEN) and walks and not role.is_subscript:
         # list(x) asks for the length as well as for the items.
-        is_hint = record.how == "len" and not mark.place.text.startswith("len(")
+        is_hint = record.use is Use.LEN and not mark.place.text.startswith("len(")
         return None if is_hint else (LoopFlowStep, role.kind)
-    if record.how == "index" and (role.is_subscript or role.kind == "index"):
+    if record.use is Use.INDEX and (role.is_subscript or role.kind == "index"):
         return IndexFlowStep, "index"
-    return EscapeFlowStep, "range" if role.kind == "range" else record.how
+    return EscapeFlowStep, "range" if role.kind == "range" else record.use.value
 
 
 def _is_used_size(op: Op, tape: Tape) -> bool:
@@ -592,7 +592,7 @@ def _deciding(
         # The tests of a `while` are steps of their own: the loop as a whole has no guard.
         if step.guard is None or not isinstance(step, (LogicalFlowStep, LoopFlowStep)):
             continue
-        spans = governed(step.place, isinstance(step, LoopFlowStep) or bool(step.value))
+        spans = dependent_source(step.place, isinstance(step, LoopFlowStep) or bool(step.value))
         guard = tape.guards[step.guard]
         if guard.site is not None:
             _, activation, _ = user_code(guard.scope, guard.site)

@@ -11,11 +11,12 @@ tensor([1., 3.])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Literal, Self, TypeAlias
 
 from torch import nn
 
+from bendtrace._checks import free_name
 from bendtrace.errors import InputError
 from bendtrace.history.entries import counted
 from bendtrace.interject.hooks import (
@@ -27,7 +28,6 @@ from bendtrace.interject.hooks import (
     Registered,
     check_category,
     check_module,
-    free_name,
     interjection_of,
     is_same,
     short,
@@ -306,7 +306,7 @@ class HookManager:
             f"{wish} is already registered as {known!r}: use that name, or remove {what} first"
         )
 
-    def _free_name(self, wish: str, by: str, taken: Iterable[str]) -> str:
+    def _free_name(self, wish: str, by: str, taken: Container[str]) -> str:
         """Return a name for what is to have one that is taken."""
         raise InputError(
             f"the name {wish!r} is taken by {by}: choose another name, or remove it first"

@@ -34,7 +34,7 @@ from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.patches.context import PatchContext, Patches
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.restricted import Rows
-from bendtrace.interject.resume_point import from_activations, told
+from bendtrace.interject.resume_point import from_activations, parse_replacements
 from bendtrace.interject.trees import Trees
 from bendtrace.interject.where import Where
 from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
@@ -1036,7 +1036,7 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> bended.from_activations({"relu": torch.tensor([3.0])})
             tensor([6.])
         """
-        output: R = from_activations(self, *told(args, kwargs), bended=_bended)
+        output: R = from_activations(self, *parse_replacements(args, kwargs), bended=_bended)
         return output
 
     def step(self, *args: Any, budget: int = 2**30, **kwargs: Any) -> SteppedRun:

@@ -22,7 +22,7 @@ from bendtrace.environment.kinds import is_value
 from bendtrace.environment.reachability import namespace_of
 from bendtrace.environment.scan import reason_of_hooks
 from bendtrace.errors import InputError
-from bendtrace.history.capture import copied
+from bendtrace.history.capture import aligned_copy
 from bendtrace.source.internals import keeps_version
 from bendtrace.source.results import is_computation
 from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
@@ -208,7 +208,7 @@ class ModelState:
         self._restorers = [restore for _, restore in restorers if restore is not None]
 
     def _hold(self, label: str, tensor: Tensor, copies: bool) -> None:
-        copy = copied(tensor.detach()) if copies and not tensor.is_meta else None
+        copy = aligned_copy(tensor.detach()) if copies and not tensor.is_meta else None
         self._held[id(tensor)] = _Held(label, tensor, copy, tensor.detach(), tensor.requires_grad)
         self._storages.add(storage_of(tensor))
 

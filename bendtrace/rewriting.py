@@ -414,7 +414,7 @@ def _with_others(
 ) -> nn.Module:
     if not callable(create):
         raise InputError(f"create_replacement has to be a function of a module, not {create!r}")
-    return replaced(model, [model.get_submodule(name) for name in names], create)
+    return replace_modules(model, [model.get_submodule(name) for name in names], create)
 
 
 def _bend_model(model: nn.Module, like: BendedModule) -> BendedModule:
@@ -798,7 +798,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def replaced(model: nn.Module, targets: Collection[nn.Module], create: Create) -> nn.Module:
+def replace_modules(model: nn.Module, targets: Collection[nn.Module], create: Create) -> nn.Module:
     """Replace some modules of a model, in all references to them.
 
     Inner modules come first: the function for an outer module sees its new parts. New modules get

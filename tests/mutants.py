@@ -1,9 +1,9 @@
 """Drops each check of a replay in turn, and says which of them no test notices.
 
 `python -m tests.mutants` runs tests once for each check, and once for each kind of guard, with that
-one dropped: what is asked of captured values (`replay/guard_code.py`), of the model and the world
-(`replay/check.py`), of words of memory (`source/memory_words.py`), and the kinds of guards in a
-run (`KINDS`). A mutant that *survives* makes no test fail. Each run stops at the first failure.
+one dropped: what is asked of captured values, of the model and the world (`replay/check.py`), of
+words of memory (`source/memory_words.py`), and the kinds of guards in a run (`KINDS`). A mutant
+that *survives* makes no test fail. Each run stops at the first failure.
 
     python -m tests.mutants                     the tests of guards, which takes an hour
     python -m tests.mutants check.py            the mutants of one file
@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from bendtrace.recording.writer import Writer
-from bendtrace.replay.guard_code import GuardCode
+from bendtrace.replay.check import GuardCode
 from bendtrace.replay.source import Source
 from bendtrace.source.memory_words import Words
 from bendtrace.tape.guards import KINDS
@@ -36,8 +36,7 @@ ROOT = Path(__file__).parent.parent
 MUTANT = os.environ.get("BENDTRACE_MUTANT", "")
 # Where checks are written, and what writes one.
 FILES = {
-    "replay/guard_code.py": re.compile(r"\b(self\.note|_questions\.note|fail_if)\("),
-    "replay/check.py": re.compile(r"_questions\.note\("),
+    "replay/check.py": re.compile(r"\b(self\.note|_questions\.note|fail_if)\("),
     "source/memory_words.py": re.compile(r"^ +self\.(add_\w+|_expect|_point)\("),
 }
 WORDS = re.compile(r"\bwords\.add_\w+\(|map\(words\.add_")

@@ -10,9 +10,8 @@ from unittest import mock
 
 from bendtrace.dispatcher import Floor
 from bendtrace.recording.states import States
-from bendtrace.replay.nodes import Node
 from bendtrace.replay.program import Program
-from bendtrace.replay.stretches import Divergence
+from bendtrace.replay.stretches import Divergence, Node
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import Guard, State
 

@@ -24,7 +24,7 @@ from bendtrace.errors import (
     NodePathError,
 )
 from bendtrace.interject.activations import get_activations, inputs_of
-from bendtrace.interject.resume_point import from_activations, told
+from bendtrace.interject.resume_point import from_activations, parse_replacements
 from bendtrace.interject.structure import assemble, take_apart
 from tests.corpus import CASES
 from tests.corpus._case import Case
@@ -1272,16 +1272,16 @@ def test_torchbend_s_form_is_understood() -> None:
     x, mask = normal(2, 4), torch.ones(2, 1)
     found = get_activations(bended, ["relu", "fc2"], (), {"x": x, "mask": mask})
     for form in [
-        told(("relu", "fc2"), {**found, "x": x, "mask": mask}),
-        told((found, x), {"mask": mask}),
-        told((found, x, mask), {}),
+        parse_replacements(("relu", "fc2"), {**found, "x": x, "mask": mask}),
+        parse_replacements((found, x), {"mask": mask}),
+        parse_replacements((found, x, mask), {}),
     ]:
         assert bits(from_activations(bended, *form).detach()) == bits(bended(x, mask).detach())
     with pytest.raises(InputError, match="no value is given for 'fc2'"):
-        told(("relu", "fc2"), {"relu": x})
+        parse_replacements(("relu", "fc2"), {"relu": x})
     for args in [(), (x,), ("relu", x)]:
         with pytest.raises(InputError, match="a dict of activations by path, followed by"):
-            told(args, {"relu": x})
+            parse_replacements(args, {"relu": x})
 
 
 def test_nothing_is_left_behind() -> None:

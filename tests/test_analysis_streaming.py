@@ -32,7 +32,7 @@ from bendtrace.analysis import (
     TopK,
     Variance,
 )
-from bendtrace.analysis.streaming import decoded, encoded, even_edges, merge_states
+from bendtrace.analysis.streaming import decode_state, encode_state, even_edges, merge_states
 from bendtrace.errors import InputError
 
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -479,9 +479,9 @@ def test_copies_pickles_and_saved_states_go_on_alike(name: str) -> None:
     rows = rows_of(6, 50, 2)
     made = fed(MAKERS[name](), list(rows[:30].split(4)))
     file = io.BytesIO()
-    torch.save(encoded({"it": [made]}), file)
+    torch.save(encode_state({"it": [made]}), file)
     file.seek(0)
-    loaded = decoded(torch.load(file, weights_only=True))["it"][0]
+    loaded = decode_state(torch.load(file, weights_only=True))["it"][0]
     others = [copy.deepcopy(made), pickle.loads(pickle.dumps(made)), loaded]
     fed(made, [rows[30:]])
     for other in others:
@@ -600,7 +600,7 @@ def test_moments_that_are_not_kept_are_refused() -> None:
 
 def test_states_of_unknown_statistics_say_what_to_do() -> None:
     with pytest.raises(InputError, match="import the module that defines it"):
-        decoded({"statistic": "mine.Own", "values": {}})
+        decode_state({"statistic": "mine.Own", "values": {}})
     with pytest.raises(InputError, match="override `merge_state`"):
         merge_states(torch.ones(2), torch.ones(2))
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from bendtrace.environment import code_facts, environment, reachability
 from bendtrace.source import bytecode, usage
-from bendtrace.source.bytecode import has, named_in, steps_of
+from bendtrace.source.bytecode import global_uses, has, steps_of
 from bendtrace.tape import plain_numbers
 
 MODULES = (
@@ -40,7 +40,7 @@ def test_names_are_those_that_dis_tells() -> None:
             for step in dis.get_instructions(code)
             if step.opname in code_facts._WHAT
         ]
-        assert list(named_in(code)) == told, code
+        assert list(global_uses(code)) == told, code
         count += len(told)
     assert count > 3000
 
@@ -65,7 +65,7 @@ def test_arguments_that_need_more_than_a_byte_are_read() -> None:
     namespace: dict[str, types.FunctionType] = {}
     exec("def many(x):\n" + "\n".join(lines) + "\n    x.last = 1\n", namespace)
     code = namespace["many"].__code__
-    found = list(named_in(code))
+    found = list(global_uses(code))
     assert ("LOAD_GLOBAL", "name_699") in found
     assert found[-1] == ("STORE_ATTR", "last")
     assert code_facts.names_in(code) >= {"name_699", "other_699", "last"}
@@ -93,9 +93,9 @@ def test_code_that_needs_plain_numbers_is_told(source: str, needs: bool) -> None
 
 
 def test_later_versions_of_python_are_asked_by_way_of_dis(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = [list(named_in(code)) for code in codes()]
+    read = [list(global_uses(code)) for code in codes()]
     monkeypatch.setattr(bytecode, "_KNOWN", False)
-    assert [list(named_in(code)) for code in codes()] == read
+    assert [list(global_uses(code)) for code in codes()] == read
 
 
 def test_a_model_that_stores_attributes_is_known_to() -> None:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
 from bendtrace.errors import InputError, LayerKeyError, NotReplayableError
-from bendtrace.torch_rules.functions import DESCEND, entered
+from bendtrace.torch_rules.functions import DESCEND, inner_twin
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.hf_models import MODELS, TinyModel
@@ -154,7 +154,7 @@ class Notes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in DESCEND:  # entered by a trace, too
             with self:
-                return entered(func)(*args, **(kwargs or {}))
+                return inner_twin(func)(*args, **(kwargs or {}))
         versions = [t._version for t in args[:1] if isinstance(t, Tensor) and not t.is_inference()]
         out = func(*args, **(kwargs or {}))
         found = list(tensors_in(out)) if isinstance(out, (Tensor, tuple, list)) else []

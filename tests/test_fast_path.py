@@ -54,7 +54,7 @@ def told(recording: Recording) -> list[Any]:
             g.index,
             type(g),
             (repr(g.answer), g.other),
-            g.how,
+            g.use,
             g.scope.path,
             g.site and g.site.chain,
         )

@@ -937,7 +937,7 @@ def test_reads_of_metadata_are_guards_but_no_steps() -> None:
 
     trace = bt.trace(model, ONES)
     assert len(trace.flow_steps) == 0
-    assert [guard.how for guard in (trace.guards[0], trace.guards[1])] == ["metadata"] * 2
+    assert [guard.use.value for guard in (trace.guards[0], trace.guards[1])] == ["metadata"] * 2
 
 
 # Where

@@ -13,6 +13,7 @@ import bendtrace as bt
 from bendtrace.errors import DivergenceError, ExportError
 from bendtrace.export.machine import is_fixed
 from bendtrace.tape.guards import ValueGuard
+from bendtrace.tape.tape import Use
 from tests.promise import assert_promise, bits, randn_inputs
 
 FLAG = 1
@@ -254,6 +255,6 @@ def test_exported_programs_refuse_a_kind_of_guard_that_they_do_not_know() -> Non
     class ParityGuard(ValueGuard):
         subject = "the parity"
 
-    assert not is_fixed(ValueGuard(0, 0, 1, "", None, None))
+    assert not is_fixed(ValueGuard(0, 0, 1, Use.RESULT, None, None))
     with pytest.raises(ExportError, match="cannot test the parity"):
-        is_fixed(ParityGuard(0, 0, 1, "", None, None))
+        is_fixed(ParityGuard(0, 0, 1, Use.RESULT, None, None))

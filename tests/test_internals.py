@@ -159,8 +159,8 @@ def test_what_is_missing_is_exchanged_and_switches_off_its_part() -> None:
         assert features.is_off("a part")
         assert "uses_it" in features.names_off()
         reason = "a part: torch has no torch._C._no_such, code that uses it runs live"
-        assert features.missed() == [reason]
-        assert not features.missed()
+        assert features.missing_features() == [reason]
+        assert not features.missing_features()
     finally:
         features.switch_on("a part")
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
 from bendtrace.errors import InputError, NondeterminismError
-from bendtrace.rewriting import replaced
+from bendtrace.rewriting import replace_modules
 from tests.promise import assert_promise, bits, randn_inputs
 
 
@@ -748,7 +748,7 @@ def test_a_part_may_have_the_whole_as_a_part() -> None:
 def test_an_empty_container_is_replaced_like_any_part() -> None:
     empty = nn.Sequential()
     model = nn.Sequential(nn.Linear(2, 2), empty)
-    made = replaced(model, [empty], lambda module: nn.ReLU())
+    made = replace_modules(model, [empty], lambda module: nn.ReLU())
     assert isinstance(made[1], nn.ReLU)
 
 

@@ -17,7 +17,7 @@ import bendtrace as bt
 from bendtrace.errors import BendtraceError, InputError, LayerKeyError, NodePathError
 from bendtrace.graph import NodeRef
 from bendtrace.paths.nodes import NodePath
-from bendtrace.torch_rules.functions import name_of, said_of
+from bendtrace.torch_rules.functions import display_name, name_of
 
 
 class Attention(nn.Module):
@@ -354,8 +354,8 @@ def test_messages_call_what_is_inserted_by_its_place() -> None:
         trace = bended.trace(x)
         (gate,) = (op.target for op in trace.ops if "Steps" in str(op.target))
     assert "__" in name_of(gate)
-    assert said_of(gate) == "the insertion at 'h_1.softmax' (Steps)"
-    assert said_of(torch.relu) == "relu"
+    assert display_name(gate) == "the insertion at 'h_1.softmax' (Steps)"
+    assert display_name(torch.relu) == "relu"
 
 
 class Late(nn.Module):

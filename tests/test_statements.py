@@ -12,7 +12,7 @@ from bendtrace.source.sites import Place, Span
 from bendtrace.source.statements import (
     Loop,
     decides,
-    governed,
+    dependent_source,
     is_under_handler,
     leaves_loop,
     part_taken,
@@ -145,7 +145,7 @@ def test_a_file_that_is_not_there_has_neither_roles_nor_text() -> None:
     place = Place("<nowhere>", "f", Span(1, 0, 1, 5), 0)
     assert role_of(place).kind == ""
     assert role_of(place).text == ""
-    assert governed(place, True) == ()
+    assert dependent_source(place, True) == ()
     assert decides(place, True) is None
     assert leaves_loop(place, True) == ()
     assert is_under_handler(place)  # for all one knows
@@ -386,8 +386,8 @@ def test_a_condition_governs_the_side_taken(
     locate: Locate, source: str, stretch: str, if_true: list[str], if_false: list[str]
 ) -> None:
     place = locate(source, stretch)
-    assert texts(place, governed(place, True)) == if_true
-    assert texts(place, governed(place, False)) == if_false
+    assert texts(place, dependent_source(place, True)) == if_true
+    assert texts(place, dependent_source(place, False)) == if_false
 
 
 # Handlers

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import bendtrace as bt
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.stepping.run import SteppedRun
-from bendtrace.torch_rules.functions import entered
+from bendtrace.torch_rules.functions import inner_twin
 from tests.promise import bits, random_states, state
 
 # Models
@@ -294,7 +294,7 @@ class Eager(TorchFunctionMode):
     ) -> Any:
         if func is functional.multi_head_attention_forward:  # the tracer goes into it, too
             with self:
-                return entered(func)(*args, **(kwargs or {}))
+                return inner_twin(func)(*args, **(kwargs or {}))
         key = func, self.calls[func]
         if key == self.look:
             frame: Any = sys._getframe(1)

@@ -172,7 +172,7 @@ def test_guards_are_a_table() -> None:
     trace = bt.trace(signed, ONES)
     (guard,) = trace.guards
     assert len(trace.guards) == 1
-    assert (guard.how, guard.answer, trace.names[guard.index]) == ("bool", True, "bool")
+    assert (guard.use.value, guard.answer, trace.names[guard.index]) == ("bool", True, "bool")
     assert trace.guards.kind(0).value == "data"
     assert trace.guards.to_list() == [
         {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError, LoadError
-from bendtrace.interject.purity import lifted, why_not_pure
+from bendtrace.interject.purity import lift_tensors, why_not_pure
 from bendtrace.workflows import load_autoencoder, splice_autoencoder
 from tests.lens_models import Transformer, hooked, made, same, tokens
 
@@ -232,7 +232,7 @@ def test_what_it_does_can_be_compiled(kind: str, tmp_path: Path) -> None:
     config = {"architecture": kind, "k": K}
     sae = load_autoencoder(sae_lens(tmp_path, drawn(*KINDS[kind]), **config))
     for function, size in ((sae.encode, INPUTS), (sae.decode, LATENTS)):
-        found = lifted(function)
+        found = lift_tensors(function)
         assert not isinstance(found, str), found
         assert why_not_pure(function, torch.ones(2, size)) is None
 

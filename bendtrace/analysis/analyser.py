@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from bendtrace.analysis.streaming import decoded, encoded, merge_states
+from bendtrace.analysis.streaming import decode_state, encode_state, merge_states
 from bendtrace.analysis.values import data_frame, parts_of, plain_results
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
@@ -372,7 +372,7 @@ class Analyser(Interjection):
         return {
             "analyser": self._name,
             "settings": {name: _setting_of(value) for name, value in self.settings.items()},
-            "states": [(path, encoded(state)) for path, state in self._states.items()],
+            "states": [(path, encode_state(state)) for path, state in self._states.items()],
             "calls": dict(self._calls),
         }
 
@@ -390,13 +390,13 @@ class Analyser(Interjection):
         settings = {name: _setting_of(value) for name, value in self.settings.items()}
         why = "create an analyser with the same settings"
         self._check_settings(settings, state["settings"], "the state", why)
-        states = {path: decoded(plain) for path, plain in state["states"]}
+        states = {path: decode_state(plain) for path, plain in state["states"]}
         self._states, self._calls = states, dict(state["calls"])
 
     @property
     def nbytes(self) -> int:
         """The size of its tensors in bytes."""
-        return sum(_bytes_in(encoded(state)) for state in self._states.values())
+        return sum(_bytes_in(encode_state(state)) for state in self._states.values())
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from bendtrace._checks import free_name
 from bendtrace.analysis.analyser import Analyser, Batch
 from bendtrace.analysis.features import gradients_of, see_gradients
 from bendtrace.analysis.streaming import Count
@@ -255,16 +256,8 @@ def _name_analysers(analysers: Any) -> dict[str, Analyser]:
         for form in ("before", "instead"):
             if type(item)._overrides(form):
                 raise InputError(f"{item.label} overrides `{form}`: insert it on its own")
-        found[name if name is not None else _free(item._name, found)] = item
+        found[name if name is not None else free_name(item._name, found)] = item
     return found
-
-
-def _free(name: str, taken: Mapping[str, Any]) -> str:
-    number, free = 0, name
-    while free in taken:
-        number += 1
-        free = f"{name}_{number}"
-    return free
 
 
 class PerClassAnalyser(Analyser):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from bendtrace._checks import required_int, required_number
 from bendtrace.analysis.analyser import Analyser, Batch
 from bendtrace.analysis.spectra import Products, as_matrix, check_features, check_width, ridge
-from bendtrace.analysis.streaming import Moments, Statistic, decoded, encoded
+from bendtrace.analysis.streaming import Moments, Statistic, decode_state, encode_state
 from bendtrace.analysis.values import Keep, check_keep
 from bendtrace.errors import InputError
 from bendtrace.history.capture import lazily_copied
@@ -740,9 +740,9 @@ class Probe(Statistic):
             "optimizer": state,
             "steps": self.steps,
             "loss": None if self.loss is None else self.loss.clone(),
-            "sums": encoded(self.sums),
+            "sums": encode_state(self.sums),
             "outputs": self.outputs,
-            "scores": None if self.scores is None else encoded(self.scores),
+            "scores": None if self.scores is None else encode_state(self.scores),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -753,8 +753,8 @@ class Probe(Statistic):
         self.optimizer_state = copy.deepcopy(state["optimizer"])
         self.steps, self.outputs = state["steps"], state["outputs"]
         self.loss = None if state["loss"] is None else state["loss"].clone()
-        self.sums = decoded(state["sums"])
-        self.scores = None if state["scores"] is None else decoded(state["scores"])
+        self.sums = decode_state(state["sums"])
+        self.scores = None if state["scores"] is None else decode_state(state["scores"])
 
 
 def _equal(one: nn.Linear, other: nn.Linear | None) -> bool:

@@ -239,11 +239,11 @@ def merge_states(state: Any, other: Any) -> None:
         )
 
 
-def encoded(state: Any) -> Any:
+def encode_state(state: Any) -> Any:
     """Return a state as plain containers of tensors and numbers, which `torch.load` accepts.
 
     Example:
-        >>> encoded({"seen": Count()})
+        >>> encode_state({"seen": Count()})
         {'items': [('seen', {'statistic': 'bendtrace.analysis.streaming.Count',
         'values': {'count': 0}})]}
     """
@@ -252,17 +252,17 @@ def encoded(state: Any) -> Any:
         name = f"{cls.__module__}.{cls.__qualname__}"
         return {"statistic": name, "values": state.state_dict()}
     if isinstance(state, dict):
-        return {"items": [(key, encoded(item)) for key, item in state.items()]}
+        return {"items": [(key, encode_state(item)) for key, item in state.items()]}
     if isinstance(state, (list, tuple)):
-        return {"list": [encoded(item) for item in state]}
+        return {"list": [encode_state(item) for item in state]}
     return {"value": state.clone() if isinstance(state, Tensor) else state}
 
 
-def decoded(plain: Any) -> Any:
-    """Return the state that `encoded` received; tuples come back as lists.
+def decode_state(plain: Any) -> Any:
+    """Return the state that `encode_state` received; tuples come back as lists.
 
     Example:
-        >>> decoded(encoded([Count()]))
+        >>> decode_state(encode_state([Count()]))
         [Count(0)]
     """
     if "statistic" in plain:
@@ -276,9 +276,9 @@ def decoded(plain: Any) -> Any:
         made.load_state_dict(plain["values"])
         return made
     if "items" in plain:
-        return {key: decoded(item) for key, item in plain["items"]}
+        return {key: decode_state(item) for key, item in plain["items"]}
     if "list" in plain:
-        return [decoded(item) for item in plain["list"]]
+        return [decode_state(item) for item in plain["list"]]
     value = plain["value"]
     return value.clone() if isinstance(value, torch.Tensor) else value
 

@@ -26,7 +26,7 @@ from bendtrace._places import place_text
 from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call, own_copy
 from bendtrace.errors import ConversionError, InputError
-from bendtrace.history.capture import SaveOptions, State, copied
+from bendtrace.history.capture import SaveOptions, State, aligned_copy
 from bendtrace.history.entries import LayerEntry, counted, tensors_of
 from bendtrace.history.run_log import RunLog
 from bendtrace.history.validate import MISSING, Kept, Validator
@@ -827,7 +827,7 @@ class _Seen(Interjection):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
         self.values[at.path, at.number] = (
-            copied(output.detach()) if isinstance(output, Tensor) else output
+            aligned_copy(output.detach()) if isinstance(output, Tensor) else output
         )
 
 
@@ -881,7 +881,7 @@ def _compile_side(model: Any, call: Call) -> Side:
               for op in log.ops if op.kind is OpKind.INPUT]  # fmt: skip
     compiled = model.dynamo_ctx(graph)
     with PreservedState(native, modes=True):
-        values = compiled(*(copied(v) if isinstance(v, Tensor) else v for v in inputs))
+        values = compiled(*(aligned_copy(v) if isinstance(v, Tensor) else v for v in inputs))
     kept = _of_same_run(log)
     for key, value in zip(keys, values, strict=True):
         kept.saved[key] = value.detach()

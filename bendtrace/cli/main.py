@@ -418,7 +418,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], tuple[str, bool]]] = 
     "trace": _trace_text,
     "explore": lambda options: (_explore_text(options), True),
     "cost": lambda options: (_cost(options), True),
-    "export": lambda options: (exported(options), True),
+    "export": lambda options: (export_command(options), True),
 }
 
 
@@ -537,7 +537,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--train", action="store_true", help="export the model as it is in training mode")
 
 
-def exported(options: argparse.Namespace) -> str:
+def export_command(options: argparse.Namespace) -> str:
     """Carry out the command, and return its report."""
     if options.repeat < 1:
         raise InputError(f"--repeat takes a positive number, not {options.repeat}")

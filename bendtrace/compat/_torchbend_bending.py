@@ -21,6 +21,7 @@ from torch.fx import Graph
 
 from bendtrace import bends
 from bendtrace import module as core
+from bendtrace._checks import free_name
 from bendtrace._trace import Trace
 from bendtrace.compat._torchbend_callbacks import (
     BendingConfig,
@@ -43,7 +44,7 @@ from bendtrace.interject.bends.catalogue import (
     Restoring,
     Source,
     activation_table,
-    compiled,
+    compile_pattern,
     near,
 )
 from bendtrace.interject.knowledge import Knowledge
@@ -466,7 +467,7 @@ class BendingModule(ModuleWithMethods):
 
     def resolve_parameters(self, *patterns: Any) -> list[str]:
         """Return the names of the parameters that patterns match from the start."""
-        expressions = [compiled(p) for p in patterns if isinstance(p, (str, re.Pattern))]
+        expressions = [compile_pattern(p) for p in patterns if isinstance(p, (str, re.Pattern))]
         return [n for n in self.weight_names if any(one.match(n) for one in expressions)]
 
     def resolve_activations(self, *patterns: Any, fn: str = "forward") -> list[str]:
@@ -940,9 +941,9 @@ class Names:
                 self.by_name[name] = one
             if found.name not in self._passes:
                 wish = found.names[-1].replace(".", "_")
-                self.by_name[_free(wish, self.by_name)] = found
+                self.by_name[free_name(wish, self.by_name)] = found
                 if found.op.startswith("call_") and found.op != "call_module":
-                    self.aliases[_free(_base(found), self.aliases)] = found
+                    self.aliases[free_name(_base(found), self.aliases)] = found
         self.by_path = {found.name: name for name, found in self.by_name.items()}
 
     def _repeated(self, whole: dict[str, Activation]) -> dict[str, list[tuple[str, Activation]]]:
@@ -957,7 +958,7 @@ class Names:
         for path in order:
             activation = whole[path]
             if (base := _base(activation)) in kinds:
-                name, several = _free(base, taken), found.setdefault(path, [])
+                name, several = free_name(base, taken), found.setdefault(path, [])
                 taken[name] = None
                 of_pass = f"{path}:{len(several) + 1}" if counts[path] > 1 else path
                 several.append((name, activation._replace(name=of_pass, names=(name,))))
@@ -978,7 +979,7 @@ class Names:
         found = []
         for key in bent if isinstance(item, (str, re.Pattern)) else ():
             names = self.at(key) if key.strip("'").partition(":")[0] in self._passes else []
-            hits = [name for name in names if name == item or compiled(item).fullmatch(name)]
+            hits = [name for name in names if name == item or compile_pattern(item).fullmatch(name)]
             if hits and len(hits) < len(names):
                 raise InputError(f"{', '.join(names)} are bent together: reset all of them")
             found += [key] if hits else []
@@ -986,7 +987,7 @@ class Names:
 
     def matching(self, pattern: str | re.Pattern[str]) -> Iterator[tuple[str, Activation]]:
         """Yield what a pattern matches from the start of a name, as torchbend does, by name."""
-        expression = compiled(pattern)
+        expression = compile_pattern(pattern)
         done = set()
         for name, found in (*self.by_name.items(), *self.aliases.items()):
             names = (name,) if self.aliases.get(name) is found else (name, *found.names)
@@ -996,7 +997,7 @@ class Names:
 
     def patterns(self, pattern: str | re.Pattern[str]) -> list[Any]:
         """Return what selects in a `bendtrace.BendedModule` what a pattern means here."""
-        expression = compiled(pattern)
+        expression = compile_pattern(pattern)
         selector = NamedActivations((expression,), frozenset())
         means = [found for found in self.every if selector.means(found.level, found.names)]
         known = {found.name for found in means}
@@ -1024,11 +1025,3 @@ def _base(found: Activation) -> str:
     if found.op == "call_module":
         return found.names[-1].replace(".", "_")
     return re.sub(r"_\d+$", "", found.name.rpartition(".")[2])
-
-
-def _free(wish: str, taken: Any) -> str:
-    name, count = wish, 0
-    while name in taken:
-        count += 1
-        name = f"{wish}_{count}"
-    return name

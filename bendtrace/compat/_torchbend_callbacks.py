@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bendtrace import bends
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Value, value_of
-from bendtrace.interject.bends.callbacks import mixed
+from bendtrace.interject.bends.callbacks import mix_rows
 from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import NodePass
 from bendtrace.tape.tape import TensorMeta
@@ -213,7 +213,7 @@ class BendingCallback(bends.Bend):
             if not is_weight and known.setdefault(name, 0) == 0:
                 known[name] = -1
                 self.register_activation(name, tensor.shape)
-            return self.forward(tensor, name=name, **given_to(self, at))
+            return self.forward(tensor, name=name, **arguments_at(self, at))
         with torch.no_grad():
             parameter = nn.Parameter(tensor.detach().clone(), requires_grad=False)
             if name not in known:
@@ -229,7 +229,7 @@ class BendingCallback(bends.Bend):
         return CallbackChain(self, other)
 
 
-def given_to(callback: bends.Bend, at: NodePass) -> dict[str, Any]:
+def arguments_at(callback: bends.Bend, at: NodePass) -> dict[str, Any]:
     """Return the arguments that `from_activations` was given for a callback at a node."""
     return (_GIVEN.get(None) or {}).get((id(callback), at.path), {})
 
@@ -336,18 +336,18 @@ class InterpolateActivation(bends.InterpolateActivation, BendingCallback):
         """Return the mixtures."""
         if interp_weights is None:
             return x
-        return mixed(x, interp_weights, softmax, self, NodePass(name or ""))
+        return mix_rows(x, interp_weights, softmax, self, NodePass(name or ""))
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the mixtures."""
-        given = given_to(self, at)
+        given = arguments_at(self, at)
         if "interp_weights" not in given:
             return super().bend(tensor, at)
         return self.forward(tensor, at.path, **{"softmax": self.softmax, **given})
 
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
-        return "it is given weights" if given_to(self, at) else super().effect_of_bend(at, like)
+        return "it is given weights" if arguments_at(self, at) else super().effect_of_bend(at, like)
 
 
 class _Captures(dict[str, Tensor]):

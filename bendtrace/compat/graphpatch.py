@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from bendtrace import patches
+from bendtrace._checks import free_name
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.patches.builtin import with_numbers
 from bendtrace.interject.patches.context import raise_all
@@ -28,7 +29,7 @@ from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
 from bendtrace.paths.nodes import NodePath, TreeNode, Variant, describe, identifier, passes_in
 from bendtrace.paths.view import Node, Tree
-from bendtrace.torch_rules.owners import module_of, modules_in, unhooked
+from bendtrace.torch_rules.owners import module_of, modules_in, without_hooks
 
 __all__ = ["ExtractionOptions", "PatchableGraph"]
 __dir__ = __all__.copy
@@ -138,7 +139,7 @@ class PatchableGraph(BendedModule):
     @property
     def _unrolled(self) -> Tree:
         if self._graph is None:
-            object.__setattr__(self, "_graph", unrolled(self._example, self.model))
+            object.__setattr__(self, "_graph", unroll(self._example, self.model))
         assert self._graph is not None
         return self._graph
 
@@ -227,7 +228,7 @@ class PatchableGraph(BendedModule):
         Raises:
             NodePathError: it names several nodes.
         """
-        graphs = [dict(_paths(unrolled(tree, self.model).data)) for tree in self._known.trees()]
+        graphs = [dict(_paths(unroll(tree, self.model).data)) for tree in self._known.trees()]
         found = {graph[path].path: graph[path] for graph in graphs if path in graph}
         if len(found) > 1:
             raise NodePathError(
@@ -259,7 +260,7 @@ class PatchableGraph(BendedModule):
         Raises:
             InputError: accelerate has put weights somewhere else.
         """
-        with unhooked(self.model):
+        with without_hooks(self.model):
             torch.save(self, target)
 
     @staticmethod
@@ -329,7 +330,7 @@ def _sign(node: TreeNode) -> str:
 # A tree of paths in which each node is one pass, as in the graphs of torch.fx.
 
 
-def unrolled(tree: Tree, model: Any) -> Tree:
+def unroll(tree: Tree, model: Any) -> Tree:
     """Return a tree in which each node is one pass, numbered in the order of the run.
 
     Each node keeps the path of its pass in the given tree.
@@ -373,17 +374,14 @@ def _one_pass(node: TreeNode, number: int, name: str, modules: dict[str, nn.Modu
         child, n = next(waiting) if (child, n) in are_numbered else (child, n)
         new, label, key = child.name, "", child.key
         if (child, n) in are_numbered:
-            base, count = identifier(child.label or child.name), 0
+            base = identifier(child.label or child.name)
             if calls[child.module] > 1:
                 module = modules.get(child.module)
                 if sum(other is module for other in modules.values()) > 1:
                     base, key = f"{base}_call", None  # no call shows by which name it was made
                 elif base not in taken:
                     label = f"{base}_0"
-            new = base
-            while new in taken:
-                count += 1
-                new = f"{base}_{count}"
+            new = free_name(base, taken)
             taken.add(new)
         made.children[new] = replace(_one_pass(child, n, new, modules), label=label, key=key)
     return made

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace import hooks
+from bendtrace._checks import free_name
 from bendtrace.errors import InputError
 from bendtrace.hooks import HookFunction, HookHandle
-from bendtrace.interject.hooks import HookContext, free_name
+from bendtrace.interject.hooks import HookContext
 
 __all__ = ["HookFunction", "HookHandle", "HookManager", "ModuleTracker", "TrackingProtocol"]
 __dir__ = __all__.copy
@@ -66,7 +67,7 @@ class HookManager(hooks.HookManager):
     def _second_name(self, known: str, wish: str, what: str) -> str:
         return known
 
-    def _free_name(self, wish: str, by: str, taken: Iterable[str]) -> str:
+    def _free_name(self, wish: str, by: str, taken: Container[str]) -> str:
         return free_name(wish, taken)
 
     def register_backward_hook(  # type: ignore[override]  # has one option more

@@ -27,7 +27,7 @@ from bendtrace import node_selector
 from bendtrace.analysis import analyser
 from bendtrace.analysis.streaming import CrossCovariance
 from bendtrace.compat._torchwatcher_analysis import *  # noqa: F403
-from bendtrace.compat._torchwatcher_interjections import (
+from bendtrace.compat._torchwatcher_analysis import (
     Execution,
     ForwardInterjection,
     Named,

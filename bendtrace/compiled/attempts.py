@@ -338,9 +338,6 @@ def _is_dense(tensor: Tensor) -> bool:
 class _Comparison:
     """Compares an output with that of a replay.
 
-    Args:
-        known: the arguments and the state.
-
     Attributes:
         laid_out: for tensors that only differ in their memory layout, by identity, the right order
             of dimensions.

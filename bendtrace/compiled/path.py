@@ -46,13 +46,13 @@ from bendtrace.tape.guards import (
     TruthGuard,
     ValueGuard,
 )
-from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, Use, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     SHAPES,
     VALUES,
+    display_name,
     name_of,
-    said_of,
 )
 from bendtrace.torch_rules.host_io import environ
 
@@ -697,7 +697,7 @@ class Straight(Expressions):
         if isinstance(guard, LengthGuard):
             self._test_length(guard)
         elif kind is None or type(guard) not in (TruthGuard, ValueGuard):
-            raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
+            raise Refusal(f"a guard is on what {display_name(self._op(guard).target)} gives")
         elif kind is _Kind.STATIC:
             self._test_static(guard)
         elif kind is _Kind.SIZE and self._exactly:
@@ -851,7 +851,7 @@ class Straight(Expressions):
                 self._conditions.append(self._new(f"({self._count(root)} == {extent[0]})"))
             elif root in self._schedule.needed:
                 self.picked[root] = extent
-                wanted = ValueGuard(root, root, op.meta, "", op.scope, op.site)
+                wanted = ValueGuard(root, root, op.meta, Use.RESULT, op.scope, op.site)
                 self._conditions.append(self._condition(wanted))
 
     def _out_of(self, op: Op) -> str:
@@ -859,7 +859,7 @@ class Straight(Expressions):
         if op.target in _COMPARED:
             return self._compared(op)
         if len(op.args) != 1 or type(op.args[0]) is not Ref:
-            raise Refusal(f"{said_of(op.target)} takes more than a tensor")
+            raise Refusal(f"{display_name(op.target)} takes more than a tensor")
         name = f"v{op.args[0].index}"
         dtype = self._tape.ops[op.args[0].index].meta.dtype
         if op.target is Tensor.__bool__:
@@ -867,7 +867,7 @@ class Straight(Expressions):
         wide = wide_dtype(dtype)
         wanted = {int: torch.int64, float: torch.float64, bool: torch.bool}.get(type(op.meta))
         if op.target not in _NUMBERS or wide is None or wide is not wanted:
-            raise Refusal(f"{said_of(op.target)} of a tensor of {dtype} is asked for")
+            raise Refusal(f"{display_name(op.target)} of a tensor of {dtype} is asked for")
         return f"{name}.reshape(()).to({wide})"
 
     def _compared(self, op: Op) -> str:
@@ -890,7 +890,7 @@ class Straight(Expressions):
             keys.insert(0, self.value(op.args[1]))
             op = self._tape.ops[op.args[0].index]
         if op.target is not Tensor.tolist:
-            raise Refusal(f"an element of what {said_of(op.target)} gives is tested")
+            raise Refusal(f"an element of what {display_name(op.target)} gives is tested")
         ref = op.args[0]
         wide = wide_dtype(self._tape.ops[ref.index].meta.dtype)
         if wide is None:
@@ -924,7 +924,7 @@ class Straight(Expressions):
         if op.target in (operator.and_, operator.or_, operator.xor) and types_ == [bool, bool]:
             left, right = map(self._lift, op.args)
             return f"({left} {name} {right})"
-        raise Refusal(f"{said_of(op.target)} of numbers out of tensors decides where it goes")
+        raise Refusal(f"{display_name(op.target)} of numbers out of tensors decides where it goes")
 
     def _bound(self, op: Op, types_: list[type]) -> None:
         """Make sure that integers are small enough to be neither rounded nor to overflow."""

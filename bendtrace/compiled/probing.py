@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.compiled.splices import Splice, applied
+from bendtrace.compiled.splices import Splice, apply_step
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.global_state import GlobalState
@@ -41,12 +41,12 @@ from bendtrace.torch_rules.functions import (
     RANK_DEPENDS_ON_SIZES,
     RESHAPES_IN_PLACE,
     SETTERS,
+    display_name,
     is_foreign,
     is_gate,
     is_torchs_function,
-    known_as,
     name_of,
-    said_of,
+    table_name,
 )
 from bendtrace.torch_rules.host_io import environ
 from bendtrace.torch_rules.writes import storage_of, works_in_place
@@ -200,7 +200,7 @@ class _Probe:
             added = storage not in self._protected
             self._protected.add(storage)
             with mode:
-                made, kept = applied(step, values[slot], step.tensors)
+                made, kept = apply_step(step, values[slot], step.tensors)
             if made is values[slot]:
                 self._unchanged.add(self._functions)
             self._functions += 1
@@ -317,12 +317,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class Unknown(Exception):
-    """A size depends on values in a way that is not followed.
-
-    Args:
-        reason: how it depends on values.
-        op: the op of the model.
-    """
+    """A size depends on values in a way that is not followed."""
 
     def __init__(self, reason: str, op: Op | None = None) -> None:
         super().__init__(reason if op is None else with_place(reason, op))
@@ -359,14 +354,14 @@ class Extents:
         A compiler takes it for granted that such a size is not 1.
         """
         for op in self._ops:
-            if known_as(op.target) in RANK_DEPENDS_ON_SIZES and self._may_drop(op):
+            if table_name(op.target) in RANK_DEPENDS_ON_SIZES and self._may_drop(op):
                 return op
         return None
 
     def _may_drop(self, op: Op) -> bool:
         if self.varying.isdisjoint(op.operands):
             return False
-        is_squeeze = known_as(op.target).startswith("squeeze")
+        is_squeeze = table_name(op.target).startswith("squeeze")
         if not (is_squeeze and op.args and type(op.args[0]) is Ref):
             return True
         given = op.args[0].index
@@ -565,7 +560,7 @@ def why_not(
         if op.target is environ:  # which is asked before the graph is called
             continue
         if any(tape.ops[written].is_given for written in op.writes):
-            reason = f"{said_of(op.target)} writes to what was there before the run"
+            reason = f"{display_name(op.target)} writes to what was there before the run"
         else:
             reason = why_not_op(op, global_state.context)
         if reason is not None:

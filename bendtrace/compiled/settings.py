@@ -86,11 +86,7 @@ class Settings:
         )
 
     def keeping(self, text: str) -> AbstractContextManager[None]:
-        """Return a context in which code is compiled that may be kept.
-
-        Args:
-            text: the source of what is compiled.
-        """
+        """Return a context in which code is compiled that may be kept."""
         return nullcontext() if self.artefacts is None else self.artefacts.used(text)
 
     def warn(self) -> None:
@@ -99,11 +95,7 @@ class Settings:
             self.artefacts.warn()
 
     def compilers(self, on_cpu: bool) -> tuple[Callable[..., Any], ...]:
-        """Return what compiles a graph, and what does where that cannot.
-
-        Args:
-            on_cpu: whether all tensors are on the CPU.
-        """
+        """Return what compiles a graph, and what does where that cannot."""
         if self.backend != "inductor":
             if isinstance(self.backend, str):
                 return (dynamo().lookup_backend(self.backend),)
@@ -260,11 +252,7 @@ class Artefacts:
 
     @contextmanager
     def used(self, text: str) -> Iterator[None]:
-        """Within it, inductor finds what was compiled for a text, and adds what was not.
-
-        Args:
-            text: the source of what is compiled.
-        """
+        """Within it, inductor finds what was compiled for a text, and adds what was not."""
         code = hashlib.sha256(text.encode()).hexdigest()
         name = f"path-{hashlib.sha256(f'{code}{self._facts}'.encode()).hexdigest()[:16]}"
         with _one_at_a_time, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:

@@ -29,11 +29,10 @@ from bendtrace.compiled.splices import Inserted, Spliced
 from bendtrace.errors import CompileWarning
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.codegen import SegmentWriter
-from bendtrace.replay.nodes import Exit
 from bendtrace.replay.program import Program
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed
 from bendtrace.replay.source import gives_nothing
-from bendtrace.replay.stretches import Finished
+from bendtrace.replay.stretches import Exit, Finished
 from bendtrace.source.sites import users_level
 from bendtrace.tape.contexts import dispatch_modes
 from bendtrace.tape.tape import (
@@ -89,9 +88,6 @@ class Speculation:
     is compiled, and leads, once two calls and at least half of the latest calls have taken it. It
     is *demoted* if, among its latest calls, at least eight failed, and more than half as many as
     succeeded. It leads again if three quarters of the latest calls have taken it.
-
-    Args:
-        settings: how to compile.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -573,9 +569,6 @@ class Body(CompiledFunction):
 
 class CompiledSegments:
     """The bodies of one model.
-
-    Args:
-        settings: how to compile.
 
     Attributes:
         reason: why there were no segments to compile, when they were last looked at.

@@ -123,7 +123,7 @@ class Inserted(Protocol):
         """Note that a call took a path."""
 
 
-def applied(step: Step, value: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
+def apply_step(step: Step, value: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
     """Return the new value of a step, and the tensors that it keeps."""
     assert step.function is not None
     made = step.function(value, *tensors)

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from bendtrace._places import full_place_text
-from bendtrace.source.bytecode import catches_all, computes_names, named_in
+from bendtrace.source.bytecode import catches_all, computes_names, global_uses
 from bendtrace.source.features import names_off
 from bendtrace.torch_rules.draws import CHANGING
 
@@ -45,7 +45,7 @@ class CodeFacts(NamedTuple):
     computes: bool
 
 
-# What the instructions that `named_in` yields do with a name.
+# What the instructions that `global_uses` yields do with a name.
 _WHAT = {
     "IMPORT_NAME": "IMPORT",
     "STORE_ATTR": "ATTR",
@@ -74,7 +74,7 @@ def facts_in(code: types.CodeType) -> CodeFacts:
             texts = (constant for constant in inner.co_consts if isinstance(constant, str))
             words.update(name for text in texts for name in text.split("."))
             computes = computes or computes_names(inner)
-        for how, name in named_in(inner):
+        for how, name in global_uses(inner):
             found[_WHAT[how]].add(name)
     names |= words
     # Tools that rewrite code add names such as `@pytest_ar`, which no source can contain.

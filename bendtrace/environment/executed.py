@@ -352,7 +352,7 @@ _learned: MutableMapping[Any, dict[types.CodeType, tuple[types.FunctionType, ...
 _learned = WeakIdKeyDictionary()
 
 
-def observed_functions(function: Callable[..., Any]) -> tuple[types.FunctionType, ...]:
+def functions_of_runs(function: Callable[..., Any]) -> tuple[types.FunctionType, ...]:
     """Return the functions that runs of a model have shown, besides those its code names."""
     try:
         known = _learned.get(key_of(function), {})

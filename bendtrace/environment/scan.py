@@ -37,7 +37,7 @@ from bendtrace.environment.code_facts import (
     undetectable_in,
 )
 from bendtrace.environment.content import MOST, WatchedContent
-from bendtrace.environment.executed import observed_functions
+from bendtrace.environment.executed import functions_of_runs
 from bendtrace.environment.findings import WHOLE, Found, Route
 from bendtrace.environment.host_calls import is_steady_type
 from bendtrace.environment.kinds import (
@@ -83,7 +83,9 @@ from bendtrace.tape.captured import (
     AttributeKey,
     Captured,
     CaptureKind,
-    DequeSize,
+    Copy,
+    Keys,
+    Length,
     attributes_of,
     content_of,
     has_attributes,
@@ -673,7 +675,7 @@ class Scan(CodeScan):
                 self._scan_code(patch.value)
             elif is_users_class(type(patch.value)):
                 self._scan(patch.value, Route(None, Access.FIXED, None, patch.name, False))
-        for function in observed_functions(found.function):
+        for function in functions_of_runs(found.function):
             found.names |= {function.__name__}
             self._scan_code(function)
         known: tuple[int, ...] = ()
@@ -799,10 +801,10 @@ class Scan(CodeScan):
             self._add(value, route, CaptureKind.MODULE)
             self._scan_module(value, route.label)
         elif issubclass(kind, (set, frozenset)) and self._is_of_values(value, kind):
-            self._add(value, route, CaptureKind.SET).size = COPIED[CaptureKind.SET](value)
+            self._add(value, route, CaptureKind.SET).size = Copy(COPIED[CaptureKind.SET](value))
             self._scan_enumerated(value, route.label)
         elif is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
-            self._add(value, route, CaptureKind.ARRAY).size = Array(value)
+            self._add(value, route, CaptureKind.ARRAY).size = Copy(Array(value))
         elif isinstance(value, contextvars.ContextVar):
             self._add(value, route, CaptureKind.IDENTITY)
             part = self._add(
@@ -837,7 +839,7 @@ class Scan(CodeScan):
             self._scan_container(value, route)
         elif route.is_argument and (kind is torch.Generator or is_host_generator(value)):
             part = self._add(value, route, CaptureKind.OBJECT)  # any will do
-            found.held[part.index], part.size = {}, tuple(attributes_of(value))
+            found.held[part.index], part.size = {}, Keys(tuple(attributes_of(value)))
         else:
             self._scan_by_identity(value, route)
 
@@ -939,16 +941,14 @@ class Scan(CodeScan):
         part = self._add(value, route, container_kind(type(value)))
         content = content_of(part)
         if len(content) > _LARGE and _is_of_plain_values(part, content):
-            part.kind, part.size = CaptureKind.LARGE, COPIED[CaptureKind.LARGE](value)
+            part.kind, part.size = CaptureKind.LARGE, Copy(COPIED[CaptureKind.LARGE](value))
             return
         by_key = part.kind is CaptureKind.OBJECT or (
             part.access is not Access.FIXED
             and (part.kind is CaptureKind.DICT or has_attributes(part.type))
         )
-        part.size = tuple(content) if by_key else len(content)
-        if part.type is collections.deque:
-            part.size = DequeSize(len(content))
-            part.size.most = value.maxlen
+        most = value.maxlen if part.type is collections.deque else None
+        part.size = Keys(tuple(content)) if by_key else Length(len(content), most)
         if part.kind is not CaptureKind.TUPLE or has_attributes(part.type):
             self.found.held[part.index] = content
         if part.kind is CaptureKind.DICT:
@@ -1063,7 +1063,7 @@ class Scan(CodeScan):
         """
         part = self._add(mapping, Route(None, Access.FIXED, None, label, False), CaptureKind.DICT)
         part.hidden = hidden
-        part.size = len(mapping)
+        part.size = Length(len(mapping))
         if type(mapping) in WHOLE:  # these are compared as a whole
             held = dict(mapping.items())
         else:

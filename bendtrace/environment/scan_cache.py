@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bendtrace.environment.executed import observed_functions
+from bendtrace.environment.executed import functions_of_runs
 from bendtrace.environment.findings import Contents, Found
 from bendtrace.environment.growing import is_full
 from bendtrace.environment.provenance import is_users_class
@@ -157,7 +157,7 @@ class CachedScan:
         }
         self._watched_objects = found.watched_objects
         self._monkeypatches = monkeypatches()
-        self._learned = observed_functions(found.function)
+        self._learned = functions_of_runs(found.function)
         self._blockers = tuple(found.blockers)
         self._module_paths = dict(found.module_paths)
         self._hook_dicts = list(found.hook_dicts)
@@ -213,7 +213,9 @@ class CachedScan:
             if part.index in anew or part.index in self._content or part.kind in COPIED:
                 looked.append(part)
         self._anew, self._looked = frozenset(anew), looked
-        self._bare_facts = [part.size[:5] for part in self._bare]
+        self._bare_facts = [
+            part.size[:5] for part in self._bare if isinstance(part.size, TensorFacts)
+        ]
         self._watched = [i for i in self._content if i in held]
         nothing: dict[Any, Any] = {}  # nobody puts anything into it
         self._bare_held = dict.fromkeys((part.index for part in self._bare), nothing)
@@ -239,7 +241,7 @@ class CachedScan:
         Args:
             now: what so far has the parts of its arguments only.
         """
-        if now.function is not self._function or observed_functions(now.function) != self._learned:
+        if now.function is not self._function or functions_of_runs(now.function) != self._learned:
             return False
         if monkeypatches() != self._monkeypatches:
             return False

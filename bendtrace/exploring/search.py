@@ -41,13 +41,13 @@ from bendtrace.recording.run import Signature, record
 from bendtrace.replay.tree import TraceTree
 from bendtrace.source.sites import PACKAGE, TORCH, Place, Site, place_at
 from bendtrace.tape.guards import TruthGuard
-from bendtrace.tape.tape import ModuleCall, leaves_in
+from bendtrace.tape.tape import ModuleCall, Use, leaves_in
 from bendtrace.view.outline import Answers, is_standard, sides_seen
 from bendtrace.view.walks import (
     Choice,
     PathEvents,
     choices_in,
-    decided_by,
+    choices_of,
     function_of,
     loops_around,
 )
@@ -1031,7 +1031,7 @@ class Question:
 
     def sides(self, answer: bool) -> list[Answers]:
         """Return what an answer decides."""
-        decided = decided_by(self.around[0][0], answer) if self.decides else ()
+        decided = choices_of(self.around[0][0], answer) if self.decides else ()
         return [
             (choice, self.path, self.iteration[: loops_around(choice)], side)
             for choice, side in decided
@@ -1044,7 +1044,7 @@ class Question:
             return True  # a loop has come to it again
         spans = [
             span
-            for choice, side in decided_by(mine, self.guard.answer)
+            for choice, side in choices_of(mine, self.guard.answer)
             for span in (choice.if_true if side else choice.if_false)
         ]
         return any(
@@ -1131,7 +1131,7 @@ class Subject:
             self._see(run, guard.scope, guard.site)
             if not isinstance(guard, TruthGuard) or guard.site is None:
                 continue
-            if guard.how in ("", "metadata", "type"):
+            if guard.use in (Use.RESULT, Use.METADATA, Use.TYPE):
                 continue
             key = (guard.site.identity, guard.scope.path)
             asked[key] = asked.get(key, 0) + 1

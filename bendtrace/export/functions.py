@@ -26,7 +26,7 @@ from bendtrace.export.values import (
     Tensors,
     Value,
 )
-from bendtrace.tape.captured import Access, Captured, CaptureKind, identical
+from bendtrace.tape.captured import Access, Captured, CaptureKind, TensorFacts, identical
 from bendtrace.tape.tape import Op
 
 # What operators are given; what has another letter is closed over.
@@ -153,9 +153,8 @@ class Functions:
                 self._prelude.append(f"{name} = {self._reached(part)}")
                 is_tensor = part.kind is CaptureKind.TENSOR
                 self._parts[key] = self._tensor(name) if is_tensor else Static(name, part.type)
-                if is_tensor and part.size is not None:
-                    dtype = part.size.dtype
-                    self._prelude.append(f"has_dtype({name}, {dtype})")
+                if isinstance(part.size, TensorFacts):
+                    self._prelude.append(f"has_dtype({name}, {part.size.dtype})")
             return self._parts[key]
         tensor = part.read(())
         if not isinstance(tensor, Tensor):
@@ -299,7 +298,7 @@ class Functions:
                 if same and len(one.items) == len(other.items):
                     items = [merge(a, b) for a, b in zip(one.items, other.items, strict=True)]
                     return one, items
-                found = [f"{said(several)} of {len(several.items)}" for several in (one, other)]
+                found = [f"{value_word(each)} of {len(each.items)}" for each in (one, other)]
                 raise ExportError(
                     f"the sides go on with {' and '.join(found)}: give both the same structure, "
                     "in the same order, padded where need be",
@@ -313,8 +312,8 @@ class Functions:
                 outputs.append(([one, other], kind))
             else:
                 raise ExportError(
-                    f"one side continues with {said(one)}, the other with {said(other)}: use the "
-                    "same kind on both sides",
+                    f"one side continues with {value_word(one)}, the other with "
+                    f"{value_word(other)}: use the same kind on both sides",
                     question.place,
                 )
             return len(outputs) - 1, None
@@ -345,7 +344,7 @@ class Functions:
 
     def _after(self, scope: Scope, result: str, kept: Any, outputs: list[Any]) -> tuple[Value, ...]:
         made: list[Value] = []
-        shared = shared_in([pair for pair, _ in outputs])
+        shared = shared_outputs([pair for pair, _ in outputs])
         for place, (_, kind) in enumerate(outputs):
             name = self._new("v" if kind is None else "n")
             scope.own.add(name)
@@ -400,7 +399,7 @@ def number_of(one: Value, other: Value) -> type | None:
     return kind if not kinds and kind in DTYPES else None
 
 
-def said(value: Value) -> str:
+def value_word(value: Value) -> str:
     """Name a kind of value for a message."""
     if isinstance(value, Tensors):
         return "a tensor"
@@ -418,7 +417,7 @@ def without_aliases(texts: list[str]) -> list[str]:
     return [f"{t}.clone()" if t in texts[:place] else t for place, t in enumerate(texts)]
 
 
-def shared_in(outputs: list[list[Value]]) -> set[int]:
+def shared_outputs(outputs: list[list[Value]]) -> set[int]:
     """Return the outputs that shared memory with each other, or with tensors outside."""
     found: set[int] = set()
     for place, values in enumerate(outputs):

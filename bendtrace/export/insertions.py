@@ -23,7 +23,7 @@ from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Entry, Plan
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import describe_where
-from bendtrace.interject.splicer import recorded
+from bendtrace.interject.splicer import record_with_insertions
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recorder, Recording
 from bendtrace.recording.run import Signature, record
@@ -78,7 +78,7 @@ class Insertions:
             self._sizes.add(sizes)
             own_args, own_kwargs = separate_copies_of((args, kwargs))
             with running(plan):
-                recorded(self._known, signature, own_args, own_kwargs, plan)
+                record_with_insertions(self._known, signature, own_args, own_kwargs, plan)
         code = {name: what._code for name, what in self._names.items()}
         inserter = _Follower(plan, self._known, code)
         with running(inserter.plan):

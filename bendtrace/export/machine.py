@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import networkx as nx
 
 from bendtrace.errors import ExportError
-from bendtrace.export.numbers import Kind, Numbers
+from bendtrace.export.values import Kind, Numbers
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.varying import Place, place_of
@@ -32,12 +32,12 @@ from bendtrace.tape.guards import (
     TruthGuard,
     ValueGuard,
 )
-from bendtrace.tape.tape import Guard, Op, OpKind, refs_in
+from bendtrace.tape.tape import Guard, Op, OpKind, Use, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     RANK_DEPENDS_ON_SIZES,
-    known_as,
     name_of,
+    table_name,
 )
 
 
@@ -112,10 +112,10 @@ class AnalysedRun:
             seen.add(index)
             op = ops[index]
             waiting += op.operands
-            if known_as(op.target) not in RANK_DEPENDS_ON_SIZES:
+            if table_name(op.target) not in RANK_DEPENDS_ON_SIZES:
                 continue
             varies = not self.numbers.varying.isdisjoint(op.operands)
-            is_squeeze = known_as(op.target).startswith("squeeze") and bool(op.args)
+            is_squeeze = table_name(op.target).startswith("squeeze") and bool(op.args)
             if varies or not is_squeeze or list(refs_in([op.args[1:], op.kwargs])):
                 raise ExportError(
                     f"how many dimensions {name_of(op.target)} gives depends on "
@@ -456,7 +456,7 @@ def lengths_in(recordings: Iterable[Recording]) -> frozenset[Place]:
     for recording in recordings:
         kinds = Numbers(recording.tape).kinds
         for guard in recording.tape.guards:
-            place = place_of(guard) if guard.how == "len" else None
+            place = place_of(guard) if guard.use is Use.LEN else None
             if place is not None:
                 places.add(place)
                 if kinds.get(guard.index) is Kind.SIZE:

@@ -15,16 +15,17 @@ from bendtrace.compiled.probing import why_not_op
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import fact_of
 from bendtrace.export.machine import AnalysedRun, told
-from bendtrace.export.numbers import Kind, gives_rows
 from bendtrace.export.values import (
     DTYPES,
     Constant,
+    Kind,
     Number,
     Outdated,
     Several,
     Static,
     Tensors,
     Value,
+    gives_rows,
     leaves,
     rebuilt,
 )
@@ -38,8 +39,8 @@ from bendtrace.torch_rules.functions import (
     SHAPES,
     OpOverload,
     OpOverloadPacket,
+    display_name,
     name_of,
-    said_of,
 )
 
 
@@ -165,7 +166,7 @@ class SegmentOps(Expressions):
         is_pure = op.kind is OpKind.SCALAR or index in self._run.numbers.kinds
         if not is_pure:
             raise ExportError(
-                f"{said_of(op.target)} gives something that the question before does not hold",
+                f"{display_name(op.target)} gives something that the question before does not hold",
                 told(op),
             )
         self.emit(op)
@@ -212,7 +213,7 @@ class SegmentOps(Expressions):
         elif isinstance(owner, Number) or self._ops[op.args[0].index].target is Tensor.tolist:
             self._emit_number(op)
         else:
-            raise ExportError(f"an element {key!r} of {said_of(op.target)} is used", told(op))
+            raise ExportError(f"an element {key!r} of {display_name(op.target)} is used", told(op))
 
     def _emit_static(self, op: Op, varies: bool) -> None:
         self.names["__facts__"].add(fact_of(op))
@@ -240,8 +241,8 @@ class SegmentOps(Expressions):
             return
         if kind not in DTYPES:
             raise ExportError(
-                f"{said_of(op.target)} takes something out of a tensor that is no number: keep "
-                "to tensors, or to ints, floats and bools",
+                f"{display_name(op.target)} takes something out of a tensor that is no number: "
+                "keep to tensors, or to ints, floats and bools",
                 told(op),
             )
         if op.kind is OpKind.CALL:
@@ -363,7 +364,9 @@ class SegmentOps(Expressions):
             return Several(tuple(items))
         if meta is None:
             return Constant(None)
-        raise ExportError(f"{said_of(op.target)} returns a value that is not a tensor", told(op))
+        raise ExportError(
+            f"{display_name(op.target)} returns a value that is not a tensor", told(op)
+        )
 
     def _memory(self, op: Op) -> frozenset[int]:
         """Return what the result of an op may share memory with."""
@@ -388,7 +391,7 @@ class SegmentOps(Expressions):
             if written & copied and not is_stored_back(op, self._ops):
                 raise ExportError(WRITTEN, told(op))
             for index, value in self.known.items():
-                self.known[index] = outdated(value, written, copied)
+                self.known[index] = mark_outdated(value, written, copied)
 
     # Numbers among the arguments of functions
 
@@ -523,7 +526,7 @@ class SegmentOps(Expressions):
                 raise ExportError("tensors of different sizes are compared", told(op))
             return f"({given[0]} == {given[1]}).all()"
         if len(op.args) != 1 or type(first) is not Ref:
-            raise ExportError(f"{said_of(op.target)} takes more than a tensor", told(op))
+            raise ExportError(f"{display_name(op.target)} takes more than a tensor", told(op))
         tensor, dtype = self.name(first.index), self._ops[first.index].meta.dtype
         if op.target is Tensor.__bool__:
             text = f"{tensor}.clone()" if dtype is torch.bool else f"({tensor} != 0)"
@@ -531,7 +534,7 @@ class SegmentOps(Expressions):
         wide = wide_dtype(dtype)
         if op.target not in _NUMBERS or wide is None or wide is not DTYPES[kind]:
             raise ExportError(
-                f"{said_of(op.target)} of a tensor of {dtype} is asked for: compute it with "
+                f"{display_name(op.target)} of a tensor of {dtype} is asked for: compute it with "
                 "tensors",
                 told(op),
             )
@@ -580,7 +583,7 @@ class SegmentOps(Expressions):
         if target in (operator.and_, operator.or_, operator.xor) and kinds == [bool, bool]:
             return f"({given[0]} {infix} {given[1]})"
         raise ExportError(
-            f"{said_of(target)} of numbers out of tensors is computed in Python: compute it "
+            f"{display_name(target)} of numbers out of tensors is computed in Python: compute it "
             "with tensors",
             told(op),
         )
@@ -714,7 +717,7 @@ def memory_of(value: Value) -> frozenset[int]:
     return frozenset().union(*(one.memory for one in leaves(value) if isinstance(one, Tensors)))
 
 
-def outdated(value: Value, written: frozenset[int], picked: set[int]) -> Value:
+def mark_outdated(value: Value, written: frozenset[int], picked: set[int]) -> Value:
     """Return a value after a write, in which copies of what was written are outdated.
 
     Args:

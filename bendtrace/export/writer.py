@@ -27,8 +27,8 @@ from bendtrace.export.functions import (
     Unseen,
     number_of,
     order,
-    said,
-    shared_in,
+    shared_outputs,
+    value_word,
     without_aliases,
 )
 from bendtrace.export.machine import (
@@ -43,7 +43,6 @@ from bendtrace.export.machine import (
     shape_of,
     told,
 )
-from bendtrace.export.numbers import gives_rows
 from bendtrace.export.ops import Scope, SegmentOps
 from bendtrace.export.values import (
     DTYPES,
@@ -53,6 +52,7 @@ from bendtrace.export.values import (
     Static,
     Tensors,
     Value,
+    gives_rows,
     leaves,
     rebuilt,
 )
@@ -517,7 +517,7 @@ class _Writer(Functions):
             is_number = isinstance(one, Number) and number_of(one, other) is not None
             if not is_number and not (isinstance(one, Tensors) and isinstance(other, Tensors)):
                 raise ExportError(
-                    f"a loop goes on with {said(one)} at first and {said(other)} later",
+                    f"a loop goes on with {value_word(one)} at first and {value_word(other)} later",
                     header.place,
                 )
             returned.append((first, one, other))
@@ -572,7 +572,7 @@ class _Writer(Functions):
             header.guard,
         )
         ends: dict[Value, Value] = {}
-        shared = shared_in([[other] for _, _, other in returned])
+        shared = shared_outputs([[other] for _, _, other in returned])
         for place, (_, one, _) in enumerate(returned):
             name = self._new("v" if isinstance(one, Tensors) else "n")
             scope.own.add(name)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import networkx as nx
 import torch
 
-from bendtrace._checks import required_kind
+from bendtrace._checks import free_name, required_kind
 from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, text_of
 from bendtrace.errors import ConversionError
 from bendtrace.flow import (
@@ -134,7 +134,7 @@ def to_graphml(graph: Graph) -> str:
     flat: nx.MultiDiGraph[str] = nx.MultiDiGraph()
     names: dict[Any, str] = {}
     for node, data in graph.nodes(data=True):
-        names[node] = _free(_xml(str(node)), flat)
+        names[node] = free_name(_xml(str(node)), flat, "#", 2)
         flat.add_node(names[node], label=_xml(str(node)), **_flat(data))
     for source, target, data in graph.edges(data=True):
         edge = _flat(data)
@@ -149,14 +149,6 @@ def to_graphml(graph: Graph) -> str:
 
 def _step(steps: FlowSteps, number: Any) -> FlowStep | None:
     return steps[number] if type(number) is int and 0 <= number < len(steps) else None
-
-
-def _free(name: str, taken: Container[str]) -> str:
-    free, number = name, 1
-    while free in taken:
-        number += 1
-        free = f"{name}#{number}"
-    return free
 
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Any]:

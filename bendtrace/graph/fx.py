@@ -20,15 +20,17 @@ from bendtrace.errors import ConversionError, DivergenceError, InputError
 from bendtrace.flow import steps_of
 from bendtrace.graph.mirror import Graph
 from bendtrace.recording.iterations import user_code
-from bendtrace.recording.names import NodeRef, mapped
+from bendtrace.recording.names import NodeRef, map_items
 from bendtrace.recording.numbers import error_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import (
     COPIED,
     Access,
-    AttributeKey,
     Captured,
     CaptureKind,
+    Keys,
+    Length,
+    Size,
     identical,
     is_as_copied,
 )
@@ -204,7 +206,7 @@ class _Writer:
         self.nodes[name] = node
 
     def _value(self, value: Any) -> Any:
-        return mapped(value, self._item)
+        return map_items(value, self._item)
 
     def _item(self, value: Any) -> Any:
         if isinstance(value, NodeRef):
@@ -347,16 +349,14 @@ def _check_part(part: Captured, arguments: tuple[Any, ...]) -> None:
         raise DivergenceError(f"argument {part.label} has different content than when traced")
 
 
-def _content(part: Captured, now: Any) -> Any:
+def _content(part: Captured, now: Any) -> Size | None:
     """Return the `part.size` of the container that is there now."""
-    if isinstance(part.size, tuple) and part.kind in (
-        CaptureKind.DICT, CaptureKind.LIST, CaptureKind.TUPLE
-    ):  # fmt: skip
+    if isinstance(part.size, Keys) and part.kind is not CaptureKind.OBJECT:
         keys = dict.keys(now) if part.kind is CaptureKind.DICT else range(len(now))
-        return (*keys, *(key for key in part.size if isinstance(key, AttributeKey)))
-    if part.kind in (CaptureKind.LIST, CaptureKind.TUPLE):
-        return len(now)
-    return part.size if part.kind is CaptureKind.OBJECT else now
+        return Keys((*keys, *part.size.attributes))
+    if isinstance(part.size, Length) and part.kind in (CaptureKind.LIST, CaptureKind.TUPLE):
+        return Length(len(now), part.size.most)
+    return part.size if part.kind is CaptureKind.OBJECT else None
 
 
 def check_guard(value: Any, test: str, wanted: Any, what: str) -> None:
@@ -382,7 +382,7 @@ def _back_to_fx(graph: Graph) -> fx.GraphModule:
         return value
 
     for name, data in graph.nodes(data=True):
-        args, kwargs = mapped((data["args"], data["kwargs"]), with_nodes)
+        args, kwargs = map_items((data["args"], data["kwargs"]), with_nodes)
         nodes[name] = written.create_node(data["op"], data["target"], args, kwargs, name)
     written.lint()
     return fx.GraphModule(root, written)
@@ -411,7 +411,7 @@ def from_fx(module: fx.GraphModule) -> Graph:
     graph = Graph()
     graph.graph["root"] = module
     for index, node in enumerate(module.graph.nodes):
-        args, kwargs = mapped((node.args, node.kwargs), _reference)
+        args, kwargs = map_items((node.args, node.kwargs), _reference)
         graph.add_op(
             node.name, op=node.op, target=node.target, args=args, kwargs=kwargs,
             module_path="", pass_=1, index=index, site=node.meta.get("site"), text="",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 from torch import Tensor
 
+from bendtrace._checks import free_name
 from bendtrace.flow import FlowSteps, control_of, steps_of
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.names import NodeRef, target_name
@@ -228,12 +229,8 @@ def _element_node(part: Captured, nodes: dict[int, str]) -> dict[str, Any]:
 
 
 def _free(label: str, taken: set[str]) -> str:
-    base = name = re.sub(r"\W+", "_", label).strip("_") or "arg"
-    base = name = f"_{name}" if name[0].isdigit() else name
-    number = 0
-    while name in taken:
-        number += 1
-        name = f"{base}_{number}"
+    name = re.sub(r"\W+", "_", label).strip("_") or "arg"
+    name = free_name(f"_{name}" if name[0].isdigit() else name, taken)
     taken.add(name)
     return name
 

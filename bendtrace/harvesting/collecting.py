@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from bendtrace._checks import required_int
 from bendtrace.errors import InputError
 from bendtrace.harvesting.filling import Filling, Path, PathNames, require_place
-from bendtrace.history.capture import copied
+from bendtrace.history.capture import aligned_copy
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes
@@ -275,7 +275,7 @@ class Collector:
         rows = self._rows_from(at, rule, value)
         if self._waits:
             with torch.no_grad():
-                self._kept[path, number] = rule, copied(rows.detach())
+                self._kept[path, number] = rule, aligned_copy(rows.detach())
             return
         self._store(path, number, rule, rows)
 

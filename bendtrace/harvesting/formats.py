@@ -24,8 +24,8 @@ from bendtrace.storage.tensors import (
     BINARY,
     LOCK,
     crc32,
+    header_bytes,
     layout_of,
-    packed_header,
     read_sealed,
     replace_sealed,
     sync_directory,
@@ -88,7 +88,7 @@ class SafetensorsForm:
             rows[key] = tensor_row(layout_of(tensor), start, stop)
             pieces.append(bits)
             extents[key] = start, bits.numel(), checksum(bits)
-        raw = packed_header(rows)
+        raw = header_bytes(rows)
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | BINARY, 0o666)
         try:
             write_all(fd, memoryview(raw))

@@ -29,7 +29,7 @@ from bendtrace.recording.names import NodeRef, target_name
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import gradient_function, is_leaf, requires_grad
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, meta_of
-from bendtrace.tape.watchers import StopRun, unwatched
+from bendtrace.tape.watchers import StopRun, call_silently
 from bendtrace.torch_rules.functions import is_torchs_function, name_of
 from bendtrace.torch_rules.mode_queries import unseen
 from bendtrace.torch_rules.owners import modules_in
@@ -244,7 +244,9 @@ class Capture:
         self._fixed.add(storage_of(tensor))
         copy = None
         if self.is_exact and not isinstance(tensor, nn.Parameter) and _is_small(tensor):
-            copy = copied(tensor.detach())  # the run may go on to change it, as batch norm does
+            copy = aligned_copy(
+                tensor.detach()
+            )  # the run may go on to change it, as batch norm does
         self.states[op.index] = State(weakref.ref(tensor), version_of(tensor), copy)
         self.marks.add_state(op, tensor)
 
@@ -254,7 +256,7 @@ class Capture:
             tensor = state.read() if state.copy is None else None
             if tensor is None or storage_of(tensor) != storage_of(data):
                 continue
-            copy: Tensor = copied(tensor.detach())
+            copy: Tensor = aligned_copy(tensor.detach())
             if isinstance(tensor, nn.Parameter):  # kernels can depend on it
                 copy = Tensor._make_subclass(nn.Parameter, copy, tensor.requires_grad)
             self.states[index] = state._replace(copy=copy)
@@ -283,7 +285,7 @@ class Capture:
             raise StopRun(self.ended)  # also if the model has caught it before
         draws, resizes = self._kind_of(op.target)
         if draws and self.chosen is True:
-            self.random[op.index] = unwatched(torch.get_rng_state, (), {})
+            self.random[op.index] = call_silently(torch.get_rng_state, (), {})
         if resizes or "out" in kwargs:
             for tensor in tensors_in((args, kwargs.get("out"))):
                 materialize(tensor)
@@ -448,7 +450,7 @@ class Capture:
             moved = self._convert(value)
             if moved is not value:
                 return moved
-        return copied(value) if storage_of(value) in self._fixed else lazily_copied(value)
+        return aligned_copy(value) if storage_of(value) in self._fixed else lazily_copied(value)
 
     def _entry(
         self, op: Op, element: tuple[Any, ...], layer: Layer, passed: int, position: int,
@@ -737,9 +739,9 @@ class Selection:
         They do not advance the random numbers of the run, and are not recorded.
         """
         for want in self._functions:
-            state = unwatched(torch.get_rng_state, (), {})
-            made = unwatched(want.key, (entry,), {})
-            unwatched(torch.set_rng_state, (state,), {})
+            state = call_silently(torch.get_rng_state, (), {})
+            made = call_silently(want.key, (entry,), {})
+            call_silently(torch.set_rng_state, (state,), {})
             want.met = True
             if made is not None and made is not False:
                 return made
@@ -879,7 +881,7 @@ def lazily_copied(value: Tensor) -> Tensor:
             return value._lazy_clone()
         except RuntimeError:  # memory of others, such as numpy's, or none at all
             pass
-    return copied(value)
+    return aligned_copy(value)
 
 
 def lazily_copied_unless(value: Tensor, fixed: Container[int]) -> Tensor | None:
@@ -894,7 +896,7 @@ def lazily_copied_unless(value: Tensor, fixed: Container[int]) -> Tensor | None:
         return None
 
 
-def copied(value: Tensor) -> Tensor:
+def aligned_copy(value: Tensor) -> Tensor:
     """Return a copy with the same alignment and strides, even if they overlap or leave gaps."""
     if (
         type(value) not in _PLAIN

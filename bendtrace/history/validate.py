@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from bendtrace._compare import same_bits
 from bendtrace.errors import InputError
-from bendtrace.history.capture import Capture, State, copied
+from bendtrace.history.capture import Capture, State, aligned_copy
 from bendtrace.history.entries import counted, listed, tensors_of
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.structure import Existing
-from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, map_refs, refs_in
+from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, Use, map_refs, refs_in
 from bendtrace.torch_rules.functions import (
     METADATA,
     SHAPES,
     UNINITIALIZED,
     VALUES,
     is_torchs_function,
-    known_as,
     name_of,
+    table_name,
 )
 
 
@@ -161,7 +161,7 @@ class Validator:
         known = is_torchs_function(op.target) or isinstance(op.target, types.MethodWrapperType)
         if op.kind is OpKind.CALL and not known:
             return "it is not a torch function"
-        name = known_as(op.target)
+        name = table_name(op.target)
         if name in UNINITIALIZED or (isinstance(op.target, type) and self._gives_sizes(op)):
             return "it returns uninitialised memory"
         if name == "storage_offset":
@@ -235,7 +235,7 @@ class Validator:
         if op.meta is None and op.writes:
             tensors = [((), self._ops[op.writes[0]].meta)]
         if not tensors:
-            if op.kind is OpKind.CALL and VALUES.get(op.target) == "format":
+            if op.kind is OpKind.CALL and VALUES.get(op.target) is Use.FORMAT:
                 return _without_graph(again) == _without_graph(op.meta)
             gives_nothing = op.kind is OpKind.CALL and op.meta is None
             return gives_nothing or same_bits(_plainly(again), _plainly(op.meta))
@@ -310,7 +310,7 @@ def _copy(value: Any, with_graph: bool) -> Any:
         )
         graph = graph and (value.is_floating_point() or value.is_complex())
         with torch.enable_grad():
-            return copied(value.detach().requires_grad_(graph))
+            return aligned_copy(value.detach().requires_grad_(graph))
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return tuple(_copy(item, with_graph) for item in value)
     return value

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from bendtrace._checks import required_arguments
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.history.capture import copied
+from bendtrace.history.capture import aligned_copy
 from bendtrace.history.entries import counted
-from bendtrace.interject.bends.catalogue import NamedActivations, compiled, leaves_of
+from bendtrace.interject.bends.catalogue import NamedActivations, compile_pattern, leaves_of
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
 from bendtrace.interject.registry import Bended, InsertionRegistry
@@ -168,7 +168,7 @@ class _Observer(Interjection):
 def _snapshot(value: Any) -> Any:
     shape, found = take_apart(value)
     with unseen(), torch.inference_mode(False), torch.no_grad():
-        kept = [copied(item.detach()) if isinstance(item, Tensor) else item for item in found]
+        kept = [aligned_copy(item.detach()) if isinstance(item, Tensor) else item for item in found]
     return assemble(shape, kept)
 
 
@@ -319,5 +319,5 @@ def _make_observer(
             "model by keyword, or in args=(...)"
         )
     if isinstance(item, str) and _PATTERN.search(item):
-        item = NamedActivations((compiled(item),), leaves_of(model))
+        item = NamedActivations((compile_pattern(item),), leaves_of(model))
     return board.make(item, observer, allow_none=allow_none)

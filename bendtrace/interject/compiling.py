@@ -70,7 +70,7 @@ class _Refused(Exception):
     """The reason why an insertion cannot be compiled."""
 
 
-def inserted_by(plan: Plan) -> PlannedInsertions:
+def insertions_of_plan(plan: Plan) -> PlannedInsertions:
     """Return the insertions of a plan, in the form that compiled paths need."""
     known = plan.compiled
     if known is None:

@@ -143,7 +143,7 @@ def as_number(number: Any, tensor: Tensor) -> Any:
     return number.to(tensor.dtype)
 
 
-def chained(first: Effect, second: Effect) -> Effect:
+def chain_effects(first: Effect, second: Effect) -> Effect:
     """Return the effect of one effect after another."""
     count, one, two = len(first.tensors), first.function, second.function
 

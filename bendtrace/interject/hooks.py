@@ -432,20 +432,6 @@ registered: 'layer1'
         return list(self)
 
 
-def free_name(wish: str, taken: Iterable[str]) -> str:
-    """Return a name, with a number after it if it is taken.
-
-    Example:
-        >>> free_name("relu", ["relu", "relu_1"])
-        'relu_2'
-    """
-    taken, name, number = set(taken), wish, 0
-    while name in taken:
-        number += 1
-        name = f"{wish}_{number}"
-    return name
-
-
 _lock = threading.Lock()
 # By id of the module: it, and its current names, in any thread; the last one shows.
 _shown: dict[int, tuple[nn.Module, list[str]]] = {}

@@ -30,7 +30,7 @@ from bendtrace.interject.gates import (
 from bendtrace.interject.gradients import NOT_WRITABLE
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot
-from bendtrace.interject.structure import Leaf, filled, refilled, take_apart, version_of
+from bendtrace.interject.structure import Leaf, refill_value, take_apart, version_of, with_values
 from bendtrace.interject.through import fits, is_shared, kind_of
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.events import bound, parameters_of
@@ -104,7 +104,7 @@ class Spot:
         """Return the tensor that the node works on in place, if the insertions need it."""
         if not self.before and not self.instead and all("observes" in s.forms for s in self.after):
             return None
-        return written_by(self.candidate, args, kwargs)
+        return inplace_target(self.candidate, args, kwargs)
 
 
 def _with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
@@ -670,12 +670,12 @@ class LiveInserter:
         self.pending.append(whole)
         try:
             given = self.put(gate, handed, frame)
-            numbers, put = gate.exchanged, refilled
+            numbers, put = gate.exchanged, with_values
             if gate.tells_in_place:
                 *given, in_place = given
                 self.pending.append(given)
                 try:
-                    put = filled if self.stage.expect(in_place, frame) else refilled
+                    put = refill_value if self.stage.expect(in_place, frame) else with_values
                 finally:
                     self.pending.pop()
             elif len(numbers) == 1:
@@ -931,7 +931,7 @@ def may_write(
     return not is_leaf_module(module) or bool(getattr(module, "inplace", False))
 
 
-def written_by(node: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def inplace_target(node: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the tensor that a node works on in place; None if it does not."""
     if node.module is not None:
         of_torch = type(node.module).__module__.startswith("torch.nn.")

@@ -27,6 +27,7 @@ from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
 from bendtrace.recording.run import Signature, record
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.guards import IdentityGuard, LengthGuard
+from bendtrace.tape.tape import Use
 from bendtrace.torch_rules.functions import is_torchs_function
 from bendtrace.torch_rules.owners import parts_of, states_of
 
@@ -39,7 +40,7 @@ class Lifted(NamedTuple):
     """A callable, separated into its tensors and the rest.
 
     Attributes:
-        spec: `built` rebuilds it from this and its tensors, or other ones.
+        spec: `build_callable` rebuilds it from this and its tensors, or other ones.
         tensors: the tensors.
         key: everything else that it depends on.
     """
@@ -51,7 +52,7 @@ class Lifted(NamedTuple):
 
 def effect_of_function(function: Callable[..., Any]) -> Effect | str:
     """Return the effect of a function of a tensor, or why it may have none."""
-    found = lifted(function)
+    found = lift_tensors(function)
     if isinstance(found, str):
         return found
     return Effect(
@@ -82,13 +83,13 @@ def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
     def after(value: Tensor, *tensors: Tensor) -> Any:
         self = object.__new__(cls)
         for name, spec in own:
-            setattr(self, name, built(spec, tensors))
+            setattr(self, name, build_callable(spec, tensors))
         return self.after(at, NO_INPUTS, value)
 
     return Effect(after, tuple(lifting.tensors), key)
 
 
-def lifted(function: Any, trusted: bool = False) -> Lifted | str:
+def lift_tensors(function: Any, trusted: bool = False) -> Lifted | str:
     """Separate a callable into its tensors and the rest, or return why that is impossible.
 
     Args:
@@ -103,22 +104,22 @@ def lifted(function: Any, trusted: bool = False) -> Lifted | str:
     return Lifted(spec, tuple(lifting.tensors), key)
 
 
-def built(spec: Any, tensors: Sequence[Tensor]) -> Any:
+def build_callable(spec: Any, tensors: Sequence[Tensor]) -> Any:
     """Rebuild a callable with other tensors."""
     kind = spec[0]
     if kind == "tensor":
         return tensors[spec[1]]
     if kind == "tuple":
-        return tuple([built(item, tensors) for item in spec[1]])
+        return tuple([build_callable(item, tensors) for item in spec[1]])
     if kind == "list":
-        return [built(item, tensors) for item in spec[1]]
+        return [build_callable(item, tensors) for item in spec[1]]
     if kind == "dict":
-        return {name: built(item, tensors) for name, item in spec[1]}
+        return {name: build_callable(item, tensors) for name, item in spec[1]}
     if kind == "function":
-        return spec[1](*[built(item, tensors) for item in spec[2]])
+        return spec[1](*[build_callable(item, tensors) for item in spec[2]])
     if kind == "partial":
-        given = [built(item, tensors) for item in spec[1]]
-        named = {name: built(item, tensors) for name, item in spec[2]}
+        given = [build_callable(item, tensors) for item in spec[1]]
+        named = {name: build_callable(item, tensors) for name, item in spec[2]}
         return functools.partial(given[0], *given[1:], **named)
     return spec[1]
 
@@ -127,7 +128,7 @@ def _caller(spec: Any) -> Callable[..., Any]:
     if spec[0] == "constant":
         function = spec[1]
         return lambda value, *tensors: function(value)
-    return lambda value, *tensors: built(spec, tensors)(value)
+    return lambda value, *tensors: build_callable(spec, tensors)(value)
 
 
 class _Lifting:
@@ -421,7 +422,7 @@ def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
         return f"what is inserted sets {recording.changes[0].label}"
     entry = current_context()
     guards = recording.tape.guards  # on how many things an op gives, or what the path tells
-    if any(guard.how != "metadata" and not isinstance(guard, _TOLD) for guard in guards):
+    if any(guard.use is not Use.METADATA and not isinstance(guard, _TOLD) for guard in guards):
         return "what is inserted is branching: it takes other ways for other sizes or values"
     for op in recording.tape.ops:
         reason = why_not_op(op, entry)

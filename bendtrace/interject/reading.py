@@ -37,7 +37,7 @@ def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
     if plan.reaches is None:
         whats = {id(entry.what): entry.what for entry in plan.entries}.values()
         plan.reaches = [
-            reached_by(what, recording.environment.module_paths)
+            reach_of_insertion(what, recording.environment.module_paths)
             for what in whats
             if not what.self_contained or getattr(what, "handle", None) is not None
         ]
@@ -279,7 +279,7 @@ class Reached(NamedTuple):
     is_contained: bool
 
 
-def reached_by(what: Interjection, own: Container[int]) -> Reached:
+def reach_of_insertion(what: Interjection, own: Container[int]) -> Reached:
     """Return what an insertion reaches.
 
     Args:

@@ -22,7 +22,7 @@ from bendtrace.errors import (
     NondeterminismError,
     NotReplayableError,
 )
-from bendtrace.history.capture import copied
+from bendtrace.history.capture import aligned_copy
 from bendtrace.interject.gates import running
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
@@ -39,7 +39,7 @@ from bendtrace.interject.resolver import (
     text_of,
     values_for,
 )
-from bendtrace.interject.splicer import recorded
+from bendtrace.interject.splicer import record_with_insertions
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.paths.view import Node, Tree, find
 from bendtrace.recording.rank_sync import ENDS, joint_call, needs_agreement
@@ -47,13 +47,11 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.script import Script, Section
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.check import CheckWriter
-from bendtrace.replay.cut_points import Cut, Lack, argument_of
 from bendtrace.replay.explain import explain_check, explain_divergence
-from bendtrace.replay.program import Program
-from bendtrace.replay.raising import departure_by, values_in
+from bendtrace.replay.program import Program, departure_by, values_in
 from bendtrace.replay.schedule import may_be_caught
 from bendtrace.replay.source import Code, Departure, gives_nothing
-from bendtrace.replay.suffix import Rest, Suffix, write_rest
+from bendtrace.replay.suffix import Cut, Lack, Rest, Suffix, argument_of, write_rest
 from bendtrace.replay.tree import TraceTree
 from bendtrace.tape.captured import Access, Captured, identical
 from bendtrace.tape.contexts import Hold
@@ -244,7 +242,7 @@ def from_activations(
         raise
 
 
-def told(
+def parse_replacements(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Mapping[Any, Any], tuple[Any, ...], dict[str, Any]]:
     """Parse `from_activations({path: value}, *args, **kwargs)`, or torchbend's form of it.
@@ -262,9 +260,9 @@ def told(
         InputError: the arguments have neither form.
 
     Example:
-        >>> told(({"relu": 1}, 2), {"mask": 3})
+        >>> parse_replacements(({"relu": 1}, 2), {"mask": 3})
         ({'relu': 1}, (2,), {'mask': 3})
-        >>> told(("relu",), {"relu": 1, "mask": 3})
+        >>> parse_replacements(("relu",), {"relu": 1, "mask": 3})
         ({'relu': 1}, (), {'mask': 3})
     """
     if args and isinstance(args[0], Mapping):
@@ -518,7 +516,7 @@ class _Run:
         """Continue with the model's own Python, and keep the path that it takes."""
         model, script = self._model, left.script(hold)
         try:
-            recording = recorded(
+            recording = record_with_insertions(
                 model._known, model._signature, self._args, self._kwargs, plan, script,
                 reads_states=True,
             )  # fmt: skip
@@ -738,7 +736,7 @@ class Suffixes:
             "rest", id(run.recording), run.missing, tuple(self._given), self._bended, start,
             available, passed,
         )  # fmt: skip
-        prepared: Prepared = kept(
+        prepared: Prepared = cached_for_model(
             self._model, key, lambda: self._prepared(run, start, available, passed)
         )
         return prepared
@@ -782,7 +780,7 @@ class Suffixes:
 
     def _slot(self, text: str, spot: Spot) -> int:
         """Return the number of a given value: the same for all runs of the model."""
-        numbers: dict[Any, int] = kept(self._model, "slots", dict)
+        numbers: dict[Any, int] = cached_for_model(self._model, "slots", dict)
         return numbers.setdefault((text, spot.keys), len(numbers))
 
     def values_for(self, prepared: Prepared) -> dict[str, Any]:
@@ -831,7 +829,7 @@ class Suffixes:
 def own(value: Any) -> Any:
     """Return a copy of a value that the model may write to."""
     shape, found = take_apart(value)
-    return assemble(shape, [copied(v) if isinstance(v, Tensor) else v for v in found])
+    return assemble(shape, [aligned_copy(v) if isinstance(v, Tensor) else v for v in found])
 
 
 def _argument(part: Captured) -> Captured:
@@ -855,7 +853,7 @@ def _op_text(tree: Tree, recording: Recording, index: int) -> str:
 _KEPT: MutableMapping[Any, OrderedDict[Any, Any]] = WeakIdKeyDictionary()
 
 
-def kept(model: Any, key: Any, make: Callable[[], Any]) -> Any:
+def cached_for_model(model: Any, key: Any, make: Callable[[], Any]) -> Any:
     """Return a cached result for a key, or compute it and cache it for the life of the model.
 
     A cached result has to keep alive the objects that its key identifies by id.
@@ -971,7 +969,7 @@ class KnownRuns:
             writer = CheckWriter(program.recording, program.analysis, ignored)
             return program, Code(writer.write(), "check"), writer.checks
 
-        _, code, checks = kept(self._model, ("check", id(program), missing), written)
+        _, code, checks = cached_for_model(self._model, ("check", id(program), missing), written)
         try:
             number = code.function(arguments)
         except NameError:  # an error of the check itself

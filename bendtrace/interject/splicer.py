@@ -42,10 +42,9 @@ from bendtrace.recording.run import Signature, record
 from bendtrace.recording.script import Script
 from bendtrace.replay.analysis import Analysis, is_read
 from bendtrace.replay.graph import Graph
-from bendtrace.replay.nodes import Exit, Piece
 from bendtrace.replay.schedule import Unlinked
-from bendtrace.replay.source import Code
-from bendtrace.replay.splices import Splice, Unfit
+from bendtrace.replay.source import Code, Splice, Unfit
+from bendtrace.replay.stretches import Exit, Piece
 from bendtrace.source.sites import Site
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, TensorMeta
@@ -313,7 +312,7 @@ def _depth_of(call: ModuleCall) -> int:
 # Runs a model under the tracer with its insertions.
 
 
-def recorded(
+def record_with_insertions(
     known: Knowledge,
     signature: Signature,
     args: tuple[Any, ...],

@@ -149,7 +149,7 @@ def assemble(shape: Any, values: list[Any]) -> Any:
     return _build(shape, held, items, attributes)
 
 
-def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
+def with_values(value: Any, shape: Any, values: list[Any]) -> Any:
     """Build a value again, with other tensors and numbers and the same objects.
 
     Args:
@@ -163,7 +163,8 @@ def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
         return value
     held = dict(_items(value))
     items = [
-        refilled(held[key], item, values) for key, item in zip(shape.keys, shape.items, strict=True)
+        with_values(held[key], item, values)
+        for key, item in zip(shape.keys, shape.items, strict=True)
     ]
     same = all(new is held[key] for key, new in zip(shape.keys, items, strict=True))
     if shape.kind in (tuple, list):
@@ -173,7 +174,7 @@ def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
         return value if same else named
     own = attributes_of(value)
     attributes = {
-        name: refilled(own[name], item, values)
+        name: with_values(own[name], item, values)
         for name, item in zip(shape.names, shape.attributes, strict=True)
     }
     if same and all(attributes[name] is own[name] for name in shape.names):
@@ -182,7 +183,7 @@ def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
     return _build(shape, named, items, attributes)
 
 
-def filled(value: Any, shape: Any, values: list[Any]) -> Any:
+def refill_value(value: Any, shape: Any, values: list[Any]) -> Any:
     """Put other tensors and numbers into the lists, dicts and objects of a value, in place.
 
     Args:
@@ -191,20 +192,21 @@ def filled(value: Any, shape: Any, values: list[Any]) -> Any:
         values: its new contents.
     """
     if type(shape) is not Shape:
-        return refilled(value, shape, values)
+        return with_values(value, shape, values)
     held = dict(_items(value))
     items = [
-        filled(held[key], item, values) for key, item in zip(shape.keys, shape.items, strict=True)
+        refill_value(held[key], item, values)
+        for key, item in zip(shape.keys, shape.items, strict=True)
     ]
     if isinstance(value, tuple):
         same = all(map(operator.is_, items, held.values()))
-        return value if same else refilled(value, shape, values)
+        return value if same else with_values(value, shape, values)
     for key, item in zip(shape.keys, items, strict=True):
         if item is not held[key]:
             (dict if isinstance(value, dict) else list).__setitem__(value, key, item)
     own = attributes_of(value) if shape.kind not in (list, dict) else {}
     for name, item in zip(shape.names, shape.attributes, strict=True):
-        new = filled(own[name], item, values)
+        new = refill_value(own[name], item, values)
         if new is not own[name]:
             name.put(value, new)
     for name in shape.mirrored:

@@ -20,7 +20,7 @@ from bendtrace.interject.gates import (
 )
 from bendtrace.interject.interjection import NO_INPUTS
 from bendtrace.interject.structure import is_uneven, version_of
-from bendtrace.replay.splices import Interrupted, Unfit
+from bendtrace.replay.source import Interrupted, Unfit
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import is_leaf, requires_grad
 

@@ -13,7 +13,7 @@ from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.splicer import Splicer
 from bendtrace.recording.recorder import Recording
-from bendtrace.replay.nodes import Exit
+from bendtrace.replay.stretches import Exit
 from bendtrace.replay.tree import TraceTree
 
 if TYPE_CHECKING:

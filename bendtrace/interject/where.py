@@ -911,9 +911,8 @@ def _place(root: TreeNode, node: TreeNode) -> Location:
     return Location("node", AtPath(whole.path), dig=dig, shown=shown)
 
 
-_TAKEN = frozenset(
-    {"tolist", *VALUES.values(), *SHAPES.values(), *dir(operator), *dir(builtins), *dir(math)}
-)
+_TAKEN = {"tolist", *SHAPES.values(), *dir(operator), *dir(builtins), *dir(math)}
+_TAKEN |= {use.value for use in VALUES.values()}
 
 
 def _is_taken(node: TreeNode) -> bool:

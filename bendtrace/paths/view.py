@@ -531,9 +531,6 @@ class LazyRoot(Node):
 
     So it can be an attribute of a trace, whose names interactive shells complete: they do not
     evaluate a property.
-
-    Args:
-        make: returns the tree.
     """
 
     __slots__ = ("_make",)

@@ -17,7 +17,7 @@ from bendtrace.tape.blocks import Block, Passage, Portion, is_plain_context
 from bendtrace.tape.captured import Change
 from bendtrace.tape.structure import existing_in
 from bendtrace.tape.tape import Checkpoint, Settings
-from bendtrace.tape.watchers import unwatched
+from bendtrace.tape.watchers import call_silently
 
 
 class Checkpoints:
@@ -128,7 +128,7 @@ class Checkpointed:
             f"an error leaves a checkpointed block at {user_place(sys._getframe(1))}"
         )
         if (block := self._opened()) is not None:
-            unwatched(block.give_up, (), {})
+            call_silently(block.give_up, (), {})
         raise error
 
     def note(self, gate: Callable[[Any], Any]) -> None:
@@ -153,7 +153,7 @@ class Checkpointed:
         refs = (one.ref for one in known if one is not None)
         self._tensors = tuple(ref.index for ref in refs if ref is not None)
         if script is None or not script.is_active:
-            self._block = unwatched(Block, (self.settings, self._given), {})
+            self._block = call_silently(Block, (self.settings, self._given), {})
 
     def _ends(self) -> None:
         tape, begin = self._writer.tape, self._begin
@@ -175,7 +175,7 @@ class Checkpointed:
             block.function = self._call
         else:
             if has_changed or gives_objects:  # only the model's own function could do it again
-                unwatched(block.give_up, (), {})
+                call_silently(block.give_up, (), {})
                 what = "changes state outside of it" if has_changed else "gives an object to code"
                 raise NondeterminismError(
                     f"a checkpointed block at {place} {what}, in a call that cannot have the "
@@ -186,7 +186,7 @@ class Checkpointed:
             tried = frozenset(op.index for op in ops if op.raised is not None)
             portion = Portion(ops, self._passages, tried)
             block.goes_on(portion, tuple(map(self._value, portion.outside)))
-        unwatched(block.end, (), {})
+        call_silently(block.end, (), {})
 
     def _opened(self) -> Block | None:
         """Return the block that was begun in Python, or by the replay that Python goes on from."""

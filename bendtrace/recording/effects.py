@@ -21,8 +21,8 @@ from bendtrace.torch_rules.functions import (
     ScriptMethod,
     ScriptModule,
     is_torchs_function,
-    known_as,
     overloads,
+    table_name,
 )
 from bendtrace.torch_rules.host_io import environ
 from bendtrace.torch_rules.writes import works_in_place
@@ -73,7 +73,7 @@ class Effects:
             if not _only_computes(op.target) or (_draws(op.target) and not _is_idle(op)):
                 return True
             written = set(op.writes)
-            if works_in_place(op) or known_as(op.target) == "__setitem__":
+            if works_in_place(op) or table_name(op.target) == "__setitem__":
                 written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
             if not self._outside.isdisjoint(written):
                 return True
@@ -92,13 +92,13 @@ def _only_computes(function: Any) -> bool:
         return False  # it can write to buffers that no op is given
     if not (is_torchs_function(function) or function is environ):
         return False
-    name = known_as(function)
+    name = table_name(function)
     return not (function in SETTERS or name in RESHAPES_IN_PLACE or name in _ACTS_OUTSIDE)
 
 
 def _is_idle(op: Op) -> bool:
     """Whether a dropout is switched off, whatever the call."""
-    position, name, off = _SWITCHES.get(known_as(op.target), (0, "", None))
+    position, name, off = _SWITCHES.get(table_name(op.target), (0, "", None))
     given = op.kwargs.get(name, op.args[position] if len(op.args) > position else off)
     return name != "" and type(given) in (bool, float, int) and not given
 
@@ -119,7 +119,7 @@ def _draws(function: Any) -> bool:
     """Whether a function may draw random numbers; what is not known may."""
     if function in SHAPES or function in METADATA:
         return False
-    name = known_as(function)
+    name = table_name(function)
     is_operator = name.startswith("__") and name.endswith("__")
     if _is_getter(function) or is_operator or name in _OF_PYTHON or function is environ:
         return False
@@ -157,7 +157,7 @@ def _names_drawing(function: types.FunctionType, seen: set[types.CodeType]) -> b
 @functools.cache
 def makes_anew(function: Any) -> bool:
     """Whether what a function gives has memory of its own for sure."""
-    name = known_as(function)
+    name = table_name(function)
     if name in _ANEW:
         return True
     if name in _UNSAFE:

@@ -48,7 +48,7 @@ from bendtrace.tape.structure import (
     make_partial,
     read_partial,
     refill,
-    tagged,
+    with_attributes,
 )
 from bendtrace.tape.tape import Ref, Tape
 from bendtrace.torch_rules.collectives import is_wiring
@@ -218,7 +218,7 @@ class Encoder:
 
     def _tagged(self, tensor: Tensor, what: str, memo: dict[int, Any]) -> Made:
         attributes = self.output(dict(tensor.__dict__), what, memo)
-        return Made(tagged, self._values.ref(tensor), attributes)
+        return Made(with_attributes, self._values.ref(tensor), attributes)
 
     def _function(self, function: types.FunctionType, what: str, memo: dict[int, Any]) -> Any:
         cells = function.__closure__ or ()

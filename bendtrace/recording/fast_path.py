@@ -42,7 +42,7 @@ from bendtrace.tape.tape import (
     describe_raised,
     ref_to,
 )
-from bendtrace.tape.watchers import Observer, unwatched
+from bendtrace.tape.watchers import Observer, call_silently
 from bendtrace.torch_rules.functions import (
     GIVES_BACK,
     OPTIONAL,
@@ -227,7 +227,7 @@ def fast_path_for(
                         unheeded.add(func)
                 started = perf_counter_ns()
             if kind is _USUAL:
-                out = unwatched(func, args, kwargs)
+                out = call_silently(func, args, kwargs)
                 if begun:
                     writes.written_by(op)
                     facts.clear() if op.writes else None

@@ -41,7 +41,6 @@ from bendtrace.tape.tape import (
     map_refs,
     refs_in,
 )
-from bendtrace.torch_rules.arrays import overlap
 from bendtrace.torch_rules.collectives import JOINT
 from bendtrace.torch_rules.draws import (
     generator_name,
@@ -52,11 +51,12 @@ from bendtrace.torch_rules.draws import (
 from bendtrace.torch_rules.functions import (
     OpOverload,
     OpOverloadPacket,
+    display_name,
     is_torchs_function,
     name_of,
-    said_of,
 )
 from bendtrace.torch_rules.functions import is_gate as may_be_gate
+from bendtrace.torch_rules.writes import overlap
 
 T = TypeVar("T")
 
@@ -394,7 +394,7 @@ class Finish:
                 read = changed.keys() & self._names_read(op)
                 if read:
                     where = f" at {op.site.place}" if op.site is not None else ""
-                    what = said_of(op.target)
+                    what = display_name(op.target)
                     self.tape.block(
                         f"{what}{where} is called as one op, and might read what the run changes: "
                         f"{', '.join(sorted(changed[name] for name in read))}"
@@ -433,7 +433,7 @@ class Finish:
             if found:
                 where = f" at {op.site.place}" if op.site is not None else ""
                 self.tape.block(
-                    f"{said_of(op.target)}{where} is called as one op, and may assign to "
+                    f"{display_name(op.target)}{where} is called as one op, and may assign to "
                     f"{', '.join(sorted(found))}"
                 )
 
@@ -576,7 +576,7 @@ def _context_of(function: types.FunctionType, owner: Any) -> str | None:
 _FUNCTION_METHODS = frozenset({"forward", "setup_context"})  # of an autograd.Function
 
 
-def raised_in(ops: list[Op]) -> str:
+def failing_op(ops: list[Op]) -> str:
     """Say in which op a run has ended, on which tensors and where; "" if the last one succeeded."""
     if not ops or ops[-1].raised is None:
         return ""
@@ -589,7 +589,7 @@ def raised_in(ops: list[Op]) -> str:
     ]
     module = f" of {op.scope.path}" if op.scope.path else ""
     where = "" if op.site is None else f" at {op.site.place}"
-    return f" in {said_of(op.target)}({', '.join(tensors)}){module}{where}"
+    return f" in {display_name(op.target)}({', '.join(tensors)}){module}{where}"
 
 
 # The generators of Python and numpy during a run: whether only its ops have moved them.

@@ -36,11 +36,11 @@ from bendtrace.source.statements import (
 )
 from bendtrace.source.usage import asking_comparisons
 from bendtrace.tape.guards import ContentGuard, TruthGuard
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Use
 from bendtrace.torch_rules.functions import is_gate, name_of
 
 Order = tuple[int, int]
-_OF_RESULTS = ("", "metadata")  # guards on what an op gives, not on what was asked of it
+_OF_RESULTS = (Use.RESULT, Use.METADATA)  # guards on what an op gives, not on what was asked of it
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
 
@@ -97,7 +97,7 @@ def is_inside_comparison(record: Op | Guard, tape: Tape) -> bool:
     if asking is None:
         return dis.opname[code.co_code[offset]] in ("COMPARE_OP", "CONTAINS_OP")
     if asking.symbol == "==":
-        is_item = isinstance(record, Guard) and record.how == "item"
+        is_item = isinstance(record, Guard) and record.use is Use.ITEM
         return is_item or compares_containers(found.places[level])
     op = tape.ops[record.index]
     if _asks_for_truth(op):
@@ -196,7 +196,7 @@ def marks_of(tape: Tape) -> Iterator[Mark]:
     """Yield a mark for each op and guard that has a place in the source, in order."""
     records: list[tuple[Order, Op | Guard]] = [((op.index, 0), op) for op in tape.ops]
     records += [((g.position - 1, 1 + number), g) for number, g in enumerate(tape.guards)]
-    items = {guard.index for guard in tape.guards if guard.how == "item"}
+    items = {guard.index for guard in tape.guards if guard.use is Use.ITEM}
     for order, record in sorted(records, key=lambda item: item[0]):
         if record.site is not None and record.index not in tape.counters:
             place, activation, scope = user_code(record.scope, record.site)
@@ -229,14 +229,14 @@ def _once(place: Place, record: Op | Guard, tape: Tape, items: set[int]) -> Plac
 def _asks(record: Op | Guard, items: set[int]) -> bool:
     """Return whether a record asks for a truth, other than of an item of containers."""
     if isinstance(record, Guard):
-        return isinstance(record, TruthGuard) and record.how not in _OF_RESULTS
+        return isinstance(record, TruthGuard) and record.use not in _OF_RESULTS
     return _asks_for_truth(record) and record.index not in items
 
 
 def _beside(tape: Tape, record: Op | Guard) -> str:
     op = tape.ops[record.index]
     if isinstance(record, Guard):
-        if isinstance(record, ContentGuard) and record.how not in _OF_RESULTS:
+        if isinstance(record, ContentGuard) and record.use not in _OF_RESULTS:
             return ""  # Python has asked for the value, wherever it is from
         while op.kind is OpKind.SCALAR and _is_element(op):
             op = tape.ops[op.args[0].index]
@@ -379,7 +379,7 @@ class Iterations:
             head = self._heads.get((activation, loop)) or self._heads.get((mark.outer, loop))
             if head is not None:
                 self._counts[head] = max(self._counts[head], state.at[loop] + 1)
-        if not isinstance(guard, Guard) or guard.how in _OF_RESULTS:
+        if not isinstance(guard, Guard) or guard.use in _OF_RESULTS:
             return
         if role.heads is not None:
             self._heads[activation, role.heads] = mark.order

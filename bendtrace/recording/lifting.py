@@ -137,7 +137,7 @@ class Lifting:
         )
 
 
-def needed_numbers(tape: Tape, guards: Iterable[Guard]) -> frozenset[str]:
+def required_numbers(tape: Tape, guards: Iterable[Guard]) -> frozenset[str]:
     """Return the labels of numbers in the state of which Python needed the very number.
 
     It needed that of `step` for `table[step + 1]`, and not for `table[step % 3]`.

@@ -95,13 +95,13 @@ def target_name(target: Any) -> str:
     return f"{module}.{name}" if module else name
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_items(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a node's arguments with every item changed, in tuples, lists, dicts and slices."""
     if isinstance(value, (tuple, list)):
-        items = [mapped(item, change) for item in value]
+        items = [map_items(item, change) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {key: mapped(item, change) for key, item in value.items()}
+        return {key: map_items(item, change) for key, item in value.items()}
     if isinstance(value, slice):
-        return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
+        return slice(*(map_items(part, change) for part in (value.start, value.stop, value.step)))
     return change(value)

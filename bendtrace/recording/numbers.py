@@ -24,7 +24,7 @@ from bendtrace.source.results import is_awaited
 from bendtrace.source.sites import outside_scalars
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
-from bendtrace.tape.tape import Guard, OpKind, Raised, Ref, refs_in
+from bendtrace.tape.tape import FunctionUse, Guard, OpKind, Raised, Ref, Use, refs_in, use_by
 from bendtrace.tape.watchers import Inserter, current_watcher
 
 
@@ -68,17 +68,17 @@ class Numbers:
         self.compares: bool = places is not None and places.leaves
         self.compared: frozenset[int] = frozenset()
 
-    def consume(self, scalar: TracedScalar, how: str) -> Any:
+    def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
         """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
         if get_ident() != self._thread:
             return self._elsewhere(scalar._value)
-        if self.varying is not None and self.varying.answers(how):
+        if self.varying is not None and self.varying.answers(use):
             return scalar._value
         index, value = self._values.scalar_ref(scalar).index, scalar._value
-        if how == "bool":
-            self._writer.guard(TruthGuard, index, bool(value), how, outside_scalars())
+        if use is Use.BOOL:
+            self._writer.guard(TruthGuard, index, bool(value), use, outside_scalars())
         else:
-            self._writer.guard(ValueGuard, index, value, how, outside_scalars())
+            self._writer.guard(ValueGuard, index, value, use, outside_scalars())
         return self.answered(value)
 
     def _elsewhere(self, value: Any) -> Any:
@@ -121,7 +121,7 @@ class Numbers:
                 is_asked = is_asked or (script is not None and script.is_active)
                 for operand in () if is_asked else operands:
                     if type(operand) in TRACED:
-                        self.consume(operand, getattr(function, "__name__", "arithmetic"))
+                        self.consume(operand, use_by(getattr(function, "__name__", "arithmetic")))
         if traced is None:
             return result
         frame = outside_scalars()
@@ -165,7 +165,7 @@ class Numbers:
         raised = error_of(function, *map(plain, operands)) if found is None else found[0]
         op = self._writer.emit(OpKind.SCALAR, error_of, (function, *encoded), {}, frame)
         op.meta = raised
-        self._writer.guard(ValueGuard, op.index, raised, "", frame)
+        self._writer.guard(ValueGuard, op.index, raised, Use.RESULT, frame)
         if found is not None and raised is not None:
             raise raised.type(*() if raised.text is None else (raised.text,))
         return raised is not None
@@ -185,7 +185,7 @@ class Numbers:
         if not power.is_integer():
             for operand in (base, exponent):
                 if type(operand) in TRACED:
-                    self.consume(operand, "pow")
+                    self.consume(operand, FunctionUse("pow"))
 
     def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
         """Return the text of a traced scalar (see `scalars.Origin`)."""
@@ -195,7 +195,7 @@ class Numbers:
         if current_watcher() is not self._recorder or not (
             self._texts.printing or goes_to_screen(frame)
         ):
-            return function(self.consume(scalar, "format"), *args)
+            return function(self.consume(scalar, Use.FORMAT), *args)
         ref, text = self._values.scalar_ref(scalar), function(scalar._value, *args)
         op = self._writer.emit(OpKind.SCALAR, function, (ref, *args), {}, frame)
         op.meta = text
@@ -216,7 +216,7 @@ def plain_in(value: Any) -> Any:
     kind = type(value)
     if kind in TRACED:
         origin = value._origin
-        return origin.consume(value, "torch") if origin.active else value._value
+        return origin.consume(value, FunctionUse("torch")) if origin.active else value._value
     if kind in (tuple, list, torch.Size):
         return kind([plain_in(item) for item in value])
     return {key: plain_in(item) for key, item in value.items()} if kind is dict else value

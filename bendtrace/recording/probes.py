@@ -29,7 +29,7 @@ from bendtrace.errors import IncompatibleVersionWarning
 from bendtrace.recording.iterations import Iterations, marks_of
 from bendtrace.recording.recorder import Recorder
 from bendtrace.source import features
-from bendtrace.source.bytecode import named_in
+from bendtrace.source.bytecode import global_uses
 from bendtrace.source.sites import is_covered, users_level
 from bendtrace.source.usage import (
     compares_identity,
@@ -45,7 +45,7 @@ from bendtrace.torch_rules.functions import name_of
 
 def look_once() -> None:
     """Run the probes that a trace needs, once; warn of features that are switched off."""
-    warn_of(features.missed())
+    warn_of(features.missing_features())
     if "python" not in _looked:
         _looked.add("python")
         warn_of(probe_python())
@@ -158,7 +158,7 @@ def _reads_names() -> bool:
     stores = _code("def inner():\n  nonlocal x\n  x = y\nreturn inner")
     told = [("IMPORT_NAME", "os.path"), ("LOAD_GLOBAL", "h"), ("STORE_GLOBAL", "g")]
     told += [("STORE_ATTR", "attribute"), ("LOAD_GLOBAL", "g")]
-    return list(named_in(code)) == told and stores_outside(stores) and not stores_outside(code)
+    return list(global_uses(code)) == told and stores_outside(stores) and not stores_outside(code)
 
 
 def _reads_truth_tests() -> bool:

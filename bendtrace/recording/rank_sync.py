@@ -29,7 +29,7 @@ from bendtrace._places import place_text
 from bendtrace.errors import InputError, RankDivergenceError
 from bendtrace.source.internals import TorchDispatchMode, internal
 from bendtrace.source.sites import BEHIND, is_users_file
-from bendtrace.tape.tape import Op, Tape
+from bendtrace.tape.tape import Op, Tape, Use
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.collectives import (
     Collective,
@@ -300,12 +300,12 @@ class JointCall:
         taken = [
             f"`{guard.site.place.text}` was {guard.answer!r}"
             for guard in tape.guards
-            if guard.position <= until and guard.site is not None and guard.how not in _NO_FLOW
+            if guard.position <= until and guard.site is not None and guard.use not in _NO_FLOW
         ]
         return f" (by {'; '.join(taken[-3:])})" if taken else " (by no branch)"
 
 
-_NO_FLOW = ("", "metadata", "length", "iter")
+_NO_FLOW = (Use.RESULT, Use.METADATA, Use.LENGTH, Use.ITER)
 _OF_DDP = frozenset(
     {
         internal("torch.nn.parallel.DistributedDataParallel._pre_forward.__code__", None),
@@ -442,7 +442,7 @@ def _abandon(call: JointCall) -> None:
 
 
 @contextmanager
-def recorded_call(
+def joint_recording(
     model: Any, names: frozenset[str], tape: Tape, goes_on: bool
 ) -> Iterator[JointCall | None]:
     """Make the ranks agree on a run that is being recorded.

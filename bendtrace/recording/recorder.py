@@ -37,7 +37,7 @@ from bendtrace.recording.encoding import (
     without_traced,
 )
 from bendtrace.recording.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
-from bendtrace.recording.finish import Finish, Recording, raised_in
+from bendtrace.recording.finish import Finish, Recording, failing_op
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.numbers import Numbers, plain_in
 from bendtrace.recording.one_op import Given
@@ -63,11 +63,11 @@ from bendtrace.tape.tape import (
     Ref,
     State,
     Tape,
+    Use,
     describe_raised,
     meta_of,
 )
-from bendtrace.tape.watchers import Inserter, Observer, StopRun, set_around, unwatched
-from bendtrace.torch_rules.arrays import SharedArrays, may_share
+from bendtrace.tape.watchers import Inserter, Observer, StopRun, call_silently, set_around
 from bendtrace.torch_rules.functions import (
     CALLS_PYTHON,
     CONTEXT,
@@ -80,14 +80,15 @@ from bendtrace.torch_rules.functions import (
     SHARING,
     SPECIAL,
     VALUES,
-    entered,
+    inner_twin,
     is_gate,
     name_of,
 )
 from bendtrace.torch_rules.intercepts import INTERCEPT_CODES, watching
-from bendtrace.torch_rules.mode_queries import RecordingMode, carried_out, is_active
-from bendtrace.torch_rules.monkeypatches import asked, may_be_patched
+from bendtrace.torch_rules.mode_queries import RecordingMode, is_active, run_under_modes
+from bendtrace.torch_rules.monkeypatches import may_be_patched, original_of
 from bendtrace.torch_rules.transforms import REGISTERS, HandleOfRun, registers
+from bendtrace.torch_rules.writes import SharedArrays, may_share
 
 __all__ = ["Recorder", "Recording"]
 
@@ -262,7 +263,7 @@ class Recorder(RecordingMode):
         """Keep the error of a run that is kept up to there."""
         # Not in `_outcome`: insertions pass plain numbers to code that asks for types.
         self._error = error
-        self.tape.block(f"the run raised {type(error).__name__}{raised_in(self.tape.ops)}")
+        self.tape.block(f"the run raised {type(error).__name__}{failing_op(self.tape.ops)}")
 
     def argument(self, part: Captured, value: Any) -> Any:
         """Record an argument and return the value that the model receives for it."""
@@ -309,7 +310,7 @@ class Recorder(RecordingMode):
     ) -> Any:
         if self._within:
             if may_be_patched(func):
-                func = asked(func, frame)
+                func = original_of(func, frame)
             return func(*plain_in(args), **plain_in(kwargs))
         if self._compares and len(args) == 2:
             self._numbers.compared = frozenset(map(id, args))
@@ -322,7 +323,7 @@ class Recorder(RecordingMode):
             if out is not NOT_TAKEN:
                 return out
         if may_be_patched(func):
-            func = asked(func, frame)
+            func = original_of(func, frame)
         if self._inserter is not None and func not in DESCEND:
             return self._inserter.op(func, args, kwargs, frame, self._reported)
         return self._reported(func, args, kwargs, frame)
@@ -343,24 +344,24 @@ class Recorder(RecordingMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         if func in CONTEXT:
-            return carried_out(self.around, func, args, kwargs)
+            return run_under_modes(self.around, func, args, kwargs)
         if func in METADATA:
             return self._metadata(func, args, kwargs, frame)
         if func in VALUES:
-            how = VALUES[func]
+            use = VALUES[func]
             op, value = self._record(func, args, kwargs, frame)
             op.meta = value
-            if self._varying.answers_of(op, value, how, frame):
+            if self._varying.answers_of(op, value, use, frame):
                 return value
-            if how == "format" and (self._texts.printing or goes_to_screen(users_frame(frame))):
+            if use is Use.FORMAT and (self._texts.printing or goes_to_screen(users_frame(frame))):
                 return self._texts.mark(op.index, value)
             self._writer.guard(
-                TruthGuard if how == "bool" else ValueGuard, op.index, value, how, frame
+                TruthGuard if use is Use.BOOL else ValueGuard, op.index, value, use, frame
             )
             return self._numbers.answered(value)
         if func in DESCEND:
             with self, self._ran.entered():
-                return entered(func)(*args, **kwargs)
+                return inner_twin(func)(*args, **kwargs)
         if func in SHARING:
             return self._call(func, args, kwargs, frame)
         if func == GRAD_FN:
@@ -377,7 +378,7 @@ class Recorder(RecordingMode):
                 "code that cannot be watched"
             )
             self._values.facts.clear()  # it may now be shared with other processes, or pinned
-            return carried_out(self.around, func, args, kwargs)
+            return run_under_modes(self.around, func, args, kwargs)
         if func in CALLS_PYTHON:
             return self._opaque(func, args, kwargs, frame)
         if func in REGISTERS:
@@ -402,7 +403,7 @@ class Recorder(RecordingMode):
         """Watch the arrays in the arguments of an op, if its result shares their memory."""
         again = None
         if op.index in self._writer.handed:
-            again = functools.partial(unwatched, func, args, kwargs)
+            again = functools.partial(call_silently, func, args, kwargs)
         self._arrays.gave(op, (*args, *kwargs.values()), out, again, frame)
         if self._arrays and self._fast_path is not None:
             self._fast_path, self._aside = None, self._fast_path
@@ -495,8 +496,8 @@ class Recorder(RecordingMode):
     def _seen(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call the function of an op, which the modes around the run see."""
         if not self.around:
-            return unwatched(func, args, kwargs)
-        return carried_out(self.around, unwatched, (func, args, kwargs), {})
+            return call_silently(func, args, kwargs)
+        return run_under_modes(self.around, call_silently, (func, args, kwargs), {})
 
     def _observed(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         assert self._observer is not None
@@ -517,7 +518,7 @@ class Recorder(RecordingMode):
                 return self._values.facts[fact]
         op, value = self._record(func, args, kwargs, frame)
         op.meta = value
-        self._writer.guard(ValueGuard, op.index, value, "metadata", frame)
+        self._writer.guard(ValueGuard, op.index, value, Use.METADATA, frame)
         if fact is not None:
             self._values.facts[fact] = value
         return value
@@ -530,7 +531,7 @@ class Recorder(RecordingMode):
         if math.prod(meta_of(args[0]).shape) > _LONG_LIST:
             # The model may change the list that it receives; the guarded one must not change.
             op.meta = copy.deepcopy(out)
-            self._writer.guard(ValueGuard, op.index, op.meta, "tolist", frame)
+            self._writer.guard(ValueGuard, op.index, op.meta, Use.LIST, frame)
             return out
         return self._values.traced_list(out, Ref(op.index), frame)
 
@@ -662,7 +663,7 @@ class Recorder(RecordingMode):
             self._checkpoints.passes(ref.index, value)
             self._ran.leave(answers=True)
             try:
-                given = unwatched(function, (value,), {})
+                given = call_silently(function, (value,), {})
             finally:
                 self._ran.enter()
         finally:
@@ -684,7 +685,7 @@ class Recorder(RecordingMode):
         if type(truth) is bool:  # a plain one has been guarded already
             return truth
         self._writer.guard(
-            TruthGuard, self._values.scalar_ref(truth).index, bool(truth._value), "", frame
+            TruthGuard, self._values.scalar_ref(truth).index, bool(truth._value), Use.RESULT, frame
         )
         return bool(truth._value)
 
@@ -829,7 +830,7 @@ class Entered:
         """Return a value with plain numbers, which are guarded, also behind functions in it."""
         scalars = list(scalars_in(value))
         for scalar in scalars:
-            scalar._consume("type")
+            scalar._consume(Use.TYPE)
         for inner in _behind(value):
             if isinstance(inner, types.CellType):
                 inner.cell_contents = self._plain(inner.cell_contents)

@@ -16,7 +16,7 @@ from bendtrace.environment.environment import Environment
 from bendtrace.errors import InputError
 from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.probes import look_once
-from bendtrace.recording.rank_sync import ENDS, recorded_call
+from bendtrace.recording.rank_sync import ENDS, joint_recording
 from bendtrace.recording.recorder import Recorder, Recording
 from bendtrace.recording.script import Script
 from bendtrace.tape.captured import Access, Captured, CaptureKind
@@ -179,7 +179,7 @@ def record(
         look_once()
         code = {} if inserter is None else inserter.code
         environment = Environment(function, signature.bind(args, kwargs), code)
-        if not environment.is_repeated and (environment.is_lazy or uninitialized_in(function)):
+        if not environment.is_repeated and (environment.is_lazy or has_lazy_modules(function)):
             raise Uninitialized(function)
         recorder = Recorder(
             function, environment, script, observer, inserter, reads_states, keeps_errors,
@@ -190,7 +190,7 @@ def record(
         positional = len(args)
         given = [exchanged.given[name] for name in signature.names(args, kwargs)]
         try:
-            with recorded_call(
+            with joint_recording(
                 function, environment.names, recorder.tape, goes_on=script is not None
             ) as joint:
                 recording = recorder.run(
@@ -225,7 +225,7 @@ def _sees_forms(function: Any) -> bool:
     return isinstance(call, types.FunctionType) and _sees_forms(call)
 
 
-def uninitialized_in(function: Callable[..., Any]) -> bool:
+def has_lazy_modules(function: Callable[..., Any]) -> bool:
     """Return whether a model has lazy modules that have not been called yet."""
     return isinstance(function, nn.Module) and any(
         is_lazy(tensor) for _, tensor in states_of(function)

@@ -52,7 +52,7 @@ from bendtrace.tape.tape import (
     TensorMeta,
     map_refs,
 )
-from bendtrace.torch_rules.functions import said_of
+from bendtrace.torch_rules.functions import display_name
 
 Name: TypeAlias = Any
 
@@ -681,5 +681,5 @@ def _error_like(cls: type[BaseException], text: str | None) -> Exception:
 def _text(value: Any) -> str:
     """Return a value as text in which objects that each run makes anew are alike."""
     if callable(value):
-        value = said_of(value), value
+        value = display_name(value), value
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

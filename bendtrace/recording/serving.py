@@ -100,7 +100,7 @@ def serving(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
                         attributes[_KEY] = server.before
 
 
-def served_by(module: Any) -> object | None:
+def serving_target(module: Any) -> object | None:
     """Return the current target for the calls of a module; None if it is the module itself.
 
     It is the same object for as long as one of the methods of a `BendedModule` runs, such as
@@ -126,7 +126,7 @@ def call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -
 
 
 def _call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    server = served_by(model)
+    server = serving_target(model)
     if not isinstance(server, _Server):
         return model(*args, **kwargs)
     return server.itself()(*args, **kwargs)

@@ -494,7 +494,7 @@ class _Reader:
                 raise _Unreadable("a generator runs elsewhere")
             return "running", self._running[id(frame)]
         places = stacks.layout()
-        stack = None if places is None else stacks.suspended(frame, places)
+        stack = None if places is None else stacks.suspended_stack(frame, places)
         if stack is None:
             raise _Unreadable("a generator cannot be read")
         return self._frame(stack)

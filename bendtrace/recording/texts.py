@@ -26,7 +26,7 @@ from bendtrace.source.statements import FUNCTIONS, SourceFile, source_file
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.guards import ValueGuard
 from bendtrace.tape.scalars import TRACED
-from bendtrace.tape.tape import OpKind, Ref
+from bendtrace.tape.tape import OpKind, Ref, Use
 
 _MARK = "\ue0b7{}\ue0b8"  # characters for private use, which nothing else has
 _MARKS = re.compile("\ue0b7([0-9]+)\ue0b8")
@@ -119,7 +119,7 @@ class Texts:
         parts, frame = [], outside_scalars()
         for part in self.parts(text):
             if not isinstance(part, str):
-                self._writer.guard(ValueGuard, part[0], part[1], "format", frame)
+                self._writer.guard(ValueGuard, part[0], part[1], Use.FORMAT, frame)
             parts.append(part if isinstance(part, str) else part[1])
         return "".join(parts)
 

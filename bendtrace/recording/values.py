@@ -46,18 +46,18 @@ from bendtrace.tape.scalars import (
     retire,
 )
 from bendtrace.tape.structure import build, objects_held
-from bendtrace.tape.tape import Op, OpKind, Ref, Tape, TensorMeta, meta_of, ref_to, refs_in
+from bendtrace.tape.tape import Op, OpKind, Ref, Tape, TensorMeta, Use, meta_of, ref_to, refs_in
 from bendtrace.tape.watchers import Observer
 from bendtrace.torch_rules.functions import (
     GIVES_BACK,
     OPTIONAL,
     SHAPES,
+    display_name,
     is_gate,
     is_inserted,
     is_loose,
     is_torchs_function,
     may_vary,
-    said_of,
 )
 from bendtrace.torch_rules.intercepts import is_function_apply
 from bendtrace.torch_rules.writes import storage_of, version_of, works_in_place
@@ -121,7 +121,7 @@ class Values:
         if op.kind is OpKind.CALL and not is_torchs_function(op.target):
             self.facts.clear()
         if op.kind is OpKind.CALL and may_vary(op.target):
-            self._writer.guard(ClassGuard, op.index, kind_of(out), "", frame)
+            self._writer.guard(ClassGuard, op.index, kind_of(out), Use.RESULT, frame)
         if op.target in OPTIONAL:
             self.guard_presence(op, out is not None, frame)
         if isinstance(out, Tensor):
@@ -139,8 +139,8 @@ class Values:
             self.bind_tensor(out, op)
             if op.target in OPTIONAL and self.environment.compares_identity and not is_known:
                 self.tape.block(
-                    f"{said_of(op.target)} at {user_place(frame)} may return a tensor that the "
-                    "model holds, and its code tests whether two objects are one (`is`)"
+                    f"{display_name(op.target)} at {user_place(frame)} may return a tensor that "
+                    "the model holds, and its code tests whether two objects are one (`is`)"
                 )
             return out
         if out is None:
@@ -152,25 +152,25 @@ class Values:
             op.meta = out
             if kind is float and hasattr(op.target, "is_draw") and self._needs_plain(frame):
                 self.tape.block(
-                    f"{said_of(op.target)} at {user_place(frame)} draws a number that code needs "
-                    "by value"
+                    f"{display_name(op.target)} at {user_place(frame)} draws a number that code "
+                    "needs by value"
                 )
             return self.traced(traced, out, Ref(op.index), frame)
         if kind is torch.Size or (kind is tuple and op.target in SHAPES):
             op.meta = tuple(out)
             self.tape.outlines[op.index] = out
-            self._writer.guard(LengthGuard, op.index, len(out), "metadata", frame)
+            self._writer.guard(LengthGuard, op.index, len(out), Use.METADATA, frame)
             ref = Ref(op.index)
             sizes = [self.scalar(TracedInt, size, (ref, (i,))) for i, size in enumerate(out)]
             if self._needs_plain(frame):
-                return kind([self.origin.consume(size, "type") for size in sizes])
+                return kind([self.origin.consume(size, Use.TYPE) for size in sizes])
             return kind(sizes)
         if isinstance(out, (tuple, list, dict)):
             self.tape.outlines[op.index] = outline_of(out)
         if isinstance(out, (tuple, list)):
             if kind is tuple or kind is list:
-                how = "iter" if frame.f_code is _ITER_CODE else "length"
-                self._writer.guard(LengthGuard, op.index, len(out), how, frame)
+                use = Use.ITER if frame.f_code is _ITER_CODE else Use.LENGTH
+                self._writer.guard(LengthGuard, op.index, len(out), use, frame)
             if self._varies_inside(op):
                 self._guard_structure(out, op, frame)
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame, is_gate(op))
@@ -178,7 +178,7 @@ class Values:
         if kind is dict and not any(isinstance(item, dict) for item in out.values()):
             keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
             keys.meta = tuple(out)
-            self._writer.guard(ValueGuard, keys.index, keys.meta, "metadata", frame)
+            self._writer.guard(ValueGuard, keys.index, keys.meta, Use.METADATA, frame)
             if self._varies_inside(op):
                 self._guard_structure(out, op, frame)
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
@@ -187,10 +187,10 @@ class Values:
         if out is torch.default_generator:  # what seeding returns
             return out
         if kind in PLAIN_TYPES or is_whole(kind):
-            self._writer.guard(ValueGuard, op.index, out, "metadata", frame)
+            self._writer.guard(ValueGuard, op.index, out, Use.METADATA, frame)
         else:
             self.tape.block(
-                f"{said_of(op.target)} at {user_place(frame)} returns a {kind.__qualname__}, "
+                f"{display_name(op.target)} at {user_place(frame)} returns a {kind.__qualname__}, "
                 "which cannot be followed"
             )
         return out
@@ -215,9 +215,9 @@ class Values:
                     same = ref.index
                     break
                 if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
-                    self._writer.guard(OtherGuard, index, False, "", frame, ref.index)
+                    self._writer.guard(OtherGuard, index, False, Use.RESULT, frame, ref.index)
         if same is not None:
-            self._writer.guard(SameGuard, index, True, "", frame, same)
+            self._writer.guard(SameGuard, index, True, Use.RESULT, frame, same)
 
     def _may_be_compared(self, op: Op, frame: FrameType) -> bool:
         """Return whether it matters whether the result of an op is what the op was given.
@@ -244,11 +244,11 @@ class Values:
         try:
             structure = structure_of(out)
         except TypeError as error:
-            self.tape.block(f"{said_of(op.target)} at {user_place(frame)} returns {error}")
+            self.tape.block(f"{display_name(op.target)} at {user_place(frame)} returns {error}")
             return
         looked = self._writer.emit(OpKind.SCALAR, structure_of, (Ref(op.index),), {}, frame)
         looked.meta = structure
-        self._writer.guard(ValueGuard, looked.index, structure, "", frame)
+        self._writer.guard(ValueGuard, looked.index, structure, Use.RESULT, frame)
 
     def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
         """Guard that an insertion has returned no tensor that the model could compare it to."""
@@ -275,7 +275,7 @@ class Values:
         ]
         looked = self._writer.emit(OpKind.SCALAR, owns, (Ref(op.index), *before), {}, frame)
         looked.meta = owns(tensor) if found is None else found[0]
-        self._writer.guard(ValueGuard, looked.index, looked.meta, "", frame)
+        self._writer.guard(ValueGuard, looked.index, looked.meta, Use.RESULT, frame)
         if looked.meta:
             self.tape.block(
                 f"what is inserted at {user_place(frame)} returns a tensor that the model holds, "
@@ -324,13 +324,13 @@ class Values:
         """
         scalar = self.scalar(kind, value, source)
         if kind is TracedInt and not -_LARGEST <= value < _LARGEST:
-            return self.origin.consume(scalar, "type")  # torch has none, and C asks it otherwise
+            return self.origin.consume(scalar, Use.TYPE)  # torch has none, and C asks it otherwise
         if kind is TracedBool:
             if compares_identity(frame.f_code):
-                return self.origin.consume(scalar, "type")
+                return self.origin.consume(scalar, Use.TYPE)
             if not only_tests(frame, depth):
-                return self.origin.consume(scalar, "bool")
-        return self.origin.consume(scalar, "type") if self._needs_plain(frame) else scalar
+                return self.origin.consume(scalar, Use.BOOL)
+        return self.origin.consume(scalar, Use.TYPE) if self._needs_plain(frame) else scalar
 
     def _needs_plain(self, frame: FrameType) -> bool:
         """Whether code that receives a number may pass it to code that is not known to ask it."""
@@ -350,11 +350,11 @@ class Values:
             depth: the number of nested lists around it.
         """
         if type(value) is complex:
-            self._writer.guard(ValueGuard, ref.index, value, "tolist", frame)
+            self._writer.guard(ValueGuard, ref.index, value, Use.LIST, frame)
             return value
         if type(value) is not list:
             return self.traced(TRACED_AS[type(value)], value, ref, frame, depth)
-        self._writer.guard(LengthGuard, ref.index, len(value), "length", frame)
+        self._writer.guard(LengthGuard, ref.index, len(value), Use.LENGTH, frame)
         return [
             self.traced_list(item, self.element(ref, (i,), item), frame, depth + 1)
             for i, item in enumerate(value)
@@ -450,7 +450,7 @@ class Values:
         """Guard whether a tensor has a gradient, a base, or a gradient function."""
         test = self._writer.emit(OpKind.SCALAR, operator.is_, (Ref(op.index), None), {}, frame)
         test.meta = not is_there
-        self._writer.guard(ValueGuard, test.index, test.meta, "metadata", frame)
+        self._writer.guard(ValueGuard, test.index, test.meta, Use.METADATA, frame)
 
     def _bind_elements(
         self, out: Any, ref: Ref, path: tuple[Any, ...], frame: FrameType, at_once: bool = False

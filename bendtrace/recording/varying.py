@@ -39,22 +39,22 @@ from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TRACED, TracedInt
-from bendtrace.tape.tape import Guard, Op, OpKind, Ref
+from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Use
 
 Place: TypeAlias = tuple[CodeType, int]
 
-# How Python asks where its result can be traced (see `Guard.how`).
-ASKS = frozenset({"int", "index", "float", "len", "hash"})
+# How Python asks where its result can be traced (see `Use`).
+ASKS = frozenset({Use.INT, Use.INDEX, Use.FLOAT, Use.LEN, Use.HASH})
 _OF_TENSORS = frozenset({int, float, len, operator.index})
 
 
 def place_of(guard: Guard) -> Place | None:
     """Return where a guard asks for a number that could stay traced; None if it does not."""
-    if not isinstance(guard, ValueGuard) or guard.how not in ASKS or guard.site is None:
+    if not isinstance(guard, ValueGuard) or guard.use not in ASKS or guard.site is None:
         return None
     if type(guard.answer) not in (int, float):
         return None
-    code, offset = guard.site.chain[guard.site.level if guard.how == "len" else 0]
+    code, offset = guard.site.chain[guard.site.level if guard.use is Use.LEN else 0]
     if code.co_filename.startswith(TORCH) or dis.opname[code.co_code[offset]] not in _ASKING:
         return None
     return code, offset
@@ -89,16 +89,16 @@ class Varying:
         self._cached: list[tuple[Any, Any, list[int], Any]] = []
         self._results: list[tuple[Place, int, int]] = []  # the ops that give each
 
-    def answers(self, how: str) -> bool:
+    def answers(self, use: Use | FunctionUse) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
 
         Args:
-            how: how it is asked.
+            use: how it is asked.
         """
         frame, callee = _asking()
         if is_awaited(frame):
             return True  # the same call asks for another number, or again
-        place = self._place(frame, how)
+        place = self._place(frame, use)
         if place is None:
             return False
         called = _call_of(frame, callee)
@@ -125,18 +125,18 @@ class Varying:
         self._results.append((place, first, len(self._writer.tape.ops)))
         return result is not None and exchange(frame, result, self._ended)
 
-    def answers_of(self, op: Op, value: Any, how: str, frame: FrameType) -> bool:
+    def answers_of(self, op: Op, value: Any, use: Use | FunctionUse, frame: FrameType) -> bool:
         """Return whether the number of a tensor is asked for something that stays traced.
 
         Args:
             op: the op that gives the number.
             value: the number.
-            how: how it is asked.
+            use: how it is asked.
             frame: the code that asks.
         """
         while frame.f_code.co_filename.startswith(TORCH) and frame.f_back is not None:
             frame = frame.f_back  # `len` calls a method that is written in Python
-        place = self._place(frame, how)
+        place = self._place(frame, use)
         if type(value) not in (int, float) or place is None:
             return False
         callee = sys._getframe(1)
@@ -154,14 +154,14 @@ class Varying:
         self._results.append((place, op.index, op.index + 1))
         return exchange(frame, scalar, self._ended)
 
-    def _place(self, frame: FrameType, how: str) -> Place | None:
+    def _place(self, frame: FrameType, use: Use | FunctionUse) -> Place | None:
         """Return where a number is asked for, if numbers differ there."""
-        if self._is_busy or how not in ASKS:
+        if self._is_busy or use not in ASKS:
             return None
         code = frame.f_code
         offset = instruction_at(code, frame.f_lasti)
         place = self._places.get((id(code), offset))
-        if how == "hash" and place is None:
+        if use is Use.HASH and place is None:
             place = code, offset  # a cache is best left aside from the first number on
         if place is None or self._values.environment.tells_numbers:
             return None
@@ -213,7 +213,11 @@ class Varying:
                     if operand in origins:
                         origins.setdefault(op.index, set()).update(origins[operand])
         for guard in tape.guards:
-            if isinstance(guard, ValueGuard) and guard.how and guard.index in origins:
+            if (
+                isinstance(guard, ValueGuard)
+                and guard.use is not Use.RESULT
+                and guard.index in origins
+            ):
                 place_there = place_of(guard)
                 if place_there is None or place_there in self.places:
                     yield from origins[guard.index]

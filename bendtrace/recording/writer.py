@@ -27,8 +27,19 @@ from bendtrace.tape.contexts import (
     lasting_settings,
 )
 from bendtrace.tape.guards import ContentGuard, ErrorGuard, OtherGuard
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, is_handled
-from bendtrace.torch_rules.functions import reads_metadata, said_of
+from bendtrace.tape.tape import (
+    FunctionUse,
+    Guard,
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    State,
+    Tape,
+    Use,
+    is_handled,
+)
+from bendtrace.torch_rules.functions import display_name, reads_metadata
 from bendtrace.torch_rules.writes import Writes
 
 
@@ -198,19 +209,19 @@ class Writer:
             self._renew_versions()
 
     def guard(
-        self, kind: type[Guard], index: int, answer: Any, how: str, frame: FrameType,
+        self, kind: type[Guard], index: int, answer: Any, use: Use | FunctionUse, frame: FrameType,
         other: int | None = None,
     ) -> None:  # fmt: skip
         """Add a guard on the value of op `index`."""
-        if how != "metadata" and issubclass(kind, ContentGuard):
+        if use is not Use.METADATA and issubclass(kind, ContentGuard):
             self.facts.clear()
         if self.before_question is not None:
             self.before_question(frame)
         site = self.site(frame)
-        if how == "bool" and compares_items(frame):
-            how = "item"
+        if use is Use.BOOL and compares_items(frame):
+            use = Use.ITEM
         position, inside = len(self.tape.ops), self.is_inside
-        self._add(kind(position, index, answer, how, self.scope, site, inside, other))
+        self._add(kind(position, index, answer, use, self.scope, site, inside, other))
 
     def _add(self, guard: Guard) -> None:
         number, index = len(self.tape.guards), guard.index
@@ -219,7 +230,7 @@ class Writer:
             op = self.tape.ops[index]
             where = f" at {op.site.place}" if op.site is not None else ""
             self.tape.block(
-                f"{said_of(op.target)}{where} gives back what it is given in some calls only"
+                f"{display_name(op.target)}{where} gives back what it is given in some calls only"
             )
             return
         if script is not None and not script.expects(guard):
@@ -259,7 +270,9 @@ class Writer:
                 return
             else:
                 op = self.tape.ops[index]
-                guard = OtherGuard(position, index, False, "", op.scope, op.site, other=other)
+                guard = OtherGuard(
+                    position, index, False, Use.RESULT, op.scope, op.site, other=other
+                )
             self._add(guard)
 
     def _follow(self, op: Op) -> None:
@@ -321,7 +334,7 @@ class Writer:
         site, scope = op.site, op.scope
         if op.raised is None and (reads_metadata(op.target) or not self.is_caught(scope, site)):
             return
-        self._add(ErrorGuard(len(self.tape.ops), op.index, op.raised, "", scope, site))
+        self._add(ErrorGuard(len(self.tape.ops), op.index, op.raised, Use.RESULT, scope, site))
 
     def _renew_versions(self) -> None:
         """Separate names that the script has made stale from those that are still valid."""

@@ -22,8 +22,8 @@ from bendtrace.torch_rules.functions import (
     SHAPES,
     is_foreign,
     is_torchs_function,
-    known_as,
     reads_metadata,
+    table_name,
 )
 from bendtrace.torch_rules.writes import works_in_place
 
@@ -54,7 +54,7 @@ class Analysis:
         self._counted: set[int] = set()  # counters that no number in the state is part of
         self.fixed_metadata: bool = not any(
             op.kind is OpKind.CALL
-            and (known_as(op.target) in RESHAPES_IN_PLACE or _may_reshape(op))
+            and (table_name(op.target) in RESHAPES_IN_PLACE or _may_reshape(op))
             for op in tape.ops
         )
         self._reshaped: set[int] = set()  # by then: what may have another shape than before the run
@@ -108,9 +108,9 @@ class Analysis:
             known = is_torchs_function(op.target) and not is_foreign(op.target)
             steady_type = steady_type and known and self.fixed_metadata
             steady_rank = (
-                steady_type and steady_rank and known_as(op.target) not in RANK_DEPENDS_ON_SIZES
+                steady_type and steady_rank and table_name(op.target) not in RANK_DEPENDS_ON_SIZES
             )
-            if steady_rank and known_as(op.target) in RANK_DEPENDS_ON_NUMBERS:
+            if steady_rank and table_name(op.target) in RANK_DEPENDS_ON_NUMBERS:
                 given = (self._ops[index].meta for index in op.operands)
                 steady_rank = all(isinstance(meta, TensorMeta) for meta in given)
         if op.index in self._counters and op.kind is OpKind.SCALAR:
@@ -134,10 +134,10 @@ class Analysis:
             is_read(op)
             and op.raised is None
             and self.fixed_metadata  # else it may be asked after a change
-            and known_as(op.target) != "_version"
+            and table_name(op.target) != "_version"
             and all(self._ops[index].is_given for index in op.operands)
             and self._reshaped.isdisjoint(op.operands)
-            and (known_as(op.target) not in FLEETING or self._is_untouched)
+            and (table_name(op.target) not in FLEETING or self._is_untouched)
         )
 
     def _sort(self, guard: Guard) -> tuple[GuardKind, int, int]:
@@ -159,7 +159,7 @@ class Analysis:
             sources = 0
             for index in refs:
                 sources |= self._sources[index]
-            name = known_as(op.target)
+            name = table_name(op.target)
             steady = all(self._steady_type[index] and self._steady_rank[index] for index in refs)
             if name in INHERITED and steady:
                 # Which dtype a sum has depends on whether one of the two is a scalar tensor.
@@ -182,7 +182,7 @@ def _may_touch(op: Op) -> bool:
     return op.kind is OpKind.CALL and bool(
         op.writes
         or op.target in SETTERS
-        or known_as(op.target) == "retain_grad"
+        or table_name(op.target) == "retain_grad"
         or not is_torchs_function(op.target)
         or works_in_place(op)
     )
@@ -193,7 +193,7 @@ def is_read(op: Op) -> bool:
     return op.kind is OpKind.CALL and reads_metadata(op.target)
 
 
-def tested_by(guard: Guard, ops: list[Op]) -> list[int]:
+def tested_ops(guard: Guard, ops: list[Op]) -> list[int]:
     """Return the ops whose values an input guard is tested with."""
     return ops[guard.index].operands if counts(guard, ops) else [guard.index]
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed, may_be_caught
-from bendtrace.replay.source import Code, Departure, Source, define, gives_nothing
-from bendtrace.replay.splices import Splice
+from bendtrace.replay.source import Code, Departure, Source, Splice, define, gives_nothing
 from bendtrace.tape.blocks import Block, Portion
 from bendtrace.tape.captured import (
     Access,

@@ -16,7 +16,7 @@ from bendtrace.flow import FlowStep, steps_of
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import GuardKind
-from bendtrace.replay.guard_code import Check
+from bendtrace.replay.check import Check
 from bendtrace.replay.program import Program
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.guards import ErrorGuard
@@ -135,13 +135,7 @@ def _short(value: Any) -> str:
 
 
 class GuardTable:
-    """The guards of a trace as a table.
-
-    Args:
-        guards: the guards.
-        kinds: when each is tested.
-        names: name of each op's node.
-    """
+    """The guards of a trace as a table."""
 
     def __init__(
         self, guards: Sequence[Guard], kinds: Sequence[GuardKind], names: Sequence[str]

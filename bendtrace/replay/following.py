@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bendtrace.recording.script import counts
-from bendtrace.replay.comparison import Names
-from bendtrace.replay.nodes import Exit, Node
+from bendtrace.replay.graph import Names
+from bendtrace.replay.stretches import Exit, Node
 from bendtrace.tape.captured import identical
 from bendtrace.tape.tape import State, Tape
 

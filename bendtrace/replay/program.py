@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, TypeAlias
 
 from bendtrace.recording.lifting import Counter, Lifting
@@ -16,28 +17,35 @@ from bendtrace.recording.rank_sync import (
 )
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.varying import Place
-from bendtrace.replay.analysis import Analysis, counts, tested_by
-from bendtrace.replay.check import CheckWriter
+from bendtrace.replay.analysis import Analysis, counts, tested_ops
+from bendtrace.replay.check import Check, CheckWriter
 from bendtrace.replay.following import Following
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.graph import Graph
 from bendtrace.replay.growing import Holes
-from bendtrace.replay.guard_code import Check
-from bendtrace.replay.nodes import Exit, Trip
-from bendtrace.replay.raising import departure_by, frame_of, values_in
 from bendtrace.replay.schedule import Unlinked
-from bendtrace.replay.source import Code, Departure, Source, counted, define, dependencies_of
-from bendtrace.replay.splices import Interrupted, Unfit
+from bendtrace.replay.source import (
+    Code,
+    Departure,
+    Interrupted,
+    Source,
+    Unfit,
+    define,
+    dependencies_of,
+    slice_count,
+)
 from bendtrace.replay.stretches import (
     Divergence,
+    Exit,
     Finished,
     Path,
     Side,
     Stretch,
+    Trip,
 )
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.contexts import Hold
-from bendtrace.tape.tape import AfterOp, Guard, Stop
+from bendtrace.tape.tape import AfterOp, Guard, Stop, describe_raised
 
 # Gives the code of an exit with values passed through something; raises `Unfit` if there is none.
 Splicer: TypeAlias = Callable[[Exit], Code]
@@ -165,12 +173,12 @@ class Program:
         ops = self.recording.tape.ops
         source = Source()
         source.begin("value(A)")
-        needed = sorted(dependencies_of(ops, tested_by(guard, ops)))
+        needed = sorted(dependencies_of(ops, tested_ops(guard, ops)))
         source.take(ops[index].target for index in needed if ops[index].is_given)
         for index in needed:
             define(source, ops[index])
         is_count = counts(guard, ops)
-        now = counted(source, ops[guard.index]) if is_count else guard.finding
+        now = slice_count(source, ops[guard.index]) if is_count else guard.finding
         source.line(f"return {now}")
         return Code(source, "value").function(arguments)
 
@@ -531,3 +539,40 @@ def _exit_code(exit: Exit) -> Code | None:
 
 
 ENDS.add(Program._agreed.__code__)
+
+
+# Errors that ops of generated code raise.
+
+
+def departure_by(error: Exception, recording: Recording, code: Code) -> Departure | None:
+    """Turn what an op raised into a departure; None if it was not an op that raised it."""
+    place = place_of(error, code)
+    if place is None:
+        return None
+    index, frame = place
+    values = {**frame.f_locals, f"v{index}": error.with_traceback(None)}
+    return Departure(AfterOp(index), describe_raised(recording.tape.ops[index], error), values)
+
+
+def values_in(names: dict[str, Any]) -> dict[int, Any]:
+    """Return the values of ops among the variables of generated code."""
+    return {
+        int(name[1:]): value
+        for name, value in names.items()
+        if name[0] == "v" and name[1:].isdecimal()
+    }
+
+
+def place_of(error: Exception, code: Code) -> tuple[int, FrameType] | None:
+    """Return which op of some code raised an error, and the frame that it was in."""
+    frame, line = frame_of(error, code)
+    index = code.op_of_line.get(line)
+    return None if frame is None or index is None else (index, frame)
+
+
+def frame_of(error: Exception, code: Code) -> tuple[FrameType | None, int]:
+    """Return the frame of some code that an error came from, and the line there."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code is not code.function.__code__:
+        traceback = traceback.tb_next
+    return (None, 0) if traceback is None else (traceback.tb_frame, traceback.tb_lineno)

@@ -18,14 +18,13 @@ from bendtrace.recording.numbers import error_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.growing import Growth
-from bendtrace.replay.source import dependencies_of, gives_nothing
-from bendtrace.replay.splices import Splice
+from bendtrace.replay.source import Splice, dependencies_of, gives_nothing
 from bendtrace.tape.blocks import Passage, Portion
 from bendtrace.tape.captured import Change
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import ErrorGuard
-from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Tape, is_handled, refs_in
-from bendtrace.torch_rules.functions import FLEETING, VALUES, known_as
+from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Tape, Use, is_handled, refs_in
+from bendtrace.torch_rules.functions import FLEETING, VALUES, table_name
 
 
 class Unlinked(Exception):
@@ -342,12 +341,12 @@ def is_droppable(op: Op, analysis: Analysis) -> bool:
         return True
     if op.raised is not None or not analysis.fixed_metadata:
         return False
-    if op.kind is OpKind.CALL and known_as(op.target) in FLEETING:
+    if op.kind is OpKind.CALL and table_name(op.target) in FLEETING:
         return False
     if op.kind is OpKind.SCALAR:
         return op.target in HARMLESS
     # Any tensor can be formatted without an error.
-    only_writes = VALUES.get(op.target) == "format" and not any(op.args[1:])
+    only_writes = VALUES.get(op.target) is Use.FORMAT and not any(op.args[1:])
     return is_read(op) or only_writes
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
-from bendtrace.recording.lifting import Lifting, needed_numbers
+from bendtrace.recording.lifting import Lifting, required_numbers
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.varying import Place, place_of
 from bendtrace.replay.analysis import GuardKind
@@ -298,7 +298,7 @@ class TraceTree:
     def _count_needed(self, recording: Recording) -> None:
         """Let a number be a constant of paths again if each new path needs it by value."""
         guards = (one for one in recording.tape.guards if place_of(one) not in self.varying)
-        for label in needed_numbers(recording.tape, guards):
+        for label in required_numbers(recording.tape, guards):
             self._needed[label] += 1
             if self._needed[label] == _EVOLVING:
                 self._excluded |= {label}

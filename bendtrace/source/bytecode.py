@@ -49,7 +49,7 @@ def steps_of(code: CodeType) -> Iterator[tuple[str, int]]:
         extended = 0
 
 
-def named_in(code: CodeType) -> Iterator[tuple[str, str]]:
+def global_uses(code: CodeType) -> Iterator[tuple[str, str]]:
     """Yield how code uses globals, imports and attribute assignments: (how, name)."""
     if not _KNOWN:
         for step in dis.get_instructions(code):
@@ -91,7 +91,7 @@ def names_passed_on(code: CodeType) -> frozenset[str]:
 def put_on_globals(code: CodeType) -> frozenset[str]:
     """Return the names of the attributes that code assigns of globals, or of what these hold."""
     found: set[str] = set()
-    if any(how == "STORE_ATTR" for how, _ in named_in(code)):
+    if any(how == "STORE_ATTR" for how, _ in global_uses(code)):
         is_outside, is_copied = False, False
         updated: set[str] = set()  # in `module.name += 1`, the value stands in between
         for step in single_steps(code):
@@ -334,12 +334,7 @@ _found: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str]]]]] = {}
 
 
 def counters_at(code: CodeType, offset: int) -> frozenset[str]:
-    """Return the local variables that count the rounds of a `while` loop around an instruction.
-
-    Args:
-        code: the code.
-        offset: the instruction.
-    """
+    """Return the local variables that count the rounds of a `while` loop around an instruction."""
     known = _found.get(id(code))
     if known is None:
         known = _found[id(code)] = (code, _loops(code))

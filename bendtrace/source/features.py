@@ -50,7 +50,7 @@ def miss(feature: str, path: str, names: frozenset[str]) -> None:
     switch_off(feature, reason, names)
 
 
-def missed() -> list[str]:
+def missing_features() -> list[str]:
     """Return the reasons of the features that were missed since the last call."""
     found = _unreported.copy()
     _unreported.clear()

@@ -144,7 +144,7 @@ def read(
     return Stack(code, offset, slots, below, operands, instruction.name)
 
 
-def suspended(frame: FrameType, places: Layout) -> Stack | None:
+def suspended_stack(frame: FrameType, places: Layout) -> Stack | None:
     """Read the frame of a generator that is suspended at a `yield`."""
     code = frame.f_code
     instruction = _instructions(code).get(frame.f_lasti)
@@ -291,13 +291,7 @@ def _instructions(code: CodeType) -> dict[int, _Instruction]:
 
 
 def _has_made_tuple(steps: list[dis.Instruction], depths: dict[int, int], depth: int) -> bool:
-    """Whether code has made a tuple of the arguments itself, before the last of some steps.
-
-    Args:
-        steps: the code up to a call.
-        depths: how deep the stack is at each of them.
-        depth: how deep it is once the arguments are on it.
-    """
+    """Whether code has made a tuple of the arguments itself, before the last of some steps."""
     for after in range(len(steps) - 1, 0, -1):  # back through what makes the dict of the others
         step, before = steps[after], steps[after - 1]
         here = depths.get(step.offset, depth + 1)  # code that is never reached
@@ -462,7 +456,7 @@ def _fits(places: Layout) -> bool:
     generator: Any = _looping(asked, first)
     next(generator)
     in_condition, in_call, in_map, in_generator = asked.seen
-    for seen in in_generator, suspended(generator.gi_frame, places):
+    for seen in in_generator, suspended_stack(generator.gi_frame, places):
         if seen is None or [*map(type, seen.below)] not in ([type(iter(()))], [tuple, Number]):
             return False
     for seen, pushed in (in_condition, [first, second]), (in_call, [first, second, 1]):

@@ -175,7 +175,7 @@ def decides(place: Place, outcome: bool) -> bool | None:
 
 
 @functools.cache
-def governed(place: Place, outcome: bool) -> tuple[Span, ...]:
+def dependent_source(place: Place, outcome: bool) -> tuple[Span, ...]:
     """Return the source that runs because of the outcome of the expression at `place`.
 
     For the header of a loop, its body; for a branch, the side taken, up to the end of the block if

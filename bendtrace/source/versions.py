@@ -118,11 +118,7 @@ class Depends:
 
 
 class CodeVersion:
-    """The state of these dependencies at the end of a scan.
-
-    Args:
-        depends: the dependencies of the scan.
-    """
+    """The state of these dependencies at the end of a scan."""
 
     __slots__ = (
         "_absent", "_bases", "_cells", "_classes", "_codes", "_followed", "_functions", "_held",

@@ -14,13 +14,13 @@ from bendtrace._places import is_file, place_text, read_place
 from bendtrace._trace import Trace
 from bendtrace.errors import BendtraceError, InputError, NodePathError
 from bendtrace.flow import FlowStep
-from bendtrace.history.capture import copied, materialize, tensors_in
+from bendtrace.history.capture import aligned_copy, materialize, tensors_in
 from bendtrace.history.entries import Source
 from bendtrace.history.names import Names, call_around, holders_of, near_names, passes_of
 from bendtrace.interject.resolver import describe_where, name_of, resolve_meaning
 from bendtrace.paths.nodes import Pass, Registry, TreeNode
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.run import Signature, record, uninitialized_in
+from bendtrace.recording.run import Signature, has_lazy_modules, record
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.source.sites import Place, Site
 from bendtrace.stepping.visit import (
@@ -93,7 +93,7 @@ class SteppedRun:
         budget: int,
     ) -> None:
         _require_budget(budget, "bytes")
-        if uninitialized_in(function):
+        if has_lazy_modules(function):
             raise cannot("the model has lazy modules: call it once first")
         self._function = function
         self._args, self._kwargs = args, kwargs
@@ -222,7 +222,7 @@ class SteppedRun:
         if event.kind == "question":
             return self._answer(number)
         if edit is not None and edit.element == element:
-            return copied(edit.value.detach())
+            return aligned_copy(edit.value.detach())
         if event.index in self._kept:
             found = self._kept.get(event.index)
         else:
@@ -528,7 +528,7 @@ class SteppedRun:
         if isinstance(value, Tensor):
             if not self._start.holds(value):
                 return value
-            return value.clone() if requires_grad(value) else copied(value)
+            return value.clone() if requires_grad(value) else aligned_copy(value)
         if type(value) in (list, tuple):
             return type(value)(self._own(item, memo) for item in value)
         if type(value) is dict:

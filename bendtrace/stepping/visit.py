@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from bendtrace._compare import same_bits
 from bendtrace.errors import InputError, NondeterminismError
-from bendtrace.history.capture import copied, lazily_copied, materialize, tensors_in
+from bendtrace.history.capture import aligned_copy, lazily_copied, materialize, tensors_in
 from bendtrace.preserved_state import ModelState, PreservedState, no_model
 from bendtrace.recording.texts import shows
 from bendtrace.source.sites import BEHIND, PACKAGE, TORCH
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.scalars import TRACED, TracedScalar, plain
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind
-from bendtrace.tape.watchers import StopRun, unwatched
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Use
+from bendtrace.tape.watchers import StopRun, call_silently
 from bendtrace.torch_rules.draws import restorer_of, state_of, torchs_generators
 from bendtrace.torch_rules.functions import (
     CONTEXT,
@@ -41,13 +41,13 @@ from bendtrace.torch_rules.functions import (
     ScriptModule,
     is_named_in_place,
     is_torchs_function,
-    known_as,
+    table_name,
 )
 from bendtrace.torch_rules.writes import storage_of, version_of
 
 # Requests that compute nothing that anybody would stop at.
 _SILENT = frozenset({*CONTEXT, *METADATA, *SHAPES, *VALUES, *ESCAPES, Tensor.tolist})
-_QUESTIONS = frozenset({"bool", "int", "float", "complex", "index", "len", "in"})
+_QUESTIONS = frozenset(VALUES.values()) - {Use.FORMAT}
 # What may write to its arguments without torch counting it.
 _UNCOUNTED = ("batch_norm", "instance_norm")
 
@@ -188,7 +188,7 @@ class Visit:
         self._arrive(frame)
         with torch._C.DisableTorchFunction():
             self._refuse(self._start.before(function, args, kwargs))
-            if "out" in kwargs or known_as(function).startswith(("resize", "set_")):
+            if "out" in kwargs or table_name(function).startswith(("resize", "set_")):
                 for tensor in tensors_in((args, kwargs)):
                     materialize(tensor)
             memory = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
@@ -207,7 +207,7 @@ class Visit:
             if op.index in self._wanted:
                 self.found[op.index] = self._copies(out, {})
             if self._looks is not None:
-                unwatched(self._looks.gave, (number, out), {})
+                call_silently(self._looks.gave, (number, out), {})
             if op.index not in self._kept and _can_be_kept(op, args, kwargs, out, memory):
                 if random == _random():
                     self._kept.add(op.index, out, taken)
@@ -233,7 +233,7 @@ class Visit:
 
     def _question(self, guard: Guard, answer: Any) -> Any:
         """Return the answer to a question of the model, which may be another than its own."""
-        if guard.how not in _QUESTIONS or guard.site is None:
+        if guard.use not in _QUESTIONS or guard.site is None:
             return answer
         self._arrive(sys._getframe(1))
         number, tape = len(self.events), self._stage.tape
@@ -264,7 +264,7 @@ class Visit:
             raise StopRun
         if self._looks is not None:
             with torch._C.DisableTorchFunction():
-                unwatched(self._looks.take, (len(self.events), _frames_of_model(frame)), {})
+                call_silently(self._looks.take, (len(self.events), _frames_of_model(frame)), {})
 
     def _refuse(self, why: str) -> None:
         if why:
@@ -316,7 +316,7 @@ class Visit:
             return memo[id(value)][1]
         made: Any = value
         if type(value) in (Tensor, nn.Parameter):
-            made = (copied if self._start.holds(value) else lazily_copied)(value.detach())
+            made = (aligned_copy if self._start.holds(value) else lazily_copied)(value.detach())
         elif type(value) is list:
             made = []
             memo[id(value)] = value, made
@@ -356,7 +356,7 @@ def _frames_of_model(frame: FrameType | None) -> list[FrameType]:
 
 def _can_be_kept(op: Op, args: Any, kwargs: dict[str, Any], out: Any, memory: set[int]) -> bool:
     """Return whether handing over the result of an op is all that the op does."""
-    function, name = op.target, known_as(op.target)
+    function, name = op.target, table_name(op.target)
     return (
         type(out) is Tensor
         and out.layout is torch.strided
@@ -385,14 +385,14 @@ _IN_PYTHON = frozenset({"torch.nn.functional", "torch.functional", "torch._tenso
 
 def _random() -> list[bytes]:
     """Return the states of torch's own generators."""
-    return [unwatched(state_of, (generator,), {}) for generator in torchs_generators()]
+    return [call_silently(state_of, (generator,), {}) for generator in torchs_generators()]
 
 
 def require_tensor(value: Any) -> Tensor:
     """Return a tensor to be used as a value."""
     if type(value) not in (Tensor, nn.Parameter):
         raise InputError(f"a value has to be a plain tensor, not {value!r}")
-    return value if value.requires_grad else copied(value.detach())
+    return value if value.requires_grad else aligned_copy(value.detach())
 
 
 # Values of a run that later visits need not compute again, within a budget of memory.
@@ -537,7 +537,7 @@ class Start(ModelState):
 
     def before(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Prepare for a call that may write to what existed before."""
-        name = known_as(function)
+        name = table_name(function)
         if function in _BACKWARD:
             return f"{name} adds to gradients outside of the run"
         if isinstance(function, (ScriptModule, ScriptMethod)):
@@ -557,7 +557,7 @@ class Start(ModelState):
                 return f"{name} changes more of {self._held[id(tensor)].label} than its values"
             for key, held in self._held.items():
                 if held.copy is None and storage_of(held.tensor) == storage_of(tensor):
-                    self._held[key] = held._replace(copy=copied(held.tensor.detach()))
+                    self._held[key] = held._replace(copy=aligned_copy(held.tensor.detach()))
         return ""
 
     def knows(self, label: str) -> bool:

@@ -208,7 +208,7 @@ def _write(
     draft: Draft, kind: str, tensors: list[tuple[str, Tensor | StoredTensor]]
 ) -> Iterator[dict[str, Any]]:
     """Write tensors to as many files as it takes; yield a row for each."""
-    with undisturbed():
+    with outside_modes():
         shards: list[list[tuple[str, Layout, Tensor | StoredTensor]]] = []
         size = _SHARD_BYTES
         taken: set[str] = set()
@@ -261,7 +261,7 @@ def _handle(
     slot: _Slot,
 ) -> StoredTensor | NotSaved:
     slots.append(slot)
-    return stored_tensor(name, rows[slot.number], files, device)
+    return tensor_handle(name, rows[slot.number], files, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -737,7 +737,7 @@ class StoredTensor:
         Raises:
             LoadError: if the file was damaged since.
         """
-        with undisturbed():
+        with outside_modes():
             tensor = self.file.tensor(self.extent, self.layout)
             device = self.to if device is None else device
             return tensor if device is None else tensor.to(device)
@@ -751,7 +751,7 @@ class StoredTensor:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def outside_modes() -> Iterator[None]:
     """Keep modes of torch, such as a recording run, from taking part in what is done here."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         yield
@@ -784,7 +784,7 @@ def open_files(directory: str, checksums: Mapping[str, str]) -> dict[str, tuple[
     return files
 
 
-def stored_tensor(
+def tensor_handle(
     name: str,
     row: Mapping[str, Any],
     files: Mapping[str, tuple[DataFile, Header]],
@@ -883,7 +883,7 @@ class ShardWriter:
             InputError: if the name was used before, or the writer is closed.
             SaveError: if the file cannot be written, such as on a full disk.
         """
-        with self._lock, undisturbed():
+        with self._lock, outside_modes():
             if self._closed:
                 raise InputError(f"the stream to {self.directory!r} is closed")
             if name in self._rows:
@@ -1009,7 +1009,7 @@ def read_stream(directory: str | os.PathLike[str]) -> dict[str, StoredTensor | N
         raise LoadError(directory, "a run was writing its activations there and did not finish")
     try:
         files = open_files(directory, marker["files"])
-        return {name: stored_tensor(name, row, files) for name, row in marker["tensors"].items()}
+        return {name: tensor_handle(name, row, files) for name, row in marker["tensors"].items()}
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         if isinstance(error, LoadError):
             raise

@@ -358,7 +358,7 @@ class TensorFile:
 
     def close(self) -> str:
         """Write the header and bring everything to the disk."""
-        raw = packed_header(self._rows, self._reserve)
+        raw = header_bytes(self._rows, self._reserve)
         os.fsync(self._fd)  # only a file whose bytes are all there has a header
         os.lseek(self._fd, 0, os.SEEK_SET)
         write_all(self._fd, memoryview(raw))
@@ -385,7 +385,7 @@ def header_size(rows: list[tuple[str, Layout]]) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def packed_header(rows: dict[str, Any], size: int = 0) -> bytes:
+def header_bytes(rows: dict[str, Any], size: int = 0) -> bytes:
     """Return a header with its length, of a size that is reserved, or of its own."""
     header = _dump({**_METADATA, **rows})
     size = size or -(-(len(header) + 8) // _ALIGNMENT) * _ALIGNMENT

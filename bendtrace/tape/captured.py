@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -174,6 +174,62 @@ class TensorFacts(NamedTuple):
     attributes: int  # the number of its own attributes, set by Python
 
 
+class Length(NamedTuple):
+    """The number of items of a container.
+
+    Attributes:
+        number: how many there are.
+        most: how many a deque can hold; None if that is not limited.
+    """
+
+    number: int
+    most: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.number > 0
+
+
+class Keys(NamedTuple):
+    """The keys of a container and the names of its attributes, in their order."""
+
+    keys: tuple[Any, ...]
+
+    @property
+    def items(self) -> tuple[Any, ...]:
+        """The keys of items."""
+        return tuple(key for key in self.keys if not isinstance(key, AttributeKey))
+
+    @property
+    def number(self) -> int:
+        """The number of items."""
+        return len(self.items)
+
+    @property
+    def attributes(self) -> tuple[AttributeKey, ...]:
+        """The keys of attributes."""
+        return tuple(key for key in self.keys if isinstance(key, AttributeKey))
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The names of the attributes in `__dict__`."""
+        return tuple(key.name for key in self.attributes if key.access is Access.DICT)
+
+    def __bool__(self) -> bool:
+        return bool(self.keys)
+
+
+class Copy(NamedTuple):
+    """A copy of a value that is compared as a whole, in a form that is equal for equal bits."""
+
+    content: Any
+
+    def __bool__(self) -> bool:
+        return bool(self.content)
+
+
+Size: TypeAlias = Length | Keys | Copy | TensorFacts
+
+
 @dataclass(slots=True, eq=False)
 class Captured:
     """One value that the run could read.
@@ -189,9 +245,9 @@ class Captured:
         type: its exact type.
         label: its name in user code: `x`, `past[0]`, `self.fc.weight`.
         is_argument: whether it is an argument, or inside one.
-        size: the guarded property of a container: its length (lists, tuples, modules' dicts), its
-            keys (dicts, objects, lists and tuples with attributes), a copy of it (sets and large
-            containers); for a tensor its `TensorFacts`.
+        size: the guarded property of a container: its `Length` (lists, tuples, modules' dicts), its
+            `Keys` (dicts, objects, lists and tuples with attributes), a `Copy` of it (sets, arrays
+            and large containers); for a tensor its `TensorFacts`.
         hidden: keys of a module's attributes that are not captured.
     """
 
@@ -204,7 +260,7 @@ class Captured:
     type: type
     label: str
     is_argument: bool
-    size: Any = None
+    size: Size | None = None
     hidden: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
@@ -227,15 +283,12 @@ class Captured:
         label = root.label
         while root.access is not Access.FIXED and root.parent is not None:
             key, keys, root = root.key, root.parent.size, root.parent
-            if type(key) not in _SPELLED and type(keys) is tuple:
-                places += [place for place, one in enumerate(keys) if one is key]
+            if type(key) not in _SPELLED and isinstance(keys, Keys):
+                places += [place for place, one in enumerate(keys.keys) if one is key]
         return "part", label, id(root.value) if root.access is Access.FIXED else 0, *places
 
     def read(self, arguments: tuple[Any, ...]) -> Any:
         """Read its current value.
-
-        Args:
-            arguments: the bound arguments of a call.
 
         Raises:
             LookupError: it no longer exists; also AttributeError or TypeError.
@@ -304,16 +357,6 @@ class Added(Enum):
     """The key of a change that adds to a list or deque."""
 
     ITEMS = "items"
-
-
-class DequeSize(int):
-    """The number of items of a deque.
-
-    Attributes:
-        most: how many it can hold; None if that is not limited.
-    """
-
-    most: int | None = None
 
 
 class AttributeKey(str):
@@ -542,7 +585,7 @@ COPIED: dict[CaptureKind, Callable[[Any], Any]] = {
 def is_as_copied(part: Captured, value: Any) -> bool:
     """Whether a value holds what one that is compared as one held when it was copied."""
     now = value if part.kind is CaptureKind.ARRAY else COPIED[part.kind](value)
-    return bool(part.size == now)
+    return isinstance(part.size, Copy) and bool(part.size.content == now)
 
 
 def _is_ordered(value: dict[Any, Any]) -> bool:

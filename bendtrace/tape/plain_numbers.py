@@ -216,12 +216,7 @@ def _uses_torch(module: str) -> bool:
 
 
 def is_known_code(code: CodeType, module: str) -> bool:
-    """Return whether installed code written in Python may receive traced numbers.
-
-    Args:
-        code: the code.
-        module: the name of its module.
-    """
+    """Return whether installed code written in Python may receive traced numbers."""
     package = module.partition(".")[0]
     if module.startswith("namedtuple_"):  # their constructors, which Python writes
         return True
@@ -363,10 +358,6 @@ def needs_plain_numbers(code: CodeType, space: Mapping[str, Any] | None = None) 
 
     That is `type(x)`, `x is True`, and whatever may pass the number to C code that is not known to
     ask it. Nested code, such as a comprehension, is included.
-
-    Args:
-        code: the code.
-        space: its globals.
     """
     if is_off("identity"):
         return True

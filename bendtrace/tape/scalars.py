@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from bendtrace.tape.tape import FunctionUse, Use, use_by
+
 
 class Origin(Protocol):
     """The interface that a traced scalar reports to: the recorder of its run."""
@@ -23,7 +25,7 @@ class Origin(Protocol):
     active: bool
     turns: int  # how often code has asked it for something
 
-    def consume(self, scalar: TracedScalar, how: str) -> Any:
+    def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
         """Record that Python needed the value of `scalar`, and return it."""
 
     def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
@@ -47,7 +49,7 @@ class _Node:
     def _value(self, *_: object) -> Any:
         scalar = self.scalar
         origin = scalar._origin
-        return origin.consume(scalar, "torch") if origin.active else scalar._value
+        return origin.consume(scalar, FunctionUse("torch")) if origin.active else scalar._value
 
     guard_int = guard_float = guard_bool = int_ = bool_ = expect_true = _value
     guard_size_oblivious = guard_or_false = guard_or_true = maybe_as_int = constant_int = _value
@@ -99,12 +101,12 @@ class TracedScalar:
     def __delattr__(self, name: str) -> None:
         delattr(self._value, name)
 
-    def _consume(self, how: str) -> Any:
+    def _consume(self, use: Use | FunctionUse) -> Any:
         origin = self._origin
         if not origin.active:
             return self._value
         origin.turns += 1
-        return origin.consume(self, how)
+        return origin.consume(self, use)
 
     @property
     def node(self) -> object:
@@ -112,16 +114,16 @@ class TracedScalar:
         return _Node(self)
 
     def __bool__(self) -> bool:
-        return bool(self._consume("bool"))
+        return bool(self._consume(Use.BOOL))
 
     def __int__(self) -> int:
-        return int(self._consume("int"))
+        return int(self._consume(Use.INT))
 
     def __float__(self) -> float:
-        return float(self._consume("float"))
+        return float(self._consume(Use.FLOAT))
 
     def __hash__(self) -> int:
-        return hash(self._consume("hash"))
+        return hash(self._consume(Use.HASH))
 
     def __repr__(self) -> str:
         return self._text(repr)
@@ -137,7 +139,7 @@ class TracedScalar:
         return origin.text(self, function, *args) if origin.active else function(self._value, *args)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return type(self._value), (self._consume("pickle"),)
+        return type(self._value), (self._consume(FunctionUse("pickle")),)
 
     def __copy__(self) -> TracedScalar:
         return self
@@ -148,7 +150,7 @@ class TracedScalar:
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         import numpy  # only numpy itself calls this
 
-        return numpy.asarray(self._consume("numpy"), dtype=dtype)
+        return numpy.asarray(self._consume(FunctionUse("numpy")), dtype=dtype)
 
     # What numpy asks of operands: it tells plain numbers from others, whose types count.
 
@@ -171,7 +173,7 @@ class TracedScalar:
 
     def __imul__(self, other: Any) -> Any:
         # Python asks a sequence on the right only if what is on the left can be none.
-        return self._consume("index") * other if isinstance(other, _SEQUENCES) else NotImplemented
+        return self._consume(Use.INDEX) * other if isinstance(other, _SEQUENCES) else NotImplemented
 
     def __sym_min__(self, other: Any) -> Any:
         return _arithmetic(torch.sym_min, (self, other))
@@ -191,7 +193,7 @@ class TracedScalar:
 def _without_traced(value: Any) -> Any:
     """Return arguments for numpy, with the traced scalars in them made plain and guarded."""
     if isinstance(value, TracedScalar):
-        return value._consume("numpy")
+        return value._consume(FunctionUse("numpy"))
     if type(value) in (tuple, list):
         return type(value)([_without_traced(item) for item in value])
     if type(value) is dict:
@@ -270,7 +272,7 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def _index(scalar: TracedScalar) -> int:
-    return operator.index(scalar._consume("index"))
+    return operator.index(scalar._consume(Use.INDEX))
 
 
 def _operators() -> dict[str, Callable[..., Any]]:
@@ -301,7 +303,7 @@ def _not_inverted(self: TracedScalar) -> Any:
 
 
 def _attribute(name: str) -> property:
-    return property(lambda self: getattr(self._consume(name), name))
+    return property(lambda self: getattr(self._consume(use_by(name)), name))
 
 
 class _NotSymbolic:
@@ -358,7 +360,7 @@ class _Over:
     active = False
     turns = 0
 
-    def consume(self, scalar: TracedScalar, how: str) -> Any:
+    def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
         return scalar._value
 
     def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:

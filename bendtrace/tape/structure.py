@@ -235,7 +235,7 @@ def read_partial(value: functools.partial[Any]) -> tuple[Any, Any, Any, Any]:
     return parts
 
 
-def tagged(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
+def with_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
     """Return a tensor with Python attributes set on it."""
     tensor.__dict__.update(attributes)
     return tensor

@@ -271,6 +271,42 @@ class Literals(Protocol):
         """Return a name that is bound to a value."""
 
 
+class Use(Enum):
+    """How Python consumed a value; the text names it in flow steps."""
+
+    RESULT = ""  # the recorder looked at what an op returned
+    METADATA = "metadata"  # the recorder looked at a property of a tensor
+    TYPE = "type"  # code takes plain numbers only
+    BOOL = "bool"
+    ITEM = "item"  # as the truth of a comparison of two items of containers
+    INT = "int"
+    FLOAT = "float"
+    COMPLEX = "complex"
+    INDEX = "index"
+    LEN = "len"
+    LENGTH = "length"  # several results were taken apart
+    ITER = "iter"  # the same, by a loop over a tensor
+    IN = "in"
+    HASH = "hash"
+    FORMAT = "format"
+    LIST = "tolist"
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionUse:
+    """A function that does not know traced numbers consumed one; the value is its name."""
+
+    value: str
+
+
+def use_by(name: str) -> Use | FunctionUse:
+    """Return how a function or attribute of this name consumes a number."""
+    return _USES.get(name) or FunctionUse(name)
+
+
+_USES: dict[str, Use] = {use.value: use for use in Use}
+
+
 @dataclass(slots=True, eq=False)
 class Guard:
     """A condition on the value of an op, at the point where Python consumed it.
@@ -288,8 +324,7 @@ class Guard:
         position: length of the tape when it was added.
         index: the op whose value is tested.
         answer: the recorded answer to its question.
-        how: how Python consumed it: "bool", "item" (of two containers that are compared), "index",
-            "format", "iter", ... ("" for guards without a flow step of the model).
+        use: how Python consumed it.
         scope: the module call it happened in.
         site: its place in the source.
         is_inside: whether code inside of an op consumed it, which runs only if the op does.
@@ -308,7 +343,7 @@ class Guard:
     position: int
     index: int
     answer: Any
-    how: str
+    use: Use | FunctionUse
     scope: ModuleCall
     site: Site | None
     is_inside: bool = False

@@ -83,7 +83,7 @@ def set_watcher(watcher: Watcher | None) -> Watcher | None:
     return before
 
 
-def unwatched(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_silently(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function without reporting its inner calls: it is an op itself."""
     outer, _local.watcher = _local.watcher, None
     try:

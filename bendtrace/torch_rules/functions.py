@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bendtrace.source.bytecode import branches, named_in
+from bendtrace.source.bytecode import branches, global_uses
 from bendtrace.source.internals import Never, internal
-from bendtrace.tape.tape import Op
+from bendtrace.tape.tape import Op, Use
 from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.transforms import REGISTERS
 
@@ -85,20 +85,20 @@ INHERITED = frozenset(
 FLEETING = frozenset({"requires_grad", "is_leaf", "_version", "retains_grad", "output_nr"})
 RANKS = frozenset({"ndim", "dim", "ndimension"})
 
-# Python asks for a value and insists on a plain one: (how, whether only its truth matters).
-VALUES: dict[Any, str] = {
-    Tensor.__bool__: "bool",
-    Tensor.__len__: "len",
-    Tensor.__int__: "int",
-    Tensor.__index__: "index",
-    Tensor.__float__: "float",
-    Tensor.__complex__: "complex",
-    Tensor.__contains__: "in",
-    Tensor.__repr__: "format",
-    Tensor.__format__: "format",
+# Python asks for a value and insists on a plain one: how it uses it.
+VALUES: dict[Any, Use] = {
+    Tensor.__bool__: Use.BOOL,
+    Tensor.__len__: Use.LEN,
+    Tensor.__int__: Use.INT,
+    Tensor.__index__: Use.INDEX,
+    Tensor.__float__: Use.FLOAT,
+    Tensor.__complex__: Use.COMPLEX,
+    Tensor.__contains__: Use.IN,
+    Tensor.__repr__: Use.FORMAT,
+    Tensor.__format__: Use.FORMAT,
 }
 if "__str__" in vars(Tensor):
-    VALUES[Tensor.__str__] = "format"
+    VALUES[Tensor.__str__] = Use.FORMAT
 
 # The content goes where neither the mode nor a guard can follow it.
 ESCAPES: dict[Any, str] = {
@@ -231,7 +231,7 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 _entered: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def entered(function: Any) -> Callable[..., Any]:
+def inner_twin(function: Any) -> Callable[..., Any]:
     """Return a twin of one of torch's Python functions whose inner calls reach the mode.
 
     The original first passes itself to the mode. The twin runs the same code with that check
@@ -297,7 +297,7 @@ def _branches(function: Any, seen: set[Any]) -> bool:
     if not isinstance(function, types.FunctionType):
         return True
     seen.add(function)
-    names = {name for how, name in named_in(function.__code__) if how == "LOAD_GLOBAL"}
+    names = {name for how, name in global_uses(function.__code__) if how == "LOAD_GLOBAL"}
     named = map(function.__globals__.get, names)
     return branches(function.__code__) or any(
         _branches(other, seen)
@@ -386,7 +386,7 @@ def name_of(function: Any) -> str:
     return str(name)
 
 
-def known_as(function: Any) -> str:
+def table_name(function: Any) -> str:
     """Return the name of a function in tables of torch's: that of the operator, for an overload.
 
     The operator of another library can be called like one of torch's, and has its library there.
@@ -414,7 +414,7 @@ def overloads(name: str) -> tuple[Any, ...]:
     return tuple(one for one in found if "out" not in one._overloadname and exists(one.name()))
 
 
-def said_of(function: Any) -> str:
+def display_name(function: Any) -> str:
     """Return the name of a function in messages: its name, or the description of an insertion."""
     return getattr(function, "described", None) or name_of(function)
 

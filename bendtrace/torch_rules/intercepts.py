@@ -32,6 +32,7 @@ from bendtrace.source.internals import Never, TorchDispatchMode, disable_dynamo,
 from bendtrace.tape.blocks import checkpointed
 from bendtrace.tape.contexts import forget_casts
 from bendtrace.tape.scalars import TRACED
+from bendtrace.tape.tape import FunctionUse
 from bendtrace.tape.watchers import (
     Watcher,
     _local,
@@ -298,7 +299,7 @@ class _WrappedNumber:
     def __set__(self, tensor: torch.Tensor, number: Any) -> None:
         if type(number) in TRACED:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                tensor.fill_(number._consume("torch"))
+                tensor.fill_(number._consume(FunctionUse("torch")))
         else:
             tensor.__dict__["_wrapped_number"] = number
 

@@ -149,7 +149,7 @@ def without(modes: tuple[Any, ...]) -> Iterator[None]:
         _exchange(stack)
 
 
-def carried_out(
+def run_under_modes(
     modes: tuple[Any, ...], function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Call a function of the model's under modes that see it."""

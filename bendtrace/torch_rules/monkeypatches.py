@@ -190,7 +190,7 @@ def may_be_patched(function: Any) -> bool:
     return not _is_torchs(function)
 
 
-def asked(function: Any, frame: types.FrameType) -> Any:
+def original_of(function: Any, frame: types.FrameType) -> Any:
     """Return the function that called a mode: the original, if the reported one is its replacement.
 
     Args:

@@ -100,7 +100,7 @@ def states_of(model: Any) -> list[tuple[str, Tensor]]:
 
 
 @contextmanager
-def unhooked(model: Any) -> Iterator[None]:
+def without_hooks(model: Any) -> Iterator[None]:
     """Within it, the modules of a model are without accelerate's hooks, which cannot be pickled.
 
     Raises:

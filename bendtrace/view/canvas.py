@@ -186,7 +186,7 @@ def svg(canvas: Canvas) -> str:
     return "\n".join([*lines, "</svg>\n"])
 
 
-def rounded(points: Sequence[Point], radius: float) -> list[tuple[Point, Point, Point]]:
+def round_corners(points: Sequence[Point], radius: float) -> list[tuple[Point, Point, Point]]:
     """Round the corners of a line."""
     found = []
     for before, here, after in zip(points, points[1:], points[2:], strict=False):
@@ -233,7 +233,7 @@ def _stroke(mark: Rectangle | Polygon | Line) -> str:
 def _path(line: Line) -> str:
     (x, y), (end_x, end_y) = line.points[0], line.points[-1]
     parts = [f"M{_n(x)} {_n(y)}"]
-    for start, corner, stop in rounded(line.points, line.radius):
+    for start, corner, stop in round_corners(line.points, line.radius):
         parts.append(f"L{_n(start[0])} {_n(start[1])}")
         parts.append(f"Q{_n(corner[0])} {_n(corner[1])} {_n(stop[0])} {_n(stop[1])}")
     return "".join([*parts, f"L{_n(end_x)} {_n(end_y)}"])

@@ -29,7 +29,7 @@ from bendtrace.view.walks import (
     Key,
     Walk,
     choices_in,
-    decided_by,
+    choices_of,
     function_of,
     is_elif,
     loops_around,
@@ -702,7 +702,7 @@ class _Survey:
         for event in walk.passed:
             if event.is_condition:
                 raw = bool(event.outcome) is not event.header.inverted
-                for choice, side in decided_by(event.place, raw):
+                for choice, side in choices_of(event.place, raw):
                     self.exact[choice, side] += walk.hits
                     turn = event.module_path, event.iteration
                     self.turns[choice][turn][side] += walk.hits

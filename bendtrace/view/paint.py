@@ -570,11 +570,11 @@ def _channels(text: str) -> tuple[int, int, int]:
 _MOST_ROWS, _MOST_COLUMNS = 40, 12
 
 
-def shortened(value: float) -> str:
+def short_number(value: float) -> str:
     """Return a number with three decimals, and `-` for nan.
 
     Example:
-        >>> shortened(-0.0001), shortened(float("nan"))
+        >>> short_number(-0.0001), short_number(float("nan"))
         ('0.000', '-')
     """
     text = f"{value:.3f}"
@@ -593,7 +593,7 @@ def text_table(
           relu  1.000  0.500
     """
     heads = list(columns[:_MOST_COLUMNS])
-    cells = [[shortened(value) for value in row[:_MOST_COLUMNS]] for row in values[:_MOST_ROWS]]
+    cells = [[short_number(value) for value in row[:_MOST_COLUMNS]] for row in values[:_MOST_ROWS]]
     widths = [max(map(len, column), default=0) for column in zip(heads, *cells, strict=True)]
     shown = [("", heads)] * any(heads) + list(zip(names, cells, strict=False))
     first = max(map(len, names[:_MOST_ROWS]), default=0)
@@ -637,7 +637,7 @@ def heat_map(
     for number, (name, row) in enumerate(zip(names, values, strict=True)):
         cells = [f'<th style="text-align: left">{escape(name)}</th>']
         for column, value in enumerate(row):
-            text = shortened(value) if texts is None else str(texts[number][column])
+            text = short_number(value) if texts is None else str(texts[number][column])
             fill = "#ffffff"
             if math.isfinite(value):
                 fill = (
@@ -652,7 +652,7 @@ def heat_map(
     return "\n".join([*lines, "</table>"])
 
 
-def plotted(
+def plot_numbers(
     title: str, columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence[float]]
 ) -> PlotFigure:
     """Return numbers as a figure of matplotlib, in the colours of `heat_map`."""

@@ -24,7 +24,7 @@ from bendtrace.view.canvas import (
     Rectangle,
     Text,
     printable,
-    rounded,
+    round_corners,
     svg,
 )
 from bendtrace.view.paint import Overlay, figure, lay_over, paint
@@ -353,7 +353,7 @@ def _path(mark: Rectangle | Polygon | Line) -> Any:
     if isinstance(mark, Line):
         points: list[tuple[float, float]] = [mark.points[0]]
         codes = [Path.MOVETO]
-        for start, corner, stop in rounded(mark.points, mark.radius):
+        for start, corner, stop in round_corners(mark.points, mark.radius):
             points += [start, corner, stop]
             codes += [Path.LINETO, Path.CURVE3, Path.CURVE3]
         return Path([*points, mark.points[-1]], [*codes, Path.LINETO])
@@ -365,7 +365,7 @@ def _path(mark: Rectangle | Polygon | Line) -> Any:
     middle = x + mark.width / 2
     ring = [(middle, y), (right, y), (right, low), (x, low), (x, y), (middle, y)]
     points, codes = [ring[0]], [Path.MOVETO]
-    for start, corner, stop in rounded(ring, mark.radius):
+    for start, corner, stop in round_corners(ring, mark.radius):
         points += [start, corner, stop]
         codes += [Path.LINETO, Path.CURVE3, Path.CURVE3]
     return Path([*points, ring[0]], [*codes, Path.CLOSEPOLY])

@@ -21,7 +21,7 @@ from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree
-from bendtrace.tape.captured import Access, Captured, CaptureKind
+from bendtrace.tape.captured import Access, Captured, CaptureKind, Keys, Length, TensorFacts
 from bendtrace.tape.tape import AfterOp, OpKind, Stop, TensorMeta
 from bendtrace.view.canvas import cut
 from bendtrace.view.outline import (
@@ -167,12 +167,7 @@ _KINDS = {"start": "input", "return": "output", "live": "live", "raise": "raise"
 
 
 class Chart:
-    """Flow charts of programs, one below the other.
-
-    Args:
-        title: the first line of the picture.
-        note: the text below it.
-    """
+    """Flow charts of programs, one below the other."""
 
     def __init__(self, title: str, note: str = "") -> None:
         self._scene = Scene(Node("root", "root", "", children=[]), [], title, note, {})
@@ -397,7 +392,7 @@ def signature_of(program: Program) -> str:
             meta = metas.get(part)
             if isinstance(meta, TensorMeta):
                 text = f"{_plain(meta.dtype)}{list(meta.shape)}"
-            else:
+            elif isinstance(part.size, TensorFacts):
                 text = f"{_plain(part.size.dtype)}, {part.size.rank} dimensions"
             shown.append(f"{part.label}: {text}")
         elif part.parent is None and part.kind in (CaptureKind.PLAIN, CaptureKind.NUMBER):
@@ -506,6 +501,8 @@ _AMBIENCE = {
 
 def _facts_of_tensor(part: Captured) -> Facts:
     facts, label = part.size, part.label
+    if not isinstance(facts, TensorFacts):
+        return {}
     told = {
         f"{label}#rank": f"has {counted(facts.rank, 'dimension')}",
         f"{label}#dtype": f"is {_plain(facts.dtype)}",
@@ -521,9 +518,10 @@ def _fact(part: Captured) -> str | None:
     if kind is CaptureKind.PLAIN:
         return f"is {_short(part.value)}"
     if kind in (CaptureKind.LIST, CaptureKind.TUPLE):
-        return f"is a {part.type.__name__} of {part.size}"
-    if kind is CaptureKind.DICT and part.access is not Access.FIXED:
-        return f"has the keys {_short(tuple(map(str, part.size)))}"
+        count = part.size.number if isinstance(part.size, (Length, Keys)) else 0
+        return f"is a {part.type.__name__} of {count}"
+    if isinstance(part.size, Keys) and kind is CaptureKind.DICT:
+        return f"has the keys {_short(tuple(map(str, part.size.keys)))}"
     if kind in (CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY):
         return f"is {_short(part.value)}"
     if kind is CaptureKind.ALIAS:

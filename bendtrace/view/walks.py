@@ -16,17 +16,16 @@ from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.graph import Graph
-from bendtrace.replay.nodes import Piece
 from bendtrace.replay.program import Program
-from bendtrace.replay.stretches import Path, Side, Stretch
+from bendtrace.replay.stretches import Path, Piece, Side, Stretch
 from bendtrace.source.sites import Place, Site, Span
 from bendtrace.source.statements import (
     FUNCTIONS,
     SourceFile,
     closes_block,
     conclude_truth,
+    dependent_source,
     follow_truth,
-    governed,
     is_one_of_several,
     needs_all,
     role_of,
@@ -238,7 +237,7 @@ def key_of_guard(guard: Guard) -> Key | None:
     """Return a key that is equal for guards of several runs that ask the same question."""
     if guard.site is None:
         return None
-    return type(guard), guard.how, guard.site.chain[0]
+    return type(guard), guard.use, guard.site.chain[0]
 
 
 @dataclass(eq=False)
@@ -579,14 +578,14 @@ def _before(file: SourceFile, node: ast.AST, last: ast.AST) -> str:
 def under(place: Place, outcome: bool) -> tuple[Span, ...]:
     """Return the source under the side that a branch took.
 
-    Unlike `governed`, it leaves out the code after the statement that runs only because the other
-    side leaves the function or the loop.
+    Unlike `dependent_source`, it leaves out the code after the statement that runs only because
+    the other side leaves the function or the loop.
     """
     statement = _statement_around(source_file(place.file), place)
     if statement is None:
         return ()
     around = span_of(statement)
-    return tuple(span for span in governed(place, outcome) if around.holds(span))
+    return tuple(span for span in dependent_source(place, outcome) if around.holds(span))
 
 
 @functools.cache
@@ -721,7 +720,7 @@ def choices_in(path: str, function: ast.AST) -> tuple[Choice, ...]:
 
 
 @functools.cache
-def decided_by(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
+def choices_of(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
     """Return the branches that an expression decided by its truth, with the side taken.
 
     These are the `and` or `or` that it is an operand of, and everything that depends on their

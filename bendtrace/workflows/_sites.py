@@ -18,7 +18,7 @@ from bendtrace._lazy import required_pandas
 from bendtrace.calls import Call, differentiable, own_copy
 from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.history.building import Log
-from bendtrace.history.capture import copied
+from bendtrace.history.capture import aligned_copy
 from bendtrace.history.entries import LayerEntry
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
@@ -30,7 +30,7 @@ from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.nodes import NodePath
 from bendtrace.preserved_state import PreservedState
-from bendtrace.view.paint import heat_map, plotted, text_table
+from bendtrace.view.paint import heat_map, plot_numbers, text_table
 
 if TYPE_CHECKING:
     import pandas
@@ -355,7 +355,7 @@ class Table:
         Raises:
             InputError: matplotlib is not installed.
         """
-        return plotted(*self._cells())
+        return plot_numbers(*self._cells())
 
     def _cells(self) -> tuple[str, list[str], list[str], list[list[float]]]:
         (_, names), *axes = self._axes().items()
@@ -495,7 +495,7 @@ def site_list(sites: Any, name: str = "sites") -> list[Any]:
 # Values
 
 
-def replaced(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor | None]) -> Any:
+def swap_tensor(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor | None]) -> Any:
     """Replace the only tensor in the value of a node; return None to keep it."""
     if isinstance(value, Tensor):
         return change(value)
@@ -695,7 +695,7 @@ class Sites:
             made = None if act is None else act(key, number, value)
             with torch.inference_mode(False), torch.no_grad():
                 kept = value if made is None else made
-                seen.setdefault(key, {})[number] = copied(kept.detach())
+                seen.setdefault(key, {})[number] = aligned_copy(kept.detach())
             return made
 
         return self.run(call, keep, with_gradients=with_gradients), seen
@@ -758,7 +758,7 @@ class Sites:
                 value, path, lambda part, item: act((number, part), at.number, item)
             )
         said = describe_where(self._items[number])
-        return replaced(value, path, said, lambda item: act((number, path), at.number, item))
+        return swap_tensor(value, path, said, lambda item: act((number, path), at.number, item))
 
     def __enter__(self) -> Self:
         try:

@@ -38,10 +38,10 @@ from bendtrace.workflows._sites import (
     first_replaced,
     number_of,
     position_of,
-    replaced,
     require_heads,
     required_metric,
     site_list,
+    swap_tensor,
 )
 
 How = Literal["zero", "mean", "resample"] | float | Tensor | Callable[[Tensor], Tensor]
@@ -155,7 +155,7 @@ class _Ablation(Interjection):
         return f"ablation ({self._substitute.name})"
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        return replaced(output, at.path, self._said, lambda value: self._without(at, value))
+        return swap_tensor(output, at.path, self._said, lambda value: self._without(at, value))
 
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""

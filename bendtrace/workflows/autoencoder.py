@@ -18,7 +18,13 @@ from bendtrace.interject.bends.bend import Expression, value_of
 from bendtrace.interject.effects import Effect
 from bendtrace.interject.insertion import Report
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.purity import Lifted, built, effect_of_function, lifted, why_not_pure
+from bendtrace.interject.purity import (
+    Lifted,
+    build_callable,
+    effect_of_function,
+    lift_tensors,
+    why_not_pure,
+)
 from bendtrace.interject.reading import is_contained
 from bendtrace.interject.registry import InsertionGroup, InsertionHandle, is_root
 from bendtrace.interject.resolver import describe_where
@@ -140,7 +146,7 @@ class _Reconstructs(Interjection):
             return f"it reconstructs no {like.dtype}"
         found: list[Lifted] = []
         for code in (self.encode, self.decode):
-            one = lifted(code)
+            one = lift_tensors(code)
             if isinstance(one, str):
                 return one
             found.append(one)
@@ -157,12 +163,12 @@ class _Reconstructs(Interjection):
         functions = [change.function for change in changes]
 
         def coded(value: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-            latents = built(specs[0], given[: starts[1]])(value)
+            latents = build_callable(specs[0], given[: starts[1]])(value)
             changed = latents
             for number, function in enumerate(functions):
                 own = given[starts[2 + number] : starts[3 + number]]
                 changed = function(changed.clone(), *own)
-            decode = built(specs[1], given[starts[1] : starts[2]])
+            decode = build_callable(specs[1], given[starts[1] : starts[2]])
             made = decode(latents)
             return changed, made, made if changed is latents else decode(changed)
 

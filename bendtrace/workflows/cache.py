@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bendtrace._checks import required_choice
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
-from bendtrace.history.capture import copied, lazily_copied, materialize, tensors_in
+from bendtrace.history.capture import aligned_copy, lazily_copied, materialize, tensors_in
 from bendtrace.history.entries import LayerEntry
 from bendtrace.interject.activations import as_html, as_text
 from bendtrace.interject.insertion import Insertion
@@ -504,7 +504,7 @@ class _Clock:
             return item
         assert self._fixed is not None
         shares = self._is_lazy and storage_of(item) not in self._fixed
-        return lazily_copied(item.detach()) if shares else copied(item.detach())
+        return lazily_copied(item.detach()) if shares else aligned_copy(item.detach())
 
 
 class _Keeper(Interjection):

@@ -23,7 +23,7 @@ from bendtrace.interject.structure import describe
 from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule, bended_of, required_bended
 from bendtrace.paths.nodes import NodePath
-from bendtrace.recording.serving import served_by
+from bendtrace.recording.serving import serving_target
 from bendtrace.tape.tape import TensorMeta
 
 
@@ -260,7 +260,7 @@ class _Steps(Interjection):
         if self._counting:
             return self
         # It is kept here, so that another one cannot have its identity.
-        return served_by(self._model)
+        return serving_target(self._model)
 
     @contextmanager
     def counted(self) -> Iterator[None]:

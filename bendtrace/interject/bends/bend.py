@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 from torch import Tensor
 
 from bendtrace.errors import BendError, InputError
-from bendtrace.interject.effects import Effect, as_given, chained
+from bendtrace.interject.effects import Effect, as_given, chain_effects
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.paths.nodes import identifier
 from bendtrace.source.internals import pytree
@@ -179,7 +179,7 @@ class CallbackChain(Bend):
             one = callback.effect(at, like)
             if not isinstance(one, Effect):
                 return one
-            made = chained(made, one)
+            made = chain_effects(made, one)
         return made
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
@@ -603,7 +603,7 @@ def parameters_in(values: Any) -> list[BendingParameter]:
     return list(dict.fromkeys(found))
 
 
-def fitted(value: Any, tensor: Tensor) -> Any:
+def fit_to_tensor(value: Any, tensor: Tensor) -> Any:
     """Return a number as it is, and a tensor on the device of `tensor` and with a fitting dtype."""
     value = value_of(value)
     if not isinstance(value, Tensor):

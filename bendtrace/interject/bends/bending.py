@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Bend, BendingParameter, Value, value_of
-from bendtrace.interject.bends.callbacks import Capture, Lambda, checked
+from bendtrace.interject.bends.callbacks import Capture, Lambda, required_value
 from bendtrace.interject.bends.catalogue import (
     Activation,
     BendHandle,
@@ -24,7 +24,7 @@ from bendtrace.interject.bends.catalogue import (
     Restoring,
     Source,
     activation_table,
-    compiled,
+    compile_pattern,
     is_bendable_dtype,
     kept,
     near,
@@ -190,7 +190,7 @@ class Bending:
             if isinstance(item, Bend):
                 gone = frozenset(keys if source.spec.callback is item else ())
             else:
-                pattern = compiled(item)
+                pattern = compile_pattern(item)
                 gone = frozenset(
                     key
                     for key in keys
@@ -697,7 +697,7 @@ class Versions(Interjection):
             raise InputError("a mixture needs at least one version")
         for name, weight in mixture.items():
             self._require(name)
-            checked(f"the weight of version {name!r}", weight)
+            required_value(f"the weight of version {name!r}", weight)
         _shares(mixture)
         return dict(mixture)
 

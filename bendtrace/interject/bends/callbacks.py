@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bendtrace._checks import refuse_without_arguments
 from bendtrace.errors import BendError, BendShapeError, InputError
-from bendtrace.interject.bends.bend import Bend, Expression, Value, fitted, value_of
-from bendtrace.interject.effects import Effect, as_given, as_number, chained, effect_of_value
+from bendtrace.interject.bends.bend import Bend, Expression, Value, fit_to_tensor, value_of
+from bendtrace.interject.effects import Effect, as_given, as_number, chain_effects, effect_of_value
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.purity import effect_of_function
 from bendtrace.tape.tape import TensorMeta
@@ -41,11 +41,11 @@ class Bias(Bend):
     self_contained = True
 
     def __init__(self, bias: Value | Expression = 0.0) -> None:
-        self.bias: Any = checked("bias", bias)
+        self.bias: Any = required_value("bias", bias)
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor plus the number."""
-        made: Tensor = tensor + fitted(self.bias, tensor)
+        made: Tensor = tensor + fit_to_tensor(self.bias, tensor)
         return made
 
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
@@ -71,11 +71,11 @@ class Scale(Bend):
     self_contained = True
 
     def __init__(self, scale: Value | Expression = 1.0) -> None:
-        self.scale: Any = checked("scale", scale)
+        self.scale: Any = required_value("scale", scale)
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor times the number."""
-        made: Tensor = tensor * fitted(self.scale, tensor)
+        made: Tensor = tensor * fit_to_tensor(self.scale, tensor)
         return made
 
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
@@ -102,12 +102,12 @@ class Affine(Bend):
     self_contained = True
 
     def __init__(self, bias: Value | Expression = 0.0, scale: Value | Expression = 1.0) -> None:
-        self.bias: Any = checked("bias", bias)
-        self.scale: Any = checked("scale", scale)
+        self.bias: Any = required_value("bias", bias)
+        self.scale: Any = required_value("scale", scale)
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor times `scale`, plus `bias`."""
-        made: Tensor = tensor * fitted(self.scale, tensor) + fitted(self.bias, tensor)
+        made: Tensor = tensor * fit_to_tensor(self.scale, tensor) + fit_to_tensor(self.bias, tensor)
         return made
 
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
@@ -118,7 +118,7 @@ class Affine(Bend):
             return scaled if isinstance(scaled, str) else moved
         if isinstance(value_of(self.scale), Tensor):
             return "a scale that is a tensor may change the dtype before the bias is fitted to it"
-        return chained(scaled, moved)
+        return chain_effects(scaled, moved)
 
 
 def _effect(compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta) -> Effect | str:
@@ -128,11 +128,11 @@ def _effect(compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta) ->
             lambda tensor, held: compute(tensor, as_number(held, tensor)), held, like, compute
         )
     return effect_of_value(
-        lambda tensor, held: compute(tensor, fitted(held, tensor)), held, like, compute
+        lambda tensor, held: compute(tensor, fit_to_tensor(held, tensor)), held, like, compute
     )
 
 
-def checked(name: str, value: Any) -> Any:
+def required_value(name: str, value: Any) -> Any:
     """Return an argument that has to be a number, a tensor or an expression."""
     if not isinstance(value, (numbers.Number, Tensor, Expression)):
         raise InputError(
@@ -314,7 +314,7 @@ def _check_dim(dim: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
     return dims
 
 
-def shuffled(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def random_order(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return the numbers from 0 on in a random order, in a shape."""
     count = torch.Size(sizes).numel()
     return torch.randperm(count, generator=generator, device="cpu").reshape(sizes)
@@ -337,7 +337,7 @@ class Chosen(NamedTuple):
     wide: tuple[int, ...]
 
 
-def chosen_by_score(
+def choose_by_score(
     tensor: Tensor, share: Value, dim: int | None, invert: bool, callback: Bend, at: NodePass
 ) -> Chosen:
     """Choose the share of the channels of a tensor with the greatest mean.
@@ -405,7 +405,7 @@ class Mask(DrawingBend):
         dim: int | Sequence[int] | None = None,
     ) -> None:
         super().__init__(seed, dim)
-        self.prob: Any = checked("prob", prob)
+        self.prob: Any = required_value("prob", prob)
         fraction("prob", prob, self)
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
@@ -463,7 +463,7 @@ class OrderedMask(Mask):
 
     def mask(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return which elements are kept, in a shape that broadcasts to the tensor."""
-        order = self.kept(tensor, at, shuffled)
+        order = self.kept(tensor, at, random_order)
         share = float(fraction("prob", self.prob, self, at))
         kept: Tensor = order < round(share * order.numel())
         return kept
@@ -501,7 +501,7 @@ class ThresholdActivation(Bend):
         dim: int | None = None,
         invert: bool = False,
     ) -> None:
-        self.threshold: Any = checked("threshold", threshold)
+        self.threshold: Any = required_value("threshold", threshold)
         fraction("threshold", threshold, self)
         self.dim = dim
         self.invert = invert
@@ -509,7 +509,7 @@ class ThresholdActivation(Bend):
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor with the other channels set to zero."""
         share = fraction("threshold", self.threshold, self, at)
-        chosen = chosen_by_score(tensor, share, self.dim, self.invert, self, at)
+        chosen = choose_by_score(tensor, share, self.dim, self.invert, self, at)
         mask = torch.zeros(chosen.shape, dtype=torch.bool, device=tensor.device)
         mask = mask.scatter(-1, chosen.indices, True).reshape(chosen.wide)
         return tensor.masked_fill(~mask, 0)
@@ -576,7 +576,7 @@ class Normal(DrawingBend):
         super().__init__(seed, dim)
         if op not in ("add", "mul"):
             raise InputError(f"op of Normal has to be 'add' or 'mul', not {op!r}")
-        self.std: Any = checked("std", std)
+        self.std: Any = required_value("std", std)
         self.op = op
         self.fresh = fresh
         self._times: dict[str, int] = {}
@@ -594,7 +594,7 @@ class Normal(DrawingBend):
             noise = self.once(tensor, at, draw, number)
         else:
             noise = self.kept(tensor, at, draw)
-        scaled: Tensor = noise.to(tensor.dtype) * fitted(self.std, tensor)
+        scaled: Tensor = noise.to(tensor.dtype) * fit_to_tensor(self.std, tensor)
         return tensor + scaled if self.op == "add" else tensor * scaled
 
 
@@ -634,7 +634,7 @@ class Permute(DrawingBend):
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor with its channels in the other order."""
-        order = self.kept(tensor, at, shuffled)
+        order = self.kept(tensor, at, random_order)
         return tensor.index_select(self.dim, order.reshape(-1))
 
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
@@ -686,15 +686,15 @@ class ThresholdPermute(DrawingBend):
         super().__init__(seed, dim)
         if isinstance(self.dim, tuple):
             raise InputError(f"dim of ThresholdPermute has to be an int or None, not {dim!r}")
-        self.threshold: Any = checked("threshold", threshold)
+        self.threshold: Any = required_value("threshold", threshold)
         fraction("threshold", threshold, self)
         self.invert = invert
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor with some of its channels permuted."""
         share = fraction("threshold", self.threshold, self, at)
-        rank = self.kept(tensor, at, shuffled).reshape(-1)
-        chosen = chosen_by_score(tensor, share, self.dim, self.invert, self, at)
+        rank = self.kept(tensor, at, random_order).reshape(-1)
+        chosen = choose_by_score(tensor, share, self.dim, self.invert, self, at)
         places = chosen.indices.sort(dim=-1).values
         sources = places.gather(-1, rank[places].argsort(dim=-1))
         index = torch.arange(rank.numel(), device=tensor.device)
@@ -731,14 +731,14 @@ class InterpolateActivation(Bend):
     def __init__(
         self, interp_weights: Tensor | Expression | None = None, softmax: bool = False
     ) -> None:
-        self.interp_weights: Any = checked_weights(interp_weights)
+        self.interp_weights: Any = required_weights(interp_weights)
         self.softmax = softmax
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the mixtures, one example for each row of weights."""
         if self.interp_weights is None:
             return tensor
-        return mixed(tensor, value_of(self.interp_weights), self.softmax, self, at)
+        return mix_rows(tensor, value_of(self.interp_weights), self.softmax, self, at)
 
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
@@ -749,12 +749,12 @@ class InterpolateActivation(Bend):
             return "its weights are no tensor"
         softmax = self.softmax
         return effect_of_value(
-            lambda tensor, weights: mixed(tensor, weights, softmax, self, at), weights, like,
+            lambda tensor, weights: mix_rows(tensor, weights, softmax, self, at), weights, like,
             InterpolateActivation, softmax,
         )  # fmt: skip
 
 
-def checked_weights(weights: Any) -> Any:
+def required_weights(weights: Any) -> Any:
     """Return weights that have to be a tensor, an expression or None."""
     if weights is not None and not isinstance(weights, (Tensor, Expression)):
         raise InputError(
@@ -764,7 +764,7 @@ def checked_weights(weights: Any) -> Any:
     return weights
 
 
-def mixed(examples: Tensor, weights: Any, softmax: bool, callback: Bend, at: NodePass) -> Tensor:
+def mix_rows(examples: Tensor, weights: Any, softmax: bool, callback: Bend, at: NodePass) -> Tensor:
     """Return weighted sums of the rows of a tensor.
 
     Args:
@@ -886,7 +886,7 @@ class InterpolationFromCapture(Capture):
 
     def __init__(self, weights: Tensor | Expression | None = None, softmax: bool = True) -> None:
         super().__init__()
-        self.weights: Any = checked_weights(weights)
+        self.weights: Any = required_weights(weights)
         self.softmax = softmax
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
@@ -902,7 +902,7 @@ class InterpolationFromCapture(Capture):
             )
         examples = _join(kept, at.path).to(tensor)
         weights = tensor if self.weights is None else value_of(self.weights)
-        return mixed(examples, weights, self.softmax, self, at)
+        return mix_rows(examples, weights, self.softmax, self, at)
 
 
 def _join(kept: list[Tensor], path: str) -> Tensor:

@@ -25,6 +25,7 @@ from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.insertion import Insertion, Report
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.resolver import describe_where, resolve_meaning
+from bendtrace.interject.selectors.algebra import is_inside
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.paths.nodes import NodePath, Registry, Text, identifier
 from bendtrace.paths.view import Node, Tree
@@ -112,15 +113,6 @@ def level_of(node: Candidate, leaves: frozenset[str]) -> Level:
     if is_inside(around, leaves):
         return "inside"
     return "around" if node.is_module else "whole"
-
-
-def is_inside(path: str, leaves: frozenset[str]) -> bool:
-    """Whether a module is a leaf module or in one."""
-    while path:
-        if path in leaves:
-            return True
-        path = path.rpartition(".")[0]
-    return False
 
 
 def leaves_of(model: Callable[..., Any]) -> frozenset[str]:
@@ -278,7 +270,7 @@ def _patterns(given: Filter) -> list[re.Pattern[str]]:
     if given is None:
         return []
     listed = [given] if isinstance(given, (str, re.Pattern)) else given
-    return [compiled(pattern) for pattern in listed]
+    return [compile_pattern(pattern) for pattern in listed]
 
 
 def activation_table(activations: Iterable[Activation]) -> Text:
@@ -402,8 +394,8 @@ class Catalogue:
         seen = self.activations()
         where: list[Any] = []
         for item in spec.where:
-            known = not isinstance(item, str) or _means(compiled(item), seen)
-            if not known and not weights_named(self.model, (compiled(item),), spec.weights):
+            known = not isinstance(item, str) or _means(compile_pattern(item), seen)
+            if not known and not weights_named(self.model, (compile_pattern(item),), spec.weights):
                 meant = resolve_meaning(item, self._known)
                 if meant is not None and meant.kind == "layer":
                     where += [Node(Tree(root), node, chosen) for root, node, chosen in meant.places]
@@ -580,7 +572,7 @@ class BendSpec:
     @property
     def patterns(self) -> list[re.Pattern[str]]:
         """The patterns."""
-        return [compiled(item) for item in self.where if isinstance(item, (str, re.Pattern))]
+        return [compile_pattern(item) for item in self.where if isinstance(item, (str, re.Pattern))]
 
     @property
     def others(self) -> list[Any]:
@@ -588,7 +580,7 @@ class BendSpec:
         return [item for item in self.where if not isinstance(item, (str, re.Pattern))]
 
 
-def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     """Return a pattern that can be matched.
 
     Raises:

@@ -121,7 +121,7 @@ class BendingConfig:
             InputError: a callback is made from a function, or is applied at something that cannot
                 be saved.
         """
-        return encoded(self.bends)
+        return encode_bends(self.bends)
 
     @classmethod
     def from_dict(
@@ -136,7 +136,7 @@ class BendingConfig:
         Raises:
             InputError: the data is invalid, or names an unknown class of callbacks.
         """
-        return cls(*decoded(data, parameters or {}))
+        return cls(*decode_bends(data, parameters or {}))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a JSON file.
@@ -209,7 +209,7 @@ def read_configs(
 _PACKAGE = __name__.rpartition(".")[0]
 
 
-def encoded(bends: Iterable[BendSpec]) -> dict[str, Any]:
+def encode_bends(bends: Iterable[BendSpec]) -> dict[str, Any]:
     """Return bends as plain values, ready for JSON.
 
     Raises:
@@ -221,8 +221,8 @@ def encoded(bends: Iterable[BendSpec]) -> dict[str, Any]:
     return {"parameters": writer.parameters, "callbacks": writer.callbacks, "bends": listed}
 
 
-def decoded(data: Any, parameters: Mapping[str, BendingParameter]) -> list[BendSpec]:
-    """Create bends from a result of `encoded`.
+def decode_bends(data: Any, parameters: Mapping[str, BendingParameter]) -> list[BendSpec]:
+    """Create bends from a result of `encode_bends`.
 
     Args:
         data: the plain values.

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.effects import Effect, as_number, can_cast, depends_on, effect_of_value
 from bendtrace.interject.interjection import NodePass
-from bendtrace.interject.patches.context import Patch, copied_in, described
+from bendtrace.interject.patches.context import Patch, copy_tensors, described
 from bendtrace.interject.structure import version_of
 from bendtrace.tape.tape import TensorMeta
 
@@ -100,7 +100,7 @@ def _check_number(original: Any, value: Any) -> None:
         )  # fmt: skip
 
 
-def edited(original: Any, index: Index, edit: Callable[[Tensor], Any]) -> Any:
+def edit_part(original: Any, index: Index, edit: Callable[[Tensor], Any]) -> Any:
     """Return a copy of a tensor with one part changed.
 
     Args:
@@ -117,7 +117,7 @@ def edited(original: Any, index: Index, edit: Callable[[Tensor], Any]) -> Any:
     return made
 
 
-def added(original: Any, index: Index, value: Any) -> Any:
+def add_to_part(original: Any, index: Index, value: Any) -> Any:
     """Return a value with something added to a part of it.
 
     Args:
@@ -129,7 +129,7 @@ def added(original: Any, index: Index, value: Any) -> Any:
         PatchError: the part does not exist, or the value cannot hold the sum.
     """
     if index is not None:
-        return edited(original, index, lambda part: added(part, None, value))
+        return edit_part(original, index, lambda part: add_to_part(part, None, value))
     if not isinstance(original, Tensor):
         _check_number(original, value)
         return _as_number(original, original + value, value)
@@ -144,7 +144,7 @@ def added(original: Any, index: Index, value: Any) -> Any:
     return made if made.shape == original.shape else made.reshape(original.shape)
 
 
-def replaced(original: Any, index: Index, value: Any) -> Any:
+def replace_part(original: Any, index: Index, value: Any) -> Any:
     """Return a value with a part of it replaced.
 
     Args:
@@ -287,8 +287,32 @@ def _first_line(error: Exception) -> str:
 Patchable = Tensor | Number
 
 
+class _PartPatch(Patch[Patchable]):
+    """A patch that edits a value, or the part of it at an index, with another value."""
+
+    value: Any
+    slice: Index
+    edit: ClassVar[Callable[[Any, Any, Any], Any]]
+    requires_clone: bool = False
+    self_contained: bool = True
+
+    def __post_init__(self) -> None:
+        check_value(self.value)
+        check_index(self.slice)
+
+    def op(self, original_output: Patchable) -> Patchable:
+        """Return the edited value."""
+        made: Patchable = type(self).edit(original_output, self.slice, self.value)
+        return made
+
+    @depends_on("value", "slice")
+    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        return _effect(type(self).edit, self.slice, self.value, like)
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
-class ZeroPatch(Patch[Patchable]):
+class ZeroPatch(_PartPatch):
     """Sets a value, or a part of it, to zero.
 
     Earlier nodes get zero gradients through this node.
@@ -305,26 +329,12 @@ class ZeroPatch(Patch[Patchable]):
     """
 
     slice: Index = None
-
-    requires_clone = False
-    self_contained = True
-
-    def __post_init__(self) -> None:
-        check_index(self.slice)
-
-    def op(self, original_output: Patchable) -> Patchable:
-        """Return a copy with zeros."""
-        made: Patchable = replaced(original_output, self.slice, 0)
-        return made
-
-    @depends_on("slice")
-    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what it does to a tensor."""
-        return _effect(replaced, self.slice, 0, like)
+    value: ClassVar[int] = 0  # type: ignore[misc]  # of the others, each has its own
+    edit: ClassVar[Callable[[Any, Any, Any], Any]] = staticmethod(replace_part)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class AddPatch(Patch[Patchable]):
+class AddPatch(_PartPatch):
     """Adds to a value, or to a part of it.
 
     Args:
@@ -342,27 +352,11 @@ class AddPatch(Patch[Patchable]):
 
     value: Patchable = field(kw_only=False)
     slice: Index = None
-
-    requires_clone = False
-    self_contained = True
-
-    def __post_init__(self) -> None:
-        check_value(self.value)
-        check_index(self.slice)
-
-    def op(self, original_output: Patchable) -> Patchable:
-        """Return the sum."""
-        made: Patchable = added(original_output, self.slice, self.value)
-        return made
-
-    @depends_on("value", "slice")
-    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what it does to a tensor."""
-        return _effect(added, self.slice, self.value, like)
+    edit: ClassVar[Callable[[Any, Any, Any], Any]] = staticmethod(add_to_part)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ReplacePatch(Patch[Patchable]):
+class ReplacePatch(_PartPatch):
     """Replaces a value, or a part of it.
 
     Earlier nodes get zero gradients through the replaced part.
@@ -382,23 +376,7 @@ class ReplacePatch(Patch[Patchable]):
 
     value: Patchable = field(kw_only=False)
     slice: Index = None
-
-    requires_clone = False
-    self_contained = True
-
-    def __post_init__(self) -> None:
-        check_value(self.value)
-        check_index(self.slice)
-
-    def op(self, original_output: Patchable) -> Patchable:
-        """Return a copy with the value."""
-        made: Patchable = replaced(original_output, self.slice, self.value)
-        return made
-
-    @depends_on("value", "slice")
-    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what it does to a tensor."""
-        return _effect(replaced, self.slice, self.value, like)
+    edit: ClassVar[Callable[[Any, Any, Any], Any]] = staticmethod(replace_part)
 
 
 def _effect(
@@ -417,11 +395,11 @@ def _effect(
 
 
 def _with_number(edit: Any, tensor: Tensor, index: Index, value: Any) -> Any:
-    if edit is not added:
+    if edit is not add_to_part:
         return edit(tensor, index, value)
     if index is None:
-        return added(tensor, None, as_number(value, tensor))
-    return edited(tensor, index, lambda part: added(part, None, as_number(value, part)))
+        return add_to_part(tensor, None, as_number(value, tensor))
+    return edit_part(tensor, index, lambda part: add_to_part(part, None, as_number(value, part)))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -459,7 +437,7 @@ class CustomPatch(Patch[Any]):
         """Return the result of the function."""
         if self.slice is None:
             return self.custom_op(original_output)
-        return edited(original_output, self.slice, self._part)
+        return edit_part(original_output, self.slice, self._part)
 
     def _part(self, part: Tensor) -> Tensor:
         """Return the result of the function for a part, which it may have changed in place."""
@@ -475,7 +453,7 @@ class CustomPatch(Patch[Any]):
                 f"op returned {described(made)} ({type(made).__name__}) for a part of a tensor",
                 expected=described(part), got=described(made),
             )  # fmt: skip
-        result: Tensor = replaced(part, None, made)
+        result: Tensor = replace_part(part, None, made)
         return result
 
 
@@ -555,7 +533,7 @@ class RecordPatch(Patch[Any]):
 
 
 def _snapshot(value: Any, detach: bool) -> Any:
-    return copied_in(value, _detach_copy if detach else Tensor.clone)
+    return copy_tensors(value, _detach_copy if detach else Tensor.clone)
 
 
 def _detach_copy(tensor: Tensor) -> Tensor:

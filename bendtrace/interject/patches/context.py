@@ -66,7 +66,7 @@ class Patch(Interjection, Generic[Target]):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Replace the value of a node by the result of `op`."""
-        value = copied_in(output, Tensor.clone) if self.requires_clone else output
+        value = copy_tensors(output, Tensor.clone) if self.requires_clone else output
         version = version_of(value)
         try:
             made: Any = self.op(value)
@@ -80,7 +80,7 @@ class Patch(Interjection, Generic[Target]):
                 path=at.path, expected=error.expected, got=error.got,
             ) from error.__cause__  # fmt: skip
         if self.requires_clone and made is not value:
-            made = copied_in(made, Tensor.clone)
+            made = copy_tensors(made, Tensor.clone)
         return made
 
     def _refuse_write(self, is_original: bool) -> None:
@@ -111,7 +111,7 @@ def _node_text(at: NodePass) -> str:
     return repr(f"{node}:{at.number + 1}{bar}{part}")
 
 
-def copied_in(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
+def copy_tensors(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
     """Return a value with all tensors in it copied, and the containers that hold them.
 
     Objects of other kinds, such as the caches of language models, are not copied.
@@ -126,12 +126,12 @@ def copied_in(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
         # Some dicts have attributes besides, or keep their items there: Hugging Face's outputs.
         made = copy.copy(value)
         for key, item in value.items():
-            made[key] = copied_in(item, copied)
+            made[key] = copy_tensors(item, copied)
         return made
     if type(value) in (tuple, list):
-        return type(value)(copied_in(item, copied) for item in value)
+        return type(value)(copy_tensors(item, copied) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(copied_in(item, copied) for item in value)
+        return value._make(copy_tensors(item, copied) for item in value)
     return value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -155,7 +155,7 @@ def nodes_meant(what: Any, graph: CandidateGraph) -> list[Candidate]:
     return [node for node in graph if node.path in meant]
 
 
-def selected(selector: NodeSelector, graph: CandidateGraph, among: set[str]) -> set[str]:
+def select_nodes(selector: NodeSelector, graph: CandidateGraph, among: set[str]) -> set[str]:
     """Return which of some nodes of a graph are selected.
 
     Args:
@@ -207,14 +207,14 @@ class Combined(Selector):
         if self.sign == "&":
             found = everything
             for part in self.parts:  # a later one is not asked about what an earlier one rules out
-                found = selected(part, graph, found)
+                found = select_nodes(part, graph, found)
             return found
         found = set()
         for part in self.parts:
             if self.sign == "|":
-                found |= selected(part, graph, everything - found)
+                found |= select_nodes(part, graph, everything - found)
             else:
-                found ^= selected(part, graph, everything)
+                found ^= select_nodes(part, graph, everything)
         return found
 
     def __repr__(self) -> str:
@@ -239,7 +239,7 @@ class Not(Selector):
     def select(self, graph: CandidateGraph) -> set[str]:
         """Return the paths of the selected nodes of a graph."""
         others = set(graph.nodes) - {""}
-        return others - selected(self.selector, graph, others)
+        return others - select_nodes(self.selector, graph, others)
 
     def __repr__(self) -> str:
         return f"~{_inside(self.selector, '~')}"
@@ -268,7 +268,7 @@ class _Ordered(_Ahead):
     selector: NodeSelector
 
     def _in_order(self, graph: CandidateGraph) -> list[str]:
-        found = selected(self.selector, graph, set(graph.nodes))
+        found = select_nodes(self.selector, graph, set(graph.nodes))
         return [path for path in graph.nodes if path in found]
 
 
@@ -413,7 +413,7 @@ class Near(_Ahead):
 
     def select(self, graph: CandidateGraph) -> set[str]:
         """Return the paths of the selected nodes of a graph."""
-        ends = selected(self.selector, graph, set(graph.nodes))
+        ends = select_nodes(self.selector, graph, set(graph.nodes))
         edges = graph.edges.predecessors if self.forward else graph.edges.successors
         return _reachable(graph, ends, edges, self.within)
 
@@ -438,17 +438,17 @@ class Between(_Ahead):
     def select(self, graph: CandidateGraph) -> set[str]:
         """Return the paths of the selected nodes of a graph."""
         everything = set(graph.nodes)
-        starts, ends = (selected(one, graph, everything) for one in (self.start, self.end))
+        starts, ends = (select_nodes(one, graph, everything) for one in (self.start, self.end))
         after = _reachable(graph, starts, graph.edges.successors)
         before = _reachable(graph, ends, graph.edges.predecessors)
-        return {path for path in after & before if not _belongs(path, starts | ends)}
+        return {path for path in after & before if not is_inside(path, starts | ends)}
 
     def __repr__(self) -> str:
         return f"between({self.start!r}, {self.end!r})"
 
 
-def _belongs(path: str, nodes: set[str]) -> bool:
-    """Return whether a node is one of some nodes, or in a call that is."""
+def is_inside(path: str, nodes: Container[str]) -> bool:
+    """Return whether a node or module is one of some, or in one of them."""
     while path:
         if path in nodes:
             return True

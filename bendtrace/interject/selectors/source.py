@@ -27,7 +27,7 @@ from bendtrace.source.statements import (
     span_of,
 )
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import Guard
+from bendtrace.tape.tape import Guard, Use
 
 if TYPE_CHECKING:
     from bendtrace.view.outline import BranchCoverage
@@ -462,7 +462,7 @@ def _decisions(recording: Recording) -> list[tuple[int, Guard]]:
     return [
         (number, guard)
         for number, guard in enumerate(recording.tape.guards)
-        if guard.how not in ("", "metadata")
+        if guard.use not in (Use.RESULT, Use.METADATA)
     ]
 
 
