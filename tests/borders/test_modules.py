@@ -231,6 +231,20 @@ class Lazy(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_lazy_layer_that_each_call_makes_runs_live() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return nn.LazyLinear(2)(x)
+
+    bended, x = bt.BendedModule(model), torch.ones(3)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        wanted = model(x)
+        torch.manual_seed(seed)
+        assert torch.equal(bended(x), wanted)
+    assert bended.stats.live == 3
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_lazy_modules_get_their_shape_in_the_first_call() -> None:
     torch.manual_seed(0)
     eager = Lazy()

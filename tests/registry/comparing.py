@@ -39,10 +39,6 @@ FAULTS = {
         (mode, "sequences.a_subclass_that_counts_what_it_is_asked"): "it is asked for copies of it"
         for mode in ("saved", "saved gradients", "stepped")
     },
-    **{
-        (mode, "sequences.a_lazy_layer_made_in_each_call"): "a parameter without a shape is copied"
-        for mode in ("saved", "saved gradients")
-    },
 }
 
 
