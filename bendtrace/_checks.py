@@ -140,3 +140,12 @@ def required_number(
     if not is_number or not value >= 0 or (finite and value == math.inf):
         raise InputError(f"{name}= has to be a number of at least 0, not {value!r}")
     return value
+
+
+def is_inside(path: str, nodes: Container[str]) -> bool:
+    """Return whether a node or module is one of some, or in one of them."""
+    while path:
+        if path in nodes:
+            return True
+        path = path.rpartition(".")[0]
+    return False

@@ -31,6 +31,7 @@ MODULES = {
 }  # fmt: skip
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", MODULES)
 def test_an_edit_of_a_value_is_a_hook_on_its_tensor(case: str) -> None:
     name = MODULES[case]

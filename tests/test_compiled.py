@@ -467,6 +467,7 @@ def test_what_is_forgotten_by_the_tree_is_not_kept_alive() -> None:
     assert len(bended._dispatcher.speculation._windows) <= 1
 
 
+@pytest.mark.more
 def test_gradients_are_those_of_eager_and_a_wrong_guess_leaves_none() -> None:
     model, twin = Gated(2), Gated(2)
     twin.load_state_dict(model.state_dict())

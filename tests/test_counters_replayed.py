@@ -168,6 +168,7 @@ def test_calls_from_before_are_still_counted() -> None:
     assert "50 runs" in str(bended.tree)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("node", ["mul", "add", "norm"])
 @pytest.mark.parametrize("make", [Halving, Scaled, Nested])
 def test_insertions_find_the_same_nodes(

@@ -41,6 +41,7 @@ def test_a_model_is_itself(model_type: str) -> None:
     assert found.checked.ops > 20
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model_type", some(CHOSEN, chosen=QUICK | {"switch_transformers"}))
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_a_replay_holds_what_the_model_holds(model_type: str, is_padded: bool) -> None:

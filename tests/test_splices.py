@@ -912,6 +912,7 @@ def test_a_change_where_a_predicate_asks_for_shapes_is_the_same_in_all_calls() -
 # Memory
 
 
+@pytest.mark.more
 def test_a_sweep_over_places_records_nothing_and_keeps_nothing() -> None:
     bended, x = bt.BendedModule(make(Gated)), INPUTS[0]
     counts = []

@@ -24,6 +24,9 @@ from tests.corpus._case import Case
 from tests.promise import random_states, state
 from tests.test_viewer import Elements
 
+# A browser opens each page: the README's command leaves these out.
+pytestmark = pytest.mark.more
+
 
 class Inner(nn.Module):
     def __init__(self) -> None:

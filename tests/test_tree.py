@@ -235,10 +235,13 @@ def test_only_where_values_decide_is_a_live_run_looked_at_again(
 ) -> None:
     pytest.importorskip("numpy", reason="needs the test extra")
     looked: list[Any] = []
-    recorded = bt.dispatcher.recorded
-    monkeypatch.setattr(
-        bt.dispatcher, "recorded", lambda *args: (looked.append(args), recorded(*args))[1]
-    )
+    record = bt.dispatcher.record_with_insertions
+
+    def noted(*args: Any) -> Any:
+        looked.append(args)
+        return record(*args)
+
+    monkeypatch.setattr(bt.dispatcher, "record_with_insertions", noted)
     called(lambda x: torch.from_numpy(x.numpy() * 2), *[torch.ones(2)] * 9)
     assert len(looked) == 1
     looked.clear()

@@ -19,6 +19,9 @@ import bendtrace as bt
 from bendtrace.view.viewer import activation_data, viewer_data, viewer_frame, viewer_html
 from tests.browser import Browser, browser, chromium
 
+# A browser opens each page: the README's command leaves these out.
+pytestmark = pytest.mark.more
+
 HOSTILE = '</script><script>hurt = 1</script><img src=x onerror="hurt = 2">&\u2028\'"`${1}'
 
 

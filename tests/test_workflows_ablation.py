@@ -416,6 +416,7 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> N
     assert bended.insertions == ()
 
 
+@pytest.mark.more
 def test_what_does_not_fit_is_told_of_in_the_call() -> None:
     bended = bt.BendedModule(transformer())
     bended(CLEAN)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from bendtrace._checks import is_inside
 from bendtrace._lazy import tabulate
 from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.history.names import is_layer_name, near_names
@@ -25,7 +26,6 @@ from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.insertion import Insertion, Report
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.resolver import describe_where, resolve_meaning
-from bendtrace.interject.selectors.algebra import is_inside
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.paths.nodes import NodePath, Registry, Text, identifier
 from bendtrace.paths.view import Node, Tree

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from bendtrace._checks import is_inside
 from bendtrace.errors import InputError
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector, Selectable
 
@@ -445,15 +446,6 @@ class Between(_Ahead):
 
     def __repr__(self) -> str:
         return f"between({self.start!r}, {self.end!r})"
-
-
-def is_inside(path: str, nodes: Container[str]) -> bool:
-    """Return whether a node or module is one of some, or in one of them."""
-    while path:
-        if path in nodes:
-            return True
-        path = path.rpartition(".")[0]
-    return False
 
 
 def _reachable(
