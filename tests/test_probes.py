@@ -47,7 +47,7 @@ READERS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "comparisons": (probes, "compares_identity", lambda code: False, "identity"),
     "types": (probes, "needs_plain_numbers", lambda code: False, "identity"),
     "truths": (probes, "only_tests", lambda frame, depth=0: True, "truth"),
-    "names": (probes, "named_in", lambda code: iter(()), "names"),
+    "names": (probes, "global_uses", lambda code: iter(()), "names"),
     "handlers": (probes, "is_covered", lambda code, offset: False, "handlers"),
     "iterations": (iterations, "_is_back", lambda before, mark: False, "iterations"),
     "tests of a while": (iterations, "first_offset", lambda code, offset: 0, "iterations"),
