@@ -271,7 +271,7 @@ class Values:
         before = [
             Ref(one.index)
             for one in self.tape.ops[: op.index]
-            if (one.kind is OpKind.INPUT or is_inserted(one)) and isinstance(one.meta, TensorMeta)
+            if (one.kind is OpKind.INPUT or is_gate(one)) and isinstance(one.meta, TensorMeta)
         ]
         looked = self._writer.emit(OpKind.SCALAR, owns, (Ref(op.index), *before), {}, frame)
         looked.meta = owns(tensor) if found is None else found[0]

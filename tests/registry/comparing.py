@@ -36,6 +36,27 @@ _PLACES = (
 # Programs that are wrong in a mode, by its name. Each is a fault of ours that waits for its repair.
 FAULTS = {
     **{
+        ("inserted, instead", f"single_ops.{name}"): "the op fills a copy of what it is given"
+        for name in (
+            "a_list_that_one_op_fills",
+            "AModelThatOneOpCallsItsContext",
+            "slots_that_one_op_fills",
+            "more_lists_than_are_looked_through",
+            "a_list_that_one_op_sorts_sometimes",
+            "ADictThatOneOpFills",
+            "a_dict_that_a_transform_fills",
+            "AnAttributeThatOneOpSets",
+        )
+    },
+    (
+        "inserted, backward",
+        "single_ops.ADictThatOneOpFills",
+    ): "the op fills a copy of what it is given",
+    (
+        "inserted, backward",
+        "sequences.NoGradInsideAutocast",
+    ): "an alias of a weight is not in autocast's cache",
+    **{
         (mode, "sequences.a_subclass_that_counts_what_it_is_asked"): "it is asked for copies of it"
         for mode in ("saved", "saved gradients", "stepped")
     },
