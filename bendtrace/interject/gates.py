@@ -1028,9 +1028,14 @@ class InsteadGate(Gate):
         slots: the slots of the insertions that are called here.
         shape: the structure of the arguments: a tuple of them, and a dict.
         plan: the insertions that were active when the gate was recorded.
+
+    Attributes:
+        given: the arguments themselves, in a run that is not replayed; None for what is assembled
+            from their values.
     """
 
     role = "instead"
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     @property
     def stands_for(self) -> Callable[..., Any] | None:
@@ -1039,7 +1044,7 @@ class InsteadGate(Gate):
 
     def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
         """Return the result of the outermost insertion."""
-        args, kwargs = assemble(self.shape, list(values))
+        args, kwargs = self.given or assemble(self.shape, list(values))
         call: Callable[..., Any] = self._node
         for entry in entries:
             if entry.instead:

@@ -39,6 +39,7 @@ from bendtrace.recording.names import base_name_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import Site, user_place
 from bendtrace.source.usage import drops
+from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.tape import ModuleCall, meta_of
 from bendtrace.tape.watchers import Stage
@@ -52,6 +53,7 @@ from bendtrace.torch_rules.functions import (
     SHAPES,
     VALUES,
     is_named_in_place,
+    is_torchs_function,
     name_of,
 )
 from bendtrace.torch_rules.owners import is_leaf_module, named_modules, states_of
@@ -648,6 +650,11 @@ class LiveInserter:
         """Call the insertion instead of a function."""
         shape, values = take_apart((args, kwargs))
         gate = InsteadGate(self.at(spot, number), spot.instead, shape, self.plan)
+        function = spot.candidate.function
+        own = function is not None and not is_torchs_function(function)
+        if own and any(map(_can_be_filled, (*args, *kwargs.values()))):
+            gate.given = args, kwargs
+            self.stage.block("what is inserted stands for a function that may fill its arguments")
         output = self.put(gate, values, frame)
         self.pending.append(output)
         try:
@@ -735,6 +742,13 @@ class LiveInserter:
             if part is not None:
                 found.append(str(part.label))
         return found
+
+
+def _can_be_filled(value: Any) -> bool:
+    """Return whether a function may write to an argument other than a tensor."""
+    if isinstance(value, tuple):
+        return any(map(_can_be_filled, value))
+    return not (isinstance(value, Tensor) or type(value) in PLAIN_TYPES)
 
 
 def place_of_node(site: Site | None, scope: ModuleCall | None) -> str:

@@ -35,19 +35,6 @@ _PLACES = (
 
 # Programs that are wrong in a mode, by its name. Each is a fault of ours that waits for its repair.
 FAULTS = {
-    **{
-        ("inserted, instead", f"single_ops.{name}"): "the op fills a copy of what it is given"
-        for name in (
-            "a_list_that_one_op_fills",
-            "AModelThatOneOpCallsItsContext",
-            "slots_that_one_op_fills",
-            "more_lists_than_are_looked_through",
-            "a_list_that_one_op_sorts_sometimes",
-            "ADictThatOneOpFills",
-            "a_dict_that_a_transform_fills",
-            "AnAttributeThatOneOpSets",
-        )
-    },
     (
         "inserted, backward",
         "single_ops.ADictThatOneOpFills",
