@@ -36,6 +36,10 @@ _PLACES = (
 # Programs that are wrong in a mode, by its name. Each is a fault of ours that waits for its repair.
 FAULTS = {
     (
+        "inserted, instead",
+        "facts.a_tensor_whose_data_one_op_sets",
+    ): "the size of a tensor that an op has given other data is not asked for again",
+    (
         "inserted, backward",
         "single_ops.ADictThatOneOpFills",
     ): "the op fills a copy of what it is given",
