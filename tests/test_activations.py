@@ -1071,7 +1071,7 @@ def test_one_of_two_places_that_hold_a_tensor_is_not_mixed_up_with_the_other() -
             return one - two
 
     bended, x, v = traced(Model, torch.ones(2)), torch.ones(2), torch.full((2,), 7.0)
-    with pytest.raises(InputError, match="more than once in what it gives"):
+    with pytest.raises(InputError, match="more than once in its output"):
         from_activations(bended, {"twice.output|sub_0": v})
     for number, sign in ((0, 1), (1, -1)):
         given = from_activations(bended, {f"twice.output|sub_{number}": v}, (x,))

@@ -1708,3 +1708,43 @@ def test_inputs_shown_by_hooks_are_those_from_before(kind: type[nn.Module]) -> N
     x = torch.tensor([-1.0, 0.5, 2.0])
     assert torch.equal(watched(x), InPlaceParts()(x))
     assert seen[-1][0].tolist() == [-1.0, 0.0, 3.0]
+
+
+@bt.opaque
+def _scaled_by(x: Tensor, number: int, function: Any) -> Tensor:
+    return function(x * number)
+
+
+@bt.opaque
+def _filled(x: Tensor, held: list[float]) -> Tensor:
+    held.append(float(x.sum()))
+    return x * 1
+
+
+class Itself(Interjection):
+    self_contained = True
+
+    def instead(self, at: NodePass, call: Any, inputs: Inputs) -> Any:
+        return call(*inputs, **inputs.kwargs)
+
+
+def test_what_stands_for_a_function_is_replayed_unless_that_may_fill_its_arguments() -> None:
+    def fills(x: Tensor) -> tuple[Tensor, list[float]]:
+        held: list[float] = []
+        return _filled(x, held), held
+
+    numbered = bt.BendedModule(lambda x: _scaled_by(x, x.shape[0], _double))
+    filled = bt.BendedModule(fills)
+    for bended in (numbered, filled):
+        bended.interject(lambda node: node.function is not None, Itself())
+    for size in (2, 3, 2):
+        x = torch.ones(size)
+        assert torch.equal(numbered(x), x * size * 2)
+        assert filled(x)[1] == [float(size)]
+    assert numbered.stats.replays == 2
+    assert filled.stats.live == 3
+    assert "may fill its arguments" in str(filled.why_live)
+
+
+def _double(x: Tensor) -> Tensor:
+    return x * 2

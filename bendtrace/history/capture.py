@@ -244,9 +244,8 @@ class Capture:
         self._fixed.add(storage_of(tensor))
         copy = None
         if self.is_exact and not isinstance(tensor, nn.Parameter) and _is_small(tensor):
-            copy = aligned_copy(
-                tensor.detach()
-            )  # the run may go on to change it, as batch norm does
+            # The run may go on to change it, as batch norm does.
+            copy = aligned_copy(tensor.detach())
         self.states[op.index] = State(weakref.ref(tensor), version_of(tensor), copy)
         self.marks.add_state(op, tensor)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, MappingProxyType, MethodType
+from types import FrameType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,6 +41,7 @@ from bendtrace.source.sites import Site, user_place
 from bendtrace.source.usage import drops
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import Context, current_context
+from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import ModuleCall, meta_of
 from bendtrace.tape.watchers import Stage
 from bendtrace.torch_rules.functions import (
@@ -748,7 +749,10 @@ def _can_be_filled(value: Any) -> bool:
     """Return whether a function may write to an argument other than a tensor."""
     if isinstance(value, tuple):
         return any(map(_can_be_filled, value))
-    return not (isinstance(value, Tensor) or type(value) in PLAIN_TYPES)
+    return not (isinstance(value, Tensor) or type(value) in _UNFILLABLE)
+
+
+_UNFILLABLE = PLAIN_TYPES | TRACED | {FunctionType}
 
 
 def place_of_node(site: Site | None, scope: ModuleCall | None) -> str:

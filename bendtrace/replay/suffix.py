@@ -663,12 +663,12 @@ class Memory:
         return any(written.get(self.owner(index), -1) > op.index for index in op.operands)
 
     def has_effects(self, done: Collection[int]) -> bool:
-        """Whether some ops change something besides what they give, or may do so."""
+        """Whether some ops change something besides their results, or may do so."""
         outside = any(self._ops[owner].is_given for owner in self.written_by(done))
         return outside or any(is_gate(self._ops[index]) for index in done)
 
     def unclear(self, cut: Cut) -> str:
-        """Say why it cannot be told where the value of a node goes; "" if it can."""
+        """Return why it is not known where the value of a node goes; "" if it is."""
         op, call = self._ops[cut.index], cut.call
         if is_gate(op):
             if op.index not in self._again:
@@ -682,7 +682,7 @@ class Memory:
         else:
             hands_on = not call.start <= first < call.stop or op.is_given
             if sum(self._first_name(ref.index) == first for ref in refs_in(call.output)) > 1:
-                return "the tensor is more than once in what it gives"
+                return "the tensor is more than once in its output"
         if hands_on and self._uses(cut, first) > 1:
             return (
                 "it hands on a tensor that it was given, and the run does not tell whether those "

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Missing:
-    """Stands in for a part of torch that is missing, and raises an error where it is used."""
+    """Replaces a part of torch that is missing, and raises an error where it is used."""
 
     def __init__(self, path: str) -> None:
         self._path = path
