@@ -21,6 +21,7 @@ from bendtrace.interject.gates import (
     AfterGate,
     BeforeGate,
     CountGate,
+    EntryGate,
     Gate,
     StateGate,
     as_inputs,
@@ -324,8 +325,14 @@ def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Tur
     entries = gate.entries_in(plan, gate.at.number)
     if isinstance(gate, CountGate):
         return [_counting_turn(gate, entry) for entry in reversed(entries)]
+    in_place = False
     if isinstance(gate, BeforeGate):
-        in_place, entries = gate.written is not None, tuple(reversed(entries))
+        entries = tuple(reversed(entries))
+    elif isinstance(gate, EntryGate):
+        if entries:
+            where = gate.at.path or "the whole model"
+            raise _Refused(f"{entries[0].what.label} at {where} is told of gradients")
+        in_place = True
     elif isinstance(gate, AfterGate):
         in_place = gate.writes
     else:
@@ -343,8 +350,6 @@ def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Tur
 def _turn(gate: AfterGate | BeforeGate, entry: Entry, args: Any, recording: Recording) -> Any:
     what = entry.what
     said = f"{what.label} at {gate.at.path or 'the whole model'}"
-    if entry.backward:
-        raise _Refused(f"{said} is told of gradients")
     if entry.insertion.passes.is_asked:
         raise _Refused(f"of {said} a function says which passes count")
     at = gate.at

@@ -45,7 +45,7 @@ from bendtrace.interject.structure import (
 )
 from bendtrace.tape.blocks import KEEPERS
 from bendtrace.tape.captured import is_inference
-from bendtrace.tape.contexts import function_modes
+from bendtrace.tape.contexts import any_autocast, function_modes
 from bendtrace.tape.tape import meta_of
 from bendtrace.torch_rules.mode_queries import unseen
 
@@ -528,6 +528,7 @@ class Gate:
         plan: the insertions that were active when the gate was recorded.
 
     Attributes:
+        is_ahead: whether the node alone goes on with what it returns.
         counts: whether it counts its passes, instead of being in the one that it was recorded in.
         is_followed: whether it is no op: what it does is recorded like the model's own code.
     """
@@ -547,6 +548,7 @@ class Gate:
         if self.role == "before":  # the tuple of arguments and the dict of keywords are new
             args, kwargs = shape.items
             self.tells_in_place = has_mutable((*args.items, *kwargs.items))
+        self.is_ahead: bool = self.role in ("before", "entry")
         # Weak, so that paths do not keep former insertions alive. A trace held by the user does.
         self._plan = weakref.ref(plan)
         with torch._C.DisableTorchFunction():  # a label may look at tensors
@@ -554,9 +556,9 @@ class Gate:
                 re.sub(r"\W.*", "", entry.what.label, flags=re.DOTALL)
                 for entry in plan.entries_of(slots)
             )
-        kind = "input" if self.role == "before" else "output"
+        kind = "input" if self.is_ahead else "output"
         name = at.path.rpartition(".")[2]
-        name = f"{name}_{kind}" if name and self.role == "before" else name or kind
+        name = f"{name}_{kind}" if name and self.is_ahead else name or kind
         # No function has this name, so that names of the model's own ops stay unchanged.
         self.__name__: str = "__".join([name, *labels] if labels else [name, "gate"])
         self.__module__ = __name__
@@ -890,7 +892,6 @@ class BeforeGate(Gate):
         shape: the structure of the arguments: a tuple of them, and a dict.
         plan: the insertions that were active when the gate was recorded.
         places: the inputs that insertions apply to: for each slot the keys that lead to it.
-        written: number of the tensor that the node works on in place; None if it does not.
     """
 
     role = "before"
@@ -902,11 +903,9 @@ class BeforeGate(Gate):
         shape: Any,
         plan: Plan,
         places: dict[Slot, tuple[Any, ...]],
-        written: int | None = None,
     ) -> None:
         super().__init__(at, slots, shape, plan)
         self.places = places
-        self.written = written
         self.exchanged: tuple[int, ...] = exchangeable(shape)
 
     def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
@@ -919,33 +918,8 @@ class BeforeGate(Gate):
                     self._call(entry, shape, found, at)
             elif entry.before:
                 self._call(entry, self.shape, found, at)
-        backward = [entry for entry in entries if entry.backward]
-        if backward and torch.is_grad_enabled():
-            _exchange_tensors(found, lambda tensors: self._watched(backward, tensors, at))
-        if self.written is not None:
-            # The original gets the value at the end: what autograd keeps for the op, and the
-            # aliases, must not be written to.
-            with self._unseen():
-                found[self.written] = found[self.written].clone()
         given = [found[number] for number in self.exchanged]
         return given[0] if len(given) == 1 else tuple(given)
-
-    def _watched(self, backward: list[Entry], tensors: list[Tensor], at: NodePass) -> list[Tensor]:
-        """Watch the gradients for insertions; return the inputs of the node."""
-        watching: list[CallGradients | None] = []
-        for of_hooks in (True, False):  # if they only watch, one tensor stays one for the node
-            told = [
-                (entry.what, at, entry.insertion.fired_backward)
-                for entry in backward
-                if isinstance(entry.what, ChecksGradients) is of_hooks
-            ]
-            gradients = None
-            if told:
-                gradients = CallGradients(told, tensors, writes=False, apart=not of_hooks)
-                tensors = gradients.enter()
-            watching.append(gradients)
-        _local.through[at.path, at.number] = (watching[0], watching[1])
-        return tensors
 
     def _call(self, entry: Entry, shape: Any, found: list[Any], at: NodePass) -> None:
         before, versions = list(found), [version_of(value) for value in found]
@@ -980,6 +954,67 @@ class BeforeGate(Gate):
         entry.insertion.fired(at, changed(entry, at, before, found, versions))
         for old, new in zip(before, found, strict=True):
             _note_reshaped(entry, at, old, new)
+
+
+class EntryGate(Gate):
+    """Exchanges tensors that a node is given: the node works on aliases, or on a copy.
+
+    Args:
+        at: the pass.
+        slots: the slots of the insertions that receive the gradients of the node's inputs.
+        shape: the structure of the arguments: a tuple of them, and a dict.
+        plan: the insertions that were active when the gate was recorded.
+        written: the number of the tensor that the node works on in place; None if it does not.
+    """
+
+    role = "entry"
+
+    def __init__(
+        self,
+        at: NodePass,
+        slots: tuple[Slot, ...],
+        shape: Any,
+        plan: Plan,
+        written: int | None = None,
+    ) -> None:
+        super().__init__(at, slots, shape, plan)
+        self.written = written
+        self.exchanged: tuple[int, ...] = exchangeable(shape, (Tensor,))
+
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+        """Return the tensors that the node is given."""
+        found = list(values)
+        told = [entry for entry in entries if entry.backward]
+        if told and torch.is_grad_enabled():
+            _exchange_tensors(found, lambda tensors: self._watched(told, tensors, at))
+        if self.written is not None:
+            # The original gets the value at the end: what autograd keeps for the op, and the
+            # aliases, must not be written to.
+            with self._unseen():
+                found[self.written] = found[self.written].clone()
+        given = [found[number] for number in self.exchanged]
+        return given[0] if len(given) == 1 else tuple(given)
+
+    def _watched(self, told: list[Entry], tensors: list[Tensor], at: NodePass) -> list[Tensor]:
+        """Watch the gradients for insertions; return the inputs of the node."""
+        watching: list[CallGradients | None] = []
+        # Ops under autocast share one cast of each weight, which an alias would not have.
+        keeps_casts = self.at.function is not None and any_autocast()
+        for of_hooks in (True, False):  # if they only watch, one tensor stays one for the node
+            calls = [
+                (entry.what, at, entry.insertion.fired_backward)
+                for entry in told
+                if isinstance(entry.what, ChecksGradients) is of_hooks
+            ]
+            gradients = None
+            if calls:
+                gradients = CallGradients(
+                    calls, tensors, writes=False, apart=not of_hooks, keeps_casts=keeps_casts
+                )
+                tensors = gradients.enter()
+            watching.append(gradients)
+        _local.through[at.path, at.number] = (watching[0], watching[1])
+        return tensors
 
 
 class InputsGate(Gate):

@@ -77,6 +77,7 @@ class CallGradients:
         writes: whether the node may change them in place; if not, torch refuses it.
         apart: whether a tensor that is passed in several positions has a separate gradient for
             each; if not, it is one tensor for the node as well, with the sum of the gradients.
+        keeps_casts: whether to leave tensors alone of which autocast keeps a cast.
 
     Attributes:
         of_hooks: whether all of `told` are hooks: then the gradients of outputs are those of the
@@ -89,6 +90,7 @@ class CallGradients:
         inputs: list[Tensor],
         writes: bool = True,
         apart: bool = False,
+        keeps_casts: bool = False,
     ) -> None:
         self.of_hooks: bool = all(isinstance(what, ChecksGradients) for what, _, _ in told)
         self._told = told
@@ -97,6 +99,8 @@ class CallGradients:
         self._start: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._inputs = inputs
         self._originals = _needing_gradients(inputs)
+        if keeps_casts:
+            self._originals = [pair for pair in self._originals if not _has_cast(pair[0])]
         if apart:
             self._originals = [(tensor, [i]) for tensor, found in self._originals for i in found]
         self._places = [places for _, places in self._originals]
@@ -354,6 +358,16 @@ def _needing_gradients(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[int
         if requires_grad(tensor):
             found.setdefault(id(tensor), (tensor, []))[1].append(place)
     return list(found.values())
+
+
+def _has_cast(tensor: Tensor) -> bool:
+    """Whether autocast keeps a cast of a tensor, which ops share: of weights, as a rule."""
+    return (
+        tensor.is_leaf
+        and tensor.dtype is torch.float32
+        and not tensor._is_view()
+        and torch.is_autocast_cache_enabled()
+    )
 
 
 class Alias:

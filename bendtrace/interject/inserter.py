@@ -19,6 +19,7 @@ from bendtrace.interject.gates import (
     AfterGate,
     BeforeGate,
     CountGate,
+    EntryGate,
     Gate,
     InputsGate,
     InsteadGate,
@@ -61,6 +62,7 @@ from bendtrace.torch_rules.owners import is_leaf_module, named_modules, states_o
 from bendtrace.torch_rules.writes import storage_of
 
 Run = Callable[..., Any]
+Undo = Callable[[], None]
 
 # Kinds without a value that a node of the tree represents.
 _UNNAMED = frozenset(
@@ -82,6 +84,7 @@ class Spot:
 
     __slots__ = (
         "after", "before", "candidate", "inputs", "instead", "number", "place", "seen", "slots",
+        "told",
     )  # fmt: skip
 
     def __init__(self, candidate: Candidate, plan: Plan, scope: ModuleCall | None) -> None:
@@ -98,14 +101,18 @@ class Spot:
         self.inputs: tuple[Slot, ...] = (
             plan.slots_at("input", candidate) if candidate.function is None else ()
         )
-        told = () if candidate.function in OF_AUTOGRAD else ("backward",)
-        self.before: tuple[Slot, ...] = _with(self.slots, "before", *told)
+        told = _with(self.slots, "backward")
+        self.told: tuple[Slot, ...] = () if candidate.function in OF_AUTOGRAD else told
+        self.before: tuple[Slot, ...] = _with(self.slots, "before")
         self.instead: tuple[Slot, ...] = _with(self.slots, "instead")
-        self.after: tuple[Slot, ...] = _with(self.slots, "after", *told)
+        forms = ("after", "backward") if self.told else ("after",)
+        self.after: tuple[Slot, ...] = _with(self.slots, *forms)
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor that the node works on in place, if the insertions need it."""
-        if not self.before and not self.instead and all("observes" in s.forms for s in self.after):
+        if not (self.before or self.told or self.instead) and all(
+            "observes" in slot.forms for slot in self.after
+        ):
             return None
         return inplace_target(self.candidate, args, kwargs)
 
@@ -158,6 +165,7 @@ class LiveInserter:
         self._spots: dict[str, Spot] = {}
         self.pending: list[Sequence[Any]] = []
         self._raised: set[str] = set()
+        self._undo: list[Undo] = []  # of the arguments of a function
         self._recomputed = 0  # how many checkpointed blocks the run is in
         self._model = function if within is None else within.model
         self._states = States(plan, self._model, self)
@@ -196,7 +204,8 @@ class LiveInserter:
             inputs = self.names.arguments(self.stage.scope, args, kwargs)
             self._meet(spot, self.plan.lookup.call("", "", "", inputs))
         spot.number += 1
-        return self._before(spot, self.stage.scope, args, kwargs, frame)
+        args, kwargs = self._before(spot, self.stage.scope, args, kwargs, frame)
+        return self._enter(spot, args, kwargs, frame, None, self._undo)
 
     def ends(self, output: Any, frame: FrameType) -> Any:
         """Replace the output of a function (see `watchers.Inserter`)."""
@@ -205,6 +214,10 @@ class LiveInserter:
         if self._states:
             output = self._states.exchanged(output, frame)
         return self._after(self._root, self._root.number - 1, (), {}, output, frame)
+
+    def ended(self) -> None:
+        """Put back what a function was given in lists (see `watchers.Inserter`)."""
+        self._put_back(self._undo)
 
     def module(
         self,
@@ -229,20 +242,27 @@ class LiveInserter:
         number = spot.number
         spot.number += 1
         written = spot.written(args, kwargs)
-        if spot.before or spot.inputs or written is not None:
-            args, kwargs = self._before(spot, scope, args, kwargs, frame, written)
-        before = self._inputs_before(spot, args, kwargs, frame)
-        self.pending.append(self._needed_after(spot, *before, written))
+        undo: list[Undo] = []
         try:
-            if spot.instead:
-                output = self._instead(spot, number, args, kwargs, frame)
-            else:
-                output = run(scope, args, kwargs)
+            if spot.before or spot.inputs:
+                args, kwargs = self._before(spot, scope, args, kwargs, frame)
+            if spot.told or written is not None:
+                args, kwargs = self._enter(spot, args, kwargs, frame, written, undo)
+            before = self._inputs_before(spot, args, kwargs, frame)
+            self.pending.append(self._needed_after(spot, *before, written))
+            try:
+                if spot.instead:
+                    output = self._instead(spot, number, args, kwargs, frame)
+                else:
+                    output = run(scope, args, kwargs)
+            finally:
+                self.pending.pop()
+            if self._states:
+                output = self._states.exchanged(output, frame, scope)
+            return self._after(spot, number, *before, output, frame, written, scope)
         finally:
-            self.pending.pop()
-        if self._states:
-            output = self._states.exchanged(output, frame, scope)
-        return self._after(spot, number, *before, output, frame, written, scope)
+            if undo:
+                self._put_back(undo)
 
     # Where the calls of modules are met without a recorder (see `beside.py`)
 
@@ -309,22 +329,29 @@ class LiveInserter:
             written is not None and overlaps(written, (*args, *kwargs.values()))
         ):
             copied = None
-        if spot.before or copied is not None:
-            args, kwargs = self._before(spot, scope, args, kwargs, frame, copied)
-        before = self._inputs_before(spot, args, kwargs, frame)
-        self.pending.append(self._needed_after(spot, *before, written))
+        undo: list[Undo] = []
         try:
-            if spot.instead:
-                output = self._instead(spot, number, args, kwargs, frame)
-            else:
-                output = self._run(run, function, args, kwargs, frame)
-        except Exception:
-            spot.number -= 1  # a call that raises is not a pass of a node in trees and logs
-            self._raised.add(path)  # which no gate can count
-            raise
+            if spot.before:
+                args, kwargs = self._before(spot, scope, args, kwargs, frame)
+            if spot.told or copied is not None:
+                args, kwargs = self._enter(spot, args, kwargs, frame, copied, undo)
+            before = self._inputs_before(spot, args, kwargs, frame)
+            self.pending.append(self._needed_after(spot, *before, written))
+            try:
+                if spot.instead:
+                    output = self._instead(spot, number, args, kwargs, frame)
+                else:
+                    output = self._run(run, function, args, kwargs, frame)
+            except Exception:
+                spot.number -= 1  # a call that raises is not a pass of a node in trees and logs
+                self._raised.add(path)  # which no gate can count
+                raise
+            finally:
+                self.pending.pop()
+            return self._after(spot, number, *before, output, frame, written)
         finally:
-            self.pending.pop()
-        return self._after(spot, number, *before, output, frame, written)
+            if undo:
+                self._put_back(undo)
 
     def _run(
         self, run: Run, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -495,21 +522,59 @@ class LiveInserter:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         frame: FrameType,
-        written: Tensor | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         places = self._input_places(spot, scope, args, kwargs)
         slots = (*spot.before, *places)
-        if not slots and written is None:
+        if not slots:
             return args, kwargs
-        if written is None and all("blind" in slot.forms for slot in slots):
+        if all("blind" in slot.forms for slot in slots):
             self.put(CountGate(self.at(spot, spot.number - 1), slots, self.plan), (), frame)
             return args, kwargs
-        whole = any("before" in slot.forms for slot in spot.before)
-        shape, values = take_apart((args, kwargs), objects=whole)
-        number = next((i for i, value in enumerate(values) if value is written), None)
-        at = self.at(spot, spot.number - 1)
-        gate = BeforeGate(at, slots, shape, self.plan, places, number)
+        shape, values = take_apart((args, kwargs), objects=bool(spot.before))
+        gate = BeforeGate(self.at(spot, spot.number - 1), slots, shape, self.plan, places)
         return self._arguments_through(gate, shape, values, args, kwargs, frame)
+
+    def _enter(
+        self,
+        spot: Spot,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+        written: Tensor | None,
+        undo: list[Undo],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments that a node works on: aliases of tensors, and a copy of one.
+
+        The node receives its own lists and dicts, since it may change them.
+
+        Args:
+            spot: the node.
+            args: what it is given.
+            kwargs: as `args`.
+            frame: the frame that calls it.
+            written: the tensor that it works on in place, if that has to be copied.
+            undo: receives what puts the former tensors back into lists and dicts.
+        """
+        if not spot.told and written is None:
+            return args, kwargs
+        shape, values = take_apart((args, kwargs), objects=False)
+        number = next((i for i, value in enumerate(values) if value is written), None)
+        gate = EntryGate(self.at(spot, spot.number - 1), spot.told, shape, self.plan, number)
+        given = self._through(gate, shape, (args, kwargs), values, values, frame)
+        if given is None:
+            return args, kwargs
+        exchanged: tuple[tuple[Any, ...], dict[str, Any]]
+        exchanged = refill_value((args, dict(kwargs)), shape, given[1], undo)
+        if undo:
+            self.pending.append(values)
+        return exchanged
+
+    def _put_back(self, undo: list[Undo]) -> None:
+        """Put the tensors back that lists and dicts held before a node."""
+        if undo:
+            self.pending.pop()
+        while undo:
+            undo.pop()()
 
     def _after(
         self,
@@ -652,10 +717,10 @@ class LiveInserter:
         shape, values = take_apart((args, kwargs))
         gate = InsteadGate(self.at(spot, number), spot.instead, shape, self.plan)
         function = spot.candidate.function
-        own = function is not None and not is_torchs_function(function)
+        own = function is None or not is_torchs_function(function)
         if own and any(map(_can_be_filled, (*args, *kwargs.values()))):
             gate.given = args, kwargs
-            self.stage.block("what is inserted stands for a function that may fill its arguments")
+            self.stage.block("what is inserted stands for code that may fill its arguments")
         output = self.put(gate, values, frame)
         self.pending.append(output)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
@@ -183,35 +184,58 @@ def with_values(value: Any, shape: Any, values: list[Any]) -> Any:
     return _build(shape, named, items, attributes)
 
 
-def refill_value(value: Any, shape: Any, values: list[Any]) -> Any:
+def refill_value(
+    value: Any, shape: Any, values: list[Any], undo: list[Callable[[], None]] | None = None
+) -> Any:
     """Put other tensors and numbers into the lists, dicts and objects of a value, in place.
 
     Args:
         value: the value.
         shape: its structure.
         values: its new contents.
+        undo: receives functions that put the former contents back where the new ones still are.
     """
     if type(shape) is not Shape:
         return with_values(value, shape, values)
     held = dict(_items(value))
     items = [
-        refill_value(held[key], item, values)
+        refill_value(held[key], item, values, undo)
         for key, item in zip(shape.keys, shape.items, strict=True)
     ]
     if isinstance(value, tuple):
-        same = all(map(operator.is_, items, held.values()))
-        return value if same else with_values(value, shape, values)
+        if all(map(operator.is_, items, held.values())):
+            return value
+        return tuple(items) if shape.kind is tuple else with_values(value, shape, values)
     for key, item in zip(shape.keys, items, strict=True):
         if item is not held[key]:
             (dict if isinstance(value, dict) else list).__setitem__(value, key, item)
+            if undo is not None:
+                undo.append(functools.partial(_exchange_item, value, item, held[key]))
     own = attributes_of(value) if shape.kind not in (list, dict) else {}
     for name, item in zip(shape.names, shape.attributes, strict=True):
-        new = refill_value(own[name], item, values)
-        if new is not own[name]:
-            name.put(value, new)
+        _put(value, name, own[name], refill_value(own[name], item, values, undo), undo)
     for name in shape.mirrored:
-        name.put(value, items[shape.keys.index(name)])
+        _put(value, name, own[name], items[shape.keys.index(name)], undo)
     return value
+
+
+def _put(value: Any, name: Any, old: Any, new: Any, undo: list[Callable[[], None]] | None) -> None:
+    if new is not old:
+        name.put(value, new)
+        if undo is not None:
+            undo.append(functools.partial(_put_back, value, name, old, new))
+
+
+def _put_back(value: Any, name: Any, old: Any, new: Any) -> None:
+    if attributes_of(value).get(name) is new:
+        name.put(value, old)
+
+
+def _exchange_item(container: Any, old: Any, new: Any) -> None:
+    """Put something else into a list or dict, wherever something is in it by now."""
+    for key, item in [*_items(container)]:
+        if item is old:
+            (dict if isinstance(container, dict) else list).__setitem__(container, key, new)
 
 
 def leaves_of_shape(shape: Any) -> Iterator[Leaf]:
@@ -246,9 +270,10 @@ def holds_same(shape: Any, value: Any, other: Any) -> bool:
     return all(map(holds_same, shape.items, value, other))
 
 
-def exchangeable(shape: Any) -> tuple[int, ...]:
+def exchangeable(
+    shape: Any, kinds: tuple[type, ...] = (Tensor, int, float, bool)
+) -> tuple[int, ...]:
     """Return which values of a structure can be replaced: tensors and numbers."""
-    kinds = (Tensor, int, float, bool)
     return tuple(
         leaf.number for leaf in leaves_of_shape(shape) if leaf.number >= 0 and leaf.kind in kinds
     )

@@ -288,7 +288,7 @@ class Visit:
         """What is inserted is no node, so that the names of the others stay as they are."""
         text = call_text(op, self.body.name)
         name = identifier(base_name(op))
-        replaces = getattr(op.target, "role", "") != "before"  # else only for the call that follows
+        replaces = not getattr(op.target, "is_ahead", False)  # else only for the call that follows
         if replaces and isinstance(op.meta, TensorMeta) and op.args and type(op.args[0]) is Ref:
             known = self.body.name(op.args[0])
             name = known if known.isidentifier() else name

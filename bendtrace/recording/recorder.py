@@ -254,6 +254,9 @@ class Recorder(RecordingMode):
                 raise
             self._keep(error)
             return None
+        finally:
+            if self._inserter is not None:
+                self._inserter.ended()
         if self._observer is not None and self._observer.ended:
             self.tape.block(f"the run was ended early, {self._observer.ended}")
             return None
@@ -624,6 +627,7 @@ class Recorder(RecordingMode):
         self._checkpoints.gated()
         with torch._C.DisableTorchFunction():
             op, args, _ = self._write(function, args, {}, frame)
+            self._writer.writes.watch_memory()
             if self._observer is not None:
                 self._observer.escaped(args)
         return self._as_one(op, function, args, {}, frame)

@@ -101,6 +101,11 @@ class _Step:
     is_known: bool = False
     elements: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
+    @property
+    def result(self) -> Any:
+        """The number or fact that it gives."""
+        return self.value if self.is_known else self.elements.get((), self.op.meta)
+
 
 @dataclass(frozen=True)
 class _Same:
@@ -587,14 +592,24 @@ class Script:
         """
         if all(self._is_of_call(self._name_of(index)) for index in operands):
             return None
-        return self.next_result_of(function)
+        step = self._next_by(function)
+        return None if step is None else (step.result,)
 
-    def next_result_of(self, function: Any) -> tuple[Any] | None:
-        """Return a tuple with the result of the next op; None if it is not by a function."""
-        step = self._steps[self._taken] if self._taken < len(self._steps) else None
-        if step is None or step.op.kind is not OpKind.SCALAR or step.op.target != function:
+    def next_by(self, function: Any) -> tuple[Any, list[int]] | None:
+        """Return the result of the next op, and the ops of its arguments.
+
+        None if the next op is not by a function.
+        """
+        step = self._next_by(function)
+        if step is None:
             return None
-        return (step.value if step.is_known else step.elements.get((), step.op.meta),)
+        return step.result, [self._index_of(step.names.of(index)) for index in step.op.operands]
+
+    def _next_by(self, function: Any) -> _Step | None:
+        """Return the next step, if it is a number or fact by a function."""
+        step = self._steps[self._taken] if self._taken < len(self._steps) else None
+        is_one = step is not None and step.op.kind is OpKind.SCALAR and step.op.target == function
+        return step if is_one else None
 
     def expects(self, guard: Guard) -> bool:
         """Whether a question of the run is the next one of the script."""

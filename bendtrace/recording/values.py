@@ -257,10 +257,10 @@ class Values:
         script, owns = self._writer.script, self.environment.owned
         found = None
         if script is not None and script.is_active:
-            found = script.next_result_of(owns)
+            found = script.next_by(owns)
         if found is not None:
             # What was returned before was none that the model has; this one may be.
-            op = next(one for one in reversed(self.tape.ops) if is_inserted(one))
+            result, (index, *before) = found
         else:
             known = self._writer.known.get(id(tensor))
             if known is None or known.ref is None:
@@ -268,13 +268,26 @@ class Values:
             op = self.tape.ops[known.ref.index]
             if op.index in self.tape.aliases or not is_inserted(op):  # guarded already
                 return
-        before = [
-            Ref(one.index)
-            for one in self.tape.ops[: op.index]
-            if (one.kind is OpKind.INPUT or is_gate(one)) and isinstance(one.meta, TensorMeta)
-        ]
-        looked = self._writer.emit(OpKind.SCALAR, owns, (Ref(op.index), *before), {}, frame)
-        looked.meta = owns(tensor) if found is None else found[0]
+            result, index = owns(tensor), op.index
+            # The model can compare it to nothing that is gone.
+            there = {
+                one.ref.index
+                for one in self._writer.known.values()
+                if one() is not None and one.ref
+            }
+            if script is not None:
+                there -= script.dead.keys()
+            before = [
+                one.index
+                for one in self.tape.ops[:index]
+                if (one.kind is OpKind.INPUT or is_gate(one))
+                and isinstance(one.meta, TensorMeta)
+                and one.index in there
+            ]
+        looked = self._writer.emit(
+            OpKind.SCALAR, owns, tuple(map(Ref, (index, *before))), {}, frame
+        )
+        looked.meta = result
         self._writer.guard(ValueGuard, looked.index, looked.meta, Use.RESULT, frame)
         if looked.meta:
             self.tape.block(

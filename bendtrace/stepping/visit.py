@@ -171,6 +171,9 @@ class Visit:
         """Leave the output as it is (see `Inserter`)."""
         return output
 
+    def ended(self) -> None:
+        """Do nothing after the run (see `Inserter`)."""
+
     def module(
         self, scope: ModuleCall, args: Any, kwargs: dict[str, Any], frame: FrameType,
         run: Callable[..., Any],

@@ -236,6 +236,9 @@ class Inserter(Protocol):
     def ends(self, output: Any, frame: FrameType) -> Any:
         """Called with the output of the function; returns the output of the run."""
 
+    def ended(self) -> None:
+        """Called after the function has returned or raised."""
+
     def module(
         self,
         scope: ModuleCall,

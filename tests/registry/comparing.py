@@ -23,7 +23,7 @@ __all__ = ["compare", "each", "seen"]
 _PLACES = (
     "tests.corpus", "tests.test_guarded", "tests.test_texts", "tests.registry.issues",
     *(f"tests.registry.{name}" for name in (
-        "facts", "joins", "outputs", "sequences", "single_ops",
+        "facts", "filled", "joins", "outputs", "sequences", "single_ops",
     )),
     *(f"tests.borders.{name}" for name in (
         "autograd_functions", "foreign", "hidden_numbers", "scripted", "test_hooks", "test_modes",
@@ -35,18 +35,6 @@ _PLACES = (
 
 # Programs that are wrong in a mode, by its name. Each is a fault of ours that waits for its repair.
 FAULTS = {
-    (
-        "inserted, instead",
-        "facts.a_tensor_whose_data_one_op_sets",
-    ): "the size of a tensor that an op has given other data is not asked for again",
-    (
-        "inserted, backward",
-        "single_ops.ADictThatOneOpFills",
-    ): "the op fills a copy of what it is given",
-    (
-        "inserted, backward",
-        "sequences.NoGradInsideAutocast",
-    ): "an alias of a weight is not in autocast's cache",
     **{
         (mode, "sequences.a_subclass_that_counts_what_it_is_asked"): "it is asked for copies of it"
         for mode in ("saved", "saved gradients", "stepped")
