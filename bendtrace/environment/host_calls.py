@@ -6,13 +6,12 @@ same arguments and for what is watched anyway. All others make the call live tha
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bendtrace.source.bytecode import CONSTANTS, Step, single_steps
+from bendtrace.source.bytecode import CONSTANTS, single_steps
 from bendtrace.tape.plain_numbers import is_of_c, looks_up, objects_by_name
 from bendtrace.torch_rules.host_io import MEASURES
 
@@ -181,7 +180,7 @@ _ON_ERRORS = frozenset(
 
 def uses_standard_codec(frame: types.FrameType) -> bool:
     """Return whether a call of `encode` or `decode` names only what nobody can register."""
-    steps = _steps_of(frame.f_code)
+    steps = single_steps(frame.f_code)
     for number, step in enumerate(steps):
         if step.offset == frame.f_lasti:
             before = [one for one in steps[:number] if one.name != "KW_NAMES"]
@@ -192,8 +191,3 @@ def uses_standard_codec(frame: types.FrameType) -> bool:
                 for one in given
             )
     return False
-
-
-@functools.lru_cache(maxsize=256)
-def _steps_of(code: types.CodeType) -> list[Step]:
-    return list(single_steps(code))

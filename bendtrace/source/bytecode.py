@@ -206,12 +206,22 @@ _IDLE = frozenset({"NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAK
 _LOADS = frozenset({"LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
 
 
-def single_steps(code: CodeType) -> Iterator[Step]:
-    """Yield the effective instructions, with combined ones as two steps.
+def single_steps(code: CodeType) -> tuple[Step, ...]:
+    """Return the effective instructions, with combined ones as two steps.
 
     Since Python 3.13, `STORE_FAST_LOAD_FAST` and similar ones name two local variables; since 3.14,
     `LOAD_FAST_BORROW` is another way of loading one.
     """
+    # Code of two files can be equal, and is told apart by the file.
+    return _single_steps(code, code.co_filename)
+
+
+@functools.lru_cache(maxsize=1024)  # `dis` is slow, and the same code is read for several reasons
+def _single_steps(code: CodeType, file: str) -> tuple[Step, ...]:
+    return tuple(_decoded(code))
+
+
+def _decoded(code: CodeType) -> Iterator[Step]:
     for step in dis.get_instructions(code):
         name = step.opname
         if name in _IDLE:
@@ -345,7 +355,7 @@ def _loops(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
     """Return the loops of code, with their first and last instruction and their counters."""
     if not LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
         return []  # it could see that `assign` was there
-    steps = list(single_steps(code))
+    steps = single_steps(code)
     names = {step.offset: step.name for step in steps}
     counted: list[tuple[int, str]] = []
     for first, second, third, last in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):

@@ -158,7 +158,7 @@ def asking_comparisons(code: CodeType) -> Mapping[int, Asking]:
 
 
 def _find_asking(code: CodeType) -> Iterator[tuple[int, Asking]]:
-    steps = list(single_steps(code))
+    steps = single_steps(code)
     for position, step in enumerate(steps):
         if step.name == "COMPARE_OP" and step.shown.startswith("bool("):
             before = reversed(steps[max(position - 2, 0) : position])
@@ -195,7 +195,7 @@ class _Flow:
 
     def __init__(self, code: CodeType) -> None:
         self._code = code
-        self._steps = list(single_steps(code))
+        self._steps = single_steps(code)
         self._offsets = [step.offset for step in self._steps]
         self._seen: set[str] = set()
 
@@ -300,7 +300,7 @@ def read_names(code: CodeType) -> frozenset[str]:
     """
     known = _found.get(id(code))
     if known is None:
-        steps = list(single_steps(code))
+        steps = single_steps(code)
         names = {step.value for at, step in enumerate(steps) if _is_read(steps, at)}
         names.update(_texts_in(code.co_consts))
         known = _found[id(code)] = (code, frozenset(names))
