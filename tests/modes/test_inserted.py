@@ -145,37 +145,85 @@ def test_what_changes_nothing_changes_nothing(program: Program, kind: str) -> No
         assert kind != "observing" or not report.changed
 
 
-def changed(value: Any) -> Any:
-    """Return other numbers in the place of those that are inside."""
+def _exchange(value: Any, exchange: Callable[[Tensor], Tensor]) -> Any:
     return tree_map(
-        lambda v: v * 0.5 + 1 if isinstance(v, Tensor) and v.is_floating_point() else v, value
+        lambda v: exchange(v) if isinstance(v, Tensor) and v.is_floating_point() else v, value
     )
 
 
-@each("corpus", share=6, start=1)
-def test_a_changed_output_of_a_module_is_what_a_native_hook_makes_of_it(program: Program) -> None:
-    """At the last of the modules inside, which the calls may reach or not."""
+def changed(value: Any) -> Any:
+    """Return other numbers in the place of those that are inside."""
+    return _exchange(value, lambda tensor: tensor * 0.5 + 1)
 
-    if program.name == "corpus.modules_of_forward":
-        pytest.skip("it runs a copy of a module, which has the native hook as well")
 
-    def last(model: Any) -> str | None:
-        inside = [path for path, _ in model.named_modules() if path]
-        return inside[-1] if inside else None
+def changed_in_place(value: Any) -> None:
+    """Change the numbers that are inside."""
+    with torch.no_grad():
+        _exchange(value, lambda tensor: tensor if tensor.is_leaf else tensor.mul_(0.5))
+
+
+class ChangedInputs(Interjection):
+    """Gives nodes other tensors."""
+
+    self_contained = True
+
+    def before(self, at: NodePass, inputs: Inputs) -> Inputs:
+        return Inputs(changed_inputs(None, tuple(inputs)), inputs.kwargs)
+
+
+def changed_inputs(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(changed(arg) if isinstance(arg, Tensor) else arg for arg in args)
+
+
+# What is inserted, and what a native hook does.
+HOOKS: dict[str, tuple[Callable[[], Any], Callable[[nn.Module], Any]]] = {
+    "output": (
+        lambda: changed,
+        lambda module: module.register_forward_hook(lambda module, args, out: changed(out)),
+    ),
+    "output in place": (
+        lambda: changed_in_place,
+        lambda module: module.register_forward_hook(
+            lambda module, args, out: changed_in_place(out)
+        ),
+    ),
+    "inputs": (ChangedInputs, lambda module: module.register_forward_pre_hook(changed_inputs)),
+}
+# They copy or call modules in ways in which native hooks are called as well, or are refused.
+OTHER_HOOKS = {
+    "corpus.modules_of_forward": "it runs a copy of a module, which has the native hook as well",
+    "sequences.GradientsOfADict": "insertions are not called inside of transforms, hooks are",
+    "single_ops.scripted": "a scripted module takes no hooks",
+    "single_ops.frozen": "a scripted module takes no hooks",
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@each("corpus", "single", share=60, start=1)
+def test_what_changes_values_at_modules_does_what_native_hooks_do(
+    program: Program, kind: str
+) -> None:
+    if program.name in OTHER_HOOKS:
+        pytest.skip(OTHER_HOOKS[program.name])
+    make, hook = HOOKS[kind]
+
+    def inside(model: Any) -> dict[str, nn.Module]:
+        parts = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+        return {path: part for path, part in parts.items() if path}
 
     def hooked(model: Any) -> Any:
-        if isinstance(model, nn.Module) and last(model):
-            module = model.get_submodule(last(model))
-            module.register_forward_hook(lambda module, args, output: changed(output))
+        for part in inside(model).values():
+            hook(part)
         return model
 
     def inserted(model: Any) -> bt.BendedModule:
-        bended = bt.BendedModule(model)
-        if isinstance(model, nn.Module) and last(model):
-            bended.interject(last(model), changed, allow_none=True)
+        bended, names = bt.BendedModule(model), inside(model)
+        bended.interject(
+            lambda node: node.is_module and node.qualified_name in names, make(), allow_none=True
+        )
         return bended
 
-    compare(program, "inserted, changed", inserted, hooked)
+    compare(program, f"inserted, {kind}", inserted, hooked)
 
 
 # Gives a dict with numbers for keys: to take it apart asks for these.
