@@ -619,10 +619,10 @@ class Trace(ModelHistory):
                 f"called with arguments {tuple(bound)}, but traced with {expected}"
             )
         traced = self._recording.form
-        if traced and traced != (form := self._signature.form(args, kwargs)):
+        if traced and traced != (form := self._signature.form(args, kwargs, True)):
             raise DivergenceError(
                 f"called with {', '.join(form)}, but traced with {', '.join(traced)}, which the "
-                "function may tell apart"
+                "function, or something inserted, may tell apart"
             )
         values = tuple(bound.values())
         failed = self._program.failing(values)

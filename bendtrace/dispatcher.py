@@ -186,7 +186,7 @@ class Dispatcher:
             if floor.waiting and (runner := self._beside(plan)) is not None and floor.takes():
                 self.stats.live += 1
                 return runner.call(args, kwargs, self.latest_run)
-        names, arguments = self._signature.told_apart(args, kwargs)
+        names, arguments = self.told_apart(args, kwargs, plan)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, known = found
             if known is None and self._signature.has_changed():
@@ -356,7 +356,7 @@ class Dispatcher:
         runner = self._beside(plan)
         if runner is not None:
             return runner.call(args, kwargs, self.latest_run)
-        names, arguments = self._signature.told_apart(args, kwargs)
+        names, arguments = self.told_apart(args, kwargs, plan)
         recording = self._recorded(
             _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
         )
@@ -372,6 +372,12 @@ class Dispatcher:
             known = self._latest_beside = plan, beside(self._known, plan), traces
         return known[1]
 
+    def told_apart(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None
+    ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Return what names the arguments of a call, and the arguments."""
+        return self._signature.told_apart(args, kwargs, plan is not None and plan.sees_inputs)
+
     def forget_insertions(self) -> None:
         """Keep nothing of the insertions of earlier calls."""
         self._latest_beside = None
@@ -379,7 +385,7 @@ class Dispatcher:
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
         """Run the model under the tracer, keep the path, and return the output."""
         self._signature.has_changed()
-        names, arguments = self._signature.told_apart(args, kwargs)
+        names, arguments = self.told_apart(args, kwargs, plan)
         call = _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
         with nullcontext() if plan is None else running(plan):
             return self._record_new(call)

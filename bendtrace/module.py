@@ -579,8 +579,9 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> bended.explain(torch.ones(1)).nearest.new
             False
         """
-        names, arguments = self._signature.told_apart(args, kwargs)
-        tree = self._dispatcher.serving(self._board.plan(args, kwargs), names, arguments)
+        plan = self._board.plan(args, kwargs)
+        names, arguments = self._dispatcher.told_apart(args, kwargs, plan)
+        tree = self._dispatcher.serving(plan, names, arguments)
         return self._dispatcher.explained(tree, names, arguments)
 
     def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:

@@ -1070,6 +1070,7 @@ class InsteadGate(Gate):
     """
 
     role = "instead"
+    calls_node = True
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     @property
@@ -1087,7 +1088,8 @@ class InsteadGate(Gate):
         return call(*args, **kwargs)
 
     def _node(self, *args: Any, **kwargs: Any) -> Any:
-        called: Any = self.at.module or self.at.function
+        # A module without parts, such as an empty `nn.Sequential`, is false.
+        called: Any = self.at.function if self.at.module is None else self.at.module
         try:
             return called(*args, **kwargs)
         except Exception as error:

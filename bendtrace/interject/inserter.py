@@ -179,6 +179,11 @@ class LiveInserter:
         return any("inputs" in slot.forms for slot in self.plan.slots)
 
     @property
+    def sees_inputs(self) -> bool:
+        """Whether an insertion receives arguments as they are passed."""
+        return self.plan.sees_inputs
+
+    @property
     def passes(self) -> dict[str, int]:
         """The number of passes so far, by node."""
         return {path: spot.number for path, spot in self._spots.items()}

@@ -217,6 +217,7 @@ class Plan:
         self.joins: bool = not any(entry.what.needs_paths for entry in self.entries)
         self.key: tuple[bool, frozenset[Slot]] = self.joins, frozenset(self.slots)
         self.can_be_spliced: bool = self.joins and all(map(_can_be_spliced, self.slots))
+        self.sees_inputs: bool = any(not slot.forms.isdisjoint(_INPUTS) for slot in self.slots)
         self.names_places: bool = not any(
             hasattr(slot.place.matcher, "selector") for slot in self.slots
         )
@@ -286,6 +287,10 @@ class Plan:
             if slot.place.role == "state":
                 found.setdefault(slot.place.matcher.name, []).append(slot)
         return {name: tuple(slots) for name, slots in found.items()}
+
+
+# Forms of insertions that receive the arguments of a node as they are passed.
+_INPUTS = frozenset({"before", "instead", "inputs", "backward"})
 
 
 def slots_of(slots: Iterable[Slot], role: str, node: Candidate) -> tuple[Slot, ...]:

@@ -296,7 +296,6 @@ class _Run:
         self._kwargs = kwargs
         self._bended = bended
         self._bound = model._signature.bind(args, kwargs)
-        self._form = model._signature.form(args, kwargs)
         self._rests = Suffixes(model, given, bended)
         self._is_whole = False  # whether the model can be called with these arguments
 
@@ -305,7 +304,7 @@ class _Run:
         plan = self._plan()
         tree: TraceTree = self._model._trees.of(plan)
         with nullcontext() if plan is None else running(plan):
-            chosen = self._chosen(tree)
+            chosen = self._chosen(tree, plan)
             if chosen is not None:
                 run, prepared = chosen
                 self._require_possible(prepared)
@@ -337,12 +336,12 @@ class _Run:
         plan: Plan | None = board.plan(self._args, self._kwargs)
         return plan
 
-    def _chosen(self, tree: TraceTree) -> tuple[KnownRun, Prepared] | None:
+    def _chosen(self, tree: TraceTree, plan: Plan | None) -> tuple[KnownRun, Prepared] | None:
         """Return the run with the required rest; None if the model's own Python has to decide."""
         plain = self._model._trees.plain
         if tree is not plain and not any(tree.programs()):
             self._require_whole(plain)
-        runs = KnownRuns(self._model, tree, self._bound, self._form)
+        runs = KnownRuns(self._model, tree, self._bound, self._form(plan))
         self._is_whole = runs.is_whole
         error: Exception | None = None
         for run in runs:
@@ -358,9 +357,14 @@ class _Run:
             raise error
         return None  # there may be another path
 
+    def _form(self, plan: Plan | None) -> tuple[str, ...]:
+        is_seen = plan is not None and plan.sees_inputs
+        form: tuple[str, ...] = self._model._signature.form(self._args, self._kwargs, is_seen)
+        return form
+
     def _require_whole(self, plain: TraceTree) -> None:
         """Raise for arguments that are too few to call the model, where it has to be called."""
-        if not KnownRuns(self._model, plain, self._bound, self._form).is_whole:
+        if not KnownRuns(self._model, plain, self._bound, self._form(None)).is_whole:
             raise InputError(
                 "nothing has been traced yet with the current insertions, which calls of the "
                 "module splice into the paths that are known without them: call its trace() "

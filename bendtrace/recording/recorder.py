@@ -80,6 +80,7 @@ from bendtrace.torch_rules.functions import (
     SHARING,
     SPECIAL,
     VALUES,
+    calls_node,
     inner_twin,
     is_gate,
     name_of,
@@ -460,7 +461,7 @@ class Recorder(RecordingMode):
             self._writer.ask_unasked(inside=True)
         else:
             out, error = self._tried(op, func, args, kwargs)
-        if not is_gate(op):  # whose error is the call's
+        if not is_gate(op) or calls_node(op):  # the error of another gate is the call's
             self._writer.ask_error(op)
         if error is not None:
             try:

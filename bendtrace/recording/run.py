@@ -98,16 +98,26 @@ class Signature:
         self.sees_forms = self.sees_forms or _sees_forms(self._function)
         return self.sees_forms
 
-    def form(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return how arguments are passed, as far as the function may see it; () if it cannot."""
-        return (f"{len(args)} by position", *kwargs) if self.sees_forms else ()
+    def form(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_seen: bool = False
+    ) -> tuple[str, ...]:
+        """Return how arguments are passed, as far as somebody may see it; () if nobody can.
+
+        Args:
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            is_seen: whether something inserted receives them as they are passed.
+        """
+        return (f"{len(args)} by position", *kwargs) if is_seen or self.sees_forms else ()
 
     def told_apart(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_seen: bool = False
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return the names of the arguments, with their form, and the values."""
+        """Return the names of the arguments, with their form, and the values (see `form`)."""
         names, values = self.arrange(args, kwargs)
-        return (*names, *self.form(args, kwargs)) if self.sees_forms else names, values
+        if is_seen or self.sees_forms:
+            names = (*names, *self.form(args, kwargs, is_seen))
+        return names, values
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, in an order independent of how they were passed."""
@@ -196,7 +206,8 @@ def record(
                 recording = recorder.run(
                     tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
                 )
-                recording.form = signature.form(args, kwargs)
+                is_seen = inserter is not None and inserter.sees_inputs
+                recording.form = signature.form(args, kwargs, is_seen)
                 if joint is not None:
                     joint.ends(recording.result)
                 return recording

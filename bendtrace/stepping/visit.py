@@ -126,6 +126,7 @@ class Visit:
     """
 
     refusal: str
+    sees_inputs = False
     code: Mapping[str, Any] = {}
 
     def __init__(

@@ -225,6 +225,10 @@ class Inserter(Protocol):
     pending: list[Sequence[Any]]  # the values that it needs again, once what is running is over
     code: Mapping[str, Any]  # what it has followed like the model's code, by name
 
+    @property
+    def sees_inputs(self) -> bool:
+        """Whether it may tell apart how the arguments of the function are passed."""
+
     def begins(self, stage: Stage) -> None:
         """Called before the run."""
 

@@ -362,6 +362,11 @@ def is_gate(op: Op) -> bool:
     return is_inserted(op) and getattr(op.target, "stands_for", None) is None
 
 
+def calls_node(op: Op) -> bool:
+    """Return whether an op calls what is inserted instead of a node, which may call the node."""
+    return getattr(op.target, "calls_node", False) is True
+
+
 def is_named_in_place(name: str) -> bool:
     """Return whether a function with such a name returns its argument, changed."""
     return name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))

@@ -35,6 +35,10 @@ _PLACES = (
 
 # Programs that are wrong in a mode, by its name. Each is a fault of ours that waits for its repair.
 FAULTS = {
+    (
+        "inserted, backward",
+        "facts.a_version_that_is_incremented",
+    ): "torch's own error, in the backward pass, names the alias in place of the tensor",
     **{
         (mode, "sequences.a_subclass_that_counts_what_it_is_asked"): "it is asked for copies of it"
         for mode in ("saved", "saved gradients", "stepped")
