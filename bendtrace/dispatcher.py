@@ -437,7 +437,8 @@ class Dispatcher:
                 call = call._replace(tree=self._trees.of(call.plan), splicer=None)
             is_mixed = splicer.is_apart and bool(recording.tape.blockers) and not looks
         elif call.plan is not None and call.plan.has_grown:
-            call = call._replace(tree=self._trees.of(call.plan))
+            names, _ = self.told_apart(call.args, call.kwargs, call.plan)
+            call = call._replace(names=names, tree=self._trees.of(call.plan))
         if is_mixed or self._passes(recording):
             self.stats.live += 1
             output, recording.result = recording.result, None

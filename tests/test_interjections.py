@@ -1748,3 +1748,29 @@ def test_what_stands_for_a_function_is_replayed_unless_that_may_fill_its_argumen
 
 def _double(x: Tensor) -> Tensor:
     return x * 2
+
+
+def test_it_sees_which_arguments_are_passed_by_name() -> None:
+    class Shape(Interjection):
+        self_contained = True
+
+        def before(self, at: NodePass, inputs: Inputs) -> None:
+            seen.append((len(inputs), *inputs.kwargs))
+
+    def model(x: Tensor, scale: int = 2) -> Tensor:
+        return x * scale if x.sum() > 0 else x
+
+    seen: list[Any] = []
+    bended = bt.BendedModule(model)
+    bended.interject("", Shape())
+    x = torch.ones(2)
+    for _ in range(3):
+        assert torch.equal(bended(x, 2), x * 2)
+        assert torch.equal(bended(x, scale=2), x * 2)
+        assert torch.equal(bended(x=x), x * 2)
+    assert seen == [(2,), (1, "scale"), (0, "x")] * 3
+    assert bended.stats.traces == 3
+    trace = bended.trace(x, 2)
+    assert torch.equal(trace.replay(x, 2), x * 2)
+    with pytest.raises(DivergenceError, match="by position"):
+        trace.replay(x, scale=2)
