@@ -32,7 +32,7 @@ from bendtrace.compat.torchwatcher import (
     interject_by_module_class_native,
     interject_by_name,
 )
-from bendtrace.errors import InputError, InterjectionError, NodePathError
+from bendtrace.errors import DivergenceError, InputError, InterjectionError, NodePathError
 from tests.cut import Block, Cut, Cuts, Experts, Refine, assert_as_by_hand, batches, run
 from tests.promise import bits, state
 
