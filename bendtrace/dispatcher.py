@@ -373,7 +373,7 @@ class Dispatcher:
         return known[1]
 
     def told_apart(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: Plan | None
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Return what names the arguments of a call, and the arguments."""
         return self._signature.told_apart(args, kwargs, plan is not None and plan.sees_inputs)

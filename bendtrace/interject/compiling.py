@@ -325,20 +325,15 @@ def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Tur
     entries = gate.entries_in(plan, gate.at.number)
     if isinstance(gate, CountGate):
         return [_counting_turn(gate, entry) for entry in reversed(entries)]
-    in_place = False
+    if isinstance(gate, EntryGate) and entries:
+        where = gate.at.path or "the whole model"
+        raise _Refused(f"{entries[0].what.label} at {where} is told of gradients")
+    if isinstance(gate, EntryGate) or (isinstance(gate, AfterGate) and gate.writes):
+        raise _Refused(f"{gate.described} is called at a node that works in place")
     if isinstance(gate, BeforeGate):
         entries = tuple(reversed(entries))
-    elif isinstance(gate, EntryGate):
-        if entries:
-            where = gate.at.path or "the whole model"
-            raise _Refused(f"{entries[0].what.label} at {where} is told of gradients")
-        in_place = True
-    elif isinstance(gate, AfterGate):
-        in_place = gate.writes
-    else:
+    elif not isinstance(gate, AfterGate):
         raise _Refused(f"{gate.described} is called in the place of what stands there")
-    if in_place:
-        raise _Refused(f"{gate.described} is called at a node that works in place")
     found: list[_Turn] = []
     for entry in entries:
         turn = _turn(gate, entry, args, recording)

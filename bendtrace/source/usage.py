@@ -307,7 +307,7 @@ def read_names(code: CodeType) -> frozenset[str]:
     return known[1]
 
 
-def _is_read(steps: list[Step], at: int) -> bool:
+def _is_read(steps: Sequence[Step], at: int) -> bool:
     """Whether an instruction uses a name, and what it stands for is not only added to."""
     name = steps[at].name
     if name.endswith("_FAST") or not isinstance(steps[at].value, str):
