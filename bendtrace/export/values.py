@@ -104,9 +104,9 @@ Value: TypeAlias = "Tensors | Number | Static | Constant | Outdated | Several"
 
 def parameters_in(kind: type, attributes: Mapping[Any, Any]) -> dict[str, Any]:
     """Return those attributes of a distribution that it can be made from; none of other classes."""
-    if not issubclass(kind, Distribution) or not isinstance(kind.arg_constraints, dict):
+    names: Any = kind.arg_constraints if issubclass(kind, Distribution) else None
+    if not isinstance(names, dict):  # some classes have a property
         return {}
-    names = kind.arg_constraints
     if inspect.signature(kind).parameters.keys() - names - {"validate_args"}:
         return {}
     return {name: attributes[name] for name in names if name in attributes}

@@ -636,6 +636,7 @@ def output_of(value: Any, ops: SegmentOps, part: Given, told: list[str]) -> Valu
 
 def _instance(value: Instance, ops: SegmentOps, part: Given, told: list[str]) -> Value:
     name, kind = value.cls.__name__, value.cls
+    given: Mapping[Any, Any]
     if issubclass(kind, tuple):
         kind, given = tuple, dict(enumerate(value.items))
     elif issubclass(kind, dict):
