@@ -70,6 +70,8 @@ class Selector:
 @Listed
 def func(name: str) -> Selector:
     """Select the results of a function."""
+    if not isinstance(name, str):
+        raise TypeError(f"func() takes a string function name, not {name!r}")
     word = "".join(char for char in name.lower() if char.isalnum())
 
     def is_of(node: Candidate) -> bool:
