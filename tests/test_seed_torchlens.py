@@ -896,6 +896,7 @@ def test_a_log_is_read_with_the_names_of_torchlens_2() -> None:
     assert log.layer_labels == ["input_1", "linear_1_1", "relu_1_2", "linear_2_3", "output_1"]
     assert log.input_layers + log.output_layers == ["input_1_0", "output_1_4"]
     assert "relu_1_2" in log.saved_ops
+    assert dict(log.saved_ops) == dict(log.saved_ops.items())
     assert "linear_1_1" not in log.saved_ops
     relu = log["relu_1"]
     assert (relu.func_name, relu.num_passes, relu.is_input) == ("relu", 1, False)

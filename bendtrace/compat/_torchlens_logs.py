@@ -329,6 +329,16 @@ class Accessor(list[Any]):
         """Return the labels of the items."""
         return [one.label for one in self]
 
+    keys = labels
+
+    def values(self) -> list[Any]:
+        """Return the items."""
+        return list(self)
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return the items with their labels."""
+        return [(one.label, one) for one in self]
+
     def to_pandas(self) -> Any:
         """Return the public fields of the items as a `pandas.DataFrame`."""
         rows = [getattr(one, "_asdict", lambda one=one: vars(one))() for one in self]
