@@ -39,30 +39,10 @@ from torch import Tensor
 from bendtrace._trace import ModelHistory, positional, run_logged
 from bendtrace._trace import load as load_log
 from bendtrace.calls import Call, own_copy
-from bendtrace.compat import _torchlens_debug
+from bendtrace.compat import _torchlens_debug, _torchlens_selectors
 from bendtrace.compat._torchlens_logs import Accessor, Log, Op, TraceLog, with_names
-from bendtrace.compat._torchlens_selectors import (
-    Change,
-    Listed,
-    Selector,
-    clamp,
-    contains,
-    func,
-    in_module,
-    label,
-    mean_ablate,
-    module,
-    noise,
-    project_off,
-    project_onto,
-    regex,
-    replace_with,
-    scale,
-    steer,
-    when,
-    where,
-    zero_ablate,
-)
+from bendtrace.compat._torchlens_selectors import *  # noqa: F403
+from bendtrace.compat._torchlens_selectors import Change, Listed, Selector
 from bendtrace.errors import InputError
 from bendtrace.history.capture import SaveOptions
 from bendtrace.module import BendedModule
@@ -71,13 +51,13 @@ from bendtrace.preserved_state import PreservedState
 from bendtrace.view.picture import Picture
 
 __all__ = [
-    "Accessor", "Bundle", "CaptureOptions", "ModelHistory", "Op", "Trace", "bundle", "clamp",
-    "contains", "debug", "extract", "func", "get_model_metadata", "in_module", "label", "load",
-    "log_forward_pass", "mean_ablate", "module", "noise", "options", "pluck", "project_off",
-    "project_onto", "regex", "replace_with", "save", "scale", "show_model_graph", "steer", "trace",
-    "validate", "validate_forward_pass", "validate_saved_activations", "when", "where",
-    "zero_ablate",
+    "Accessor", "Bundle", "CaptureOptions", "ModelHistory", "Op", "Trace", "bundle", "debug",
+    "extract", "get_model_metadata", "load", "log_forward_pass", "options", "pluck", "save",
+    "show_model_graph", "trace", "validate", "validate_forward_pass",
+    "validate_saved_activations",
 ]  # fmt: skip
+__all__ += _torchlens_selectors.__all__
+__all__.sort()
 __dir__ = __all__.copy
 
 Trace: TypeAlias = TraceLog
