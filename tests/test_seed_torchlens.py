@@ -1067,6 +1067,9 @@ def test_changes_by_hooks_and_modules_of_a_log() -> None:
     labels = ["input_1", "linear_1_1", "relu_1_2", "linear_1_1", "relu_1_2"]
     assert log["self"].ops == [*labels, "sub_1_3", "sub_2_4", "truediv_1_5", "output_1"]
     assert log.modules["inner:2"].ops == ["linear_1_1:2", "relu_1_2:2"]
+    some = lens.trace(model, x, save=lens.module("inner.0:2"))
+    assert some.saved_module_calls.labels() == ["inner.0:2"]
+    assert (some.num_saved_module_calls, log.num_saved_module_calls) == (1, 6)
     plain = lens.trace(model, x)
     plain.attach_hooks(lens.func("relu"), torch.zeros_like, lambda value: value + 3)
     assert plain.replay()["relu_1:2"].out.eq(3).all()

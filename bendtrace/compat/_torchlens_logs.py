@@ -525,6 +525,10 @@ _OF_LOGS: dict[str, Callable[[Any], Any]] = {
     "total_gradient_memory": lambda log: sum(
         one.memory for entry in log.layer_list for one in entry.grads
     ),
+    "saved_module_calls": lambda log: Accessor(
+        one for one in log.modules if any(log[label].has_contents for label in one.outputs)
+    ),
+    "num_saved_module_calls": lambda log: len(log.saved_module_calls),
     "has_gradients": lambda log: bool(log.saved_grad_ops),
     "num_tensors": lambda log: len(log.layer_list),
     "num_ops": lambda log: sum(entry.kind == "op" for entry in log.layer_list),
