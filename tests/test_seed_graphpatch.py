@@ -357,7 +357,7 @@ def test_a_call_has_the_name_that_the_module_is_called_by() -> None:
         "two.output": linear(x), "list_2.output": listed, "one_1.output": linear(listed),
         "chain.sub_0.linear": linear(whole), "chain.sub_2.output": end,
     }  # fmt: skip
-    for again in (pg, pickle.loads(pickle.dumps(pg))):
+    for again in (pg, pickle.loads(pickle.dumps(pg)), PatchableGraph(model, x)):
         probes = {name: ProbePatch() for name in values}
         with again.patch(probes):
             again(x)
@@ -365,6 +365,33 @@ def test_a_call_has_the_name_that_the_module_is_called_by() -> None:
             assert torch.equal(probes[name].activation, value), name
     with pg.patch({"one_1.weight": ZeroPatch(), "one_1.bias": ZeroPatch()}):
         assert torch.equal(pg(x), end)
+
+
+class Backwards(nn.ModuleList):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(len(self) - 1 - index)
+
+
+class Indirect(nn.Module):
+    """Calls a module by items of its own kind, or through a variable for another module."""
+
+    def __init__(self, by_item: bool) -> None:
+        super().__init__()
+        self.one = nn.Tanh()
+        self.holder = nn.Module()
+        self.holder.one = self.one
+        self.items = Backwards([self.one, nn.ReLU(), self.one])
+        self.by_item = by_item
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.holder
+        return self.one(x) + (self.items[0](x) if self.by_item else held.one(x))
+
+
+@pytest.mark.parametrize("by_item", [True, False])
+def test_what_only_looks_like_a_name_is_none(by_item: bool) -> None:
+    pg = PatchableGraph(Indirect(by_item), torch.ones(1, 2))
+    assert [name for name in pg.graph if "call" in name] == ["one_call", "one_call_1"]
 
 
 def test_calls_of_a_module_whose_name_no_code_shows_are_not_numbered() -> None:
