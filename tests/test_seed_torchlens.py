@@ -883,6 +883,10 @@ def test_saved_logs_have_the_same_names(three: Any, tmp_path: Path) -> None:
     assert loaded.op_labels == log.op_labels
     assert loaded["relu_1"].out.equal(log["relu_1"].out)
     assert loaded.modules["1"].class_name == "ReLU"
+    assert loaded.modules["0:1"].ops == ["linear_1_1:1"]
+    assert loaded["relu_1"].intervention_replaced is None
+    assert list(loaded["relu_1"].grads) == []
+    assert loaded.find_nan() == log.find_nan()
     names = [name for name, _ in three.named_parameters()]
     assert sorted(loaded.params.to_pandas()["name"]) == sorted(names)
     assert lens.validate(three, torch.ones(4, 2))

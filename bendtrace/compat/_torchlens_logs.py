@@ -112,8 +112,9 @@ class Op(LayerEntry):
     def grads(self) -> Gradients:
         """The gradients of the passes that `log_backward` has run."""
         found, log = Gradients(), cast("Any", self._about())
-        source = log[self.parents[0]] if self.kind == "output" and self.parents else self
-        for number, record in enumerate(getattr(log, "backward_passes", ()), 1):
+        passes = () if log is None else log.backward_passes
+        source = log[self.parents[0]] if passes and self.kind == "output" and self.parents else self
+        for number, record in enumerate(passes, 1):
             at = record._graph.place(source)
             node = None if at is None else record.all_nodes[at[0]]
             if at is not None and node is not None and node.order is not None:
