@@ -27,7 +27,8 @@ _FX = frozenset(
     os.path.join(os.path.dirname(torch.__file__), "fx", *parts)
     for parts in (("_symbolic_trace.py",), ("experimental", "proxy_tensor.py"))
 )
-# How modules find items among those that they hold.
+# How modules call one after the other those that they hold, and how they find items among them.
+_CHAIN = nn.Sequential.forward.__code__
 _ITEMS = [kind.__getitem__ for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict)]
 
 
@@ -106,7 +107,7 @@ class Scopes:
         if owner is None:
             return ""
         iterates = getattr(type(owner), "__iter__", None) is nn.Sequential.__iter__
-        if iterates and frame.f_code is nn.Sequential.forward.__code__:
+        if iterates and frame.f_code is _CHAIN:
             keys: Any = [(sum(call.parent is outer for call in self._tape.calls), True)]
         else:
             keys = called_by(frame, owner)
