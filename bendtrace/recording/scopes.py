@@ -16,6 +16,7 @@ from bendtrace.environment.executed import Ran
 from bendtrace.recording.encoding import Encoder
 from bendtrace.recording.values import Values
 from bendtrace.recording.writer import Known, Writer
+from bendtrace.source.internals import internal
 from bendtrace.source.statements import called_by
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import ModuleCall
@@ -28,7 +29,7 @@ _FX = frozenset(
     for parts in (("_symbolic_trace.py",), ("experimental", "proxy_tensor.py"))
 )
 # How modules call one after the other those that they hold, and how they find items among them.
-_CHAIN = nn.Sequential.forward.__code__
+_CHAIN = internal("torch.nn.Sequential.forward.__code__")
 _ITEMS = [kind.__getitem__ for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict)]
 
 
