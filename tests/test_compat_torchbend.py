@@ -292,6 +292,28 @@ def test_programs_of_several_methods_take_parameters(x: Tensor) -> None:
         scripted.decode(x)
 
 
+class Sampler(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.pre(x)
+        kind = torch.distributions.Normal if x.sum() > 0 else torch.distributions.Laplace
+        return {"made": [kind(y, torch.ones_like(y))], "y": (y,)}
+
+
+def test_a_program_returns_the_distributions_of_the_method(x: Tensor) -> None:
+    bended, x = tb.BendedModule(Sampler()), x.abs()
+    bended.trace(x=x)
+    bended.bend(tb.Scale(2.0), "pre$")
+    scripted = bended.script()
+    assert tb.compare_outs(scripted(x=x * 2), bended(x * 2))
+    assert type(scripted(x=x)["made"][0]) is torch.distributions.Normal
+    with pytest.raises(InputError, match="returned a Normal when it was traced, and no program"):
+        bended.script(((), {"x": -x}))(x=-x)
+
+
 def test_outputs_are_compared_by_kind_and_value() -> None:
     normal = torch.distributions.Normal
     one, near = torch.ones(2), torch.ones(2) + 2e-5

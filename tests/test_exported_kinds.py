@@ -53,6 +53,32 @@ def test_augmented_assignments_to_an_index_out_of_a_tensor() -> None:
         assert_equal(made, model, torch.randn(3, 2), torch.tensor([k]))
 
 
+def test_of_a_distribution_the_parameters_are_returned() -> None:
+    kinds = torch.distributions
+
+    def model(x: Tensor) -> Any:
+        return (kinds.Normal(x * 2 if x[0] > 0 else x, 1.0), [kinds.Bernoulli(logits=x)])
+
+    x = torch.ones(2)
+    made = exported(model, x, -x)
+    assert made.notes == (
+        "in place of a Normal it returns a dict", "in place of a Bernoulli it returns a dict"
+    )  # fmt: skip
+    normal, (bernoulli,) = made(x)
+    assert (list(normal), list(bernoulli)) == (["loc", "scale"], ["logits"])
+    assert torch.equal(normal["loc"], x * 2)
+    assert difference(made(x), model(x)) is None
+    assert difference(made(x), model(x * 3)) is not None
+    with pytest.raises(ExportError, match="a Normal of 2 and a Laplace of 2"):
+        exported(lambda x: kinds.Normal(x, 1) if x[0] > 0 else kinds.Laplace(x, 1), x, -x)
+    for other in (
+        lambda x: kinds.Independent(kinds.Normal(x, 1), 1), lambda x: kinds.LogNormal(x, 1),
+        lambda x: kinds.RelaxedBernoulli(x[0], logits=x), lambda x: kinds.ContinuousBernoulli(x),
+    ):  # fmt: skip
+        with pytest.raises(ExportError, match=r"(Independent|LogNormal|Bernoulli): return tensors"):
+            exported(other, x)
+
+
 def test_sides_of_another_type_are_refused_and_signs_of_zero_kept() -> None:
     with pytest.raises(ExportError, match="a tuple of 2 and a list of 2"):
         exported(lambda x: (x, x) if x[0] > 0 else [x, x], torch.ones(2), -torch.ones(2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import re
 import rlcompleter
 from typing import Any
@@ -310,13 +311,95 @@ class Names(nn.Module):
 
 def test_only_the_names_of_graphpatch_are_names() -> None:
     pg = PatchableGraph(Names(), torch.ones(1, 2))
-    assert list(pg.graph)[-5:] == ["add_5", "second_call", "second_call_1", "mul_3", "output"]
+    assert list(pg.graph)[-5:] == ["add_5", "third", "second", "mul_3", "output"]
     assert "add_1_3" in {entry.name for entry in bt.trace(pg.model, torch.ones(1, 2)).entries}
     for path in (
-        "add_1_3", "first.weight.0", "add:2", "third.output", "second.output", "second_1.output",
+        "add_1_3", "first.weight.0", "add:2", "third_1.output", "second_1.output",
         "first", "output.sub_0", ".add", "first_3.output", re.compile("add"), bt.trace, nn.Linear,
     ):  # fmt: skip
         with pytest.raises((NodePathError, bt.errors.InputError)):
+            pg.patch({path: ZeroPatch()})
+
+
+class Shared(nn.Module):
+    """One module under six names, called by all of them."""
+
+    def __init__(self, hidden: bool = False) -> None:
+        super().__init__()
+        self.one = self.two = nn.Linear(2, 2)
+        self.list = nn.ModuleList([self.one, nn.Tanh(), self.one])
+        self.chain = nn.Sequential(self.one, nn.Tanh(), self.one)
+        self.hidden = hidden
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.two(x) + self.one(x)
+        for i in range(3):
+            x = self.list[i](x)
+        layers = self.list if self.hidden else []
+        for layer in layers:
+            x = layer(x)
+        return self.chain(self.list[-1](x)) + self.one(x)
+
+
+def test_a_call_has_the_name_that_the_module_is_called_by() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), torch.ones(1, 2)
+    pg = PatchableGraph(model, x)
+    names = "two one add list_0 list_1 list_2 list_2_1 chain one_1 add_1 output".split()
+    assert list(pg.graph)[1:] == names
+    assert list(pg.graph.chain) == ["input", "sub_0", "sub_1", "sub_2", "output"]
+    linear = model.one
+    start = linear(x) + linear(x)
+    listed = linear(torch.tanh(linear(start)))
+    whole = linear(listed)
+    end = linear(torch.tanh(linear(whole)))
+    values = {
+        "two.output": linear(x), "list_2.output": listed, "one_1.output": linear(listed),
+        "chain.sub_0.linear": linear(whole), "chain.sub_2.output": end,
+    }  # fmt: skip
+    for again in (pg, pickle.loads(pickle.dumps(pg)), PatchableGraph(model, x)):
+        probes = {name: ProbePatch() for name in values}
+        with again.patch(probes):
+            again(x)
+        for name, value in values.items():
+            assert torch.equal(probes[name].activation, value), name
+    with pg.patch({"one_1.weight": ZeroPatch(), "one_1.bias": ZeroPatch()}):
+        assert torch.equal(pg(x), end)
+
+
+class Backwards(nn.ModuleList):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(len(self) - 1 - index)
+
+
+class Indirect(nn.Module):
+    """Calls a module by items of its own kind, or through a variable for another module."""
+
+    def __init__(self, by_item: bool) -> None:
+        super().__init__()
+        self.one = nn.Tanh()
+        self.holder = nn.Module()
+        self.holder.one = self.one
+        self.items = Backwards([self.one, nn.ReLU(), self.one])
+        self.by_item = by_item
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.holder
+        return self.one(x) + (self.items[0](x) if self.by_item else held.one(x))
+
+
+@pytest.mark.parametrize("by_item", [True, False])
+def test_what_only_looks_like_a_name_is_none(by_item: bool) -> None:
+    pg = PatchableGraph(Indirect(by_item), torch.ones(1, 2))
+    assert [name for name in pg.graph if "call" in name] == ["one_call", "one_call_1"]
+
+
+def test_calls_of_a_module_whose_name_no_code_shows_are_not_numbered() -> None:
+    pg = PatchableGraph(Shared(hidden=True), torch.ones(1, 2))
+    assert "list_2_call" in pg.graph
+    assert "list_2" not in pg.graph
+    for path in ("one.output", "one_1.output", "list_2.output"):
+        with pytest.raises(NodePathError, match="no node"):
             pg.patch({path: ZeroPatch()})
 
 

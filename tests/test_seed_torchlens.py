@@ -712,7 +712,7 @@ def test_operators_have_the_labels_of_torchlens_2_36() -> None:
         "remainder_1_6", "floordivide_2_7", "pow_2_8", "div_1_9", "remainder_2_10",
         "floordivide_3_11", "detach_1_12", "output_1",
     ]  # fmt: skip
-    assert next(iter(log.saved_ops)) == "truediv_1_1"
+    assert log.saved_ops.labels()[0] == "truediv_1_1"
 
 
 lens = tl.compat.torchlens
@@ -732,7 +732,7 @@ def test_the_options_of_the_first_releases_do_what_they_say(three: Any, tmp_path
         save_gradients=True, vis_opt="rolled", vis_nesting_depth=1, vis_fileformat="svg",
         vis_outpath=tmp_path / "run", vis_save_only=True, vis_direction="leftright", random_seed=1,
     )  # fmt: skip
-    assert list(log.saved_ops) == ["linear_1_1", "linear_2_3", "output_1_4"]
+    assert log.saved_ops.labels() == ["linear_1_1", "linear_2_3", "output_1_4"]
     assert log["linear_1"].tensor_contents.equal(three[0](x).sum())
     assert (tmp_path / "run.svg").read_text() == log.picture.svg
     assert log["relu_1"].max_distance_from_output == 2
@@ -799,7 +799,7 @@ def test_selectors_choose_what_is_saved(three: Any) -> None:
     ]:
         log = lens.trace(three, x, save=where)
         # What the model returns is also the result of its last layer.
-        assert list(log.saved_ops) == list(dict.fromkeys([*found, "linear_2_3", "output_1_4"]))
+        assert log.saved_ops.labels() == list(dict.fromkeys([*found, "linear_2_3", "output_1_4"]))
         assert log.find_sites(where).labels() == found
     ended = lens.trace(three, x, halt=lens.in_module("1"))
     assert ended.layer_list[-1].label == "relu_1_2"
@@ -813,7 +813,7 @@ def test_gradients_are_kept_where_they_are_asked_for(three: Any) -> None:
     capture = lens.options.CaptureOptions(save_grads=lens.func("relu"))
     log = lens.trace(three, torch.ones(4, 2), capture=capture)
     log.log_backward(log["output_1"].out.sum())
-    assert list(log.saved_grad_ops) == ["relu_1_2"]
+    assert log.saved_grad_ops.labels() == ["relu_1_2"]
     assert log["relu_1"].grad.equal(three[2].weight.expand(4, 3))
 
 
@@ -883,6 +883,10 @@ def test_saved_logs_have_the_same_names(three: Any, tmp_path: Path) -> None:
     assert loaded.op_labels == log.op_labels
     assert loaded["relu_1"].out.equal(log["relu_1"].out)
     assert loaded.modules["1"].class_name == "ReLU"
+    assert loaded.modules["0:1"].ops == ["linear_1_1:1"]
+    assert loaded["relu_1"].intervention_replaced is None
+    assert list(loaded["relu_1"].grads) == []
+    assert loaded.find_nan() == log.find_nan()
     names = [name for name, _ in three.named_parameters()]
     assert sorted(loaded.params.to_pandas()["name"]) == sorted(names)
     assert lens.validate(three, torch.ones(4, 2))
@@ -896,6 +900,7 @@ def test_a_log_is_read_with_the_names_of_torchlens_2() -> None:
     assert log.layer_labels == ["input_1", "linear_1_1", "relu_1_2", "linear_2_3", "output_1"]
     assert log.input_layers + log.output_layers == ["input_1_0", "output_1_4"]
     assert "relu_1_2" in log.saved_ops
+    assert dict(log.saved_ops) == dict(log.saved_ops.items())
     assert "linear_1_1" not in log.saved_ops
     relu = log["relu_1"]
     assert (relu.func_name, relu.num_passes, relu.is_input) == ("relu", 1, False)
@@ -969,3 +974,140 @@ def test_a_tuple_is_one_argument_of_a_model_that_takes_one() -> None:
     one, other = torch.ones(2), torch.full((2,), 3.0)
     assert torch.equal(tl.log_forward_pass(added, (one, other)).output, one + other)
     assert torch.equal(tl.log_forward_pass(torch.add, (one, other)).output, one + other)
+
+
+class Halves(nn.Module):
+    """A loop, and a division that gives NaN for ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.inner[0].weight.data.copy_(torch.eye(2))
+        self.inner[0].bias.data.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.inner(x)
+        return (x - 1) / (x - 1)
+
+
+def test_the_first_value_that_is_not_finite_is_found() -> None:
+    model, x = Halves(), torch.tensor([[1.0, 2.0]])
+    log = lens.trace(model, x)
+    found = log.find_nan()
+    assert (found.found, found.label, found.kind) == (True, "truediv_1_5", "nan")
+    assert found.op.out.isnan().tolist() == [[True, False]]
+    assert found.source_line.startswith(__file__)
+    assert log.first_nonfinite().startswith("First non-finite value: truediv_1_5 is nan, shape=")
+    assert lens.debug.find_nan(model, x).label == "truediv_1_5"
+    finite = lens.debug.bisect_nan(lens.trace(model, x * 2))
+    assert (finite.found, finite.scope) == (False, "saved activations")
+    some = lens.trace(model, x, save=lens.func("truediv")).find_nan()
+    assert some.uncertainty_zone[:2] == ("sub_1_3", "sub_2_4")
+    few = lens.trace(model, x * 2, save=lens.func("linear")).find_nan()
+    assert "Re-trace with save=" in few.message
+
+
+def test_runs_are_diagnosed_in_tables() -> None:
+    pytest.importorskip("pandas")
+    model, x = Halves(), torch.rand(3, 2) + 2
+    log, other = lens.trace(model, x), lens.trace(model, x * 2)
+    found = lens.debug.lineage(log, "relu_1:1", max_depth=1)
+    assert [row[:2] for row in found.nodes] == [("relu_1_2:1", 0), ("linear_1_1:1", 1)]
+    below = lens.debug.lineage(log, "sub_2", direction="descendants").nodes
+    assert [row[0] for row in below] == ["sub_2_4:1", "truediv_1_5:1", "output_1:1"]
+    assert lens.debug.lineage(log, "conv").nodes == []
+    same, frame = lens.debug.compare(log, log), lens.debug.compare(log, other)
+    assert same.attrs["matched"] == len(same) == len(log.layer_list)
+    assert frame.attrs["value_diverged"] >= 1
+    assert frame.set_index("op").loc["input_1:1", "max_abs"] == pytest.approx(float(x.max()))
+    dead = lens.debug.dead_neurons(log, threshold=1e9).set_index("op")
+    assert dead.loc["relu_1_2:2"].tolist()[:4] == [2, 2, 1.0, [0, 1]]
+    assert set(lens.debug.dead_neurons(log, dim=7)["reason"]) == {"invalid-dim"}
+    path = lens.debug.hot_path(log, by="memory")
+    assert path["total_cost"].sum() == sum(one.nbytes for one in log.layer_list if one.kind == "op")
+    assert path["pct_total"].sum() == pytest.approx(100)
+    with pytest.raises(tl.errors.InputError, match="flops, memory, duration"):
+        lens.debug.hot_path(log, by="time")
+    assert lens.debug.gradient_flow_audit(log).attrs["message"].startswith("no saved gradients")
+
+
+def test_each_logged_backward_pass_has_gradients_of_its_own() -> None:
+    pytest.importorskip("pandas")
+    log = lens.trace(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(1, 2), save_grads=True)
+    assert log.save_grads is True
+    loss = log["output_1"].out.sum()
+    log.log_backward(loss, retain_graph=True)
+    entry = log["tanh_1"]
+    once = entry.grad.clone()
+    log.log_backward(loss * 3)
+    assert [(one.ordinal, one.backward_pass_index) for one in entry.grads] == [(1, 1), (2, 2)]
+    assert entry.grad_for(bwd=1).equal(once)
+    assert entry.grads.for_pass(2).grad.equal(once * 3)
+    with pytest.raises(ValueError, match=r"use op\.grads\[\.\.\.\] / op\.grad_for\(bwd=k\)"):
+        entry.grad  # noqa: B018
+    with pytest.raises(KeyError, match="backward pass 3"):
+        entry.grad_for(bwd=3)
+    memory = sum(one.memory for op in log.saved_grad_ops for one in op.grads)
+    assert log.total_gradient_memory == log.total_backward_memory == memory > 0
+    assert lens.debug.gradient_flow_audit(log).attrs["message"].startswith("bwd is required")
+    frame = lens.debug.gradient_flow_audit(log, bwd=2, exploding_threshold=4.0).set_index("op")
+    assert frame.loc["tanh_1_2:1", "grad_norm"] == pytest.approx(3 * 2**0.5)
+    assert list(frame.index[frame["exploding"]]) == ["tanh_1_2:1", "output_1:1"]
+    log.cleanup()
+    assert not log.saved_ops
+    assert not log.backward_passes
+
+
+def test_changes_by_hooks_and_modules_of_a_log() -> None:
+    model, x = Halves(), torch.rand(1, 2) + 2
+    hooks = {lens.func("relu"): lens.zero_ablate(), "sub_2": lens.scale(2)}
+    log = lens.trace(model, x, hooks=hooks)
+    changed = [one.label for one in log.layer_list if one.intervention_replaced]
+    assert changed == ["relu_1_2:1", "relu_1_2:2", "sub_2_4"]
+    assert log["relu_1:2"].out.eq(0).all()
+    assert log["sub_2"].out.eq(-2).all()
+    assert log["relu_1:1"].modules == ["inner:1", "inner.1:1"]
+    labels = ["input_1", "linear_1_1", "relu_1_2", "linear_1_1", "relu_1_2"]
+    assert log["self"].ops == [*labels, "sub_1_3", "sub_2_4", "truediv_1_5", "output_1"]
+    assert log.modules["inner:2"].ops == ["linear_1_1:2", "relu_1_2:2"]
+    some = lens.trace(model, x, save=lens.module("inner.0:2"))
+    assert some.saved_module_calls.labels() == ["inner.0:2"]
+    assert (some.num_saved_module_calls, log.num_saved_module_calls) == (1, 6)
+    plain = lens.trace(model, x)
+    plain.attach_hooks(lens.func("relu"), torch.zeros_like, lambda value: value + 3)
+    assert plain.replay()["relu_1:2"].out.eq(3).all()
+    assert plain.resolve_sites(lens.func("relu")).labels() == ["relu_1_2:1", "relu_1_2:2"]
+    with pytest.raises(tl.errors.InputError, match="2 layers are selected"):
+        plain.resolve_sites(lens.func("relu"), max_fanout=1)
+    with pytest.raises(TypeError, match="string function name"):
+        lens.func(3)
+
+
+def test_bundles_get_and_lose_members(three: Any) -> None:
+    one, two, more = (lens.trace(three, torch.rand(1, 2)) for _ in range(3))
+    bundle = lens.bundle({"one": one})
+    assert bundle.add(two, "two").add([more], ["more"]).names == ["one", "two", "more"]
+    assert bundle.remove(two) is two
+    assert bundle.remove(["more"]) == [more]
+    for wrong in (one, "two", ["one"]):
+        with pytest.raises(tl.errors.InputError, match="logs other than 'one' are removed"):
+            bundle.remove(wrong)
+    with pytest.raises(tl.errors.InputError, match="a log 'one' already"):
+        bundle.add(two, "one")
+
+
+def test_values_are_shown_as_pictures() -> None:
+    pytest.importorskip("matplotlib")
+    log = lens.trace(nn.Identity(), torch.rand(1, 3, 4, 5))
+    shapes = {}
+    for method in ("auto", "heatmap", "channels", "rgb", "hist"):
+        axes = log.layers[0].show(method).axes
+        shapes[method] = [image.get_array().shape for axis in axes for image in axis.images]
+    plane = (4, 5)
+    assert shapes == {
+        "auto": [plane], "heatmap": [plane], "channels": [plane] * 3, "rgb": [(4, 5, 3)], "hist": []
+    }  # fmt: skip
+    for method, shape in (("rgb", (4, 5)), ("heatmap", (3,)), ("bars", (3,))):
+        with pytest.raises(tl.errors.InputError):
+            lens.trace(nn.Identity(), torch.rand(shape)).layers[0].show(method)

@@ -27,6 +27,7 @@ from bendtrace.compat.torchwatcher import (
     interject_by_module_class_native,
     interject_by_name,
 )
+from bendtrace.errors import NodePathError
 from bendtrace.rewriting import replace_module, replace_module_native
 from tests import seeds
 from tests.promise import bits, state
@@ -114,6 +115,72 @@ def test_a_wrapped_interjection_sees_input_and_output(capsys: Any) -> None:
     watched = interject_by_name(Chain(), "relu", Difference())
     for _ in range(2):
         assert torch.equal(watched(x), (x.sin().relu() - x.sin()).exp())
+
+
+class InPlace(nn.Module):
+    """A module that works in place, and a loop over functions of the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.relu = nn.Linear(3, 3), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.fc(x))
+        for _ in range(2):
+            x = F.relu(x - 0.1)
+        return x
+
+
+class Scaled(WrappedForwardInterjection):
+    """Has a parameter and a mode of its own, and keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.drop = nn.Parameter(torch.ones(1)), nn.Dropout()
+        self.given: dict[str, Any] = {}
+
+    def process(self, name: str, module: Any, inputs: Any, outputs: Any) -> Tensor:
+        self.given[name] = inputs, outputs
+        return outputs * self.factor
+
+
+def test_inputs_of_modules_that_work_in_place_are_those_before() -> None:
+    model, x = InPlace(), torch.randn(4, 3)
+    scaled = Scaled()
+    watched = interject_by_name(model, "relu", scaled)
+    for _ in range(3):
+        assert torch.equal(watched(x), model(x))
+        before, after = scaled.given["relu"]
+        assert torch.equal(before, model.fc(x))
+        assert torch.equal(after, model.fc(x).relu())
+        assert before.lt(0).any()
+
+
+def test_a_round_of_a_loop_has_its_name_in_the_graph_and_labels_of_others_are_no_names() -> None:
+    model, x = InPlace(), torch.randn(4, 3)
+    value = model.fc(x).relu()
+    for name in ("relu_1", "relu_2"):
+        value = (value - 0.1).relu()
+        scaled = Scaled()
+        interject_by_name(model, name, scaled)(x)
+        assert list(scaled.given) == [name]
+        assert torch.equal(scaled.given[name][1], value)
+    for label in ("relu_1_2", "relu_1:1", "linear_1_1", "relu.relu", "fc.linear"):
+        with pytest.raises(NodePathError, match="no known node"):
+            interject_by_name(model, label, Scaled())(x)
+
+
+def test_an_interjection_belongs_to_the_watched_model() -> None:
+    scaled = Scaled()
+    watched = interject_by_name(InPlace(), "relu", scaled)
+    assert any(one is scaled.factor for one in watched.parameters())
+    assert len(watched.state_dict()) == 3
+    watched.eval()
+    assert not scaled.drop.training
+    watched.train()
+    assert scaled.drop.training
+    watched.double()
+    assert scaled.factor.dtype is torch.float64
 
 
 def test_gradients_of_a_functional_call_are_captured(capsys: Any) -> None:

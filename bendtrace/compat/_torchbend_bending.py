@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.fx import Graph
 
 from bendtrace import bends
@@ -52,6 +53,7 @@ from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
 from bendtrace.paths.nodes import Text
 from bendtrace.paths.view import Node, NodePath
+from bendtrace.tape.structure import Instance
 from bendtrace.torch_rules.owners import module_of
 
 # The methods of one model, called along paths of their own.
@@ -306,7 +308,9 @@ class ModuleWithMethods(core.BendedModule):
         if fn is not None:
             names = [fn] * bool(self._traced(fn))
         given = {name: inputs or (self._inputs[name],) for name in names}
-        return Scripted(copy.deepcopy(self) if self.controllables else self, given, options)
+        outputs = {name: self._trace_of(name)._recording.root.output for name in names}
+        bended = copy.deepcopy(self) if self.controllables else self
+        return Scripted(bended, given, outputs, options)
 
     def __repr__(self) -> str:
         return super().__repr__() if self._holder is None else f"BendedModule({self._holder!r})"
@@ -336,9 +340,12 @@ class Scripted:
     returns it.
     """
 
-    def __init__(self, bended: Any, inputs: dict[str, Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self, bended: Any, inputs: dict[str, Any], outputs: dict[str, Any], options: dict[str, Any]
+    ) -> None:
         self._bended, self._inputs, self._options = bended, inputs, options
         self._programs: dict[str, Exported] = {}
+        self._outputs = {fn: outputs[fn] for fn in inputs}
         for fn in inputs:
             self._program(fn)
 
@@ -378,7 +385,7 @@ class Scripted:
             given = inspect.signature(method).bind(*args, **kwargs).arguments
             kwargs = {name: given.pop(name) for name in first[1] if name in given}
             args = tuple(given.values())
-        return program(*args, **kwargs)
+        return _rebuilt(program(*args, **kwargs), self._outputs[fn], program.notes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.exported  # noqa: B018  # raises if no method was traced
@@ -392,6 +399,22 @@ class Scripted:
 
     def __repr__(self) -> str:
         return repr(self.exported)
+
+
+def _rebuilt(given: Any, example: Any, notes: Sequence[str]) -> Any:
+    """Return an output of a program with the distributions of a method's recorded output."""
+    if isinstance(example, Instance):
+        if issubclass(example.cls, Distribution):
+            name = example.cls.__name__
+            if f"in place of a {name} it returns a dict" not in notes:
+                raise InputError(f"the method returned a {name} when it was traced, and no program")
+            return example.cls(**given, validate_args=False)
+        example = example.items
+    if isinstance(given, dict):
+        return {key: _rebuilt(item, example[key], notes) for key, item in given.items()}
+    if isinstance(given, (list, tuple)):
+        return type(given)(_rebuilt(*pair, notes) for pair in zip(given, example, strict=True))
+    return given
 
 
 class _NoForward:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,14 +12,47 @@ from torch import Tensor
 from bendtrace._compare import same_bits
 from bendtrace._lazy import required_pandas
 from bendtrace._trace import LoadedHistory, ModelHistory, Trace
+from bendtrace.compat._torchlens_debug import FindNanResult, find_nan, op_label, show
 from bendtrace.errors import InputError, LayerKeyError
-from bendtrace.history.entries import LayerEntry, depths, size_text
+from bendtrace.history.entries import LayerEntry, ModuleEntry, depths, size_text
 from bendtrace.history.run_log import Entries
 from bendtrace.tape.tape import OpKind, map_refs
 
 if TYPE_CHECKING:
     from bendtrace.backward import BackwardPass
     from bendtrace.view.picture import Picture
+
+
+class Gradient(NamedTuple):
+    """The gradient of a value in one backward pass.
+
+    Attributes:
+        ordinal: its number among the gradients of the value, counted from 1.
+        backward_pass_index: the number of the backward pass, counted from 1.
+        owner: the entry of the value.
+        grad: the gradient; None if it was not kept.
+    """
+
+    ordinal: int
+    backward_pass_index: int
+    owner: Op
+    grad: Tensor | None
+
+    @property
+    def memory(self) -> int:
+        """Its size in bytes."""
+        return 0 if self.grad is None else _nbytes(self.grad)
+
+
+class Gradients(list[Gradient]):
+    """The gradients of a value, in the order of the backward passes."""
+
+    def for_pass(self, number: int) -> Gradient:
+        """Return that of one backward pass, counted from 1."""
+        for one in self:
+            if one.backward_pass_index == number:
+                return one
+        raise LayerKeyError(f"backward pass {number} has no gradient here", number)
 
 
 class Op(LayerEntry):
@@ -75,6 +108,45 @@ class Op(LayerEntry):
         """The keyword arguments of the function; None unless they were saved."""
         return cast("dict[str, Any] | None", self._arguments(1))
 
+    @property
+    def grads(self) -> Gradients:
+        """The gradients of the passes that `log_backward` has run."""
+        found, log = Gradients(), cast("Any", self._about())
+        passes = () if log is None else log.backward_passes
+        source = log[self.parents[0]] if passes and self.kind == "output" and self.parents else self
+        for number, record in enumerate(passes, 1):
+            at = record._graph.place(source)
+            node = None if at is None else record.all_nodes[at[0]]
+            if at is not None and node is not None and node.order is not None:
+                kept = (node.gradients_in or {at[1]: None})[at[1]]
+                found.append(Gradient(len(found) + 1, number, self, kept))
+        return found
+
+    def grad_for(self, bwd: int) -> Tensor | None:
+        """Return the gradient of one backward pass, counted from 1."""
+        return self.grads.for_pass(bwd).grad
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient; None without one.
+
+        Raises:
+            InputError: several backward passes were logged.
+        """
+        if len(self.grads) > 1:
+            raise InputError("there are several gradients: use op.grads[...] / op.grad_for(bwd=k)")
+        return self.grad_contents
+
+    def show(self, method: str = "auto") -> Any:
+        """Draw the saved value: as "heatmap", by "channels", in colours ("rgb") or as "hist"."""
+        return show(self.out, self.label, method)
+
+    def _is_replaced(self) -> bool | None:
+        log = self._about()
+        if not isinstance(log, Trace):  # a file does not say
+            return None
+        return self.kind == "op" and (self.index, self.element) in log._log.changed
+
     def _arguments(self, part: int) -> Any:
         log = self._about()
         if not (self._saves_arguments and isinstance(log, Trace)) or self.index is None:
@@ -126,7 +198,7 @@ _SAME = """
     layer_label_no_pass=name layer_label_no_pass_short=short_name pass_num=pass_number
     pass_index=pass_number layer_passes_total=passes num_passes=passes operation_num=ordinal
     has_saved_activations=has_contents has_saved_activation=has_contents out=tensor_contents
-    tensor_shape=shape tensor_dtype=dtype tensor_fsize=nbytes grad=grad_contents
+    tensor_shape=shape tensor_dtype=dtype tensor_fsize=nbytes
     func_name=layer_type func_time_elapsed=time function_is_inplace=inplace
     function_args_saved=_saves_arguments gradfunc=grad_fn parent_layers=parents
     child_layers=children min_distance_from_output=min_distance_to_output
@@ -187,10 +259,23 @@ _FIELDS: dict[str, Callable[[Op], Any]] = {
     "modules_exited": lambda entry: [label.rpartition(":")[0] for label in entry.output_of],
     "module_passes_exited": lambda entry: list(entry.output_of),
     "is_submodule_output": lambda entry: bool(entry.output_of),
+    "modules": lambda entry: list(entry.scopes),
+    # changes
+    "intervention_replaced": lambda entry: entry._is_replaced(),
 }
 _FIELDS |= {name: attrgetter(same) for name, same in (one.split("=") for one in _SAME.split())}
 for _name, _read in _FIELDS.items():
     setattr(Op, _name, property(_read))
+
+
+class Module(ModuleEntry):
+    """One call of a module.
+
+    Attributes:
+        ops: the labels of what is computed in it.
+    """
+
+    ops: Sequence[str] = ()
 
 
 class Layer(Entries):
@@ -232,6 +317,11 @@ class Accessor(list[Any]):
             raise LayerKeyError(f"there is no {key!r} here", key)
         return found[0]
 
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or any(
+            key in (one.name, getattr(one, "label", "")) for one in self
+        )
+
     def first(self) -> Any:
         """Return the first item."""
         return self[0]
@@ -239,6 +329,16 @@ class Accessor(list[Any]):
     def labels(self) -> list[str]:
         """Return the labels of the items."""
         return [one.label for one in self]
+
+    keys = labels
+
+    def values(self) -> list[Any]:
+        """Return the items."""
+        return list(self)
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return the items with their labels."""
+        return [(one.label, one) for one in self]
 
     def to_pandas(self) -> Any:
         """Return the public fields of the items as a `pandas.DataFrame`."""
@@ -260,6 +360,8 @@ class Log(ModelHistory):
         def __getattr__(self, name: str) -> Any: ...
 
     def __getitem__(self, key: Any) -> Any:
+        if key == "self":
+            return self.modules[key]
         found = super().__getitem__(key)
         if type(found) is Entries:
             found.__class__ = Layer
@@ -272,8 +374,16 @@ class Log(ModelHistory):
 
     @property
     def modules(self) -> Accessor:
-        """The calls of modules in order; also by name."""
-        return Accessor(super().modules)
+        """The calls of modules in order; also by name, "self" for that of the model."""
+        made = [Module(**vars(call)) for call in super().modules]
+        root = Module("self", 1, 1, self._log.name, "", 0, False)
+        for call in (*made, root):
+            call.ops = [
+                op_label(entry) if call is not root else _new_name(entry)
+                for entry in self.layer_list
+                if call is root or call.label in entry.scopes
+            ]
+        return Accessor(made, lambda key: root if key == "self" else Accessor(made)[key])
 
     @property
     def params(self) -> Accessor:
@@ -291,6 +401,12 @@ class Log(ModelHistory):
         """The records of the backward passes that `log_backward` has run."""
         passes: list[BackwardPass] = self.__dict__.setdefault("_passes", [])
         return passes
+
+    def cleanup(self) -> None:
+        """Drop all saved values."""
+        for entry in self.entries:
+            entry.saved = None
+        self.__dict__.pop("_passes", None)
 
     def log_backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> Log:
         """Run and record a backward pass, and return the log."""
@@ -310,6 +426,13 @@ class Log(ModelHistory):
         """Return the layers that a selector or a key finds."""
         return Accessor(self.selected(where))
 
+    def resolve_sites(self, where: Any, *, max_fanout: int = 8) -> Accessor:
+        """Return the layers that a selector or a key finds, of which there are not too many."""
+        found = self.find_sites(where)
+        if len(found) > max_fanout:
+            raise InputError(f"{len(found)} layers are selected, and max_fanout is {max_fanout}")
+        return found
+
     def selected(self, where: Any) -> list[Any]:
         """Return the layers that a selector, a key, or a part of names finds."""
         if callable(where) and not isinstance(where, (type, torch.nn.Module)):
@@ -324,6 +447,20 @@ class Log(ModelHistory):
             if not found:
                 raise
             return list(dict.fromkeys(found))
+
+    def first_nonfinite(self) -> str:
+        """Return in words which saved value is the first that is not finite."""
+        found = self.find_nan()
+        if not found.found:
+            return found.message
+        return (
+            f"First non-finite value: {found.label} is {found.kind}, shape={found.op.shape} "
+            f"dtype={found.op.dtype} parents={found.op.parents} source={found.source_line}"
+        )
+
+    def find_nan(self) -> FindNanResult:
+        """Return the first saved value that holds a NaN or an infinity."""
+        return find_nan(self)
 
     def render_graph(self, vis_opt: str = "unrolled", vis_outpath: Any = None) -> Picture:
         """Draw the run, as `draw` does."""
@@ -343,9 +480,9 @@ class Log(ModelHistory):
         other.__dict__.update(self.__dict__)
         return other
 
-    def attach_hooks(self, where: Any, what: Any, **_: Any) -> Log:
-        """Let the next run replace what a selector finds, by a helper or function of the value."""
-        self._changes = (*self._changes, (where, what))
+    def attach_hooks(self, where: Any, *what: Any, **_: Any) -> Log:
+        """Let the next run replace what a selector finds, by helpers or functions of the value."""
+        self._changes = (*self._changes, *((where, each) for each in what))
         return self
 
     def set(self, where: Any, value: Any, **_: Any) -> Log:
@@ -376,25 +513,32 @@ class Log(ModelHistory):
 
 
 _OF_LOGS: dict[str, Callable[[Any], Any]] = {
+    "total_backward_memory": lambda log: log.total_gradient_memory,
     "save_arg_values": lambda log: any(entry._saves_arguments for entry in log.layer_list),
     "layer_labels": lambda log: list(dict.fromkeys(map(_new_name, log.layer_list))),
-    "op_labels": lambda log: [
-        f"{_new_name(entry)}:{entry.pass_number}" for entry in log.layer_list
-    ],
+    "op_labels": lambda log: [op_label(entry) for entry in log.layer_list],
     "input_layers": lambda log: [entry.label for entry in log.layer_list if entry.kind == "input"],
     "output_layers": lambda log: [
         entry.label for entry in log.layer_list if entry.kind == "output"
     ],
-    "saved_ops": lambda log: {entry.label: entry for entry in log.layer_list if entry.has_contents},
+    "saved_ops": lambda log: Accessor(one for one in log.layer_list if one.has_contents),
+    "save_grads": lambda log: log._call[3]["save_grads"],
+    "total_gradient_memory": lambda log: sum(
+        one.memory for entry in log.layer_list for one in entry.grads
+    ),
+    "saved_module_calls": lambda log: Accessor(
+        one for one in log.modules if any(log[label].has_contents for label in one.outputs)
+    ),
+    "num_saved_module_calls": lambda log: len(log.saved_module_calls),
     "has_gradients": lambda log: bool(log.saved_grad_ops),
     "num_tensors": lambda log: len(log.layer_list),
     "num_ops": lambda log: sum(entry.kind == "op" for entry in log.layer_list),
     "num_params": lambda log: sum(one.numel for one in log.params),
     "total_flops": lambda log: sum(entry.flops or 0 for entry in log.layer_list),
     "grad_fns": lambda log: log.backward_passes[-1].nodes if log.backward_passes else [],
-    "saved_grad_ops": lambda log: {
-        entry.label: entry for entry in log.layer_list if entry.grad_contents is not None
-    },
+    "saved_grad_ops": lambda log: Accessor(
+        one for one in log.layer_list if one.grad_contents is not None
+    ),
 }
 for _name, _read in _OF_LOGS.items():
     setattr(Log, _name, property(_read))

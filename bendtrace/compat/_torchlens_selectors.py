@@ -15,6 +15,12 @@ from bendtrace.errors import InputError
 from bendtrace.history.entries import OPERATORS, LayerEntry, layer_type_of, torchlens_name
 from bendtrace.paths.candidates import Candidate
 
+__all__ = [
+    "clamp", "contains", "func", "in_module", "label", "mean_ablate", "module", "noise",
+    "project_off", "project_onto", "regex", "replace_with", "scale", "steer", "when", "where",
+    "zero_ablate",
+]  # fmt: skip
+
 Helper = Callable[[Tensor], Tensor]
 Made = TypeVar("Made")
 Given = ParamSpec("Given")
@@ -70,6 +76,8 @@ class Selector:
 @Listed
 def func(name: str) -> Selector:
     """Select the results of a function."""
+    if not isinstance(name, str):
+        raise TypeError(f"func() takes a string function name, not {name!r}")
     word = "".join(char for char in name.lower() if char.isalnum())
 
     def is_of(node: Candidate) -> bool:

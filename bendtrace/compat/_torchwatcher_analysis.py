@@ -25,29 +25,12 @@ from bendtrace.paths.nodes import identifier
 from bendtrace.source.internals import pytree
 
 __all__ = [
-    "Analyser",
-    "AnalyserEvaluation",
-    "AnalyserList",
-    "AnalyserState",
-    "Covariance",
-    "CovarianceSpectrumStatisticsAnalyser",
-    "CrossIoU",
-    "DeadReLU",
-    "FeatureStatistics",
-    "GradientAccumulationAnalyser",
-    "History",
-    "IoU",
-    "LayerWeightRankAnalyser",
-    "LinearProbe",
-    "Mean",
-    "NameAnalyser",
-    "NoGradException",
-    "PerClassAnalyser",
-    "PerClassVersusAnalyser",
-    "RankAnalyser",
-    "TargetException",
-    "Variance",
-]
+    "Analyser", "AnalyserEvaluation", "AnalyserList", "AnalyserState", "Covariance",
+    "CovarianceSpectrumStatisticsAnalyser", "CrossIoU", "DeadReLU", "FeatureStatistics",
+    "GradientAccumulationAnalyser", "History", "IoU", "LayerWeightRankAnalyser", "LinearProbe",
+    "Mean", "NameAnalyser", "NoGradException", "PerClassAnalyser", "PerClassVersusAnalyser",
+    "RankAnalyser", "TargetException", "Variance",
+]  # fmt: skip
 
 
 # TorchWatcher's interjections, and single executions of nodes by name.

@@ -364,23 +364,27 @@ def _one_pass(node: TreeNode, number: int, name: str, modules: dict[str, nn.Modu
     )  # fmt: skip
     inside = [(c, n) for c in node.children.values() for n in passes_in(c, [number]) or ()]
     numbered = [(c, n) for c, n in inside if node.kind == "graph" and c.role in ("call", "op")]
-    are_numbered = set(numbered)
-    taken = {one[0].name for one in inside if one not in are_numbered}
-    calls = Counter(child.module for child, _ in numbered if child.role == "call")
+    keys = {(c, n): c.passes[n].called or c.key for c, n in numbered}
+    taken = {one[0].name for one in inside if one not in keys}
+    bases = {(c, n): identifier(c.passes[n].called or c.label or c.name) for c, n in numbered}
+    called = [(c, n) for c, n in numbered if c.role == "call"]
+    for path, count in Counter(child.module for child, _ in called).items():
+        several = sum(other is modules.get(path) for other in modules.values()) > 1
+        calls = [(c, n) for c, n in called if c.module == path]
+        if count > 1 and several and not all(c.passes[n].called for c, n in calls):
+            # The code does not show the names of all calls, so that none can be numbered.
+            keys |= dict.fromkeys(calls)
+            bases |= {one: f"{bases[one]}_call" for one in calls}
+    counts = Counter(bases[one] for one in called)
     if len({id(child) for child, _ in numbered}) < len(numbered):
         numbered.sort(key=lambda one: _began(*one))
     waiting = iter(numbered)
     for child, n in inside:
-        child, n = next(waiting) if (child, n) in are_numbered else (child, n)
-        new, label, key = child.name, "", child.key
-        if (child, n) in are_numbered:
-            base = identifier(child.label or child.name)
-            if calls[child.module] > 1:
-                module = modules.get(child.module)
-                if sum(other is module for other in modules.values()) > 1:
-                    base, key = f"{base}_call", None  # no call shows by which name it was made
-                elif base not in taken:
-                    label = f"{base}_0"
+        child, n = next(waiting) if (child, n) in keys else (child, n)
+        new, label, key = child.name, "", keys.get((child, n), child.key)
+        if base := bases.get((child, n)):
+            if counts[base] > 1 and base not in taken and child.role == "call" and key is not None:
+                label = f"{base}_0"
             new = free_name(base, taken)
             taken.add(new)
         made.children[new] = replace(_one_pass(child, n, new, modules), label=label, key=key)

@@ -6,13 +6,14 @@ and an insertion changes the value of its node.
 Layers are selected by `func`, `in_module`, `module`, `label`, `contains`, `regex` and `where`, with
 `&`, `|` and `~`. `when` says where one of the helpers `zero_ablate`, `mean_ablate`, `scale`,
 `clamp`, `noise`, `steer`, `project_onto`, `project_off` and `replace_with` changes values. `save`
-and `load` store logs, and `options` has `CaptureOptions`.
+and `load` store logs, and `options` has `CaptureOptions`. `debug` diagnoses logs: `find_nan`,
+`bisect_nan`, `lineage`, `compare`, `dead_neurons`, `hot_path` and `gradient_flow_audit`.
 
 >>> import torch, bendtrace as bt
 >>> tl = bt.compat.torchlens
 >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
 >>> log = tl.trace(model, torch.ones(1, 2), save=tl.func("relu") | tl.label("linear_1"))
->>> isinstance(log, tl.ModelHistory), list(log.saved_ops)
+>>> isinstance(log, tl.ModelHistory), log.saved_ops.labels()
 (True, ['linear_1_1', 'relu_1_2', 'output_1_3'])
 >>> halved = tl.when(tl.func("relu"), tl.scale(0.5))
 >>> changed = tl.trace(model, torch.ones(1, 2), intervene=halved)
@@ -38,29 +39,10 @@ from torch import Tensor
 from bendtrace._trace import ModelHistory, positional, run_logged
 from bendtrace._trace import load as load_log
 from bendtrace.calls import Call, own_copy
+from bendtrace.compat import _torchlens_debug, _torchlens_selectors
 from bendtrace.compat._torchlens_logs import Accessor, Log, Op, TraceLog, with_names
-from bendtrace.compat._torchlens_selectors import (
-    Change,
-    Listed,
-    Selector,
-    clamp,
-    contains,
-    func,
-    in_module,
-    label,
-    mean_ablate,
-    module,
-    noise,
-    project_off,
-    project_onto,
-    regex,
-    replace_with,
-    scale,
-    steer,
-    when,
-    where,
-    zero_ablate,
-)
+from bendtrace.compat._torchlens_selectors import *  # noqa: F403
+from bendtrace.compat._torchlens_selectors import Change, Listed, Selector
 from bendtrace.errors import InputError
 from bendtrace.history.capture import SaveOptions
 from bendtrace.module import BendedModule
@@ -69,13 +51,13 @@ from bendtrace.preserved_state import PreservedState
 from bendtrace.view.picture import Picture
 
 __all__ = [
-    "Accessor", "Bundle", "CaptureOptions", "ModelHistory", "Op", "Trace", "bundle", "clamp",
-    "contains", "extract", "func", "get_model_metadata", "in_module", "label", "load",
-    "log_forward_pass", "mean_ablate", "module", "noise", "options", "pluck", "project_off",
-    "project_onto", "regex", "replace_with", "save", "scale", "show_model_graph", "steer", "trace",
-    "validate", "validate_forward_pass", "validate_saved_activations", "when", "where",
-    "zero_ablate",
+    "Accessor", "Bundle", "CaptureOptions", "ModelHistory", "Op", "Trace", "bundle", "debug",
+    "extract", "get_model_metadata", "load", "log_forward_pass", "options", "pluck", "save",
+    "show_model_graph", "trace", "validate", "validate_forward_pass",
+    "validate_saved_activations",
 ]  # fmt: skip
+__all__ += _torchlens_selectors.__all__
+__all__.sort()
 __dir__ = __all__.copy
 
 Trace: TypeAlias = TraceLog
@@ -182,6 +164,12 @@ class CaptureOptions(dict[str, Any]):
 
 
 options = types.SimpleNamespace(CaptureOptions=CaptureOptions)
+debug = types.SimpleNamespace(
+    find_nan=lambda model, *inputs, **options: trace(model, *inputs, **options).find_nan(),
+    bisect_nan=_torchlens_debug.find_nan, lineage=_torchlens_debug.lineage,
+    compare=_torchlens_debug.compare, dead_neurons=_torchlens_debug.dead_neurons,
+    hot_path=_torchlens_debug.hot_path, gradient_flow_audit=_torchlens_debug.gradient_flow_audit,
+)  # fmt: skip
 
 
 def trace(
@@ -193,6 +181,7 @@ def trace(
     save: Any = None,
     halt: Any = None,
     intervene: Any = None,
+    hooks: Mapping[Any, Callable[..., Any]] | None = None,
     capture: Mapping[str, Any] | None = None,
     save_grads: Any = False,
     activation_transform: Callable[[Tensor], Any] | None = None,
@@ -214,6 +203,7 @@ def trace(
         save: a selector, such as `func("relu")`, in place of `layers_to_save`.
         halt: a selector or name of the layer after which the run ends.
         intervene: what `when` returns, or a list of it.
+        hooks: helpers by selector, which is the same.
         capture: more options.
         save_grads: whether to keep gradients in the backward pass; also a selector.
         activation_transform: a function of a saved output, for `entry.transformed_out`. It is
@@ -262,6 +252,7 @@ def trace(
         not detach_saved_tensors and not torch.is_inference_mode_enabled(), None, True,
     )  # fmt: skip
     changes = [intervene] if isinstance(intervene, Change) else list(intervene or ())
+    changes += (hooks or {}).items()
     subject = _model_with(model, args, kwargs, changes, random_seed) if changes else model
     run = run_logged(subject, args, kwargs, settings, random_seed)
     log = with_names(run, activation_transform, mark_layer_depths, save_arg_values)
@@ -533,6 +524,30 @@ class Bundle:
     def __getitem__(self, name: str) -> Log:
         return self.members[name]
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the logs."""
+        return list(self.members)
+
+    def add(self, logs: Log | Sequence[Log], names: str | Sequence[str]) -> Bundle:
+        """Add one log or several."""
+        several = [(logs, names)] if isinstance(logs, Log) else zip(logs, names, strict=True)
+        for log, name in several:
+            if name in self.members:
+                raise InputError(f"there is a log {name!r} already")
+            self.members[str(name)] = log
+        return self
+
+    def remove(self, logs: Log | str | Sequence[Log | str]) -> Log | list[Log]:
+        """Remove one log or several, also by name, and return them."""
+        given = list(logs) if isinstance(logs, (list, tuple)) else [logs]
+        named = {k: log for k, log in self.members.items() if any(one in (k, log) for one in given)}
+        if self.baseline_name in named or len(named) < len(given):
+            raise InputError(f"logs other than {self.baseline_name!r} are removed, not {logs!r}")
+        self.members = {k: log for k, log in self.members.items() if k not in named}
+        removed = list(named.values())
+        return removed if isinstance(logs, (list, tuple)) else removed[0]
+
     def apply(self, function: Callable[[Log], Any]) -> dict[str, Any]:
         """Call a function with each log."""
         return {name: function(log) for name, log in self.members.items()}
@@ -550,14 +565,11 @@ class Bundle:
     def most_changed(self, baseline: str | None = None, top_k: int = 10) -> list[tuple[str, float]]:
         """Return the layers that differ most from those of one log, and how much on average."""
         first = self.members[baseline or self.baseline_name]
-        others = [log for log in self.members.values() if log is not first]
+        others = [log.saved_ops for log in self.members.values() if log is not first]
         found = [
-            (
-                label,
-                statistics.fmean(_distance(one.out, log.saved_ops[label].out) for log in others),
-            )
-            for label, one in first.saved_ops.items()
-            if all(label in log.saved_ops for log in others)
+            (one.label, statistics.fmean(_distance(one.out, ops[one.label].out) for ops in others))
+            for one in first.saved_ops
+            if all(one.label in ops for ops in others)
         ]
         return sorted(found, key=lambda row: -row[1])[:top_k]
 

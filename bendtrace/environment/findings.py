@@ -191,6 +191,7 @@ class Found:
         alone: what else has content that is looked at one by one.
         blockers: what was found that no guard can watch, one line each.
         module_paths: qualified name of each module, by identity.
+        shared_modules: those that the model holds under several names, by identity.
         hook_dicts: the modules' own tables of hooks.
         hook_tables: of each the module's label, the table's name and what it held.
         names: all names that the code of the model uses, as far as it is known.
@@ -233,6 +234,7 @@ class Found:
         self.alone: list[Captured] = []
         self.blockers: list[str] = []
         self.module_paths: dict[int, str] = {}
+        self.shared_modules: frozenset[int] = frozenset()
         self.hook_dicts: list[dict[Any, Any]] = []
         self.hook_tables: list[tuple[str, str, tuple[tuple[Any, Any], ...]]] = []
         self.names: frozenset[str] = frozenset()

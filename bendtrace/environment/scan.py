@@ -976,7 +976,11 @@ class Scan(CodeScan):
     def _scan_module(self, module: nn.Module, label: str) -> None:
         found = self.found
         if label == "self" and not self._names:  # the model, or the module of a bound method
-            self._names = {id(inner): name for name, inner in named_modules(module) if name}
+            inside = dict(named_modules(module))
+            self._names = {id(inner): name for name, inner in inside.items() if name}
+            parts = (part for one in inside.values() for part in one._modules.values())
+            counts = collections.Counter(map(id, parts))
+            found.shared_modules = frozenset(one for one, count in counts.items() if count > 1)
         if id(module) in self._names:  # the scan may have reached it through another object
             label = f"self.{self._names[id(module)]}"
         found.module_paths[id(module)] = label.removeprefix("self").removeprefix(".")

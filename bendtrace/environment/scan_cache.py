@@ -140,6 +140,7 @@ class CachedScan:
             name: getattr(found, name)
             for name in (
                 "names",
+                "shared_modules",
                 "stores",
                 "functions",
                 "tells_numbers",

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributions import Distribution
 
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export import targets
@@ -38,6 +39,7 @@ from bendtrace.export.conditions import (
 )
 from bendtrace.export.insertions import Insertions
 from bendtrace.export.machine import Machine, lengths_in, refuse, told
+from bendtrace.export.values import parameters_in
 from bendtrace.export.writer import BODY, Unseen, Written, write
 from bendtrace.history.entries import counted
 from bendtrace.preserved_state import PreservedState
@@ -735,6 +737,8 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [leaf for item in value.values() for leaf in tensors_in(item)]
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in tensors_in(item)]
+    if isinstance(value, Distribution):
+        return tensors_in(parameters_in(type(value), vars(value)))
     if type(value) is float:
         return [torch.tensor(value, dtype=torch.float64)]
     if type(value) in (bool, int):

@@ -6,14 +6,16 @@ tensor stays a tensor without dimensions, of dtype int64, float64 or bool, as Py
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from bendtrace.tape.tape import Op, OpKind, Tape, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES, name_of
@@ -89,7 +91,7 @@ class Several:
     Attributes:
         items: the values.
         keys: for a dict, its keys.
-        kind: its type.
+        kind: its type, or the class of the distribution that a dict of its parameters stands for.
     """
 
     items: tuple[Value, ...]
@@ -98,6 +100,16 @@ class Several:
 
 
 Value: TypeAlias = "Tensors | Number | Static | Constant | Outdated | Several"
+
+
+def parameters_in(kind: type, attributes: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return those attributes of a distribution that it can be made from; none of other classes."""
+    names: Any = kind.arg_constraints if issubclass(kind, Distribution) else None
+    if not isinstance(names, dict):  # some classes have a property
+        return {}
+    if inspect.signature(kind).parameters.keys() - names - {"validate_args"}:
+        return {}
+    return {name: attributes[name] for name in names if name in attributes}
 
 
 def leaves(value: Value) -> Iterator[Value]:

@@ -54,6 +54,7 @@ from bendtrace.export.values import (
     Value,
     gives_rows,
     leaves,
+    parameters_in,
     rebuilt,
 )
 from bendtrace.recording.effects import makes_anew
@@ -634,21 +635,24 @@ def output_of(value: Any, ops: SegmentOps, part: Given, told: list[str]) -> Valu
 
 
 def _instance(value: Instance, ops: SegmentOps, part: Given, told: list[str]) -> Value:
-    name = value.cls.__name__
-    if issubclass(value.cls, tuple):
-        kind, keys, inner = tuple, (), tuple(value.items)
-    elif issubclass(value.cls, dict):
-        kind, keys = dict, tuple(value.items)  # type: ignore[assignment]
-        inner = tuple(value.items.values())
+    name, kind = value.cls.__name__, value.cls
+    given: Mapping[Any, Any]
+    if issubclass(kind, tuple):
+        kind, given = tuple, dict(enumerate(value.items))
+    elif issubclass(kind, dict):
+        kind, given = dict, value.items
     else:
-        raise ExportError(
-            f"the model returns a {name}: return tensors, numbers, tuples, lists and dicts",
-            "its return",
-        )
-    note = f"in place of a {name} it returns a {kind.__name__}"
+        given = parameters_in(kind, value.attributes)
+        if not given:
+            raise ExportError(
+                f"the model returns a {name}: return tensors, numbers, tuples, lists and dicts",
+                "its return",
+            )
+    note = f"in place of a {name} it returns a {'tuple' if kind is tuple else 'dict'}"
     if note not in told:
         told.append(note)
-    return Several(tuple(output_of(item, ops, part, told) for item in inner), keys, kind)
+    inner = tuple(output_of(item, ops, part, told) for item in given.values())
+    return Several(inner, () if kind is tuple else tuple(given), kind)
 
 
 def write_output(value: Value, names: dict[str, Any], told: list[str]) -> str:
@@ -673,7 +677,7 @@ def write_output(value: Value, names: dict[str, Any], told: list[str]) -> str:
             return bound
         assert isinstance(value, Several), "what is outdated is refused before it is returned"
         inner = [text(item) for item in value.items]
-        if value.kind is dict:
+        if value.kind not in (tuple, list):  # what stands for a distribution is a dict as well
             pairs = zip(value.keys, inner, strict=True)
             return "{" + ", ".join(f"{key!r}: {item}" for key, item in pairs) + "}"
         return (

@@ -236,7 +236,7 @@ class Visit:
         parent = 0
         if self.call.parent is not None and id(self.call.parent) in self.builder.where:
             parent = self.builder.where[id(self.call.parent)][1]
-        self.node.passes.append(Pass(parent, number))
+        self.node.passes.append(Pass(parent, number, called=self.call.called))
         for name, value in self.events.arguments(self.call).items():
             self._argument(name, value)
         for event in self.events.of(self.call):

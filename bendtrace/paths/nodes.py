@@ -245,12 +245,14 @@ class Pass:
             call; None for nodes that are not on the tape.
         element: for an op with several result tensors, the keys that lead to this one.
         shape: the shape of the tensor.
+        called: see `ModuleCall.called`.
     """
 
     parent: int
     index: int | None = None
     element: tuple[Any, ...] = ()
     shape: tuple[int, ...] | None = None
+    called: str = ""
 
 
 class Place(NamedTuple):
@@ -370,6 +372,7 @@ class TreeNode:
                 row[name] = getattr(self, name)
         row["passes"] = [
             [p.parent, p.index, plain_keys(p.element), None if p.shape is None else list(p.shape)]
+            + [p.called] * bool(p.called)
             for p in self.passes
         ]
         for name in ("places", "code", "steps"):
@@ -387,9 +390,9 @@ class TreeNode:
             key=row.get("key"), label=row.get("label", ""), module=row.get("module", ""),
             class_name=row.get("class_name", ""), path=path,
         )  # fmt: skip
-        for parent, index, element, shape in row["passes"]:
+        for parent, index, element, shape, *called in row["passes"]:
             sizes = None if shape is None else tuple(shape)
-            node.passes.append(Pass(parent, index, tuple(element), sizes))
+            node.passes.append(Pass(parent, index, tuple(element), sizes, *called))
         node.places = tuple(Place(*place) for place in row.get("places", ()))
         node.code = [Variant(text, tuple(passes)) for text, passes in row.get("code", ())]
         for number, after, kind, text, outcomes, file, line in row.get("steps", ()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from bendtrace.environment.executed import Ran
 from bendtrace.recording.encoding import Encoder
 from bendtrace.recording.values import Values
 from bendtrace.recording.writer import Known, Writer
+from bendtrace.source.internals import internal
+from bendtrace.source.statements import called_by
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Inserter, Observer
@@ -25,6 +28,9 @@ _FX = frozenset(
     os.path.join(os.path.dirname(torch.__file__), "fx", *parts)
     for parts in (("_symbolic_trace.py",), ("experimental", "proxy_tensor.py"))
 )
+# How modules call one after the other those that they hold, and how they find items among them.
+_CHAIN = internal("torch.nn.Sequential.forward.__code__")
+_ITEMS = [kind.__getitem__ for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict)]
 
 
 def _count_alone() -> int:
@@ -89,10 +95,34 @@ class Scopes:
         while frame.f_code.co_filename in _FX and frame.f_back is not None:
             frame = frame.f_back  # make_fx has replaced `nn.Module.__call__`
         scope.site = self._writer.site(frame)
+        if id(module) in self._environment.shared_modules:
+            scope.called = self._name_called(module, outer, frame)
         if self._inserter is not None:
             with self._ran.left():
                 return self._inserter.module(scope, args, kwargs, frame, self._scoped_within)
         return self._scoped(scope, args, kwargs)
+
+    def _name_called(self, module: nn.Module, outer: ModuleCall, frame: FrameType) -> str:
+        """Return the name in the enclosing module that a module with several names is called by."""
+        owner = outer.module
+        if owner is None:
+            return ""
+        iterates = getattr(type(owner), "__iter__", None) is nn.Sequential.__iter__
+        if iterates and frame.f_code is _CHAIN:
+            keys: Any = [(sum(call.parent is outer for call in self._tape.calls), True)]
+        else:
+            keys = called_by(frame, owner)
+        found, names = owner, []
+        for key, is_item in keys:
+            inner = found._modules
+            if is_item and getattr(type(found), "__getitem__", None) not in _ITEMS:
+                return ""
+            name = [*inner][key] if type(key) is int and -len(inner) <= key < len(inner) else key
+            if (part := inner.get(name)) is None:
+                return ""
+            found = part
+            names.append(name)
+        return ".".join(names) if found is module else ""
 
     def _scoped_within(
         self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -7,9 +7,12 @@ import functools
 import linecache
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
 
-from bendtrace.source.sites import Place, Span
+from bendtrace.source.sites import Place, Span, place_at
 
 
 @dataclass(frozen=True)
@@ -618,3 +621,28 @@ def spans_of(nodes: Sequence[ast.stmt | ast.expr]) -> tuple[Span, ...]:
 def name_of_call(call: ast.Call) -> str:
     """Return the name that a call uses; "" if it is not a plain name."""
     return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def called_by(frame: FrameType, owner: object) -> list[tuple[str | int, bool]]:
+    """Return the keys that lead from an object to what a frame calls, as in `self.layers[i](x)`.
+
+    With each key stands whether it is an item, and no attribute. There are none if the callee is no
+    such expression on a variable that holds the object.
+    """
+    place = place_at(frame.f_code, frame.f_lasti)
+    node: Any = source_file(place.file).expressions.get(place.span)
+    node, variables = getattr(node, "func", None), frame.f_locals
+    keys: list[tuple[str | int, bool]] = []
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        key: Any = node.attr if isinstance(node, ast.Attribute) else node.slice
+        if isinstance(key, ast.Name):
+            key = variables.get(key.id)
+        elif isinstance(key, ast.expr):
+            with suppress(ValueError):
+                key = ast.literal_eval(key)
+        if type(key) not in (str, int):
+            return []
+        keys.append((key, isinstance(node, ast.Subscript)))
+        node = node.value
+    is_of_owner = isinstance(node, ast.Name) and variables.get(node.id) is owner
+    return keys[::-1] if is_of_owner else []

@@ -94,6 +94,8 @@ class ModuleCall:
         path: qualified name of the module ("" for the traced module itself).
         module: the module.
         number: how many calls of the same module came before; the pass is `number + 1`.
+        called: of a module with several names, the one in the parent's module that the code calls
+            it by; "" if its source does not show that.
         parent: the call it happened in.
         args: encoded positional arguments, as `Op.args`.
         kwargs: encoded keyword arguments.
@@ -108,6 +110,7 @@ class ModuleCall:
 
     __slots__ = (
         "args",
+        "called",
         "context",
         "is_sole",
         "kwargs",
@@ -133,6 +136,7 @@ class ModuleCall:
         self.path: str = path
         self.module: nn.Module | None = module
         self.number: int = number
+        self.called: str = ""
         self.parent: ModuleCall | None = parent
         self.start: int = start
         self.stop: int = start
