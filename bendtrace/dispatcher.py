@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bendtrace._lazy import LazyModule
 from bendtrace._places import full_place_text
-from bendtrace._trace import Trace
 from bendtrace.errors import InputError
 from bendtrace.floor import Floor
-from bendtrace.interject.beside import Beside, beside
-from bendtrace.interject.compiling import insertions_of_plan
 from bendtrace.interject.gates import again, attempt, running
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
-from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.splicer import Splicer, has_gates, record_with_insertions
 from bendtrace.interject.structure import is_uneven
 from bendtrace.interject.trees import Trees
@@ -31,7 +28,6 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, Uninitialized, has_lazy_modules
 from bendtrace.recording.script import Script
 from bendtrace.recording.serving import call_itself
-from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.replay.source import Unfit
@@ -42,8 +38,20 @@ from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.torch_rules.mode_queries import seeing_modes
 
 if TYPE_CHECKING:
+    from bendtrace import _trace
+    from bendtrace._trace import Trace
     from bendtrace.auditing import Auditor
     from bendtrace.compiled.speculation import Guess, Speculation
+    from bendtrace.interject import beside, compiling, reading
+    from bendtrace.interject.beside import Beside
+    from bendtrace.replay import explain
+    from bendtrace.replay.explain import Mismatch
+else:
+    _trace = LazyModule("bendtrace._trace")
+    beside = LazyModule("bendtrace.interject.beside")
+    compiling = LazyModule("bendtrace.interject.compiling")
+    explain = LazyModule("bendtrace.replay.explain")
+    reading = LazyModule("bendtrace.interject.reading")
 
 
 class Examples:
@@ -156,7 +164,8 @@ class Dispatcher:
         self.speculation = speculation
         self.stats: Stats = Stats()
         self._mismatch: Mismatch | Callable[[], Mismatch] | None = None
-        self.latest: Trace | None = None
+        # A trace, or what it is made of when it is first asked for.
+        self._latest: Trace | tuple[Recording, GlobalState, Program | None] | None = None
         self.latest_run: Recording | None = None
         self._known = known
         self._model = known.model
@@ -201,7 +210,7 @@ class Dispatcher:
         tree = self._trees.plain if plan is None else self._trees.of(plan)
         guess: Guess | None = None
         if self.speculation is not None and auditor is None:
-            inserted = None if plan is None else insertions_of_plan(plan)
+            inserted = None if plan is None else compiling.insertions_of_plan(plan)
             guess = self.speculation.guess(names, arguments, inserted)
             if guess.recording is not None:
                 if plan is None:
@@ -246,7 +255,9 @@ class Dispatcher:
             tree.ran_live(program)
             floor.lived()
             return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
-        if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
+        if plan is not None and plan.looks_at_changes(
+            program.recordings(), reading.read_and_changed
+        ):
             floor.lived()
             return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
         if program.wants_lifting and tree.lifts:
@@ -291,7 +302,7 @@ class Dispatcher:
         graph = program.graph
         if graph is None or graph.is_broken:
             return None
-        if plan.looks_at_changes(program.recordings(), read_and_changed):
+        if plan.looks_at_changes(program.recordings(), reading.read_and_changed):
             return None
         splicer.goes_along(graph)
         return splicer, program
@@ -369,7 +380,7 @@ class Dispatcher:
             return None  # what is inserted in a checkpointed block has to be done again with it
         known, traces = self._latest_beside, self.stats.traces
         if known is None or known[0] is not plan or (known[1] is None and known[2] < traces):
-            known = self._latest_beside = plan, beside(self._known, plan), traces
+            known = self._latest_beside = plan, beside.beside(self._known, plan), traces
         return known[1]
 
     def forget_insertions(self) -> None:
@@ -405,16 +416,27 @@ class Dispatcher:
                 continue
             depth = program.checks.index(failed) if failed in program.checks else -1
             if nearest is None or depth > nearest[0]:
-                nearest = depth, explain_check(failed, program, arguments)
+                nearest = depth, explain.explain_check(failed, program, arguments)
         return serving, None if serving or nearest is None else nearest[1]
 
     def trace_of(self, recording: Recording, program: Program) -> Trace:
         """Return a run as people see it."""
-        own = program if recording is program.recording else None
-        return Trace(
-            recording, program.global_state, self._signature, self._model, own,
-            registry=self._known.registry,
-        )  # fmt: skip
+        return self._build_trace(*_parts_of_trace(recording, program))
+
+    @property
+    def latest(self) -> Trace | None:
+        """The latest recorded run."""
+        if isinstance(self._latest, tuple):
+            self._latest = self._build_trace(*self._latest)
+        return self._latest
+
+    def _build_trace(
+        self, recording: Recording, global_state: GlobalState, program: Program | None
+    ) -> Trace:
+        registry = self._known.registry
+        return _trace.Trace(
+            recording, global_state, self._signature, self._model, program, registry=registry
+        )
 
     # By the model's own Python, under the tracer
 
@@ -426,7 +448,7 @@ class Dispatcher:
         recording = self._traced(call, lifting=call.tree.lifting())
         is_mixed = False
         if (splicer := call.splicer) is not None and call.plan is not None:
-            looks = call.plan.looks_at_changes([recording], read_and_changed)
+            looks = call.plan.looks_at_changes([recording], reading.read_and_changed)
             if looks or has_gates(recording):
                 call = call._replace(tree=self._trees.of(call.plan), splicer=None)
             is_mixed = splicer.is_apart and bool(recording.tape.blockers) and not looks
@@ -435,9 +457,7 @@ class Dispatcher:
         if is_mixed or self._passes(recording):
             self.stats.live += 1
             output, recording.result = recording.result, None
-            self.latest = Trace(
-                recording, global_state, self._signature, self._model, registry=self._known.registry
-            )
+            self._latest = recording, global_state, None
             return output
         program = call.tree.add(call.names, recording, global_state, evolving)
         self.stats.retraces += self.stats.traces > 0
@@ -469,7 +489,7 @@ class Dispatcher:
         self._mismatch = None
         if leaves is not None:
             before, now = live.recording, recording.tape.guards[leaves[0]].answer
-            self._mismatch = functools.partial(explain_guard, before, leaves[0], now)
+            self._mismatch = functools.partial(explain.explain_guard, before, leaves[0], now)
         return self._kept(recording, program)
 
     def _record_lifted(self, call: _Call, program: Program) -> Any:
@@ -532,7 +552,7 @@ class Dispatcher:
         """Remember a run as the latest, but not its output, which is only the caller's."""
         output, recording.result = recording.result, None
         self.latest_run = recording
-        self.latest = self.trace_of(recording, program)
+        self._latest = _parts_of_trace(recording, program)
         return output
 
     def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
@@ -546,7 +566,9 @@ class Dispatcher:
             with self._called():
                 return call_itself(self._model, call.args, dict(call.kwargs))
         self._floor_of(call.plan).followed(False)
-        mismatch = explain_divergence(divergence.recording, divergence.number, divergence.outcome)
+        mismatch = explain.explain_divergence(
+            divergence.recording, divergence.number, divergence.outcome
+        )
         script, lifting = divergence.script(), program.lifting()
         try:
             recording = self._traced(call, divergence, script, lifting)
@@ -653,3 +675,10 @@ class Explanation:
         if self.nearest is None:
             return "nothing has been traced for these arguments yet"
         return f"would be traced anew: {self.nearest}"
+
+
+def _parts_of_trace(
+    recording: Recording, program: Program
+) -> tuple[Recording, GlobalState, Program | None]:
+    own = program if recording is program.recording else None
+    return recording, program.global_state, own

@@ -15,26 +15,17 @@ from torch import Tensor, nn
 
 from bendtrace._checks import required_model
 from bendtrace._lazy import LazyMethod, LazyModule
-from bendtrace._trace import OPTIONS, Trace, run_trace
 from bendtrace.calls import Call
 from bendtrace.dispatcher import Dispatcher, Explanation, Stats
 from bendtrace.errors import InputError
 from bendtrace.history.entries import listed
-from bendtrace.hooks import HookManager
-from bendtrace.interject.activations import Activations, get_activations, inputs_of
-from bendtrace.interject.bends.bend import Bend, Value
-from bendtrace.interject.bends.bending import Bending, Out
-from bendtrace.interject.bends.catalogue import BendHandle, Filter
-from bendtrace.interject.bends.config import BendingConfig
 from bendtrace.interject.gates import running
 from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within, refuse_reading
 from bendtrace.interject.insertion import Insertion, What
 from bendtrace.interject.interjection import PassNumbers
 from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.patches.context import PatchContext, Patches
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.restricted import Rows
-from bendtrace.interject.resume_point import from_activations, parse_replacements
 from bendtrace.interject.trees import Trees
 from bendtrace.interject.where import Where
 from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
@@ -43,17 +34,18 @@ from bendtrace.recording.effects import Effects
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.serving import call_itself, serving
-from bendtrace.replay.explain import Mismatch
 from bendtrace.replay.stretches import Finished
 from bendtrace.replay.tree import TraceTree
-from bendtrace.run import name_of_function
 from bendtrace.source.internals import disable_dynamo
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.intercepts import opaque
 from bendtrace.torch_rules.owners import named_modules
 
 if TYPE_CHECKING:
-    from bendtrace import auditing
+    from bendtrace import _trace, auditing
+    from bendtrace import hooks as hooks_module
+    from bendtrace import run as run_views
+    from bendtrace._trace import Trace
     from bendtrace.compiled import settings as compiled_settings
     from bendtrace.compiled import speculation as compiled_speculation
     from bendtrace.compiled.speculation import CompiledReport, Speculation
@@ -61,6 +53,17 @@ if TYPE_CHECKING:
     from bendtrace.exploring.search import Exploration
     from bendtrace.export import exporting
     from bendtrace.export.exporting import Exported
+    from bendtrace.hooks import HookManager
+    from bendtrace.interject import activations, resume_point
+    from bendtrace.interject.activations import Activations
+    from bendtrace.interject.bends import bending
+    from bendtrace.interject.bends.bend import Bend, Value
+    from bendtrace.interject.bends.bending import Bending, Out
+    from bendtrace.interject.bends.catalogue import BendHandle, Filter
+    from bendtrace.interject.bends.config import BendingConfig
+    from bendtrace.interject.patches import context
+    from bendtrace.interject.patches.context import PatchContext, Patches
+    from bendtrace.replay.explain import Mismatch
     from bendtrace.stepping import run as stepping_run
     from bendtrace.stepping.run import SteppedRun
     from bendtrace.view import outline as outline_coverage
@@ -72,15 +75,22 @@ if TYPE_CHECKING:
     from bendtrace.view.program import Outline
     from bendtrace.view.state_graph import StateGraph
 else:
+    _trace = LazyModule("bendtrace._trace")
+    activations = LazyModule("bendtrace.interject.activations")
     auditing = LazyModule("bendtrace.auditing")
+    bending = LazyModule("bendtrace.interject.bends.bending")
     compiled_settings = LazyModule("bendtrace.compiled.settings")
     compiled_speculation = LazyModule("bendtrace.compiled.speculation")
+    context = LazyModule("bendtrace.interject.patches.context")
     exploring_search = LazyModule("bendtrace.exploring.search")
     outline_coverage = LazyModule("bendtrace.view.outline")
     outline_graph = LazyModule("bendtrace.view.state_graph")
     outline_program = LazyModule("bendtrace.view.program")
     exporting = LazyModule("bendtrace.export.exporting")
     folded = LazyMethod("bendtrace.view.folded", "bended_model")
+    hooks_module = LazyModule("bendtrace.hooks")
+    resume_point = LazyModule("bendtrace.interject.resume_point")
+    run_views = LazyModule("bendtrace.run")
     stepping_run = LazyModule("bendtrace.stepping.run")
 
 __all__ = ["BendedModule"]
@@ -198,9 +208,12 @@ class BendedModule(ModuleProxy[ModelT]):
         )
         self._as_one_op = opaque(self._called_inside)
         self._stand_in_for(model, self._shared)
-        object.__setattr__(self, "_bending", Bending(self, self._known))
 
-    _bending: Bending
+    @property
+    def _bending(self) -> Bending:
+        # Made at its first use; `setdefault` gives two threads the same one.
+        own: dict[str, Bending] = vars(self)
+        return own.get("_bending") or own.setdefault("_bending", bending.Bending(self, self._known))
 
     @property
     def _tree(self) -> TraceTree:
@@ -320,14 +333,14 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         if fn is not None and "fn" in self._signature.parameters:
             kwargs["fn"], fn = fn, None
-        foreign = kwargs.keys() & OPTIONS - self._signature.parameters
+        foreign = kwargs.keys() & _trace.OPTIONS - self._signature.parameters
         if foreign:
             raise InputError(
                 f"a BendedModule remembers paths, and keeps no activations ({min(foreign)}=): "
                 "use bendtrace.trace(model, ...) for that"
             )
         if fn is not None:
-            trace = run_trace(_Method(self, fn), args, kwargs, None)
+            trace = _trace.run_trace(_Method(self, fn), args, kwargs, None)
             return (trace, trace.output) if _return_out else trace
         plan = self._board.plan(args, kwargs)
         output = self._dispatcher.trace(args, kwargs, plan)
@@ -426,7 +439,7 @@ class BendedModule(ModuleProxy[ModelT]):
             ...  for branch in bended.tree[0].flow.branches.values()]
             [('... if x.sum() > 0 else ...', 2, 1)]
         """
-        name = name_of_function(self._model)
+        name = run_views.name_of_function(self._model)
         return outline_program.Outline(self._tree, name, vars(self._dispatcher.stats))
 
     def coverage(self, *, only: Literal["all", "mine"] = "all") -> Coverage:
@@ -755,7 +768,7 @@ class BendedModule(ModuleProxy[ModelT]):
             ...     bended(torch.ones(2))
             tensor(3.)
         """
-        return PatchContext(self._board, self._known, patches, rows)
+        return context.PatchContext(self._board, self._known, patches, rows)
 
     @functools.cached_property
     def hooks(self) -> HookManager:
@@ -770,7 +783,7 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> _ = bended(torch.ones(3, 2))
             0 (3, 1)
         """
-        return HookManager(self)
+        return hooks_module.HookManager(self)
 
     @property
     def bending(self) -> Bending:
@@ -1005,10 +1018,11 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> found["relu"]
             tensor([0., 2.])
         """
-        return get_activations(
-            self, list(where), args, inputs_of(self, kwargs, inputs), passes=passes, detach=detach,
-            bended=bended, return_output=return_output, allow_none=allow_none,
+        found: Any = activations.get_activations(
+            self, list(where), args, activations.inputs_of(self, kwargs, inputs), passes=passes,
+            detach=detach, bended=bended, return_output=return_output, allow_none=allow_none,
         )  # fmt: skip
+        return found
 
     def from_activations(
         self: BendedModule[Callable[..., R]], *args: Any, _bended: bool = True, **kwargs: Any
@@ -1036,7 +1050,8 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> bended.from_activations({"relu": torch.tensor([3.0])})
             tensor([6.])
         """
-        output: R = from_activations(self, *parse_replacements(args, kwargs), bended=_bended)
+        replacements = resume_point.parse_replacements(args, kwargs)
+        output: R = resume_point.from_activations(self, *replacements, bended=_bended)
         return output
 
     def step(self, *args: Any, budget: int = 2**30, **kwargs: Any) -> SteppedRun:

@@ -23,13 +23,21 @@ from tests.documents import run_forked
 # What takes long to import, and is not needed for tracing and replaying.
 HEAVY = {"matplotlib", "networkx", "pandas", "scipy", "tabulate", "tqdm", "xml"}
 LOOKS_AT_RUNS = {
+    "bendtrace._trace",
     "bendtrace.analysis",
+    "bendtrace.compiled",
     "bendtrace.distributed",
     "bendtrace.graph.export",
     "bendtrace.graph.fx",
     "bendtrace.graph.mirror",
     "bendtrace.harvesting",
+    "bendtrace.history.building",
+    "bendtrace.hooks",
+    "bendtrace.interject.bends",
+    "bendtrace.interject.resume_point",
     "bendtrace.interject.selectors",
+    "bendtrace.paths.build",
+    "bendtrace.replay.explain",
     "bendtrace.view",
     "bendtrace.storage",
     "bendtrace.workflows",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from torch import Tensor, nn
 
@@ -43,8 +43,10 @@ from bendtrace.paths.nodes import Kind, NodePath, Pass, Role, TreeNode, identifi
 from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature
-from bendtrace.run import Run
 from bendtrace.tape.scalars import TRACED
+
+if TYPE_CHECKING:
+    from bendtrace.run import Run
 
 _DEEPEST = 40  # calls inside of each other, before an insertion is asked whether it makes them
 _OF_NODE = gates.InsteadGate._node.__code__

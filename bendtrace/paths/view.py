@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from keyword import iskeyword
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bendtrace._checks import did_you_mean
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.paths.build import StepSource
 from bendtrace.paths.nodes import (
     LIMIT,
     Chosen,
@@ -26,6 +25,9 @@ from bendtrace.paths.nodes import (
     passes_in,
     plain_keys,
 )
+
+if TYPE_CHECKING:
+    from bendtrace.paths.build import StepSource
 
 __all__ = [
     "LazyRoot",

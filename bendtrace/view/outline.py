@@ -641,7 +641,13 @@ class _Survey:
         self.functions: dict[tuple[str, ast.AST], None] = {}
         for program in sorted(tree.programs(), key=lambda program: program.serial):
             for walk in walks_of(program):
-                self._count_decided(walk)
+                for event in walk.passed:
+                    if event.is_condition:
+                        raw = bool(event.outcome) is not event.header.inverted
+                        for choice, side in choices_of(event.place, raw):
+                            self.exact[choice, side] += walk.hits
+                            turn = event.module_path, event.iteration
+                            self.turns[choice][turn][side] += walk.hits
                 if not (walk.ends and walk.has_raised):
                     self._count_places(walk)
                 elif walk.end is not None and walk.end.file:  # the run was not recorded as a whole
@@ -697,15 +703,6 @@ class _Survey:
             if path == file and any(s.line <= line <= s.end_line for s in spans)
             if only in ("", name)
         )
-
-    def _count_decided(self, walk: Walk) -> None:
-        for event in walk.passed:
-            if event.is_condition:
-                raw = bool(event.outcome) is not event.header.inverted
-                for choice, side in choices_of(event.place, raw):
-                    self.exact[choice, side] += walk.hits
-                    turn = event.module_path, event.iteration
-                    self.turns[choice][turn][side] += walk.hits
 
     def _count_places(self, walk: Walk) -> None:
         tape, (since, until) = walk.path.recording.tape, walk.positions
