@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bendtrace._checks import required_model
 from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.calls import Call
-from bendtrace.dispatcher import Dispatcher, Explanation, Stats
+from bendtrace.dispatcher import Dispatcher, Explanation, Stats, Trees
 from bendtrace.errors import InputError
 from bendtrace.history.entries import listed
 from bendtrace.interject.gates import running
@@ -26,7 +26,6 @@ from bendtrace.interject.interjection import PassNumbers
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.restricted import Rows
-from bendtrace.interject.trees import Trees
 from bendtrace.interject.where import Where
 from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
 from bendtrace.paths.nodes import Registry, Text

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from bendtrace.compiled.splices import Splice, Step
-from bendtrace.interject.effects import Effect, Steady
 from bendtrace.interject.gates import (
     AfterGate,
     BeforeGate,
@@ -27,7 +26,7 @@ from bendtrace.interject.gates import (
     noted,
 )
 from bendtrace.interject.insertion import Tally
-from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
+from bendtrace.interject.interjection import NO_INPUTS, Effect, Interjection, NodePass, Steady
 from bendtrace.interject.plan import Entry, Plan
 from bendtrace.interject.purity import effect_of_pure
 from bendtrace.interject.structure import Leaf, Shape, assemble, leaves_of_shape, part_of

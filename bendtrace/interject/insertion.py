@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from bendtrace._checks import refuse_without_arguments, shown
 from bendtrace._lazy import LazyModule
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
-from bendtrace.interject.effects import Effect
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes
+from bendtrace.interject.interjection import Effect, Inputs, Interjection, NodePass, Passes
 from bendtrace.interject.plan import State
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import Target, Where

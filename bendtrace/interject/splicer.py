@@ -36,10 +36,10 @@ from bendtrace.interject.structure import Leaf
 from bendtrace.interject.through import Through
 from bendtrace.paths.candidates import Candidate, RunNodes
 from bendtrace.recording.effects import makes_anew, sets_nothing
-from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.script import Script
+from bendtrace.recording.varying import Lifting
 from bendtrace.replay.analysis import Analysis, is_read
 from bendtrace.replay.graph import Graph
 from bendtrace.replay.schedule import Unlinked

@@ -38,7 +38,6 @@ from bendtrace.recording.encoding import (
 )
 from bendtrace.recording.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
 from bendtrace.recording.finish import Finish, Recording, failing_op
-from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.numbers import Numbers, plain_in
 from bendtrace.recording.one_op import Given
 from bendtrace.recording.rank_sync import is_one_of_several
@@ -47,7 +46,7 @@ from bendtrace.recording.script import Script
 from bendtrace.recording.states import States
 from bendtrace.recording.texts import Texts, goes_to_screen
 from bendtrace.recording.values import TRACED_AS, Values
-from bendtrace.recording.varying import Varying
+from bendtrace.recording.varying import Lifting, Varying
 from bendtrace.recording.writer import Writer
 from bendtrace.source.bytecode import assign
 from bendtrace.source.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame

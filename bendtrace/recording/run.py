@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 
 from bendtrace.environment.environment import Environment
 from bendtrace.errors import InputError
-from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.probes import look_once
 from bendtrace.recording.rank_sync import ENDS, joint_recording
 from bendtrace.recording.recorder import Recorder, Recording
 from bendtrace.recording.script import Script
+from bendtrace.recording.varying import Lifting
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.torch_rules.mode_queries import seeing_modes, without

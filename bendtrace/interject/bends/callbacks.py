@@ -17,8 +17,14 @@ from torch import Tensor
 from bendtrace._checks import refuse_without_arguments
 from bendtrace.errors import BendError, BendShapeError, InputError
 from bendtrace.interject.bends.bend import Bend, Expression, Value, fit_to_tensor, value_of
-from bendtrace.interject.effects import Effect, as_given, as_number, chain_effects, effect_of_value
-from bendtrace.interject.interjection import NodePass
+from bendtrace.interject.interjection import (
+    Effect,
+    NodePass,
+    as_given,
+    as_number,
+    chain_effects,
+    effect_of_value,
+)
 from bendtrace.interject.purity import effect_of_function
 from bendtrace.tape.tape import TensorMeta
 
