@@ -1,7 +1,7 @@
 """The insertions of a call, in the form that compiled paths need.
 
 The insertions at the gates of a path are of two kinds. Those that compute a new tensor have an
-*effect* (`effects.py`), which is compiled with the path. Those that only observe and keep copies
+*effect* (`interjection.py`), which is compiled with the path. Those that only observe and keep copies
 are called after the run. If there is an insertion of neither kind, the call is replayed.
 """
 

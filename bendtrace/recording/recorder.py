@@ -107,7 +107,7 @@ class Recorder(RecordingMode):
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values (`states.py`).
         keeps_errors: whether a run that raises is recorded up to there.
-        lifting: lifts counters of loops, and numbers in the state (`lifting.py`).
+        lifting: lifts counters of loops, and numbers in the state (`varying.py`).
     """
 
     def __init__(
