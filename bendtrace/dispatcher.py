@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,16 +18,12 @@ from bendtrace._lazy import LazyModule
 from bendtrace._places import full_place_text
 from bendtrace.errors import InputError
 from bendtrace.floor import Floor
-from bendtrace.interject.gates import again, attempt, running
-from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.plan import Plan
-from bendtrace.interject.splicer import Splicer, has_gates, record_with_insertions
 from bendtrace.interject.structure import is_uneven
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.run import Signature, Uninitialized, has_lazy_modules
+from bendtrace.recording.run import Signature, Uninitialized, has_lazy_modules, record
 from bendtrace.recording.script import Script
-from bendtrace.recording.serving import call_itself
+from bendtrace.recording.serving import Calls, call_itself
 from bendtrace.recording.varying import Lifting
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
@@ -43,8 +39,13 @@ if TYPE_CHECKING:
     from bendtrace._trace import Trace
     from bendtrace.auditing import Auditor
     from bendtrace.compiled.speculation import Guess, Speculation
-    from bendtrace.interject import beside, compiling, reading
+    from bendtrace.interject import beside, compiling, gates, reading
+    from bendtrace.interject import splicer as splicing
     from bendtrace.interject.beside import Beside
+    from bendtrace.interject.knowledge import Knowledge
+    from bendtrace.interject.plan import Plan
+    from bendtrace.interject.splicer import Splicer
+    from bendtrace.paths.nodes import Registry
     from bendtrace.replay import explain
     from bendtrace.replay.explain import Mismatch
     from bendtrace.view import program as outlines
@@ -53,7 +54,9 @@ else:
     beside = LazyModule("bendtrace.interject.beside")
     compiling = LazyModule("bendtrace.interject.compiling")
     explain = LazyModule("bendtrace.replay.explain")
+    gates = LazyModule("bendtrace.interject.gates")
     reading = LazyModule("bendtrace.interject.reading")
+    splicing = LazyModule("bendtrace.interject.splicer")
     outlines = LazyModule("bendtrace.view.program")
 
 
@@ -146,6 +149,8 @@ class Dispatcher:
 
     Attributes:
         speculation: as given.
+        registry: the names of the model's nodes.
+        calls: the calls of the model that each thread is in.
         stats: how the calls so far were served.
         last_mismatch: why the latest call that was not a replay was not one.
         latest: the latest trace.
@@ -157,11 +162,12 @@ class Dispatcher:
 
     def __init__(
         self,
-        known: Knowledge,
+        model: Callable[..., Any],
+        registry: Registry,
+        known: Callable[[], Knowledge],
         signature: Signature,
         trees: Trees,
         speculation: Speculation | None,
-        called: Callable[[], AbstractContextManager[None]],
         auditor: Auditor | None = None,
     ) -> None:
         self.speculation = speculation
@@ -170,11 +176,12 @@ class Dispatcher:
         # A trace, or what it is made of when it is first asked for.
         self._latest: Trace | tuple[Recording, GlobalState, Program | None] | None = None
         self.latest_run: Recording | None = None
+        self._model = model
+        self.registry: Registry = registry
         self._known = known
-        self._model = known.model
         self._signature = signature
         self._trees = trees
-        self._called = called
+        self.calls: Calls = Calls()
         self._passing = 0  # runs that filled a cache
         self.passing: dict[str, None] = {}
         self._auditor = auditor
@@ -208,7 +215,7 @@ class Dispatcher:
                 return self._spliced(call, known)
             except Unfit:
                 splicer.is_apart = True
-            with again():
+            with gates.again():
                 return self._record_new(call._replace(tree=self._trees.of(plan), splicer=None))
         tree = self._trees.plain if plan is None else self._trees.of(plan)
         guess: Guess | None = None
@@ -292,7 +299,7 @@ class Dispatcher:
             return None
         if plan.lookup is not None:
             return None
-        splicer = self._trees.splicer(plan, self._known)
+        splicer = self._trees.splicer(plan, self._known())
         if splicer.is_apart:
             return None
         program = self._trees.plain.find(names, arguments)
@@ -322,7 +329,7 @@ class Dispatcher:
         """Serve a call with insertions along the paths without them."""
         assert call.splicer is not None
         assert call.plan is not None
-        attempt().receives(call.args, call.kwargs)
+        gates.attempt().receives(call.args, call.kwargs)
         if program is None:
             self._floor_of(call.plan).followed(False)
             return self._record_new(call)
@@ -337,7 +344,7 @@ class Dispatcher:
             if (floor := self._floor_of(call.plan)).counts:
                 floor.followed(True)
             return result.output
-        with nullcontext() if result.held is not None else again():
+        with nullcontext() if result.held is not None else gates.again():
             return self._resume(call, program, result)
 
     def _floor_of(self, plan: Plan | None) -> Floor:
@@ -346,7 +353,7 @@ class Dispatcher:
     def _initialize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model itself, which makes the parameters of lazy modules."""
         self.stats.live += 1
-        with self._called():
+        with self.calls:
             return call_itself(self._model, args, kwargs)
 
     # By the model's own Python, without the tracer where that is possible
@@ -354,7 +361,7 @@ class Dispatcher:
     def _run_live(self, call: _Call, program: Program) -> Any:
         self.stats.live += 1
         if call.plan is None:
-            with self._called():
+            with self.calls:
                 return call_itself(self._model, call.args, call.kwargs)
         runner = self._beside(call.plan)
         if runner is None:
@@ -365,7 +372,7 @@ class Dispatcher:
         """Serve a call under function modes, which see exactly what the model calls."""
         self.stats.live += 1
         if plan is None:
-            with self._called():
+            with self.calls:
                 return call_itself(self._model, args, kwargs)
         runner = self._beside(plan)
         if runner is not None:
@@ -383,7 +390,7 @@ class Dispatcher:
             return None  # what is inserted in a checkpointed block has to be done again with it
         known, traces = self._latest_beside, self.stats.traces
         if known is None or known[0] is not plan or (known[1] is None and known[2] < traces):
-            known = self._latest_beside = plan, beside.beside(self._known, plan), traces
+            known = self._latest_beside = plan, beside.beside(self._known(), plan), traces
         return known[1]
 
     def forget_insertions(self) -> None:
@@ -395,7 +402,7 @@ class Dispatcher:
         self._signature.has_changed()
         names, arguments = self._signature.told_apart(args, kwargs)
         call = _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
-        with nullcontext() if plan is None else running(plan):
+        with nullcontext() if plan is None else gates.running(plan):
             return self._record_new(call)
 
     def explained(
@@ -436,9 +443,13 @@ class Dispatcher:
     def _build_trace(
         self, recording: Recording, global_state: GlobalState, program: Program | None
     ) -> Trace:
-        registry = self._known.registry
         return _trace.Trace(
-            recording, global_state, self._signature, self._model, program, registry=registry
+            recording,
+            global_state,
+            self._signature,
+            self._model,
+            program,
+            registry=self.registry,
         )
 
     # By the model's own Python, under the tracer
@@ -452,7 +463,7 @@ class Dispatcher:
         is_mixed = False
         if (splicer := call.splicer) is not None and call.plan is not None:
             looks = call.plan.looks_at_changes([recording], reading.read_and_changed)
-            if looks or has_gates(recording):
+            if looks or splicing.has_gates(recording):
                 call = call._replace(tree=self._trees.of(call.plan), splicer=None)
             is_mixed = splicer.is_apart and bool(recording.tape.blockers) and not looks
         elif call.plan is not None and call.plan.has_grown:
@@ -536,11 +547,17 @@ class Dispatcher:
         lifting: Lifting | None = None,
     ) -> Recording:
         """Run the model under the tracer, with what is inserted in it."""
-        with self._called():
-            recording = record_with_insertions(
-                self._known, self._signature, call.args, dict(call.kwargs), call.plan, script,
-                reads_states, lifting, call.splicer,
-            )  # fmt: skip
+        with self.calls:
+            if call.plan is None:
+                recording = record(
+                    self._model, call.args, dict(call.kwargs), self._signature, script,
+                    reads_states=reads_states, lifting=lifting,
+                )  # fmt: skip
+            else:
+                recording = splicing.record_with_insertions(
+                    self._known(), self._signature, call.args, dict(call.kwargs), call.plan, script,
+                    reads_states, lifting, call.splicer,
+                )  # fmt: skip
         self._has_blocks = self._has_blocks or bool(recording.tape.blocks)
         return recording
 
@@ -566,7 +583,7 @@ class Dispatcher:
             self.floor.lived()
             call.tree.ran_live(program, divergence)
             divergence.drop()
-            with self._called():
+            with self.calls:
                 return call_itself(self._model, call.args, dict(call.kwargs))
         self._floor_of(call.plan).followed(False)
         mismatch = explain.explain_divergence(
@@ -748,7 +765,7 @@ class Trees:
             with self._lock:
                 splicer = self._splicers.get(plan.key)
                 if splicer is None:
-                    splicer = self._splicers[plan.key] = Splicer(plan, known, self._exits)
+                    splicer = self._splicers[plan.key] = splicing.Splicer(plan, known, self._exits)
                 self._splicers.move_to_end(plan.key)
                 while len(self._splicers) > _MOST:
                     self._splicers.popitem(last=False)

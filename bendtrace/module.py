@@ -13,20 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from bendtrace._checks import required_model
+from bendtrace._checks import listed, required_model
 from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.calls import Call
 from bendtrace.dispatcher import Dispatcher, Explanation, Stats, Trees
 from bendtrace.errors import InputError
-from bendtrace.history.entries import listed
-from bendtrace.interject.gates import running
-from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within, refuse_reading
-from bendtrace.interject.insertion import Insertion, What
-from bendtrace.interject.interjection import PassNumbers
-from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.registry import InsertionRegistry
-from bendtrace.interject.restricted import Rows
-from bendtrace.interject.where import Where
 from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
 from bendtrace.paths.nodes import Registry, Text
 from bendtrace.recording.effects import Effects
@@ -53,15 +44,29 @@ if TYPE_CHECKING:
     from bendtrace.export import exporting
     from bendtrace.export.exporting import Exported
     from bendtrace.hooks import HookManager
-    from bendtrace.interject import activations, resume_point
+    from bendtrace.interject import (
+        activations,
+        gates,
+        inserter,
+        knowledge,
+        registry,
+        resume_point,
+    )  # fmt: skip
     from bendtrace.interject.activations import Activations
     from bendtrace.interject.bends import bending
     from bendtrace.interject.bends.bend import Bend, Value
     from bendtrace.interject.bends.bending import Bending, Out
     from bendtrace.interject.bends.catalogue import BendHandle, Filter
     from bendtrace.interject.bends.config import BendingConfig
+    from bendtrace.interject.inserter import LiveInserter, Within
+    from bendtrace.interject.insertion import Insertion, What
+    from bendtrace.interject.interjection import PassNumbers
+    from bendtrace.interject.knowledge import Knowledge
     from bendtrace.interject.patches import context
     from bendtrace.interject.patches.context import PatchContext, Patches
+    from bendtrace.interject.registry import InsertionRegistry
+    from bendtrace.interject.restricted import Rows
+    from bendtrace.interject.where import Where
     from bendtrace.replay.explain import Mismatch
     from bendtrace.stepping import run as stepping_run
     from bendtrace.stepping.run import SteppedRun
@@ -88,6 +93,10 @@ else:
     exporting = LazyModule("bendtrace.export.exporting")
     folded = LazyMethod("bendtrace.view.folded", "bended_model")
     hooks_module = LazyModule("bendtrace.hooks")
+    gates = LazyModule("bendtrace.interject.gates")
+    inserter = LazyModule("bendtrace.interject.inserter")
+    knowledge = LazyModule("bendtrace.interject.knowledge")
+    registry = LazyModule("bendtrace.interject.registry")
     resume_point = LazyModule("bendtrace.interject.resume_point")
     run_views = LazyModule("bendtrace.run")
     stepping_run = LazyModule("bendtrace.stepping.run")
@@ -95,6 +104,7 @@ else:
 __all__ = ["BendedModule"]
 
 P = ParamSpec("P")
+T = TypeVar("T")
 R = TypeVar("R")
 
 
@@ -155,8 +165,8 @@ class BendedModule(ModuleProxy[ModelT]):
 
     _untraced = ModuleProxy._untraced.union(
         {
-            "stats", "last_mismatch", "_signature", "_trees", "_known", "_dispatcher", "_board",
-            "_as_one_op", "_bending", "hooks",
+            "stats", "last_mismatch", "_signature", "_trees", "_dispatcher",
+            "_as_one_op", "_on_demand", "hooks",
         }
     )  # fmt: skip
     # Methods that models often have of their own, which are theirs then.
@@ -195,29 +205,55 @@ class BendedModule(ModuleProxy[ModelT]):
                 speculation = compiled_speculation.Speculation(settings)
         self._signature = Signature(model)
         self._trees = Trees(max_traces)
-        self._known = Knowledge(
-            model, Registry(), self._trees.plain_runs, self._trees.inserted_runs, self.coverage,
-            self._settled,
-        )  # fmt: skip
         self._inserted = False
-        self._board = InsertionRegistry(self._known, self._note_inserted)
+        self._on_demand: dict[str, Any] = {}  # an attribute more would be noticed by traces around
         auditor = auditing.Auditor(model, audit) if audit else None
         self._dispatcher = Dispatcher(
-            self._known, self._signature, self._trees, speculation, self._board.called, auditor
+            model,
+            Registry(),
+            lambda: self._known,
+            self._signature,
+            self._trees,
+            speculation,
+            auditor,
         )
         self._as_one_op = opaque(self._called_inside)
         self._stand_in_for(model, self._shared)
 
+    def _part_on_demand(self, name: str, make: Callable[[], T]) -> T:
+        """Return a part that is made when it is first used, and is the same in all threads.
+
+        In most models nothing is ever inserted.
+        """
+        found: T | None = self._on_demand.get(name)
+        return self._on_demand.setdefault(name, make()) if found is None else found
+
+    @property
+    def _known(self) -> Knowledge:
+        def make() -> Knowledge:
+            return knowledge.Knowledge(
+                self._model, self._dispatcher.registry, self._trees.plain_runs,
+                self._trees.inserted_runs, self.coverage, self._settled,
+            )  # fmt: skip
+
+        return self._part_on_demand("_known", make)
+
+    @property
+    def _board(self) -> InsertionRegistry:
+        def make() -> InsertionRegistry:
+            calls = self._dispatcher.calls
+            return registry.InsertionRegistry(self._known, self._note_inserted, calls)
+
+        return self._part_on_demand("_board", make)
+
     @property
     def _bending(self) -> Bending:
-        # Made at its first use; `setdefault` gives two threads the same one.
-        own: dict[str, Bending] = vars(self)
-        return own.get("_bending") or own.setdefault("_bending", bending.Bending(self, self._known))
+        return self._part_on_demand("_bending", lambda: bending.Bending(self, self._known))
 
     @property
     def _tree(self) -> TraceTree:
         """The paths with what is inserted at the moment."""
-        return self._trees.latest if self._board else self._trees.plain
+        return self._trees.latest if self._inserted else self._trees.plain
 
     @property
     def model(self) -> ModelT:
@@ -274,7 +310,7 @@ class BendedModule(ModuleProxy[ModelT]):
         dispatcher = self._dispatcher
         if self._inserted:
             if (plan := self._board.plan(args, kwargs)) is not None:
-                with running(plan), self._board.called():
+                with gates.running(plan), self._dispatcher.calls:
                     return dispatcher.call(args, kwargs, plan)
         elif (floor := dispatcher.floor).waiting and floor.takes():
             # Decided first: a call that runs the model itself costs little more than the model.
@@ -341,7 +377,7 @@ class BendedModule(ModuleProxy[ModelT]):
         if fn is not None:
             trace = _trace.run_trace(_Method(self, fn), args, kwargs, None)
             return (trace, trace.output) if _return_out else trace
-        plan = self._board.plan(args, kwargs)
+        plan = self._board.plan(args, kwargs) if self._inserted else None
         output = self._dispatcher.trace(args, kwargs, plan)
         assert self._dispatcher.latest is not None
         trace = copy.copy(self._dispatcher.latest)
@@ -498,7 +534,7 @@ class BendedModule(ModuleProxy[ModelT]):
             ...     print(bool(args[0].sum() > 25))
             True
         """
-        if self._board:
+        if self._inserted:
             raise InputError("a search runs the model itself: take away what is inserted first")
         return exploring_search.explore(
             self._model, self._trees.plain, inputs, domain, seconds, tries, seed
@@ -568,7 +604,7 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> bended.stats.replays
             1
         """
-        if self._board:
+        if self._inserted:
             raise InputError("the model itself has nothing inserted: take that away first")
         auditor = auditing.Auditor(self._model, 1.0)
         output: R = self._dispatcher.call(args, kwargs, None, auditor)
@@ -592,7 +628,8 @@ class BendedModule(ModuleProxy[ModelT]):
             False
         """
         names, arguments = self._signature.told_apart(args, kwargs)
-        tree = self._dispatcher.serving(self._board.plan(args, kwargs), names, arguments)
+        plan = self._board.plan(args, kwargs) if self._inserted else None
+        tree = self._dispatcher.serving(plan, names, arguments)
         return self._dispatcher.explained(tree, names, arguments)
 
     def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
@@ -621,13 +658,16 @@ class BendedModule(ModuleProxy[ModelT]):
     def _serving_parts(self, method: types.MethodType) -> Iterator[None]:
         """Within it, what is inserted is called also where a method calls a part of the model."""
         model = self._model
+        if not self._inserted:
+            yield
+            return
         plan, unknown = self._board.plan_of_parts()
-        refuse_reading(plan, method)
+        inserter.refuse_reading(plan, method)
         with ExitStack() as stack:
-            if self._board and isinstance(model, nn.Module):
+            if isinstance(model, nn.Module):
                 for name, module in named_modules(model):
-                    within = Within(model, name, self._known.path_of(name))
-                    if name and (unknown or is_meant_within(plan, module, within)):
+                    within = inserter.Within(model, name, self._known.path_of(name))
+                    if name and (unknown or inserter.is_meant_within(plan, module, within)):
                         part = functools.partial(self._call_part, module, within)
                         stack.enter_context(serving(module, part))
             yield
@@ -643,9 +683,9 @@ class BendedModule(ModuleProxy[ModelT]):
                 "is inserted has to be found out in a call of the whole model: call that once "
                 "first, or give places that do not look ahead, nor passes from the end"
             )
-        inserter = LiveInserter(plan, self._known.registry, module, within)
-        with running(plan):
-            recording = record(module, args, kwargs, Signature(module), inserter=inserter)
+        live = inserter.LiveInserter(plan, self._dispatcher.registry, module, within)
+        with gates.running(plan):
+            recording = record(module, args, kwargs, Signature(module), inserter=live)
             plan.ran(recording)
         self._dispatcher.stats.live += 1
         return recording.result
@@ -655,16 +695,18 @@ class BendedModule(ModuleProxy[ModelT]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any = None
     ) -> Iterator[LiveInserter | None]:
         """Within it, the gates call what is inserted; given is what puts them into a run."""
-        plan = self._board.plan(args, kwargs)
+        plan = self._board.plan(args, kwargs) if self._inserted else None
         if plan is None:
             yield None
             return
-        with running(plan):
-            registry, known = self._known.registry, self._known
+        with gates.running(plan):
             if function is None:
-                yield LiveInserter(plan, registry, self._model)
+                yield inserter.LiveInserter(plan, self._dispatcher.registry, self._model)
             else:
-                yield LiveInserter(plan, registry, function, path_of=known.path_of)
+                path_of = self._known.path_of
+                yield inserter.LiveInserter(
+                    plan, self._dispatcher.registry, function, path_of=path_of
+                )
 
     # Inserting
 
@@ -1080,10 +1122,10 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> run.set("relu", torch.tensor([5.0, 5.0])).output
             tensor([10., 10.])
         """
-        if self._board:
+        if self._inserted:
             raise InputError("a run to be stepped through has nothing inserted: remove it first")
         return stepping_run.SteppedRun(
-            self._model, args, kwargs, self._signature, self._known.registry, budget
+            self._model, args, kwargs, self._signature, self._dispatcher.registry, budget
         )
 
     # Copies
@@ -1144,7 +1186,7 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         if insertions not in ("constants", "inputs"):
             raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
-        inserted = exporting.Insertions(self._board, self._known) if self._board else None
+        inserted = exporting.Insertions(self._board, self._known) if self._inserted else None
         examples = self._dispatcher.examples
         calls = [tuple(Call.of(one)) for one in inputs] if inputs else examples.calls()
         exported = exporting.export(
@@ -1180,13 +1222,13 @@ class BendedModule(ModuleProxy[ModelT]):
         return {
             "hooks": self._own_hooks() if memo is None else copy.deepcopy(self._own_hooks(), memo),
             "backend": {} if speculation is None else speculation.settings.arguments,
-            "registry": self._known.registry.__getstate__(),
+            "registry": self._dispatcher.registry.__getstate__(),
             "bends": self._bending._kept(memo),
             "insertions": self._board.kept(memo),
         }
 
     def _take_over(self, carried: dict[str, Any]) -> None:
-        self._known.registry.__setstate__(carried["registry"])
+        self._dispatcher.registry.__setstate__(carried["registry"])
         self._board.restore(*carried["insertions"])
         self._bending._restore(carried["bends"])
         vars(self).update(carried["hooks"])

@@ -1,8 +1,8 @@
 """The insertions of a call, in the form that compiled paths need.
 
 The insertions at the gates of a path are of two kinds. Those that compute a new tensor have an
-*effect* (`interjection.py`), which is compiled with the path. Those that only observe and keep copies
-are called after the run. If there is an insertion of neither kind, the call is replayed.
+*effect* (`interjection.py`), which is compiled with the path. Those that only observe and keep
+copies are called after the run. If there is an insertion of neither kind, the call is replayed.
 """
 
 from __future__ import annotations

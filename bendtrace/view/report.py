@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
+from bendtrace._checks import listed
 from bendtrace._lazy import tabulate
 from bendtrace._places import place_text
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
-from bendtrace.history.entries import LayerEntry, ModuleEntry, counted, listed, number_text
+from bendtrace.history.entries import LayerEntry, ModuleEntry, counted, number_text
 from bendtrace.view.canvas import Canvas, Group, Mark, Polygon, Rectangle, Text, cut
 from bendtrace.view.matching import (
     FlowChange,
