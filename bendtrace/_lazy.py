@@ -21,16 +21,6 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "LazyMethod",
-    "LazyModule",
-    "imported",
-    "networkx",
-    "required",
-    "required_pandas",
-    "tabulate",
-]
-
 
 def imported(name: str) -> ModuleType:
     """Import a module if necessary, with the garbage collector paused, and return it.
@@ -95,8 +85,8 @@ class LazyMethod:
 
 
 if TYPE_CHECKING:
-    import networkx
-    import tabulate
+    import networkx as networkx
+    import tabulate as tabulate
 else:
     networkx = LazyModule("networkx")
     tabulate = LazyModule("tabulate")

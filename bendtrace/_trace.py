@@ -62,17 +62,6 @@ else:
     save = LazyMethod("bendtrace.storage", "save")
     viewer_html = LazyMethod("bendtrace.view.viewer", "viewer_html")
 
-__all__ = [
-    "OPTIONS",
-    "Trace",
-    "log_forward_pass",
-    "positional",
-    "run_logged",
-    "run_trace",
-    "show_model_graph",
-    "trace",
-]
-
 
 # ModelHistory: the log of a run, and the operations on it.
 

@@ -15,7 +15,6 @@ from bendtrace.errors import InputError, NodePathError
 from bendtrace.paths.nodes import (
     LIMIT,
     Chosen,
-    NodePath,
     Pass,
     Text,
     TreeNode,
@@ -25,22 +24,12 @@ from bendtrace.paths.nodes import (
     passes_in,
     plain_keys,
 )
+from bendtrace.paths.nodes import (
+    NodePath as NodePath,
+)
 
 if TYPE_CHECKING:
     from bendtrace.paths.build import StepSource
-
-__all__ = [
-    "LazyRoot",
-    "Node",
-    "NodePath",
-    "Tree",
-    "dug",
-    "find",
-    "is_path_only",
-    "plain_path",
-    "require_leaf",
-    "resolve",
-]
 
 
 Found = tuple[TreeNode, Chosen]

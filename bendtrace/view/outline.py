@@ -36,22 +36,6 @@ from bendtrace.view.walks import (
     walks_of,
 )
 
-__all__ = [
-    "Branch",
-    "End",
-    "Flow",
-    "ProgramOutline",
-    "Taken",
-    "Turns",
-    "end_text",
-    "programs_as_text",
-    "summary",
-    "title",
-    "turns_text",
-    "value_text",
-]
-
-
 # The module, the iteration of the loops around, and how often each side was taken.
 Turns = dict[tuple[str, tuple[int, ...]], Counter[bool]]
 
