@@ -55,9 +55,8 @@ if TYPE_CHECKING:
     from bendtrace.interject.activations import Activations
     from bendtrace.interject.bends import bending
     from bendtrace.interject.bends.bend import Bend, Value
-    from bendtrace.interject.bends.bending import Bending, Out
+    from bendtrace.interject.bends.bending import Bending, BendingConfig, Out
     from bendtrace.interject.bends.catalogue import BendHandle, Filter
-    from bendtrace.interject.bends.config import BendingConfig
     from bendtrace.interject.inserter import LiveInserter, Within
     from bendtrace.interject.insertion import Insertion, What
     from bendtrace.interject.interjection import PassNumbers
