@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bendtrace._compare import is_uneven
 from bendtrace._lazy import LazyModule
 from bendtrace._places import full_place_text
 from bendtrace.errors import InputError
 from bendtrace.floor import Floor
-from bendtrace.interject.structure import is_uneven
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, Uninitialized, has_lazy_modules, record
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from bendtrace.interject.knowledge import Knowledge
     from bendtrace.interject.plan import Plan
     from bendtrace.interject.splicer import Splicer
+    from bendtrace.paths import nodes
     from bendtrace.paths.nodes import Registry
     from bendtrace.replay import explain
     from bendtrace.replay.explain import Mismatch
@@ -55,6 +56,7 @@ else:
     compiling = LazyModule("bendtrace.interject.compiling")
     explain = LazyModule("bendtrace.replay.explain")
     gates = LazyModule("bendtrace.interject.gates")
+    nodes = LazyModule("bendtrace.paths.nodes")
     reading = LazyModule("bendtrace.interject.reading")
     splicing = LazyModule("bendtrace.interject.splicer")
     outlines = LazyModule("bendtrace.view.program")
@@ -149,7 +151,6 @@ class Dispatcher:
 
     Attributes:
         speculation: as given.
-        registry: the names of the model's nodes.
         calls: the calls of the model that each thread is in.
         stats: how the calls so far were served.
         last_mismatch: why the latest call that was not a replay was not one.
@@ -163,7 +164,6 @@ class Dispatcher:
     def __init__(
         self,
         model: Callable[..., Any],
-        registry: Registry,
         known: Callable[[], Knowledge],
         signature: Signature,
         trees: Trees,
@@ -177,7 +177,8 @@ class Dispatcher:
         self._latest: Trace | tuple[Recording, GlobalState, Program | None] | None = None
         self.latest_run: Recording | None = None
         self._model = model
-        self.registry: Registry = registry
+        self._registry: Registry | None = None  # made when it is first used
+        self._lock = threading.Lock()
         self._known = known
         self._signature = signature
         self._trees = trees
@@ -432,6 +433,14 @@ class Dispatcher:
     def trace_of(self, recording: Recording, program: Program) -> Trace:
         """Return a run as people see it."""
         return self._build_trace(*_parts_of_trace(recording, program))
+
+    @property
+    def registry(self) -> Registry:
+        """The names of the model's nodes."""
+        with self._lock:
+            if self._registry is None:
+                self._registry = nodes.Registry()
+            return self._registry
 
     @property
     def latest(self) -> Trace | None:

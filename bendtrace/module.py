@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from bendtrace._checks import listed, required_model
 from bendtrace._lazy import LazyMethod, LazyModule
-from bendtrace.calls import Call
 from bendtrace.dispatcher import Dispatcher, Explanation, Stats, Trees
 from bendtrace.errors import InputError
 from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
-from bendtrace.paths.nodes import Registry, Text
 from bendtrace.recording.effects import Effects
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
@@ -33,6 +31,7 @@ from bendtrace.torch_rules.owners import named_modules
 
 if TYPE_CHECKING:
     from bendtrace import _trace, auditing
+    from bendtrace import calls as call_forms
     from bendtrace import hooks as hooks_module
     from bendtrace import run as run_views
     from bendtrace._trace import Trace
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
     from bendtrace.interject.registry import InsertionRegistry
     from bendtrace.interject.restricted import Rows
     from bendtrace.interject.where import Where
+    from bendtrace.paths.nodes import Text
     from bendtrace.replay.explain import Mismatch
     from bendtrace.stepping import run as stepping_run
     from bendtrace.stepping.run import SteppedRun
@@ -82,6 +82,7 @@ else:
     activations = LazyModule("bendtrace.interject.activations")
     auditing = LazyModule("bendtrace.auditing")
     bending = LazyModule("bendtrace.interject.bends.bending")
+    call_forms = LazyModule("bendtrace.calls")
     compiled_settings = LazyModule("bendtrace.compiled.settings")
     compiled_speculation = LazyModule("bendtrace.compiled.speculation")
     context = LazyModule("bendtrace.interject.patches.context")
@@ -208,13 +209,7 @@ class BendedModule(ModuleProxy[ModelT]):
         self._on_demand: dict[str, Any] = {}  # an attribute more would be noticed by traces around
         auditor = auditing.Auditor(model, audit) if audit else None
         self._dispatcher = Dispatcher(
-            model,
-            Registry(),
-            lambda: self._known,
-            self._signature,
-            self._trees,
-            speculation,
-            auditor,
+            model, lambda: self._known, self._signature, self._trees, speculation, auditor
         )
         self._as_one_op = opaque(self._called_inside)
         self._stand_in_for(model, self._shared)
@@ -1187,7 +1182,7 @@ class BendedModule(ModuleProxy[ModelT]):
             raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
         inserted = exporting.Insertions(self._board, self._known) if self._inserted else None
         examples = self._dispatcher.examples
-        calls = [tuple(Call.of(one)) for one in inputs] if inputs else examples.calls()
+        calls = [tuple(call_forms.Call.of(one)) for one in inputs] if inputs else examples.calls()
         exported = exporting.export(
             self._model, self._signature, calls, to, unseen, inserted, insertions == "inputs",
             tolerance,

@@ -39,7 +39,7 @@ LOOKS_AT_RUNS = {
     "bendtrace.interject.resume_point",
     "bendtrace.interject.selectors",
     "bendtrace.interject.where",
-    "bendtrace.paths.build",
+    "bendtrace.paths",
     "bendtrace.replay.explain",
     "bendtrace.view",
     "bendtrace.storage",
