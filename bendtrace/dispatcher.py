@@ -22,7 +22,6 @@ from bendtrace.floor import Floor
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, Uninitialized, has_lazy_modules, record
-from bendtrace.recording.script import Script
 from bendtrace.recording.serving import Calls, call_itself
 from bendtrace.recording.varying import Lifting
 from bendtrace.replay.global_state import GlobalState
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from bendtrace.interject.splicer import Splicer
     from bendtrace.paths import nodes
     from bendtrace.paths.nodes import Registry
+    from bendtrace.recording.script import Script
     from bendtrace.replay import explain
     from bendtrace.replay.explain import Mismatch
     from bendtrace.view import program as outlines

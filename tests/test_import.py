@@ -40,6 +40,7 @@ LOOKS_AT_RUNS = {
     "bendtrace.interject.selectors",
     "bendtrace.interject.where",
     "bendtrace.paths",
+    "bendtrace.recording.script",
     "bendtrace.replay.explain",
     "bendtrace.view",
     "bendtrace.storage",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from time import perf_counter_ns
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,6 @@ from bendtrace.recording.numbers import Numbers, plain_in
 from bendtrace.recording.one_op import Given
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.scopes import Scopes
-from bendtrace.recording.script import Script
 from bendtrace.recording.states import States
 from bendtrace.recording.texts import Texts, goes_to_screen
 from bendtrace.recording.values import TRACED_AS, Values
@@ -88,6 +87,9 @@ from bendtrace.torch_rules.mode_queries import RecordingMode, is_active, run_und
 from bendtrace.torch_rules.monkeypatches import may_be_patched, original_of
 from bendtrace.torch_rules.transforms import REGISTERS, HandleOfRun, registers
 from bendtrace.torch_rules.writes import SharedArrays, may_share
+
+if TYPE_CHECKING:
+    from bendtrace.recording.script import Script
 
 __all__ = ["Recorder", "Recording"]
 

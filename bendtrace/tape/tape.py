@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import getitem
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -553,6 +554,11 @@ def refs_in(value: Any) -> Iterator[Ref]:
 def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
     """Rebuild recorded arguments with every `Ref` replaced by `change(ref)`."""
     return map_leaves(value, lambda leaf: change(leaf) if type(leaf) is Ref else leaf)
+
+
+def counts(op: Op) -> bool:
+    """Whether the model did an op: it does not just name an element of a value, or a state."""
+    return op.kind is OpKind.CALL or (op.kind is OpKind.SCALAR and op.target is not getitem)
 
 
 # How the model handles an error that an op raises.
