@@ -62,7 +62,11 @@ class LazyModule(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(imported(self.__name__), name)
+        # Kept, because asking for a module that is imported takes a microsecond.
+        own = vars(self)
+        if "_module" not in own:
+            own["_module"] = imported(self.__name__)
+        return getattr(own["_module"], name)
 
     def __dir__(self) -> list[str]:
         return dir(imported(self.__name__))
