@@ -149,3 +149,9 @@ def is_inside(path: str, nodes: Container[str]) -> bool:
             return True
         path = path.rpartition(".")[0]
     return False
+
+
+def listed(names: list[str], most: int = 8) -> str:
+    """Return names joined by commas, with the number of omitted ones."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

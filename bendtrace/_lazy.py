@@ -21,16 +21,6 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "LazyMethod",
-    "LazyModule",
-    "imported",
-    "networkx",
-    "required",
-    "required_pandas",
-    "tabulate",
-]
-
 
 def imported(name: str) -> ModuleType:
     """Import a module if necessary, with the garbage collector paused, and return it.
@@ -72,7 +62,11 @@ class LazyModule(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(imported(self.__name__), name)
+        # Kept, because asking for a module that is imported takes a microsecond.
+        own = vars(self)
+        if "_module" not in own:
+            own["_module"] = imported(self.__name__)
+        return getattr(own["_module"], name)
 
     def __dir__(self) -> list[str]:
         return dir(imported(self.__name__))
@@ -95,8 +89,8 @@ class LazyMethod:
 
 
 if TYPE_CHECKING:
-    import networkx
-    import tabulate
+    import networkx as networkx
+    import tabulate as tabulate
 else:
     networkx = LazyModule("networkx")
     tabulate = LazyModule("tabulate")

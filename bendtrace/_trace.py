@@ -30,7 +30,6 @@ from bendtrace.paths.nodes import Registry
 from bendtrace.paths.view import LazyRoot, Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
-from bendtrace.replay.explain import GuardTable, explain_check, explain_divergence
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Divergence
@@ -45,6 +44,8 @@ if TYPE_CHECKING:
     from bendtrace.history import validate
     from bendtrace.history.validate import Validation
     from bendtrace.interject.selectors import naming
+    from bendtrace.replay import explain
+    from bendtrace.replay.explain import GuardTable
     from bendtrace.storage import save
     from bendtrace.view.folded import log as folded
     from bendtrace.view.picture import Picture, draw
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 else:
     backward = LazyMethod("bendtrace.backward", "backward")
     conversion = LazyModule("bendtrace.graph.fx")
+    explain = LazyModule("bendtrace.replay.explain")
     naming = LazyModule("bendtrace.interject.selectors.naming")
     storage = LazyModule("bendtrace.storage")
     validate = LazyModule("bendtrace.history.validate")
@@ -59,17 +61,6 @@ else:
     folded = LazyMethod("bendtrace.view.folded", "log")
     save = LazyMethod("bendtrace.storage", "save")
     viewer_html = LazyMethod("bendtrace.view.viewer", "viewer_html")
-
-__all__ = [
-    "OPTIONS",
-    "Trace",
-    "log_forward_pass",
-    "positional",
-    "run_logged",
-    "run_trace",
-    "show_model_graph",
-    "trace",
-]
 
 
 # ModelHistory: the log of a run, and the operations on it.
@@ -427,7 +418,9 @@ class Trace(ModelHistory):
             [('input', 'x.shape', '1'), ('input', 'x.shape[0] > 3', 'True'), ('data', 'x.sum() > 0',
              'True')]
         """
-        return GuardTable(self._recording.tape.guards, self._program.analysis.kinds, self.names)
+        return explain.GuardTable(
+            self._recording.tape.guards, self._program.analysis.kinds, self.names
+        )
 
     @property
     def _tree(self) -> Tree:  # type: ignore[override]
@@ -627,7 +620,7 @@ class Trace(ModelHistory):
         values = tuple(bound.values())
         failed = self._program.failing(values)
         if failed is not None:
-            mismatch = explain_check(failed, self._program, values)()
+            mismatch = explain.explain_check(failed, self._program, values)()
             raise DivergenceError(mismatch.reason, mismatch.step)
         result = self._program.run(values, first=True)
         if isinstance(result, Divergence):
@@ -635,7 +628,7 @@ class Trace(ModelHistory):
             if result.is_raised:
                 assert result.error is not None
                 raise result.error
-            mismatch = explain_divergence(result.recording, result.number, result.outcome)()
+            mismatch = explain.explain_divergence(result.recording, result.number, result.outcome)()
             raise DivergenceError(mismatch.reason, mismatch.step)
         return result.output
 

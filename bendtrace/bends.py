@@ -10,7 +10,7 @@ tensor([0., 6.])
 """
 
 from bendtrace.interject.bends.bend import Bend, BendingParameter, CallbackChain
-from bendtrace.interject.bends.bending import Bending
+from bendtrace.interject.bends.bending import Bending, BendingConfig
 from bendtrace.interject.bends.callbacks import (
     Affine,
     Bias,
@@ -26,7 +26,6 @@ from bendtrace.interject.bends.callbacks import (
     ThresholdActivation,
     ThresholdPermute,
 )
-from bendtrace.interject.bends.config import BendingConfig
 
 __all__ = [
     "Affine",

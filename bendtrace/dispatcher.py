@@ -4,46 +4,62 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bendtrace._compare import is_uneven
+from bendtrace._lazy import LazyModule
 from bendtrace._places import full_place_text
-from bendtrace._trace import Trace
 from bendtrace.errors import InputError
 from bendtrace.floor import Floor
-from bendtrace.interject.beside import Beside, beside
-from bendtrace.interject.compiling import insertions_of_plan
-from bendtrace.interject.gates import again, attempt, running
-from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.plan import Plan
-from bendtrace.interject.reading import read_and_changed
-from bendtrace.interject.splicer import Splicer, has_gates, record_with_insertions
-from bendtrace.interject.structure import is_uneven
-from bendtrace.interject.trees import Trees
-from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.run import Signature, Uninitialized, has_lazy_modules
-from bendtrace.recording.script import Script
-from bendtrace.recording.serving import call_itself
-from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
+from bendtrace.recording.run import Signature, Uninitialized, has_lazy_modules, record
+from bendtrace.recording.serving import Calls, call_itself
+from bendtrace.recording.varying import Lifting
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.replay.source import Unfit
-from bendtrace.replay.stretches import Divergence, Finished
+from bendtrace.replay.stretches import Divergence, Exit, Finished
 from bendtrace.replay.tree import TraceTree
 from bendtrace.source.internals import Missing, pytree
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.torch_rules.mode_queries import seeing_modes
 
 if TYPE_CHECKING:
+    from bendtrace import _trace
+    from bendtrace._trace import Trace
     from bendtrace.auditing import Auditor
     from bendtrace.compiled.speculation import Guess, Speculation
+    from bendtrace.interject import beside, compiling, gates, reading
+    from bendtrace.interject import splicer as splicing
+    from bendtrace.interject.beside import Beside
+    from bendtrace.interject.knowledge import Knowledge
+    from bendtrace.interject.plan import Plan
+    from bendtrace.interject.splicer import Splicer
+    from bendtrace.paths import nodes
+    from bendtrace.paths.nodes import Registry
+    from bendtrace.recording.script import Script
+    from bendtrace.replay import explain
+    from bendtrace.replay.explain import Mismatch
+    from bendtrace.view import program as outlines
+else:
+    _trace = LazyModule("bendtrace._trace")
+    beside = LazyModule("bendtrace.interject.beside")
+    compiling = LazyModule("bendtrace.interject.compiling")
+    explain = LazyModule("bendtrace.replay.explain")
+    gates = LazyModule("bendtrace.interject.gates")
+    nodes = LazyModule("bendtrace.paths.nodes")
+    reading = LazyModule("bendtrace.interject.reading")
+    splicing = LazyModule("bendtrace.interject.splicer")
+    outlines = LazyModule("bendtrace.view.program")
 
 
 class Examples:
@@ -135,6 +151,7 @@ class Dispatcher:
 
     Attributes:
         speculation: as given.
+        calls: the calls of the model that each thread is in.
         stats: how the calls so far were served.
         last_mismatch: why the latest call that was not a replay was not one.
         latest: the latest trace.
@@ -146,23 +163,26 @@ class Dispatcher:
 
     def __init__(
         self,
-        known: Knowledge,
+        model: Callable[..., Any],
+        known: Callable[[], Knowledge],
         signature: Signature,
         trees: Trees,
         speculation: Speculation | None,
-        called: Callable[[], AbstractContextManager[None]],
         auditor: Auditor | None = None,
     ) -> None:
         self.speculation = speculation
         self.stats: Stats = Stats()
         self._mismatch: Mismatch | Callable[[], Mismatch] | None = None
-        self.latest: Trace | None = None
+        # A trace, or what it is made of when it is first asked for.
+        self._latest: Trace | tuple[Recording, GlobalState, Program | None] | None = None
         self.latest_run: Recording | None = None
+        self._model = model
+        self._registry: Registry | None = None  # made when it is first used
+        self._lock = threading.Lock()
         self._known = known
-        self._model = known.model
         self._signature = signature
         self._trees = trees
-        self._called = called
+        self.calls: Calls = Calls()
         self._passing = 0  # runs that filled a cache
         self.passing: dict[str, None] = {}
         self._auditor = auditor
@@ -196,12 +216,12 @@ class Dispatcher:
                 return self._spliced(call, known)
             except Unfit:
                 splicer.is_apart = True
-            with again():
+            with gates.again():
                 return self._record_new(call._replace(tree=self._trees.of(plan), splicer=None))
         tree = self._trees.plain if plan is None else self._trees.of(plan)
         guess: Guess | None = None
         if self.speculation is not None and auditor is None:
-            inserted = None if plan is None else insertions_of_plan(plan)
+            inserted = None if plan is None else compiling.insertions_of_plan(plan)
             guess = self.speculation.guess(names, arguments, inserted)
             if guess.recording is not None:
                 if plan is None:
@@ -246,7 +266,9 @@ class Dispatcher:
             tree.ran_live(program)
             floor.lived()
             return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
-        if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
+        if plan is not None and plan.looks_at_changes(
+            program.recordings(), reading.read_and_changed
+        ):
             floor.lived()
             return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
         if program.wants_lifting and tree.lifts:
@@ -278,7 +300,7 @@ class Dispatcher:
             return None
         if plan.lookup is not None:
             return None
-        splicer = self._trees.splicer(plan, self._known)
+        splicer = self._trees.splicer(plan, self._known())
         if splicer.is_apart:
             return None
         program = self._trees.plain.find(names, arguments)
@@ -291,7 +313,7 @@ class Dispatcher:
         graph = program.graph
         if graph is None or graph.is_broken:
             return None
-        if plan.looks_at_changes(program.recordings(), read_and_changed):
+        if plan.looks_at_changes(program.recordings(), reading.read_and_changed):
             return None
         splicer.goes_along(graph)
         return splicer, program
@@ -308,7 +330,7 @@ class Dispatcher:
         """Serve a call with insertions along the paths without them."""
         assert call.splicer is not None
         assert call.plan is not None
-        attempt().receives(call.args, call.kwargs)
+        gates.attempt().receives(call.args, call.kwargs)
         if program is None:
             self._floor_of(call.plan).followed(False)
             return self._record_new(call)
@@ -323,7 +345,7 @@ class Dispatcher:
             if (floor := self._floor_of(call.plan)).counts:
                 floor.followed(True)
             return result.output
-        with nullcontext() if result.held is not None else again():
+        with nullcontext() if result.held is not None else gates.again():
             return self._resume(call, program, result)
 
     def _floor_of(self, plan: Plan | None) -> Floor:
@@ -332,7 +354,7 @@ class Dispatcher:
     def _initialize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model itself, which makes the parameters of lazy modules."""
         self.stats.live += 1
-        with self._called():
+        with self.calls:
             return call_itself(self._model, args, kwargs)
 
     # By the model's own Python, without the tracer where that is possible
@@ -340,7 +362,7 @@ class Dispatcher:
     def _run_live(self, call: _Call, program: Program) -> Any:
         self.stats.live += 1
         if call.plan is None:
-            with self._called():
+            with self.calls:
                 return call_itself(self._model, call.args, call.kwargs)
         runner = self._beside(call.plan)
         if runner is None:
@@ -351,7 +373,7 @@ class Dispatcher:
         """Serve a call under function modes, which see exactly what the model calls."""
         self.stats.live += 1
         if plan is None:
-            with self._called():
+            with self.calls:
                 return call_itself(self._model, args, kwargs)
         runner = self._beside(plan)
         if runner is not None:
@@ -369,7 +391,7 @@ class Dispatcher:
             return None  # what is inserted in a checkpointed block has to be done again with it
         known, traces = self._latest_beside, self.stats.traces
         if known is None or known[0] is not plan or (known[1] is None and known[2] < traces):
-            known = self._latest_beside = plan, beside(self._known, plan), traces
+            known = self._latest_beside = plan, beside.beside(self._known(), plan), traces
         return known[1]
 
     def told_apart(
@@ -387,7 +409,7 @@ class Dispatcher:
         self._signature.has_changed()
         names, arguments = self.told_apart(args, kwargs, plan)
         call = _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
-        with nullcontext() if plan is None else running(plan):
+        with nullcontext() if plan is None else gates.running(plan):
             return self._record_new(call)
 
     def explained(
@@ -411,16 +433,39 @@ class Dispatcher:
                 continue
             depth = program.checks.index(failed) if failed in program.checks else -1
             if nearest is None or depth > nearest[0]:
-                nearest = depth, explain_check(failed, program, arguments)
+                nearest = depth, explain.explain_check(failed, program, arguments)
         return serving, None if serving or nearest is None else nearest[1]
 
     def trace_of(self, recording: Recording, program: Program) -> Trace:
         """Return a run as people see it."""
-        own = program if recording is program.recording else None
-        return Trace(
-            recording, program.global_state, self._signature, self._model, own,
-            registry=self._known.registry,
-        )  # fmt: skip
+        return self._build_trace(*_parts_of_trace(recording, program))
+
+    @property
+    def registry(self) -> Registry:
+        """The names of the model's nodes."""
+        with self._lock:
+            if self._registry is None:
+                self._registry = nodes.Registry()
+            return self._registry
+
+    @property
+    def latest(self) -> Trace | None:
+        """The latest recorded run."""
+        if isinstance(self._latest, tuple):
+            self._latest = self._build_trace(*self._latest)
+        return self._latest
+
+    def _build_trace(
+        self, recording: Recording, global_state: GlobalState, program: Program | None
+    ) -> Trace:
+        return _trace.Trace(
+            recording,
+            global_state,
+            self._signature,
+            self._model,
+            program,
+            registry=self.registry,
+        )
 
     # By the model's own Python, under the tracer
 
@@ -432,8 +477,8 @@ class Dispatcher:
         recording = self._traced(call, lifting=call.tree.lifting())
         is_mixed = False
         if (splicer := call.splicer) is not None and call.plan is not None:
-            looks = call.plan.looks_at_changes([recording], read_and_changed)
-            if looks or has_gates(recording):
+            looks = call.plan.looks_at_changes([recording], reading.read_and_changed)
+            if looks or splicing.has_gates(recording):
                 call = call._replace(tree=self._trees.of(call.plan), splicer=None)
             is_mixed = splicer.is_apart and bool(recording.tape.blockers) and not looks
         elif call.plan is not None and call.plan.has_grown:
@@ -442,9 +487,7 @@ class Dispatcher:
         if is_mixed or self._passes(recording):
             self.stats.live += 1
             output, recording.result = recording.result, None
-            self.latest = Trace(
-                recording, global_state, self._signature, self._model, registry=self._known.registry
-            )
+            self._latest = recording, global_state, None
             return output
         program = call.tree.add(call.names, recording, global_state, evolving)
         self.stats.retraces += self.stats.traces > 0
@@ -476,7 +519,7 @@ class Dispatcher:
         self._mismatch = None
         if leaves is not None:
             before, now = live.recording, recording.tape.guards[leaves[0]].answer
-            self._mismatch = functools.partial(explain_guard, before, leaves[0], now)
+            self._mismatch = functools.partial(explain.explain_guard, before, leaves[0], now)
         return self._kept(recording, program)
 
     def _record_lifted(self, call: _Call, program: Program) -> Any:
@@ -520,11 +563,17 @@ class Dispatcher:
         lifting: Lifting | None = None,
     ) -> Recording:
         """Run the model under the tracer, with what is inserted in it."""
-        with self._called():
-            recording = record_with_insertions(
-                self._known, self._signature, call.args, dict(call.kwargs), call.plan, script,
-                reads_states, lifting, call.splicer,
-            )  # fmt: skip
+        with self.calls:
+            if call.plan is None:
+                recording = record(
+                    self._model, call.args, dict(call.kwargs), self._signature, script,
+                    reads_states=reads_states, lifting=lifting,
+                )  # fmt: skip
+            else:
+                recording = splicing.record_with_insertions(
+                    self._known(), self._signature, call.args, dict(call.kwargs), call.plan, script,
+                    reads_states, lifting, call.splicer,
+                )  # fmt: skip
         self._has_blocks = self._has_blocks or bool(recording.tape.blocks)
         return recording
 
@@ -539,7 +588,7 @@ class Dispatcher:
         """Remember a run as the latest, but not its output, which is only the caller's."""
         output, recording.result = recording.result, None
         self.latest_run = recording
-        self.latest = self.trace_of(recording, program)
+        self._latest = _parts_of_trace(recording, program)
         return output
 
     def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
@@ -550,10 +599,12 @@ class Dispatcher:
             self.floor.lived()
             call.tree.ran_live(program, divergence)
             divergence.drop()
-            with self._called():
+            with self.calls:
                 return call_itself(self._model, call.args, dict(call.kwargs))
         self._floor_of(call.plan).followed(False)
-        mismatch = explain_divergence(divergence.recording, divergence.number, divergence.outcome)
+        mismatch = explain.explain_divergence(
+            divergence.recording, divergence.number, divergence.outcome
+        )
         script, lifting = divergence.script(), program.lifting()
         try:
             recording = self._traced(call, divergence, script, lifting)
@@ -660,3 +711,118 @@ class Explanation:
         if self.nearest is None:
             return "nothing has been traced for these arguments yet"
         return f"would be traced anew: {self.nearest}"
+
+
+def _parts_of_trace(
+    recording: Recording, program: Program
+) -> tuple[Recording, GlobalState, Program | None]:
+    own = program if recording is program.recording else None
+    return recording, program.global_state, own
+
+
+# The trace trees of one model: one for each set of insertion locations.
+
+
+_MOST = 64  # sets of places that paths are kept for
+
+
+class Trees:
+    """The paths without insertions, and those with insertions at some locations.
+
+    The inserted objects are not part of a path: another patch at the same node uses the same paths.
+    If there are too many sets of locations, the paths of the least recently used sets are
+    forgotten.
+
+    Args:
+        limit: how many paths each tree keeps; None for all.
+
+    Attributes:
+        limit: as given.
+        plain: the paths without insertions.
+        latest: the tree that was requested last.
+    """
+
+    latest: TraceTree
+
+    plain: TraceTree
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit: int | None = limit
+        self.plain = self.latest = self._new()
+        self._inserted: OrderedDict[Hashable, TraceTree] = OrderedDict()
+        self._splicers: OrderedDict[Hashable, Splicer] = OrderedDict()
+        self._floors: OrderedDict[Hashable, Floor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, plan: Plan | None) -> TraceTree:
+        """Return the tree for some insertions."""
+        if plan is None:
+            return self.plain
+        with self._lock:
+            tree = self._inserted.get(plan.key)
+            if tree is None:
+                tree = self._inserted[plan.key] = self._new(plan.joins)
+            self._inserted.move_to_end(plan.key)
+            while len(self._inserted) > _MOST:
+                self._inserted.popitem(last=False)
+            self.latest = tree
+        return tree
+
+    def has_paths(self, plan: Plan) -> bool:
+        """Whether paths with some insertions are known."""
+        tree = self._inserted.get(plan.key)
+        return tree is not None and next(iter(tree.programs()), None) is not None
+
+    def splicer(self, plan: Plan, known: Knowledge) -> Splicer:
+        """Return what splices some insertions into the paths without any."""
+        self.latest = self.plain
+        splicer: Splicer | None = plan.splicer
+        if splicer is None:
+            with self._lock:
+                splicer = self._splicers.get(plan.key)
+                if splicer is None:
+                    splicer = self._splicers[plan.key] = splicing.Splicer(plan, known, self._exits)
+                self._splicers.move_to_end(plan.key)
+                while len(self._splicers) > _MOST:
+                    self._splicers.popitem(last=False)
+                plan.splicer = splicer
+        return splicer.serves(plan)
+
+    def _exits(self) -> Iterator[Exit]:
+        """Yield the exits of all paths without insertions."""
+        for program in self.plain.programs():
+            if program.graph is not None:
+                yield from program.graph.exits()
+
+    def floor(self, plan: Plan) -> Floor:
+        """Return which calls with some insertions run the model itself."""
+        if plan.floor is None:
+            with self._lock:
+                plan.floor = self._floors.setdefault(plan.key, Floor())
+                self._floors.move_to_end(plan.key)
+                while len(self._floors) > _MOST:
+                    self._floors.popitem(last=False)
+        return plan.floor
+
+    def floors(self) -> list[Floor]:
+        """Return which calls run the model itself, for each set of locations."""
+        return list(self._floors.values())
+
+    def plain_runs(self) -> list[Recording]:
+        """Return the runs without insertions, the latest first."""
+        return _runs(self.plain)
+
+    def inserted_runs(self) -> list[Recording]:
+        """Return the runs with insertions."""
+        return [run for tree in list(self._inserted.values()) for run in _runs(tree)]
+
+    def _new(self, joins: bool = True) -> TraceTree:
+        return TraceTree(self.limit, _reason, joins)
+
+
+def _reason(tree: TraceTree) -> str | None:
+    return outlines.most_divergent(tree)
+
+
+def _runs(tree: TraceTree) -> list[Recording]:
+    return [run for program in tree.programs() for run in program.recordings()]

@@ -13,47 +13,28 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from bendtrace._checks import required_model
+from bendtrace._checks import listed, required_model
 from bendtrace._lazy import LazyMethod, LazyModule
-from bendtrace._trace import OPTIONS, Trace, run_trace
-from bendtrace.calls import Call
-from bendtrace.dispatcher import Dispatcher, Explanation, Stats
+from bendtrace.dispatcher import Dispatcher, Explanation, Stats, Trees
 from bendtrace.errors import InputError
-from bendtrace.history.entries import listed
-from bendtrace.hooks import HookManager
-from bendtrace.interject.activations import Activations, get_activations, inputs_of
-from bendtrace.interject.bends.bend import Bend, Value
-from bendtrace.interject.bends.bending import Bending, Out
-from bendtrace.interject.bends.catalogue import BendHandle, Filter
-from bendtrace.interject.bends.config import BendingConfig
-from bendtrace.interject.gates import running
-from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within, refuse_reading
-from bendtrace.interject.insertion import Insertion, What
-from bendtrace.interject.interjection import PassNumbers
-from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.patches.context import PatchContext, Patches
-from bendtrace.interject.registry import InsertionRegistry
-from bendtrace.interject.restricted import Rows
-from bendtrace.interject.resume_point import from_activations, parse_replacements
-from bendtrace.interject.trees import Trees
-from bendtrace.interject.where import Where
 from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
-from bendtrace.paths.nodes import Registry, Text
 from bendtrace.recording.effects import Effects
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.serving import call_itself, serving
-from bendtrace.replay.explain import Mismatch
 from bendtrace.replay.stretches import Finished
 from bendtrace.replay.tree import TraceTree
-from bendtrace.run import name_of_function
 from bendtrace.source.internals import disable_dynamo
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.torch_rules.intercepts import opaque
 from bendtrace.torch_rules.owners import named_modules
 
 if TYPE_CHECKING:
-    from bendtrace import auditing
+    from bendtrace import _trace, auditing
+    from bendtrace import calls as call_forms
+    from bendtrace import hooks as hooks_module
+    from bendtrace import run as run_views
+    from bendtrace._trace import Trace
     from bendtrace.compiled import settings as compiled_settings
     from bendtrace.compiled import speculation as compiled_speculation
     from bendtrace.compiled.speculation import CompiledReport, Speculation
@@ -61,6 +42,31 @@ if TYPE_CHECKING:
     from bendtrace.exploring.search import Exploration
     from bendtrace.export import exporting
     from bendtrace.export.exporting import Exported
+    from bendtrace.hooks import HookManager
+    from bendtrace.interject import (
+        activations,
+        gates,
+        inserter,
+        knowledge,
+        registry,
+        resume_point,
+    )  # fmt: skip
+    from bendtrace.interject.activations import Activations
+    from bendtrace.interject.bends import bending
+    from bendtrace.interject.bends.bend import Bend, Value
+    from bendtrace.interject.bends.bending import Bending, BendingConfig, Out
+    from bendtrace.interject.bends.catalogue import BendHandle, Filter
+    from bendtrace.interject.inserter import LiveInserter, Within
+    from bendtrace.interject.insertion import Insertion, What
+    from bendtrace.interject.interjection import PassNumbers
+    from bendtrace.interject.knowledge import Knowledge
+    from bendtrace.interject.patches import context
+    from bendtrace.interject.patches.context import PatchContext, Patches
+    from bendtrace.interject.registry import InsertionRegistry
+    from bendtrace.interject.restricted import Rows
+    from bendtrace.interject.where import Where
+    from bendtrace.paths.nodes import Text
+    from bendtrace.replay.explain import Mismatch
     from bendtrace.stepping import run as stepping_run
     from bendtrace.stepping.run import SteppedRun
     from bendtrace.view import outline as outline_coverage
@@ -72,20 +78,33 @@ if TYPE_CHECKING:
     from bendtrace.view.program import Outline
     from bendtrace.view.state_graph import StateGraph
 else:
+    _trace = LazyModule("bendtrace._trace")
+    activations = LazyModule("bendtrace.interject.activations")
     auditing = LazyModule("bendtrace.auditing")
+    bending = LazyModule("bendtrace.interject.bends.bending")
+    call_forms = LazyModule("bendtrace.calls")
     compiled_settings = LazyModule("bendtrace.compiled.settings")
     compiled_speculation = LazyModule("bendtrace.compiled.speculation")
+    context = LazyModule("bendtrace.interject.patches.context")
     exploring_search = LazyModule("bendtrace.exploring.search")
     outline_coverage = LazyModule("bendtrace.view.outline")
     outline_graph = LazyModule("bendtrace.view.state_graph")
     outline_program = LazyModule("bendtrace.view.program")
     exporting = LazyModule("bendtrace.export.exporting")
     folded = LazyMethod("bendtrace.view.folded", "bended_model")
+    hooks_module = LazyModule("bendtrace.hooks")
+    gates = LazyModule("bendtrace.interject.gates")
+    inserter = LazyModule("bendtrace.interject.inserter")
+    knowledge = LazyModule("bendtrace.interject.knowledge")
+    registry = LazyModule("bendtrace.interject.registry")
+    resume_point = LazyModule("bendtrace.interject.resume_point")
+    run_views = LazyModule("bendtrace.run")
     stepping_run = LazyModule("bendtrace.stepping.run")
 
 __all__ = ["BendedModule"]
 
 P = ParamSpec("P")
+T = TypeVar("T")
 R = TypeVar("R")
 
 
@@ -146,8 +165,8 @@ class BendedModule(ModuleProxy[ModelT]):
 
     _untraced = ModuleProxy._untraced.union(
         {
-            "stats", "last_mismatch", "_signature", "_trees", "_known", "_dispatcher", "_board",
-            "_as_one_op", "_bending", "hooks",
+            "stats", "last_mismatch", "_signature", "_trees", "_dispatcher",
+            "_as_one_op", "_on_demand", "hooks",
         }
     )  # fmt: skip
     # Methods that models often have of their own, which are theirs then.
@@ -186,26 +205,49 @@ class BendedModule(ModuleProxy[ModelT]):
                 speculation = compiled_speculation.Speculation(settings)
         self._signature = Signature(model)
         self._trees = Trees(max_traces)
-        self._known = Knowledge(
-            model, Registry(), self._trees.plain_runs, self._trees.inserted_runs, self.coverage,
-            self._settled,
-        )  # fmt: skip
         self._inserted = False
-        self._board = InsertionRegistry(self._known, self._note_inserted)
+        self._on_demand: dict[str, Any] = {}  # an attribute more would be noticed by traces around
         auditor = auditing.Auditor(model, audit) if audit else None
         self._dispatcher = Dispatcher(
-            self._known, self._signature, self._trees, speculation, self._board.called, auditor
+            model, lambda: self._known, self._signature, self._trees, speculation, auditor
         )
         self._as_one_op = opaque(self._called_inside)
         self._stand_in_for(model, self._shared)
-        object.__setattr__(self, "_bending", Bending(self, self._known))
 
-    _bending: Bending
+    def _part_on_demand(self, name: str, make: Callable[[], T]) -> T:
+        """Return a part that is made when it is first used, and is the same in all threads.
+
+        In most models nothing is ever inserted.
+        """
+        found: T | None = self._on_demand.get(name)
+        return self._on_demand.setdefault(name, make()) if found is None else found
+
+    @property
+    def _known(self) -> Knowledge:
+        def make() -> Knowledge:
+            return knowledge.Knowledge(
+                self._model, self._dispatcher.registry, self._trees.plain_runs,
+                self._trees.inserted_runs, self.coverage, self._settled,
+            )  # fmt: skip
+
+        return self._part_on_demand("_known", make)
+
+    @property
+    def _board(self) -> InsertionRegistry:
+        def make() -> InsertionRegistry:
+            calls = self._dispatcher.calls
+            return registry.InsertionRegistry(self._known, self._note_inserted, calls)
+
+        return self._part_on_demand("_board", make)
+
+    @property
+    def _bending(self) -> Bending:
+        return self._part_on_demand("_bending", lambda: bending.Bending(self, self._known))
 
     @property
     def _tree(self) -> TraceTree:
         """The paths with what is inserted at the moment."""
-        return self._trees.latest if self._board else self._trees.plain
+        return self._trees.latest if self._inserted else self._trees.plain
 
     @property
     def model(self) -> ModelT:
@@ -262,7 +304,7 @@ class BendedModule(ModuleProxy[ModelT]):
         dispatcher = self._dispatcher
         if self._inserted:
             if (plan := self._board.plan(args, kwargs)) is not None:
-                with running(plan), self._board.called():
+                with gates.running(plan), self._dispatcher.calls:
                     return dispatcher.call(args, kwargs, plan)
         elif (floor := dispatcher.floor).waiting and floor.takes():
             # Decided first: a call that runs the model itself costs little more than the model.
@@ -320,16 +362,16 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         if fn is not None and "fn" in self._signature.parameters:
             kwargs["fn"], fn = fn, None
-        foreign = kwargs.keys() & OPTIONS - self._signature.parameters
+        foreign = kwargs.keys() & _trace.OPTIONS - self._signature.parameters
         if foreign:
             raise InputError(
                 f"a BendedModule remembers paths, and keeps no activations ({min(foreign)}=): "
                 "use bendtrace.trace(model, ...) for that"
             )
         if fn is not None:
-            trace = run_trace(_Method(self, fn), args, kwargs, None)
+            trace = _trace.run_trace(_Method(self, fn), args, kwargs, None)
             return (trace, trace.output) if _return_out else trace
-        plan = self._board.plan(args, kwargs)
+        plan = self._board.plan(args, kwargs) if self._inserted else None
         output = self._dispatcher.trace(args, kwargs, plan)
         assert self._dispatcher.latest is not None
         trace = copy.copy(self._dispatcher.latest)
@@ -426,7 +468,7 @@ class BendedModule(ModuleProxy[ModelT]):
             ...  for branch in bended.tree[0].flow.branches.values()]
             [('... if x.sum() > 0 else ...', 2, 1)]
         """
-        name = name_of_function(self._model)
+        name = run_views.name_of_function(self._model)
         return outline_program.Outline(self._tree, name, vars(self._dispatcher.stats))
 
     def coverage(self, *, only: Literal["all", "mine"] = "all") -> Coverage:
@@ -486,7 +528,7 @@ class BendedModule(ModuleProxy[ModelT]):
             ...     print(bool(args[0].sum() > 25))
             True
         """
-        if self._board:
+        if self._inserted:
             raise InputError("a search runs the model itself: take away what is inserted first")
         return exploring_search.explore(
             self._model, self._trees.plain, inputs, domain, seconds, tries, seed
@@ -556,7 +598,7 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> bended.stats.replays
             1
         """
-        if self._board:
+        if self._inserted:
             raise InputError("the model itself has nothing inserted: take that away first")
         auditor = auditing.Auditor(self._model, 1.0)
         output: R = self._dispatcher.call(args, kwargs, None, auditor)
@@ -579,7 +621,7 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> bended.explain(torch.ones(1)).nearest.new
             False
         """
-        plan = self._board.plan(args, kwargs)
+        plan = self._board.plan(args, kwargs) if self._inserted else None
         names, arguments = self._dispatcher.told_apart(args, kwargs, plan)
         tree = self._dispatcher.serving(plan, names, arguments)
         return self._dispatcher.explained(tree, names, arguments)
@@ -610,13 +652,16 @@ class BendedModule(ModuleProxy[ModelT]):
     def _serving_parts(self, method: types.MethodType) -> Iterator[None]:
         """Within it, what is inserted is called also where a method calls a part of the model."""
         model = self._model
+        if not self._inserted:
+            yield
+            return
         plan, unknown = self._board.plan_of_parts()
-        refuse_reading(plan, method)
+        inserter.refuse_reading(plan, method)
         with ExitStack() as stack:
-            if self._board and isinstance(model, nn.Module):
+            if isinstance(model, nn.Module):
                 for name, module in named_modules(model):
-                    within = Within(model, name, self._known.path_of(name))
-                    if name and (unknown or is_meant_within(plan, module, within)):
+                    within = inserter.Within(model, name, self._known.path_of(name))
+                    if name and (unknown or inserter.is_meant_within(plan, module, within)):
                         part = functools.partial(self._call_part, module, within)
                         stack.enter_context(serving(module, part))
             yield
@@ -632,9 +677,9 @@ class BendedModule(ModuleProxy[ModelT]):
                 "is inserted has to be found out in a call of the whole model: call that once "
                 "first, or give places that do not look ahead, nor passes from the end"
             )
-        inserter = LiveInserter(plan, self._known.registry, module, within)
-        with running(plan):
-            recording = record(module, args, kwargs, Signature(module), inserter=inserter)
+        live = inserter.LiveInserter(plan, self._dispatcher.registry, module, within)
+        with gates.running(plan):
+            recording = record(module, args, kwargs, Signature(module), inserter=live)
             plan.ran(recording)
         self._dispatcher.stats.live += 1
         return recording.result
@@ -644,16 +689,18 @@ class BendedModule(ModuleProxy[ModelT]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any = None
     ) -> Iterator[LiveInserter | None]:
         """Within it, the gates call what is inserted; given is what puts them into a run."""
-        plan = self._board.plan(args, kwargs)
+        plan = self._board.plan(args, kwargs) if self._inserted else None
         if plan is None:
             yield None
             return
-        with running(plan):
-            registry, known = self._known.registry, self._known
+        with gates.running(plan):
             if function is None:
-                yield LiveInserter(plan, registry, self._model)
+                yield inserter.LiveInserter(plan, self._dispatcher.registry, self._model)
             else:
-                yield LiveInserter(plan, registry, function, path_of=known.path_of)
+                path_of = self._known.path_of
+                yield inserter.LiveInserter(
+                    plan, self._dispatcher.registry, function, path_of=path_of
+                )
 
     # Inserting
 
@@ -756,7 +803,7 @@ class BendedModule(ModuleProxy[ModelT]):
             ...     bended(torch.ones(2))
             tensor(3.)
         """
-        return PatchContext(self._board, self._known, patches, rows)
+        return context.PatchContext(self._board, self._known, patches, rows)
 
     @functools.cached_property
     def hooks(self) -> HookManager:
@@ -771,7 +818,7 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> _ = bended(torch.ones(3, 2))
             0 (3, 1)
         """
-        return HookManager(self)
+        return hooks_module.HookManager(self)
 
     @property
     def bending(self) -> Bending:
@@ -1006,10 +1053,11 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> found["relu"]
             tensor([0., 2.])
         """
-        return get_activations(
-            self, list(where), args, inputs_of(self, kwargs, inputs), passes=passes, detach=detach,
-            bended=bended, return_output=return_output, allow_none=allow_none,
+        found: Any = activations.get_activations(
+            self, list(where), args, activations.inputs_of(self, kwargs, inputs), passes=passes,
+            detach=detach, bended=bended, return_output=return_output, allow_none=allow_none,
         )  # fmt: skip
+        return found
 
     def from_activations(
         self: BendedModule[Callable[..., R]], *args: Any, _bended: bool = True, **kwargs: Any
@@ -1037,7 +1085,8 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> bended.from_activations({"relu": torch.tensor([3.0])})
             tensor([6.])
         """
-        output: R = from_activations(self, *parse_replacements(args, kwargs), bended=_bended)
+        replacements = resume_point.parse_replacements(args, kwargs)
+        output: R = resume_point.from_activations(self, *replacements, bended=_bended)
         return output
 
     def step(self, *args: Any, budget: int = 2**30, **kwargs: Any) -> SteppedRun:
@@ -1067,10 +1116,10 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> run.set("relu", torch.tensor([5.0, 5.0])).output
             tensor([10., 10.])
         """
-        if self._board:
+        if self._inserted:
             raise InputError("a run to be stepped through has nothing inserted: remove it first")
         return stepping_run.SteppedRun(
-            self._model, args, kwargs, self._signature, self._known.registry, budget
+            self._model, args, kwargs, self._signature, self._dispatcher.registry, budget
         )
 
     # Copies
@@ -1131,9 +1180,9 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         if insertions not in ("constants", "inputs"):
             raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
-        inserted = exporting.Insertions(self._board, self._known) if self._board else None
+        inserted = exporting.Insertions(self._board, self._known) if self._inserted else None
         examples = self._dispatcher.examples
-        calls = [tuple(Call.of(one)) for one in inputs] if inputs else examples.calls()
+        calls = [tuple(call_forms.Call.of(one)) for one in inputs] if inputs else examples.calls()
         exported = exporting.export(
             self._model, self._signature, calls, to, unseen, inserted, insertions == "inputs",
             tolerance,
@@ -1167,13 +1216,13 @@ class BendedModule(ModuleProxy[ModelT]):
         return {
             "hooks": self._own_hooks() if memo is None else copy.deepcopy(self._own_hooks(), memo),
             "backend": {} if speculation is None else speculation.settings.arguments,
-            "registry": self._known.registry.__getstate__(),
+            "registry": self._dispatcher.registry.__getstate__(),
             "bends": self._bending._kept(memo),
             "insertions": self._board.kept(memo),
         }
 
     def _take_over(self, carried: dict[str, Any]) -> None:
-        self._known.registry.__setstate__(carried["registry"])
+        self._dispatcher.registry.__setstate__(carried["registry"])
         self._board.restore(*carried["insertions"])
         self._bending._restore(carried["bends"])
         vars(self).update(carried["hooks"])

@@ -324,7 +324,11 @@ def _restorer(value: Any) -> Callable[[], object] | None:
     """Return what restores the content of an object; None if nothing is known that does."""
     kind = type(value)
     if kind is types.CellType:
-        return _restorer_of_cell(value)
+        try:
+            content = value.cell_contents
+        except ValueError:
+            return lambda: None
+        return lambda: setattr(value, "cell_contents", content)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return restorer_of(value)
     if kind.__module__.startswith("numpy.random") and (
@@ -366,14 +370,6 @@ def _restorer_by(value: Any, base: Any) -> Callable[[], None]:
             fill(value, given)
 
     return restore
-
-
-def _restorer_of_cell(cell: types.CellType) -> Callable[[], None]:
-    try:
-        content = cell.cell_contents
-    except ValueError:
-        return lambda: None
-    return lambda: setattr(cell, "cell_contents", content)
 
 
 def _restorer_of_slots(value: Any, names: tuple[str, ...]) -> Callable[[], None]:

@@ -11,7 +11,6 @@ from torch import nn
 
 from bendtrace._lazy import LazyModule
 from bendtrace.flow import FlowSteps, steps_of
-from bendtrace.history.building import Log, build_log
 from bendtrace.history.entries import layer_type, number_type
 from bendtrace.history.names import Names
 from bendtrace.paths.build import Builder, StepSource, Visit
@@ -24,7 +23,10 @@ from bendtrace.recording.recorder import Recording
 if TYPE_CHECKING:
     from bendtrace.graph import mirror
     from bendtrace.graph.mirror import Graph
+    from bendtrace.history import building
+    from bendtrace.history.building import Log
 else:
+    building = LazyModule("bendtrace.history.building")
     mirror = LazyModule("bendtrace.graph.mirror")
 
 
@@ -102,7 +104,9 @@ class Run:
     @cached_property
     def log(self) -> Log:
         """The log, without what only a capture knows."""
-        return build_log(self.recording, name_of_function(self.function), self.tree, self.torchlens)
+        return building.build_log(
+            self.recording, name_of_function(self.function), self.tree, self.torchlens
+        )
 
     @cached_property
     def naming(self) -> Names:

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import bendtrace as bt
 from bendtrace.errors import BendError, BendShapeError, InputError, NeverFiredWarning
 from bendtrace.interject.bends.bend import Bend, BendingParameter, CallbackChain, Expression
-from bendtrace.interject.bends.bending import Bending
+from bendtrace.interject.bends.bending import Bending, BendingConfig
 from bendtrace.interject.bends.callbacks import (
     Affine,
     Bias,
@@ -41,7 +41,6 @@ from bendtrace.interject.bends.callbacks import (
     ThresholdActivation,
     ThresholdPermute,
 )
-from bendtrace.interject.bends.config import BendingConfig
 from bendtrace.interject.interjection import Inputs, NodePass
 from tests.promise import bits, footprint, state
 

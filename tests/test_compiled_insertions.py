@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import BendError, NeverFiredWarning
-from bendtrace.interject.effects import depends_on
+from bendtrace.interject.interjection import depends_on
 from tests.compiled.common import ALWAYS
 from tests.promise import bits
 from tests.shares import some

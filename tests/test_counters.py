@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.export.exporting import Exported, difference
-from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.run import Signature, record
+from bendtrace.recording.varying import Lifting
 from bendtrace.source.bytecode import assign, counters_at, local_in
 from tests.shares import some
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.graph.export import to_node_link
+from bendtrace.graph.mirror import to_node_link
 from bendtrace.history.run_log import RunLog
 from bendtrace.storage import LoadError, SaveError, ShardWriter, load, save, tensors
 from bendtrace.storage.log import draft_in

@@ -193,7 +193,8 @@ class AnalyserEvaluation:
 
     def _run(self, model: BendedModule, batch: Any, seen: int) -> int:
         """Run the model on a batch, and return how many samples are in it."""
-        batch = _move(batch, _device_of(model))
+        devices = {value.device for value in model.parameters()}
+        batch = _move(batch, devices.pop() if len(devices) == 1 else None)
         call = Call.of(self._inputs(batch))
         count = _count(call)
         targets = self._targets(batch)
@@ -473,11 +474,6 @@ def _targets_in(batch: Any) -> Tensor | None:
     elif isinstance(batch, Mapping):
         found = batch.get("labels")
     return found if isinstance(found, Tensor) and found.dim() > 0 else None
-
-
-def _device_of(model: nn.Module) -> torch.device | None:
-    devices = {value.device for value in model.parameters()}
-    return devices.pop() if len(devices) == 1 else None
 
 
 def _move(value: Any, device: torch.device | None) -> Any:

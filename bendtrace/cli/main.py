@@ -612,12 +612,8 @@ def as_text(run: CommandRun, *, source: bool = False, full: bool = False, width:
     if source:
         sections = {"Model": _source(trace.function), **sections}
     texts = [f"{head}\n{indent(chr(10).join(body), _INDENT)}" for head, body in sections.items()]
-    return "\n\n".join([_headline(run), *texts])
-
-
-def _headline(run: CommandRun) -> str:
     inputs = ", ".join(f"{name}: {text}" for name, text in run.calls[0].inputs.items())
-    return f"{run.target}, traced on {inputs or 'no inputs'}"
+    return "\n\n".join([f"{run.target}, traced on {inputs or 'no inputs'}", *texts])
 
 
 def _source(function: Any) -> list[str]:

@@ -17,8 +17,7 @@ from bendtrace import bends
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Value, value_of
 from bendtrace.interject.bends.callbacks import mix_rows
-from bendtrace.interject.effects import Effect
-from bendtrace.interject.interjection import NodePass
+from bendtrace.interject.interjection import Effect, NodePass
 from bendtrace.tape.tape import TensorMeta
 
 __all__ = [

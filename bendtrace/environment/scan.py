@@ -36,10 +36,16 @@ from bendtrace.environment.code_facts import (
     other_names_in,
     undetectable_in,
 )
-from bendtrace.environment.content import MOST, WatchedContent
-from bendtrace.environment.executed import functions_of_runs
+from bendtrace.environment.content import (
+    MOST,
+    PYTHONS,
+    WatchedContent,
+    content_reader,
+    is_opaque,
+    position_reader,
+)
+from bendtrace.environment.executed import functions_of_runs, is_steady_type
 from bendtrace.environment.findings import WHOLE, Found, Route
-from bendtrace.environment.host_calls import is_steady_type
 from bendtrace.environment.kinds import (
     code_of,
     container_kind,
@@ -71,7 +77,6 @@ from bendtrace.environment.reachability import (
     namespace_of,
     reachable_from,
 )
-from bendtrace.environment.readers import PYTHONS, content_reader, is_opaque, position_reader
 from bendtrace.environment.scan_cache import Notes, facts_of
 from bendtrace.source.results import is_computation
 from bendtrace.tape.captured import (

@@ -43,10 +43,9 @@ from bendtrace.export.values import parameters_in
 from bendtrace.export.writer import BODY, Unseen, Written, write
 from bendtrace.history.entries import counted
 from bendtrace.preserved_state import PreservedState
-from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
-from bendtrace.recording.varying import Place
+from bendtrace.recording.varying import Counter, Lifting, Place
 from bendtrace.replay.explain import explain_check
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program

@@ -24,9 +24,9 @@ from bendtrace.interject.plan import Entry, Plan
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.splicer import record_with_insertions
-from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recorder, Recording
 from bendtrace.recording.run import Signature, record
+from bendtrace.recording.varying import Lifting
 from bendtrace.source.internals import pytree
 from bendtrace.source.sites import definition
 from bendtrace.tape.captured import Captured

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from bendtrace import _public
 
 if TYPE_CHECKING:
-    from bendtrace.graph.export import to_dot, to_graphml, to_node_link
     from bendtrace.graph.fx import from_fx, to_fx
-    from bendtrace.graph.mirror import Graph
+    from bendtrace.graph.mirror import Graph, to_dot, to_graphml, to_node_link
     from bendtrace.recording.names import NodeRef
     from bendtrace.view.state_graph import StateGraph
 
@@ -37,9 +36,9 @@ if not TYPE_CHECKING:  # what only tracing needs of this package comes without n
             "NodeRef": "bendtrace.recording.names",
             "StateGraph": "bendtrace.view.state_graph",
             "from_fx": "bendtrace.graph.fx",
-            "to_dot": "bendtrace.graph.export",
+            "to_dot": "bendtrace.graph.mirror",
             "to_fx": "bendtrace.graph.fx",
-            "to_graphml": "bendtrace.graph.export",
-            "to_node_link": "bendtrace.graph.export",
+            "to_graphml": "bendtrace.graph.mirror",
+            "to_node_link": "bendtrace.graph.mirror",
         },
     )

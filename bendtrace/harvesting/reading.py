@@ -592,7 +592,8 @@ class Column:
             InputError: `which` has an unsupported type.
         """
         if isinstance(which, Taken):
-            which = self._rows_of(which)
+            wanted = which.positions if self.per_sample else which.batches
+            which = torch.isin(self.positions, wanted).nonzero().flatten()
         if isinstance(which, slice):
             return self._several(range(len(self))[which])
         if isinstance(which, (str, bytes, tuple)):
@@ -618,10 +619,6 @@ class Column:
                 f"by {rows.dtype} of shape {tuple(rows.shape)}"
             )
         return self._one(int(rows)) if rows.dim() == 0 else self._several(rows.tolist())
-
-    def _rows_of(self, taken: Taken) -> Tensor:
-        wanted = taken.positions if self.per_sample else taken.batches
-        return torch.isin(self.positions, wanted).nonzero().flatten()
 
     def _one(self, row: int) -> Tensor:
         number = row + len(self) if row < 0 else row

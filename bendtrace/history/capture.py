@@ -354,7 +354,7 @@ class Capture:
             self.grad_fns[key] = type(function).__name__
             self.marks.add(op, element, tensor, function)
         elif op.kind is OpKind.INPUT and requires_grad(tensor):
-            self.marks.add_leaf(op, tensor)
+            self.marks.leaves[op.index] = weakref.ref(tensor)
         if self.chosen is True:
             self._save(key, tensor)
         if self._namer is None:
@@ -821,10 +821,6 @@ class GraphMarks:
             self._spans.append((now, op.index))
         self._last = now
         self.places[op.index, element] = (mark, node._sequence_nr()), tensor.output_nr
-
-    def add_leaf(self, op: Op, tensor: Tensor) -> None:
-        """Note that a leaf is an argument of the run."""
-        self.leaves[op.index] = weakref.ref(tensor)
 
     def add_state(self, op: Op, tensor: Tensor) -> None:
         """Note that the run reads a tensor that none of its ops has returned."""

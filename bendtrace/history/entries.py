@@ -579,12 +579,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if noun.endswith(('s', 'sh', 'ch', 'x')) else 's'}"
 
 
-def listed(names: list[str], most: int = 8) -> str:
-    """Return names joined by commas, with the number of omitted ones."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
 # Tables of a run: its columns, ops, modules, parameters and buffers; its hash.
 #
 # A fact about entries that tables and exports show is one `LogColumn`.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor, nn
 
-from bendtrace._checks import required_choice
+from bendtrace._checks import listed, required_choice
 from bendtrace._lazy import imported, required, tabulate
 from bendtrace._lazy import networkx as nx
 from bendtrace._places import full_place_text, is_installed
@@ -30,7 +30,6 @@ from bendtrace.history.entries import (
     data_frame,
     facts_of,
     hash_of,
-    listed,
     shape_text,
     size_text,
     table_of,

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from bendtrace._checks import listed
 from bendtrace._compare import same_bits
 from bendtrace.errors import InputError
 from bendtrace.history.capture import Capture, State, aligned_copy
-from bendtrace.history.entries import counted, listed, tensors_of
+from bendtrace.history.entries import counted, tensors_of
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.structure import Existing

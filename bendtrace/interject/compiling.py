@@ -1,8 +1,8 @@
 """The insertions of a call, in the form that compiled paths need.
 
 The insertions at the gates of a path are of two kinds. Those that compute a new tensor have an
-*effect* (`effects.py`), which is compiled with the path. Those that only observe and keep copies
-are called after the run. If there is an insertion of neither kind, the call is replayed.
+*effect* (`interjection.py`), which is compiled with the path. Those that only observe and keep
+copies are called after the run. If there is an insertion of neither kind, the call is replayed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from bendtrace.compiled.splices import Splice, Step
-from bendtrace.interject.effects import Effect, Steady
 from bendtrace.interject.gates import (
     AfterGate,
     BeforeGate,
@@ -28,7 +27,7 @@ from bendtrace.interject.gates import (
     noted,
 )
 from bendtrace.interject.insertion import Tally
-from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
+from bendtrace.interject.interjection import NO_INPUTS, Effect, Interjection, NodePass, Steady
 from bendtrace.interject.plan import Entry, Plan
 from bendtrace.interject.purity import effect_of_pure
 from bendtrace.interject.structure import Leaf, Shape, assemble, leaves_of_shape, part_of

@@ -9,21 +9,25 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
 
 from torch import Tensor, nn
 
 from bendtrace._checks import refuse_without_arguments, shown
+from bendtrace._lazy import LazyModule
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
-from bendtrace.interject.effects import Effect
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes
+from bendtrace.interject.interjection import Effect, Inputs, Interjection, NodePass, Passes
 from bendtrace.interject.plan import State
-from bendtrace.interject.purity import effect_of_function
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import Target, Where
 from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import TensorMeta
+
+if TYPE_CHECKING:
+    from bendtrace.interject import purity
+else:
+    purity = LazyModule("bendtrace.interject.purity")
 
 # All that `BendedModule.interject` inserts: a function takes the value, or also the pass.
 What: TypeAlias = Interjection | Callable[[Any], Any] | Callable[[Any, NodePass], Any]
@@ -85,7 +89,7 @@ class Function(Interjection):
         """Return what the function does, if a check finds that it does nothing else."""
         if self._takes_pass:
             return "it is given the pass as well"
-        return effect_of_function(self.function)
+        return purity.effect_of_function(self.function)
 
 
 def _needed_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

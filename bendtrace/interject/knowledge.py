@@ -16,13 +16,15 @@ from bendtrace.paths.candidates import Candidate, RunNodes
 from bendtrace.paths.nodes import Registry, identifier
 from bendtrace.paths.view import Tree, find
 from bendtrace.recording.recorder import Recording
-from bendtrace.run import Run
 from bendtrace.torch_rules.owners import module_of, modules_in
 
 if TYPE_CHECKING:
+    from bendtrace import run as run_views
     from bendtrace.interject.selectors import naming, source
+    from bendtrace.run import Run
     from bendtrace.view.outline import Coverage
 else:
+    run_views = LazyModule("bendtrace.run")
     source = LazyModule("bendtrace.interject.selectors.source")
     naming = LazyModule("bendtrace.interject.selectors.naming")
 
@@ -224,6 +226,6 @@ class Knowledge:
             living = {id(other) for other in self.recordings()}
             for key in [key for key in self._views if key not in living]:
                 del self._views[key]
-            run = Run(recording, self.model, self.registry)
+            run = run_views.Run(recording, self.model, self.registry)
             known = self._views[id(recording)] = run
         return known

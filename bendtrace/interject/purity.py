@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.compiled.probing import Refusal, why_not_op
-from bendtrace.interject.effects import Effect
-from bendtrace.interject.interjection import NO_INPUTS, Interjection, NodePass
+from bendtrace.interject.interjection import NO_INPUTS, Effect, Interjection, NodePass
 from bendtrace.recording.run import Signature, record
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.guards import IdentityGuard, LengthGuard

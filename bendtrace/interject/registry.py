@@ -9,10 +9,9 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from torch import Tensor, nn
 
@@ -43,8 +42,11 @@ from bendtrace.paths.nodes import Kind, NodePath, Pass, Role, TreeNode, identifi
 from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature
-from bendtrace.run import Run
+from bendtrace.recording.serving import Calls
 from bendtrace.tape.scalars import TRACED
+
+if TYPE_CHECKING:
+    from bendtrace.run import Run
 
 _DEEPEST = 40  # calls inside of each other, before an insertion is asked whether it makes them
 _OF_NODE = gates.InsteadGate._node.__code__
@@ -54,30 +56,19 @@ _MOST_NOTES = 16  # on why something was not called; more would not be read
 Kept = tuple[str, tuple[Target, ...], Interjection, Passes, bool]
 
 
-class _Calls(threading.local):
-    """How many calls of the model the thread is in; a context that counts one more."""
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-
-
 class InsertionRegistry:
     """The insertions of one model, in the order in which they were made.
 
     Args:
         model: the model.
         changed: called when insertions change, with whether there are any.
+        calls: the calls of the model that each thread is in.
     """
 
-    def __init__(self, model: Knowledge, changed: Callable[[bool], None]) -> None:
+    def __init__(self, model: Knowledge, changed: Callable[[bool], None], calls: Calls) -> None:
         self._model = model
         self._changed = changed
-        self._calls = _Calls()
+        self._calls = calls
         self._lock = threading.RLock()
         self._insertions: tuple[Insertion, ...] = ()
         self._plan: tuple[tuple[Insertion, ...], Plan] | None = None
@@ -172,10 +163,6 @@ class InsertionRegistry:
             if len(kept) < len(self._insertions):
                 self._insertions, self._plan = kept, None
                 self._changed(bool(kept))
-
-    def called(self) -> AbstractContextManager[None]:
-        """Mark the model as running on this thread."""
-        return self._calls
 
     def clear(self) -> None:
         """Remove all insertions."""
@@ -815,8 +802,11 @@ def _items_of(value: Any) -> list[tuple[str | int, str, Any]] | None:
 class Bended(Protocol):
     """A model that accepts insertions: a `BendedModule`, as this package uses it."""
 
-    _board: InsertionRegistry
-    _known: Knowledge
+    @property
+    def _board(self) -> InsertionRegistry: ...
+    @property
+    def _known(self) -> Knowledge: ...
+
     _signature: Signature
     _trees: Any
 

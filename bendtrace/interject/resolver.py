@@ -562,7 +562,8 @@ class _Spots:
         # changed nothing, as for parts of containers, which then keep their own name.
         after = gate.index + 1
         yield Spot(index, max(after, index + 1), call, below, node)
-        leaf = _leaf_at(gate.target.shape, keys)
+        found = part_of(gate.target.shape, keys)
+        leaf = found if type(found) is Leaf else None
         if leaf is None or leaf.number not in gate.target.exchanged:
             return
         element = (gate.target.exchanged.index(leaf.number),)
@@ -624,12 +625,6 @@ class _Spots:
             ):
                 return op
         return None
-
-
-def _leaf_at(shape: Any, keys: tuple[Any, ...]) -> Leaf | None:
-    """Return the leaf of a structure at some keys."""
-    found = part_of(shape, keys)
-    return found if type(found) is Leaf else None
 
 
 def values_for(text: str, value: Any, spots: tuple[Spot, ...]) -> list[Any]:

@@ -22,24 +22,24 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
+from bendtrace._lazy import LazyModule
 from bendtrace.interject.gates import AfterGate, Gate, raise_caught
 from bendtrace.interject.inserter import LiveInserter, place_of_node
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan, Slot, slots_of
-from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.structure import Leaf
 from bendtrace.interject.through import Through
 from bendtrace.paths.candidates import Candidate, RunNodes
 from bendtrace.recording.effects import makes_anew, sets_nothing
-from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.script import Script
+from bendtrace.recording.varying import Lifting
 from bendtrace.replay.analysis import Analysis, is_read
 from bendtrace.replay.graph import Graph
 from bendtrace.replay.schedule import Unlinked
@@ -47,9 +47,14 @@ from bendtrace.replay.source import Code, Splice, Unfit
 from bendtrace.replay.stretches import Exit, Piece
 from bendtrace.source.sites import Site
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, TensorMeta
+from bendtrace.tape.tape import Guard, ModuleCall, OpKind, Ref, Tape, TensorMeta
 from bendtrace.torch_rules.functions import OPTIONAL, is_torchs_function
 from bendtrace.torch_rules.writes import works_in_place
+
+if TYPE_CHECKING:
+    from bendtrace.interject import reading
+else:
+    reading = LazyModule("bendtrace.interject.reading")
 
 
 class Splicer:
@@ -103,17 +108,13 @@ class Splicer:
             self.is_apart = True
             raise Unfit(str(error)) from error
         if len(self._codes) >= self._most:
-            self._prune()
+            alive = set(self._exits())
+            self._codes = {exit: code for exit, code in self._codes.items() if exit in alive}
+            recordings = {id(exit.piece.recording) for exit in self._codes}
+            self._splices = {key: s for key, s in self._splices.items() if key in recordings}
+            self._most = max(_PRUNED, 2 * len(self._codes))
         self._codes[exit] = exit.rewrites, code
         return code
-
-    def _prune(self) -> None:
-        """Forget the code of exits that are gone."""
-        alive = set(self._exits())
-        self._codes = {exit: code for exit, code in self._codes.items() if exit in alive}
-        recordings = {id(exit.piece.recording) for exit in self._codes}
-        self._splices = {key: s for key, s in self._splices.items() if key in recordings}
-        self._most = max(_PRUNED, 2 * len(self._codes))
 
     def serves(self, plan: Plan) -> Self:
         """Note the insertions of the call that comes next, which are not kept alive."""
@@ -194,7 +195,14 @@ class _Places:
             op = ops[index]
             gate = self._splicer.gate(path, nodes.candidates[path], op.site, op.scope)
             if gate is not None and op.raised is None:
-                is_fit = _is_result(op, self._tape)
+                is_fit = (
+                    isinstance(op.meta, TensorMeta)
+                    and not op.writes
+                    and not works_in_place(op)
+                    and op.index not in self._tape.aliases
+                    and op.target not in OPTIONAL
+                    and is_torchs_function(op.target)
+                )
                 guards = self._guards_until(index + 1, functools.partial(_is_bound, index))
                 splice = self._splice(index, index + 1, guards, op.context, gate, is_fit)
                 found.append((index + 1, guards, -math.inf, splice))
@@ -207,7 +215,10 @@ class _Places:
                 index = call.output.index if is_fit else -1
                 guards = self._guards_until(call.stop, functools.partial(_is_asked_in, call))
                 splice = self._splice(index, call.stop, guards, call.context, gate, is_fit)
-                found.append((call.stop, guards, -_depth_of(call), splice))
+                depth, around = 0, call.parent
+                while around is not None:
+                    depth, around = depth + 1, around.parent
+                found.append((call.stop, guards, -depth, splice))
         found.sort(key=lambda item: item[:3])
         for before, after in itertools.pairwise(found):
             earlier, later = before[-1].function, after[-1].function
@@ -283,30 +294,11 @@ def _is_bound(index: int, guard: Guard) -> bool:
     return guard.index == index and guard.is_of_result
 
 
-def _is_result(op: Op, tape: Tape) -> bool:
-    """Whether an op gives a tensor that was not there before."""
-    return (
-        isinstance(op.meta, TensorMeta)
-        and not op.writes
-        and not works_in_place(op)
-        and op.index not in tape.aliases
-        and op.target not in OPTIONAL
-        and is_torchs_function(op.target)
-    )
-
-
 def _is_asked_in(call: ModuleCall, guard: Guard) -> bool:
     scope: ModuleCall | None = guard.scope
     while scope is not None and scope is not call:
         scope = scope.parent
     return scope is call
-
-
-def _depth_of(call: ModuleCall) -> int:
-    depth, around = 0, call.parent
-    while around is not None:
-        depth, around = depth + 1, around.parent
-    return depth
 
 
 # Runs a model under the tracer with its insertions.
@@ -350,7 +342,7 @@ def record_with_insertions(
         if splicer is not None:
             raise_caught()  # in a run without insertions, nothing has raised it
         plan.ran(recording)
-        if looked_at := read_and_changed(plan, recording):
+        if looked_at := reading.read_and_changed(plan, recording):
             if splicer is not None:
                 splicer.is_apart = True
             recording.tape.block(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace._compare import same_bits
+from bendtrace._compare import is_uneven, same_bits
 from bendtrace.tape.captured import PLAIN_TENSORS, PLAIN_TYPES, attributes_of, identical
 from bendtrace.tape.contexts import function_modes
 from bendtrace.tape.scalars import TRACED, plain
@@ -580,8 +580,3 @@ def _differ(old: Tensor, new: Tensor) -> bool:
             return not bool(((old == new) | ((old != old) & (new != new))).all())
     except (RuntimeError, NotImplementedError):  # of a dtype that torch cannot compare
         return True
-
-
-def is_uneven(tensor: Tensor) -> bool:
-    """Whether a tensor is nested or sparse: it may have no sizes or strides to ask for."""
-    return tensor.is_nested or tensor.layout is not torch.strided

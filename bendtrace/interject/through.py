@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bendtrace._compare import is_uneven
 from bendtrace.interject.gates import (
     AfterGate,
     attempt,
@@ -19,7 +20,7 @@ from bendtrace.interject.gates import (
     passes_of,
 )
 from bendtrace.interject.interjection import NO_INPUTS
-from bendtrace.interject.structure import is_uneven, version_of
+from bendtrace.interject.structure import version_of
 from bendtrace.replay.source import Interrupted, Unfit
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import is_leaf, requires_grad

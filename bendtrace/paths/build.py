@@ -184,10 +184,6 @@ class Builder:
         _, inserted = self._inserted.setdefault(id(node), (node, []))
         inserted += [(name, after) for name in names]
 
-    def keep_code(self, node: TreeNode, number: int, text: str) -> None:
-        """Record the code that a pass of a graph ran."""
-        self._codes.setdefault(id(node), {}).setdefault(text, []).append(number)
-
     def relative(self, call: ModuleCall) -> str:
         """Return the name of a module in the code around a call: `layers.8`."""
         return self._holders.module(call)
@@ -247,7 +243,9 @@ class Visit:
                 self._op(event)
         self.body.within = ""
         self._output()
-        self.builder.keep_code(self.node, self.number, self._code())
+        self.builder._codes.setdefault(id(self.node), {}).setdefault(self._code(), []).append(
+            self.number
+        )
 
     # Steps
 

@@ -6,19 +6,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from bendtrace._lazy import networkx as nx
-from bendtrace.paths.build import Builder
 from bendtrace.paths.events import Events
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node
 from bendtrace.source.sites import Site
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES, is_inserted
+
+if TYPE_CHECKING:
+    from bendtrace.paths.build import Builder
 
 
 @dataclass(eq=False)

@@ -6,17 +6,15 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from keyword import iskeyword
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bendtrace._checks import did_you_mean
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.paths.build import StepSource
 from bendtrace.paths.nodes import (
     LIMIT,
     Chosen,
-    NodePath,
     Pass,
     Text,
     TreeNode,
@@ -26,19 +24,12 @@ from bendtrace.paths.nodes import (
     passes_in,
     plain_keys,
 )
+from bendtrace.paths.nodes import (
+    NodePath as NodePath,
+)
 
-__all__ = [
-    "LazyRoot",
-    "Node",
-    "NodePath",
-    "Tree",
-    "dug",
-    "find",
-    "is_path_only",
-    "plain_path",
-    "require_leaf",
-    "resolve",
-]
+if TYPE_CHECKING:
+    from bendtrace.paths.build import StepSource
 
 
 Found = tuple[TreeNode, Chosen]

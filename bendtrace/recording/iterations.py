@@ -165,20 +165,17 @@ _ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL", *_WALKING)
 def _test_place(site: Site, level: int) -> Place:
     """Return a place of a site; if it asks for a truth value, the place of the value."""
     place = site.places[level]
-    span = _questions_in(site.chain[level][0]).get(place.offset)
+    code = site.chain[level][0]
+    known = _known.get(id(code))
+    if known is None:
+        known = _known[id(code)] = (code, dict(_find_asked(code)))
+    span = known[1].get(place.offset)
     if _GENERATORS_ASK and span is None:
         span = generator_iterable(place)
     return place if span is None else place._replace(span=span)
 
 
 _known: dict[int, tuple[CodeType, dict[int, Span]]] = {}
-
-
-def _questions_in(code: CodeType) -> dict[int, Span]:
-    known = _known.get(id(code))
-    if known is None:
-        known = _known[id(code)] = (code, dict(_find_asked(code)))
-    return known[1]
 
 
 def _find_asked(code: CodeType) -> Iterator[tuple[int, Span]]:

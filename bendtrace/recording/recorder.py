@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from time import perf_counter_ns
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +38,14 @@ from bendtrace.recording.encoding import (
 )
 from bendtrace.recording.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
 from bendtrace.recording.finish import Finish, Recording, failing_op
-from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.numbers import Numbers, plain_in
 from bendtrace.recording.one_op import Given
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.scopes import Scopes
-from bendtrace.recording.script import Script
 from bendtrace.recording.states import States
 from bendtrace.recording.texts import Texts, goes_to_screen
 from bendtrace.recording.values import TRACED_AS, Values
-from bendtrace.recording.varying import Varying
+from bendtrace.recording.varying import Lifting, Varying
 from bendtrace.recording.writer import Writer
 from bendtrace.source.bytecode import assign
 from bendtrace.source.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame
@@ -91,6 +89,9 @@ from bendtrace.torch_rules.monkeypatches import may_be_patched, original_of
 from bendtrace.torch_rules.transforms import REGISTERS, HandleOfRun, registers
 from bendtrace.torch_rules.writes import SharedArrays, may_share
 
+if TYPE_CHECKING:
+    from bendtrace.recording.script import Script
+
 __all__ = ["Recorder", "Recording"]
 
 
@@ -109,7 +110,7 @@ class Recorder(RecordingMode):
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values (`states.py`).
         keeps_errors: whether a run that raises is recorded up to there.
-        lifting: lifts counters of loops, and numbers in the state (`lifting.py`).
+        lifting: lifts counters of loops, and numbers in the state (`varying.py`).
     """
 
     def __init__(

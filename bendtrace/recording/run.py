@@ -7,22 +7,24 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bendtrace.environment.environment import Environment
 from bendtrace.errors import InputError
-from bendtrace.recording.lifting import Lifting
 from bendtrace.recording.probes import look_once
 from bendtrace.recording.rank_sync import ENDS, joint_recording
 from bendtrace.recording.recorder import Recorder, Recording
-from bendtrace.recording.script import Script
+from bendtrace.recording.varying import Lifting
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.torch_rules.mode_queries import seeing_modes, without
 from bendtrace.torch_rules.owners import states_of
+
+if TYPE_CHECKING:
+    from bendtrace.recording.script import Script
 
 
 class Uninitialized(InputError):

@@ -50,6 +50,7 @@ from bendtrace.tape.tape import (
     Stop,
     Tape,
     TensorMeta,
+    counts,
     map_refs,
 )
 from bendtrace.torch_rules.functions import display_name
@@ -72,11 +73,6 @@ class Section:
     entered: int
     left: Stop
     asked: int = 0
-
-
-def counts(op: Op) -> bool:
-    """Whether the model did an op: it does not just name an element of a value, or a state."""
-    return op.kind is OpKind.CALL or (op.kind is OpKind.SCALAR and op.target is not getitem)
 
 
 @dataclass(slots=True, eq=False)

@@ -18,6 +18,18 @@ _KEY = "_compiled_call_impl"  # nn.Module.__call__ checks it first, as in `inter
 _lock = threading.Lock()
 
 
+class Calls(threading.local):
+    """How many calls of the model the thread is in; a context that counts one more."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
 class _Server:
     """What is called instead of a module."""
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from operator import itemgetter
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bendtrace.environment.environment import Environment
 from bendtrace.errors import NondeterminismError
-from bendtrace.recording.script import Script, counts
 from bendtrace.source.sites import Site, SiteTable, user_place
 from bendtrace.source.usage import compares_items
 from bendtrace.tape.captured import CaptureKind
@@ -37,10 +36,14 @@ from bendtrace.tape.tape import (
     State,
     Tape,
     Use,
+    counts,
     is_handled,
 )
 from bendtrace.torch_rules.functions import display_name, reads_metadata
 from bendtrace.torch_rules.writes import Writes
+
+if TYPE_CHECKING:
+    from bendtrace.recording.script import Script
 
 
 class Known(weakref.ref[Tensor]):

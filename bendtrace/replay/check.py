@@ -103,7 +103,13 @@ class CheckWriter:
         self._write_function(source, "look()", self._in_tables(CaptureKind.TENSOR))
         self._write_function(source, "in_classes()", self._settled.in_classes)
         self._write_function(source, "in_spaces()", self._settled.simple)
-        self._write_measurement(source)
+        source.begin("measure()")
+        for part in (*self._settled.counted, *self._settled.hollow):
+            self._questions.ask(source, part)
+        if self._unhooked:
+            source.names["unhooked"] = self._unhooked
+            source.line(f"if any(unhooked): return {self._questions.note(_OTHER_HOOKS)}")
+        source.line("return None")
         if self._words is not None:
             source.begin("ask_attributes(A)")
             self._ask_for_attributes(source)
@@ -436,16 +442,6 @@ class CheckWriter:
         source.begin(head)
         for part in parts:
             self._questions.ask(source, part)
-        source.line("return None")
-
-    def _write_measurement(self, source: Source) -> None:
-        """Write what is asked if dicts have other numbers of entries."""
-        source.begin("measure()")
-        for part in (*self._settled.counted, *self._settled.hollow):
-            self._questions.ask(source, part)
-        if self._unhooked:
-            source.names["unhooked"] = self._unhooked
-            source.line(f"if any(unhooked): return {self._questions.note(_OTHER_HOOKS)}")
         source.line("return None")
 
     def _write_comparison(

@@ -106,16 +106,12 @@ class RunWriter:
         self._kept_until = 2 * schedule.last_departure  # the moment until which values are kept
         self._direct: dict[int, Call] = {}
         if direct:
-            self._call_directly()
-
-    def _call_directly(self) -> None:
-        """Call torch functions by what they come down to, wherever that makes no difference."""
-        ops = [op for op in self.tape.ops[self.schedule.start :] if op.target in ENTRIES]
-        plain = plain_values(self.tape) if ops else set()
-        for op in ops:
-            call = cheapest(op, plain)
-            if call is not None and not may_be_caught(op, self.schedule.recording):
-                self._direct[op.index] = call
+            ops = [op for op in self.tape.ops[self.schedule.start :] if op.target in ENTRIES]
+            plain = plain_values(self.tape) if ops else set()
+            for op in ops:
+                call = cheapest(op, plain)
+                if call is not None and not may_be_caught(op, self.schedule.recording):
+                    self._direct[op.index] = call
 
     def write(self) -> Code:
         """Write it.

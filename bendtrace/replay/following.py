@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bendtrace.recording.script import counts
 from bendtrace.replay.graph import Names
 from bendtrace.replay.stretches import Exit, Node
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import State, Tape
+from bendtrace.tape.tape import State, Tape, counts
 
 
 class Following:

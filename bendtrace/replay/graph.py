@@ -17,7 +17,6 @@ from typing import Any
 
 from bendtrace.errors import NondeterminismError
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.script import counts
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.growing import know_states, unread_in
@@ -26,7 +25,7 @@ from bendtrace.replay.source import Code, Splice
 from bendtrace.replay.stretches import Exit, Node, Piece, Trip
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.tape import Op, OpKind, Ref, State, Tape, map_refs
+from bendtrace.tape.tape import Op, OpKind, Ref, State, Tape, counts, map_refs
 from bendtrace.torch_rules.functions import name_of
 from bendtrace.torch_rules.writes import works_in_place
 

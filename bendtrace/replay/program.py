@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeAlias
 
-from bendtrace.recording.lifting import Counter, Lifting
 from bendtrace.recording.rank_sync import (
     ENDS,
     JointCall,
@@ -16,7 +15,7 @@ from bendtrace.recording.rank_sync import (
     needs_agreement,
 )
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.varying import Place
+from bendtrace.recording.varying import Counter, Lifting, Place
 from bendtrace.replay.analysis import Analysis, counts, tested_ops
 from bendtrace.replay.check import Check, CheckWriter
 from bendtrace.replay.following import Following

@@ -6,12 +6,12 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from bendtrace._lazy import LazyModule
 from bendtrace.recording.effects import Effects
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.script import Follower, Script, Section
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.growing import Growth, growths_of
@@ -20,6 +20,12 @@ from bendtrace.replay.source import Code, Splice
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import AfterOp, Guard, Stop
+
+if TYPE_CHECKING:
+    from bendtrace.recording import script as scripts
+    from bendtrace.recording.script import Follower, Script
+else:
+    scripts = LazyModule("bendtrace.recording.script")
 
 # The name of an exception's type, and the file and line where the model raised it.
 Failure = tuple[str, str, int]
@@ -213,13 +219,13 @@ class Divergence:
             self.hold.release()
             return None
         sections = [
-            Section(piece.recording.tape, entered, left, self.asked)
+            scripts.Section(piece.recording.tape, entered, left, self.asked)
             for piece, entered, left in self.trips
             if left is not None
         ]
         held, self.held = self.held, {}  # the run alone holds the values
         error, self.error = self.error, None
-        return Script(sections, self.outcome, held, error, self.hold, self.follower)
+        return scripts.Script(sections, self.outcome, held, error, self.hold, self.follower)
 
     def release(self, script: Script | None) -> None:
         """Let go of the values, once a run has been resumed with them."""

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
-from bendtrace.recording.lifting import Lifting, required_numbers
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.varying import Place, place_of
+from bendtrace.recording.varying import Lifting, Place, place_of, required_numbers
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program, Splicer

@@ -16,16 +16,6 @@ import torch
 from bendtrace.errors import BendtraceError
 from bendtrace.source import features
 
-__all__ = [
-    "Missing",
-    "Never",
-    "TorchDispatchMode",
-    "disable_dynamo",
-    "internal",
-    "keeps_version",
-    "pytree",
-]
-
 
 class Missing:
     """Replaces a part of torch that is missing, and raises an error where it is used."""
@@ -90,7 +80,7 @@ def disable_dynamo(function: _F) -> _F:
 
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
 
     class _NoMode:

@@ -22,7 +22,7 @@ from bendtrace._checks import did_you_mean, required_path
 from bendtrace._places import add_cells, cells_among
 from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, fields_of
 from bendtrace.errors import BendtraceError, InputError, LoadError, SaveError
-from bendtrace.graph.export import (
+from bendtrace.graph.mirror import (
     GRAPH_CODEC,
     flow_rows,
     flow_steps_of,

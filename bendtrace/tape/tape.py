@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import getitem
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -469,7 +470,7 @@ class Tape:
         is_joint: whether ranks communicate in it, and have to agree.
         joint: the places of communicating ops, in the same words on all ranks.
         states: the states at guards, by guard number, if they were read.
-        counters: the ops that compute lifted counters (`recording/lifting.py`), which are no nodes:
+        counters: the ops that compute lifted counters (`recording/varying.py`), which are no nodes:
             a run that lifts none has plain numbers there.
         aliases: ops that returned a tensor which another op had returned first, with that op.
         outlines: of results that are containers, these with a `TensorMeta` for each tensor.
@@ -557,6 +558,11 @@ def refs_in(value: Any) -> Iterator[Ref]:
 def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
     """Rebuild recorded arguments with every `Ref` replaced by `change(ref)`."""
     return map_leaves(value, lambda leaf: change(leaf) if type(leaf) is Ref else leaf)
+
+
+def counts(op: Op) -> bool:
+    """Whether the model did an op: it does not just name an element of a value, or a state."""
+    return op.kind is OpKind.CALL or (op.kind is OpKind.SCALAR and op.target is not getitem)
 
 
 # How the model handles an error that an op raises.

@@ -36,22 +36,6 @@ from bendtrace.view.walks import (
     walks_of,
 )
 
-__all__ = [
-    "Branch",
-    "End",
-    "Flow",
-    "ProgramOutline",
-    "Taken",
-    "Turns",
-    "end_text",
-    "programs_as_text",
-    "summary",
-    "title",
-    "turns_text",
-    "value_text",
-]
-
-
 # The module, the iteration of the loops around, and how often each side was taken.
 Turns = dict[tuple[str, tuple[int, ...]], Counter[bool]]
 
@@ -641,7 +625,13 @@ class _Survey:
         self.functions: dict[tuple[str, ast.AST], None] = {}
         for program in sorted(tree.programs(), key=lambda program: program.serial):
             for walk in walks_of(program):
-                self._count_decided(walk)
+                for event in walk.passed:
+                    if event.is_condition:
+                        raw = bool(event.outcome) is not event.header.inverted
+                        for choice, side in choices_of(event.place, raw):
+                            self.exact[choice, side] += walk.hits
+                            turn = event.module_path, event.iteration
+                            self.turns[choice][turn][side] += walk.hits
                 if not (walk.ends and walk.has_raised):
                     self._count_places(walk)
                 elif walk.end is not None and walk.end.file:  # the run was not recorded as a whole
@@ -697,15 +687,6 @@ class _Survey:
             if path == file and any(s.line <= line <= s.end_line for s in spans)
             if only in ("", name)
         )
-
-    def _count_decided(self, walk: Walk) -> None:
-        for event in walk.passed:
-            if event.is_condition:
-                raw = bool(event.outcome) is not event.header.inverted
-                for choice, side in choices_of(event.place, raw):
-                    self.exact[choice, side] += walk.hits
-                    turn = event.module_path, event.iteration
-                    self.turns[choice][turn][side] += walk.hits
 
     def _count_places(self, walk: Walk) -> None:
         tape, (since, until) = walk.path.recording.tape, walk.positions

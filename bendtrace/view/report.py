@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
+from bendtrace._checks import listed
 from bendtrace._lazy import tabulate
 from bendtrace._places import place_text
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
-from bendtrace.history.entries import LayerEntry, ModuleEntry, counted, listed, number_text
+from bendtrace.history.entries import LayerEntry, ModuleEntry, counted, number_text
 from bendtrace.view.canvas import Canvas, Group, Mark, Polygon, Rectangle, Text, cut
 from bendtrace.view.matching import (
     FlowChange,
@@ -481,11 +482,6 @@ class Union:
         return [entry for entry in self.entries if entry.is_layer]
 
 
-def union_of(difference: Difference) -> Union:
-    """Return the union of the two runs of a difference."""
-    return _Builder(difference).build()
-
-
 class _Builder:
     def __init__(self, difference: Difference) -> None:
         self.difference = difference
@@ -720,7 +716,7 @@ _MARGIN, _SQUARE = 16.0, 10.0
 
 def difference_picture(difference: Difference, **options: Any) -> Picture:
     """Draw both runs of a difference."""
-    union = union_of(difference)
+    union = _Builder(difference).build()
     # A scene takes no more of a log than a union has.
     made = scene(cast("RunLog", union), **options)
     tones = {node: _tone(node, union) for node in made.root.walk()}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from bendtrace._checks import did_you_mean, required_int
+from bendtrace._checks import did_you_mean, listed, required_int
 from bendtrace._places import place_text
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
@@ -21,7 +21,6 @@ from bendtrace.history.entries import (
     ModuleEntry,
     ParameterUse,
     counted,
-    listed,
     number_text,
 )
 from bendtrace.view.canvas import cut, printable

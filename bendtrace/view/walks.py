@@ -187,7 +187,9 @@ class PathEvents:
                     [(step.place, running[0][1]), *running[1:]], len(self.events)
                 ),
                 iterations=step.iterations if isinstance(step, LoopFlowStep) else iterations,
-                iteration=now[3] if _is_counted(step.place) else (),
+                iteration=now[3]
+                if all(loop.kind != "while" for loop in role_of(step.place).loops)
+                else (),
                 outermost=len(chain) == 1,
                 is_condition=isinstance(step, LogicalFlowStep),
                 is_loop=is_loop,
@@ -226,11 +228,6 @@ class PathEvents:
                     if any(span.holds(place.span) for span in spans):
                         return number
         return None
-
-
-def _is_counted(place: Place) -> bool:
-    """Return whether all loops around a place are loops over iterables."""
-    return all(loop.kind != "while" for loop in role_of(place).loops)
 
 
 def key_of_guard(guard: Guard) -> Key | None:

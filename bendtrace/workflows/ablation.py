@@ -15,9 +15,16 @@ from torch import Tensor
 from bendtrace._checks import required_choice, required_int
 from bendtrace.calls import Call, are_several, calls_of
 from bendtrace.errors import InputError, SiteError
-from bendtrace.interject.effects import Effect, can_cast, effect_of_value
 from bendtrace.interject.insertion import Insertion
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass, PassNumbers
+from bendtrace.interject.interjection import (
+    Effect,
+    Inputs,
+    Interjection,
+    NodePass,
+    PassNumbers,
+    can_cast,
+    effect_of_value,
+)
 from bendtrace.interject.purity import effect_of_function
 from bendtrace.interject.reading import is_contained
 from bendtrace.interject.resolver import describe_where

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from bendtrace._lazy import imported, required
 from bendtrace.errors import InputError, InterjectionError, LoadError
 from bendtrace.interject.bends.bend import Expression, value_of
-from bendtrace.interject.effects import Effect
 from bendtrace.interject.insertion import Report
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.interjection import Effect, Inputs, Interjection, NodePass
 from bendtrace.interject.purity import (
     Lifted,
     build_callable,

@@ -268,10 +268,6 @@ class Flow:
         called = self.ops[spot.index] if spot.call is None else spot.call
         return tuple(called.args), called.kwargs
 
-    def is_element(self, index: int) -> bool:
-        """Return whether an op only names a part of another op's output."""
-        return _is_element(self.ops[index])
-
     def require_own(self, spot: Spot) -> None:
         """Raise for calls of modules that return their inputs."""
         call = spot.call
@@ -926,7 +922,7 @@ class Runs:
             flow.place(index): index
             for indices in needed.values()
             for index in indices
-            if not flow.is_element(index)
+            if not _is_element(flow.ops[index])
         }
         self._aside = _Aside(flow.ops, aside)
         ends = [end.spot for edges in made.values() for end in edges.ends]

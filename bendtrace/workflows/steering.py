@@ -13,9 +13,8 @@ from torch import Tensor
 from bendtrace.calls import Call, calls_of, own_copy, rows_of, values_in_call
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.bend import Expression, value_of
-from bendtrace.interject.effects import Effect, depends_on
 from bendtrace.interject.insertion import Insertion, Report
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.interjection import Effect, Inputs, Interjection, NodePass, depends_on
 from bendtrace.interject.patches.builtin import is_constant_index
 from bendtrace.interject.registry import InsertionGroup, InsertionHandle, is_root
 from bendtrace.interject.resolver import describe_where

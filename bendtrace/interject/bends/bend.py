@@ -13,8 +13,14 @@ from typing import Any, TypeAlias, TypeVar
 from torch import Tensor
 
 from bendtrace.errors import BendError, InputError
-from bendtrace.interject.effects import Effect, as_given, chain_effects
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.interjection import (
+    Effect,
+    Inputs,
+    Interjection,
+    NodePass,
+    as_given,
+    chain_effects,
+)
 from bendtrace.paths.nodes import identifier
 from bendtrace.source.internals import pytree
 from bendtrace.tape.tape import TensorMeta

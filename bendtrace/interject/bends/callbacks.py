@@ -17,8 +17,14 @@ from torch import Tensor
 from bendtrace._checks import refuse_without_arguments
 from bendtrace.errors import BendError, BendShapeError, InputError
 from bendtrace.interject.bends.bend import Bend, Expression, Value, fit_to_tensor, value_of
-from bendtrace.interject.effects import Effect, as_given, as_number, chain_effects, effect_of_value
-from bendtrace.interject.interjection import NodePass
+from bendtrace.interject.interjection import (
+    Effect,
+    NodePass,
+    as_given,
+    as_number,
+    chain_effects,
+    effect_of_value,
+)
 from bendtrace.interject.purity import effect_of_function
 from bendtrace.tape.tape import TensorMeta
 
@@ -182,7 +188,9 @@ class DrawingBend(Bend):
     self_contained = True
 
     def __init__(self, seed: int | None, dim: int | Sequence[int] | None) -> None:
-        self.seed: int | None = _check_seed(seed)
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            raise InputError(f"seed has to be an int or None, not {seed!r}")
+        self.seed: int | None = seed
         self.dim: int | tuple[int, ...] | None = _check_dim(dim)
         self.entropy: bytes = os.urandom(16)
         self._drawn: dict[str, _Drawn] = {}
@@ -297,12 +305,6 @@ def _in_common(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
     """Return the dimensions, counted from the end, with the same size in both shapes."""
     count = min(len(old), len(new))
     return tuple(dim for dim in range(-count, 0) if old[dim] == new[dim])
-
-
-def _check_seed(seed: int | None) -> int | None:
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise InputError(f"seed has to be an int or None, not {seed!r}")
-    return seed
 
 
 def _check_dim(dim: int | Sequence[int] | None) -> int | tuple[int, ...] | None:

@@ -13,8 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, PatchError
-from bendtrace.interject.effects import Effect, as_number, can_cast, depends_on, effect_of_value
-from bendtrace.interject.interjection import NodePass
+from bendtrace.interject.interjection import (
+    Effect,
+    NodePass,
+    as_number,
+    can_cast,
+    depends_on,
+    effect_of_value,
+)
 from bendtrace.interject.patches.context import Patch, copy_tensors, described
 from bendtrace.interject.structure import version_of
 from bendtrace.tape.tape import TensorMeta

@@ -17,34 +17,14 @@ from torch.nn.utils.parametrize import is_parametrized as _is_parametrized
 from bendtrace.environment.code_facts import codes_in
 from bendtrace.environment.provenance import is_finished, is_installed_space, is_users_class
 from bendtrace.errors import InputError
-from bendtrace.interject.selectors.algebra import Selector, as_selector, nodes_meant
+from bendtrace.interject.selectors.algebra import Selector
+from bendtrace.interject.selectors.algebra import as_selector as as_selector
+from bendtrace.interject.selectors.algebra import nodes_meant as nodes_meant
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.view import Node, dug
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.torch_rules.functions import is_torchs_function, name_of
 from bendtrace.torch_rules.owners import modules_in
-
-__all__ = [
-    "as_selector",
-    "has_parameters",
-    "is_module",
-    "is_parametrized",
-    "leaf_names",
-    "leaves_in",
-    "matches_function",
-    "matches_module",
-    "matches_module_class",
-    "matches_module_lambda",
-    "matches_name",
-    "matches_path",
-    "matches_qualified_name",
-    "node_lambda",
-    "nodes_meant",
-    "outside",
-    "source_text",
-    "with_dtype",
-    "with_shape",
-]
 
 
 def matches_name(name: str | re.Pattern[str]) -> Selector:

@@ -67,7 +67,9 @@ def step_html(history: RunLog, stepped: dict[str, Any] | None, *, flops: bool = 
     """Return a run as one HTML file, with what was seen at the events of a stepped run."""
     if flops and any(entry.flop_count is None for entry in history.entries):
         history._count_flops()
-    style, script = _palette() + _part("style.css"), _script()
+    kinds = ("input", "output", "state", "number", "decision", "module")
+    colours = (f"--{kind}: {FILLS[kind]}; --{kind}-border: {STROKES[kind]};" for kind in kinds)
+    style, script = f":root {{ {' '.join(colours)} }}\n" + _part("style.css"), _script()
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     fields = {
         "title": escape(history.name),
@@ -130,13 +132,6 @@ def viewer_frame(
 @cache
 def _part(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
-
-
-def _palette() -> str:
-    """Return the colours of pictures as variables; the style has others for dark pages."""
-    kinds = ("input", "output", "state", "number", "decision", "module")
-    colours = (f"--{kind}: {FILLS[kind]}; --{kind}-border: {STROKES[kind]};" for kind in kinds)
-    return f":root {{ {' '.join(colours)} }}\n"
 
 
 @cache
