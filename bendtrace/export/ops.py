@@ -32,6 +32,7 @@ from bendtrace.export.values import (
 from bendtrace.recording.effects import makes_anew
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import INFIX, gives_nothing
+from bendtrace.tape.captured import Array
 from bendtrace.tape.structure import Existing, Instance
 from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import (
@@ -239,6 +240,12 @@ class SegmentOps(Expressions):
         if op.target is Tensor.tolist:
             self.known[op.index] = self._listed(op, op.args[0].index)
             return
+        if kind is str:
+            raise ExportError(
+                "Python makes a text of a tensor, and an exported program has no texts: leave the "
+                "text out, or compute with the tensor",
+                told(op),
+            )
         if kind not in DTYPES:
             raise ExportError(
                 f"{display_name(op.target)} takes something out of a tensor that is no number: "
@@ -291,7 +298,7 @@ class SegmentOps(Expressions):
     def _gathered(self, op: Op) -> str | None:
         """Write what makes a tensor of a list of numbers out of tensors, or indexes by one."""
         is_made = op.target is torch.tensor and set(op.kwargs) <= {"dtype"}
-        if not is_made and op.target is not Tensor.__getitem__:
+        if not is_made and op.target not in (Tensor.__getitem__, Tensor.__setitem__):
             return None
         items = op.args[0 if is_made else 1]
         if type(items) is not list or not items or not self._numbers(items):
@@ -307,7 +314,10 @@ class SegmentOps(Expressions):
         )
         texts = (f"torch.as_tensor({number}).to({dtype})" for number in numbers)
         text = f"torch.stack([{', '.join(texts)}])"
-        return text if is_made else f"{self.value(op.args[0])}[{text}]"
+        if is_made:
+            return text
+        item = f"{self.value(op.args[0])}[{text}]"
+        return f"{item} = {self._assigned(op)}" if op.target is Tensor.__setitem__ else item
 
     def _emit_tensors(self, op: Op) -> None:
         constant = self._constant(op)
@@ -319,13 +329,16 @@ class SegmentOps(Expressions):
         if self._run.numbers.has_varying_length(op.index) and gives_rows(op):
             self.known[op.index] = self.value_of(op.args[0].index)  # of which rows are picked
             return
-        if (text := self._gathered(op)) is not None:
+        text = self._gathered(op)
+        if text is not None and op.target is not Tensor.__setitem__:
             name = self._define(text, op)
             self.known[op.index] = self._taken_apart(name, op.meta, self._memory(op), op)
             return
-        is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__)
+        is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__) and text is None
         is_picked = is_index and any(map(self._is_index, refs_in(op.args[1])))
-        if is_picked:
+        if text is not None:
+            pass
+        elif is_picked:
             text = self._indexed(op)
         else:
             args, kwargs = self._with_tensors(op)
@@ -525,6 +538,8 @@ class SegmentOps(Expressions):
             if one.shape != other.shape or not self._run.numbers.varying.isdisjoint(op.operands):
                 raise ExportError("tensors of different sizes are compared", told(op))
             return f"({given[0]} == {given[1]}).all()"
+        if op.target is Tensor.__contains__ and not self._numbers(op.args[1:]):
+            return f"({self.value(op.args[1])} == {self.value(first)}).any()"
         if len(op.args) != 1 or type(first) is not Ref:
             raise ExportError(f"{display_name(op.target)} takes more than a tensor", told(op))
         tensor, dtype = self.name(first.index), self._ops[first.index].meta.dtype
@@ -647,6 +662,8 @@ def refusal_of(op: Op) -> str | None:
             "torch.export takes no RNN over a packed sequence: run it over the padded one, and "
             "mask what it returns"
         )
+    if any(type(one) is Array for one in (*op.args, *op.kwargs.values())):
+        return f"{name} is called with an array of numpy: {_ADVICE[_CALLED]}"
     reason = why_not_op(op, op.context)
     if reason is not None and "random" in reason and name.endswith(_STEADY):
         reason = None
@@ -662,7 +679,9 @@ def _advice(reason: str) -> str:
     return "leave it out of the model for the export"
 
 
+_CALLED = "is called with"
 _ADVICE = {
+    _CALLED: "call it with tensors and plain numbers; what never changes can be a buffer",
     "random": "call eval(), or pass random numbers as an input",
     "not torch's": "register it as an operator with torch.library.custom_op",
     "handler": "test for the case before, instead of catching the error",

@@ -394,7 +394,9 @@ class _Writer(Functions):
         if isinstance(guard, TruthGuard):
             text = value.text if expected else f"not {value.text}"
         else:
-            text = f"{value.text} == {expected!r}"
+            text = f"{value.text} == {ops.constant(expected)}"
+            if expected != expected:
+                text = f"{value.text} != {value.text}"
         scope.add(f"require({text})", guard)
 
     def _copy_written(self, scope: Scope, schedule: Schedule, ops: SegmentOps) -> None:
@@ -512,7 +514,7 @@ class _Writer(Functions):
             if one == other:
                 continue
             if isinstance(one, Static) and isinstance(other, Static):
-                body.add(f"require({one.text} == {other.text})", header.guard)
+                body.add(f"require({one.text} == {other.text}, {_ANOTHER!r})", header.guard)
                 continue
             is_number = isinstance(one, Number) and number_of(one, other) is not None
             if not is_number and not (isinstance(one, Tensors) and isinstance(other, Tensors)):
@@ -595,6 +597,12 @@ class _Writer(Functions):
         found = rebuilt(start, leave)
         assert isinstance(found, Several)
         return found.items
+
+
+_ANOTHER = (
+    "Python computes another number in each round, and a program has tensors only: begin with a "
+    "tensor, such as torch.tensor(step)"
+)
 
 
 def _flat(value: Any) -> list[Any]:
