@@ -599,6 +599,11 @@ def _explain(error: BaseException, written: Written, file: str) -> tuple[str, st
                     "a size or an index depends on values here, in a way that torch.export does "
                     f"not support: keep sizes fixed, with a mask or torch.where ({first})"
                 )
+            if type(error).__name__ == "UnsupportedOperatorException":
+                what = (
+                    "torch.export does not know what this operator returns: register that with "
+                    f"torch.library.register_fake ({first})"
+                )
             if isinstance(seen, _Unmet):
                 what = str(seen)
             return what, told(record)

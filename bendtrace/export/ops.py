@@ -32,7 +32,6 @@ from bendtrace.export.values import (
 from bendtrace.recording.effects import makes_anew
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import INFIX, gives_nothing
-from bendtrace.tape.captured import Array
 from bendtrace.tape.structure import Existing, Instance
 from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.torch_rules.functions import (
@@ -662,8 +661,6 @@ def refusal_of(op: Op) -> str | None:
             "torch.export takes no RNN over a packed sequence: run it over the padded one, and "
             "mask what it returns"
         )
-    if any(type(one) is Array for one in (*op.args, *op.kwargs.values())):
-        return f"{name} is called with an array of numpy: {_ADVICE[_CALLED]}"
     reason = why_not_op(op, op.context)
     if reason is not None and "random" in reason and name.endswith(_STEADY):
         reason = None
@@ -679,9 +676,8 @@ def _advice(reason: str) -> str:
     return "leave it out of the model for the export"
 
 
-_CALLED = "is called with"
 _ADVICE = {
-    _CALLED: "call it with tensors and plain numbers; what never changes can be a buffer",
+    "is called with": "call it with tensors and plain numbers; what never changes can be a buffer",
     "random": "call eval(), or pass random numbers as an input",
     "not torch's": "register it as an operator with torch.library.custom_op",
     "handler": "test for the case before, instead of catching the error",
