@@ -46,7 +46,7 @@ def test_a_file_is_equal_to_the_model_on_a_thousand_inputs_never_seen(
     name: str, target: str, tmp_path: Path
 ) -> None:
     require(target)
-    found = outcome(name, target, tmp_path, 1000)
+    found = outcome(MODELS[name], target, tmp_path, 1000)
     tied = [one for one in found.wrong if (name, target) in TIED and ": value 0 is off" in one]
     assert found.wrong == tuple(tied)
     assert found.equal + found.refused + len(tied) == 1000
@@ -58,7 +58,7 @@ def test_a_file_is_equal_to_the_model_on_a_thousand_inputs_never_seen(
 def test_what_has_no_form_in_a_target_is_refused(name: str, target: str, tmp_path: Path) -> None:
     require(target)
     with pytest.raises(ExportError, match=REFUSED[name, target]):
-        outcome(name, target, tmp_path, 1)
+        outcome(MODELS[name], target, tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -782,9 +782,9 @@ def test_rows_are_exchanged_by_a_list_of_numbers() -> None:
 
 
 def test_a_list_of_numbers_is_an_index() -> None:
-    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
         places = [x.argmax().item(), x.argmin().item(), 0]
-        return x[places], torch.tensor([*places, x[0].item()])
+        return x[places], torch.tensor([*places, x[0].item()]), torch.tensor([x.sum(), x[1], 1.0])
 
     made = exported(model, torch.tensor([1.0, 2.0, 3.0]))
     assert_equal(made, model, torch.tensor([5.0, 7.0, 6.0, -1.0]))

@@ -300,15 +300,23 @@ class SegmentOps(Expressions):
         if not is_made and op.target not in (Tensor.__getitem__, Tensor.__setitem__):
             return None
         items = op.args[0 if is_made else 1]
-        if type(items) is not list or not items or not self._numbers(items):
+        if type(items) is not list or not set(map(type, items)) <= {Ref, int, float, bool}:
             return None
-        if not set(map(type, items)) <= {Ref, int, float, bool}:
+        refs = {item.index for item in items if type(item) is Ref}
+        tensors = {ref for ref in refs if isinstance(self.value_of(ref), Tensors)}
+        if not refs or (tensors and not is_made):
+            return None
+        if any(self._ops[ref].meta.shape for ref in tensors) or not (
+            tensors or self._numbers(items)
+        ):
             return None
         dtype = op.meta.dtype if is_made else torch.int64
         numbers = (
-            self.lifted(self.value_of(item.index), op)
-            if type(item) is Ref
-            else f"torch.full((), {self.constant(item)})"
+            f"torch.full((), {self.constant(item)})"
+            if type(item) is not Ref
+            else self.name(item.index)
+            if item.index in tensors
+            else self.lifted(self.value_of(item.index), op)
             for item in items
         )
         texts = (f"torch.as_tensor({number}).to({dtype})" for number in numbers)
@@ -377,7 +385,8 @@ class SegmentOps(Expressions):
         if meta is None:
             return Constant(None)
         raise ExportError(
-            f"{display_name(op.target)} returns a value that is not a tensor", told(op)
+            f"{display_name(op.target)} returns a value that is no tensor: leave the question out",
+            told(op),
         )
 
     def _memory(self, op: Op) -> frozenset[int]:

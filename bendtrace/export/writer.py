@@ -29,7 +29,6 @@ from bendtrace.export.functions import (
     order,
     shared_outputs,
     value_word,
-    without_aliases,
 )
 from bendtrace.export.machine import (
     END,
@@ -526,9 +525,7 @@ class _Writer(Functions):
         params = [one.name for _, one, _ in returned]  # type: ignore[union-attr]
         inits = [first.name for first, _, _ in returned]  # type: ignore[union-attr]
         kinds = [getattr(one, "type", None) for _, one, _ in returned]
-        given = without_aliases(
-            [self._made(body, row[-1], kind) for row, kind in zip(returned, kinds, strict=True)]
-        )
+        given = self._made_apart(body, [row[-1] for row in returned], kinds)
         test = Scope(scope.depth + 1)
         if is_simple:
             tests = [self._test(test, header, way.answer, carried.items) for way in staying]
