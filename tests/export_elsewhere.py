@@ -82,7 +82,9 @@ class Known:
         recording = self._recorded(args)
         run, tape = AnalysedRun(recording), recording.tape
         for number in run.questions():
-            question = self._questions[tape.states[number].key]
+            question = self._questions.get(tape.states[number].key)
+            if question is None:  # torch's Python asks more of some sizes than of others
+                continue
             if tape.guards[number].answer not in [way.answer for way in question.ways]:
                 return question.place, recording.result
         return None, recording.result
