@@ -231,6 +231,11 @@ def test_an_array_of_numpy_is_named_and_the_ops_around_it_are_compiled() -> None
     assert "frame" not in repr(bended.compiled)
 
 
+def test_results_of_the_meta_device_have_no_values_to_compare() -> None:
+    bended = served(lambda x: x * 2 + 1, [(torch.ones(3, device="meta"),)] * 6)
+    assert states(bended) == ["used"]
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("name", ["big_bird", "longformer"])
 def test_attention_in_blocks_is_compiled_in_segments_and_says_why(name: str) -> None:

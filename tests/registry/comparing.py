@@ -47,6 +47,10 @@ FAULTS = {
         "inserted, backward",
         "sequences.NoGradInsideAutocast",
     ): "an alias of a weight is not in autocast's cache",
+    (
+        "compiled",
+        "guarded.type, dtype, device, layout, number of dimensions, `requires_grad`-1",
+    ): "torch.compile leaves an attribute on a parameter that is an argument",
     **{
         (mode, "sequences.a_subclass_that_counts_what_it_is_asked"): "it is asked for copies of it"
         for mode in ("saved", "saved gradients", "stepped")
