@@ -28,7 +28,7 @@ class Spline(nn.Module):
         super().__init__()
         self.heights = nn.Parameter(torch.randn(5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         inside = (x >= -WIDE) & (x <= WIDE)
         out = x.clone()
         if inside.any():
@@ -45,7 +45,7 @@ class Prompts(nn.Module):
         super().__init__()
         self.points, self.none = nn.Embedding(2, D), nn.Parameter(torch.randn(D))
 
-    def forward(self, places: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, places: Tensor, labels: Tensor) -> Any:
         found = places @ torch.ones(2, D) + self.points(labels.clamp(0, 1))
         if (labels == -10).any():
             found = torch.where((labels == -10)[:, None], self.none, found)
@@ -57,12 +57,15 @@ class Prompts(nn.Module):
 class LongRope(nn.Module):
     """Rotary positions with other frequencies for long texts (pytorch/pytorch#163791)."""
 
+    short: Tensor
+    long: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("short", 1.0 / 10 ** torch.linspace(0, 1, D // 2))
         self.register_buffer("long", 1.0 / 99 ** torch.linspace(0, 1, D // 2))
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor) -> Any:
         length = torch.max(positions) + 1
         frequencies = self.long if length > 12 else self.short
         angles = positions[:, None] * frequencies
@@ -78,7 +81,7 @@ class Durations(nn.Module):
         super().__init__()
         self.length, self.out = nn.Linear(D, 1), nn.Linear(D, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         counts = (self.length(x)[:, 0].exp() * 2).round().clamp(min=1, max=5).long()
         frames = torch.repeat_interleave(x, counts, dim=0)
         if counts.sum() > 12:
@@ -93,7 +96,7 @@ class Images(nn.Module):
         super().__init__()
         self.embed, self.image = nn.Embedding(6, D), nn.Linear(2, D)
 
-    def forward(self, tokens: Tensor, pixels: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, pixels: Tensor) -> Any:
         text, features = self.embed(tokens), self.image(pixels)
         special = (tokens == 5)[:, None].expand_as(text)
         if text[special].numel() != features.numel():
@@ -108,7 +111,7 @@ class Guarded(nn.Module):
         super().__init__()
         self.layer = nn.Linear(D, D)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.layer(x).exp()
         if torch.isnan(y).any():
             y = torch.nan_to_num(y, nan=0.0)
@@ -124,7 +127,7 @@ class Useful(nn.Module):
         super().__init__()
         self.attend = nn.MultiheadAttention(D, 2, batch_first=True)
 
-    def forward(self, queries: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, queries: Tensor, memory: Tensor, mask: Tensor) -> Any:
         useful = ~mask.all(1)
         if not useful.any():
             return queries
@@ -142,7 +145,7 @@ def is_scaled(x: Tensor) -> bool:
 class Scaled(nn.Module):
     """An image that is brought to 0..255 if it is not yet (pytorch/pytorch#138689)."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         if is_scaled(x):
             x = x * 255
         return x - x.mean(-1, keepdim=True)
@@ -173,7 +176,7 @@ class Searched(nn.Module):
         super().__init__()
         self.cells = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
 
-    def forward(self, x: Tensor, code: Tensor) -> Tensor:
+    def forward(self, x: Tensor, code: Tensor) -> Any:
         outs = torch.zeros(2, *x.shape)
         for number, cell in enumerate(self.cells):
             if code[number] > 0:
