@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -214,3 +216,43 @@ def test_a_dimension_of_fixed_size_is_dropped_in_compiled_code() -> None:
     values = [(3.0, 1, 1), (2.0, 1, 3), (3.0, -1, -1), (-3.0, -2, 1), (1.0, 1, 1)] * 2
     calls = [lambda some=some: ((torch.tensor(some),), {}) for some in values]
     assert states(assert_promise_with("eager", lambda: model, calls)) == ["used"]
+
+
+def times_an_array(x: Tensor) -> Tensor:
+    return x.relu() * torch.from_numpy(np.ones(4, np.float32)) + 1
+
+
+def test_an_array_of_numpy_is_named_and_the_ops_around_it_are_compiled() -> None:
+    bended = served(times_an_array, [(X * k,) for k in range(33)])
+    (reason,) = {row["reason"] for row in bended.compiled}
+    assert re.match(
+        r"from_numpy is called with an array of numpy \(at .*times_an_array|.*from_numpy", reason
+    )
+    assert "frame" not in repr(bended.compiled)
+
+
+def test_results_of_the_meta_device_have_no_values_to_compare() -> None:
+    bended = served(lambda x: x * 2 + 1, [(torch.ones(3, device="meta"),)] * 6)
+    assert states(bended) == ["used"]
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", ["big_bird", "longformer"])
+def test_attention_in_blocks_is_compiled_in_segments_and_says_why(name: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.hf_models import MODELS
+
+    (tiny,) = [one for one in MODELS if one.name == name]
+    model = tiny.make()
+    bended = bt.BendedModule(model, backend="aot_eager", backend_options={"drop_slower": False})
+    with torch.no_grad():
+        for number in range(24):
+            inputs = tiny.inputs(seed=number % 3)
+            assert bits(bended(**inputs)) == bits(model(**inputs))
+    report = bended.compiled
+    assert sum(row["state"] == "used" for row in report.segments) > 20
+    (row,) = report
+    assert row["state"] == "not compiled"
+    for reason in report.reasons:
+        assert re.search(rf"\(at .*modeling_{name}.py:\d+: `", reason), reason
+        assert "Unsupported" not in reason

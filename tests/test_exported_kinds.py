@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -471,6 +474,82 @@ def test_sizes_that_a_layer_computes_before_a_branch(layer: torch.nn.Module) -> 
             made(torch.randn(2, 3, 9, 9))
 
 
+class Word(StrEnum):
+    A = "a"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (torch.float32, "given of input 1 is a dtype, but a program takes tensors, plain numbers"),
+        ([1j], r"given\[0\] of input 1 is a complex, but a program takes"),
+        (np.float64(2), "given of input 1 is a float64, but a program takes"),
+        (float("nan"), "given of input 1 is nan, which no call could equal"),
+        (torch.Size([2]), "input 1 holds a torch.Size: pass it as a tuple"),
+        ({"it's": 1}, r"the key \"it's\", which the code of a program cannot hold"),
+        ({Word.A: 1}, r"the key <Word.A: 'a'>, which the code"),
+    ],
+    ids=str,
+)
+def test_arguments_that_no_program_can_take_are_named(given: Any, words: str) -> None:
+    with pytest.raises(ExportError, match=words):
+        exported(lambda x, given: x + 1, (torch.ones(2), given))
+
+
+def test_an_input_without_values_is_named() -> None:
+    with pytest.raises(ExportError, match="input 1 holds no value"):
+        exported(lambda parts: torch.zeros(1), ([],))
+
+
+def test_outputs_without_values_are_refused() -> None:
+    with pytest.raises(ExportError, match="returns a tensor of the meta device"):
+        exported(lambda x: (x, torch.ones(2, device="meta")), torch.ones(2))
+
+
+def a_text(x: Tensor) -> Tensor:
+    return x + 1 if f"{x.sum():.1f}" == "4.0" else x
+
+
+def an_array(x: Tensor) -> Tensor:
+    return x.sum() * torch.from_numpy(np.arange(3))
+
+
+def halved(x: Tensor, step: float = 8.0) -> Tensor:
+    while (x * step).norm() > 1:
+        step *= 0.5
+    return x * step
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (a_text, "Python makes a text of a tensor, and an exported program has no texts"),
+        (an_array, "from_numpy is called with an array of numpy: call it with tensors"),
+        (halved, "Python computes another number in each round"),
+        (torch.nn.BatchNorm1d(3), "a normalisation updates its running statistics: call eval()"),
+    ],
+)
+def test_what_a_program_cannot_do_is_said_in_words(model: Any, words: str) -> None:
+    given = (torch.ones(2, 3), 8.0) if model is halved else torch.ones(2, 3)
+    with pytest.raises(ExportError, match=re.escape(words)):
+        exported(model, given)
+
+
+def test_an_operator_that_fake_tensors_do_not_go_through_leaves_torch_as_it_was() -> None:
+    """Its kernel raises while torch has switched off its own dispatch (torch 2.13)."""
+    with torch.library._scoped_library("bendtrace_test_export", "DEF") as library:
+        library.define("by_values(Tensor x) -> Tensor")
+        library.impl(
+            "by_values",
+            lambda x: x * 2 if float(x.sum()) > 0 else x,
+            "CompositeExplicitAutograd",
+        )
+        by_values = torch.ops.bendtrace_test_export.by_values
+        with pytest.raises(ExportError, match=r"`by_values\(x\)` at .*: .*register_fake"):
+            exported(lambda x: by_values(x) + 1, torch.ones(2))
+    assert_equal(exported(torch.sin, torch.ones(2)), torch.sin, torch.ones(3))
+
+
 def test_a_text_that_a_model_returns_is_in_no_file(tmp_path: Path) -> None:
     def model(x: Tensor) -> Any:
         return (x * 2, None, "text") if x.sum() > 0 else (x, None, "text")
@@ -700,10 +779,38 @@ def test_numbers_assigned_in_a_branch_are_saved(key: Any, tmp_path: Path) -> Non
     assert_equal(made, model, torch.ones(3) * 2)
 
 
+def test_a_number_that_is_infinite_is_computed_with() -> None:
+    made = exported(lambda x, base: x * 2 if base**2 > 5 else x, (torch.ones(1), float("inf")))
+    assert torch.equal(made(torch.ones(1), float("inf")), torch.full((1,), 2.0))
+
+
+def test_whether_a_tensor_contains_a_number_is_a_question() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x + 1 if 3 in x else x * 2
+
+    made = exported(model, torch.tensor([1, 3]), torch.tensor([1, 2]))
+    for x in (torch.tensor([3]), torch.tensor([4, 5])):
+        assert_equal(made, model, x)
+
+
+def test_rows_are_exchanged_by_a_list_of_numbers() -> None:
+    def model(a: Tensor) -> Tensor:
+        a = a.clone()
+        for k in range(2):
+            pivot = k + a[k:, k].abs().argmax().item()
+            a[[k, pivot]] = a[[pivot, k]]
+            a[k + 1 :] -= a[k + 1 :, k : k + 1] / a[k, k] * a[k]
+        return a
+
+    made = exported(model, torch.randn(3, 3))
+    for _ in range(5):
+        assert_equal(made, model, torch.randn(3, 3))
+
+
 def test_a_list_of_numbers_is_an_index() -> None:
-    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
         places = [x.argmax().item(), x.argmin().item(), 0]
-        return x[places], torch.tensor([*places, x[0].item()])
+        return x[places], torch.tensor([*places, x[0].item()]), torch.tensor([x.sum(), x[1], 1.0])
 
     made = exported(model, torch.tensor([1.0, 2.0, 3.0]))
     assert_equal(made, model, torch.tensor([5.0, 7.0, 6.0, -1.0]))

@@ -25,6 +25,7 @@ from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.schedule import Schedule
 from bendtrace.source.internals import TorchDispatchMode
+from bendtrace.tape.captured import Array
 from bendtrace.tape.contexts import Context, ContextSwitch, current_context
 from bendtrace.tape.structure import (
     Existing,
@@ -667,6 +668,8 @@ def _objects_in(value: Any) -> Iterable[Any]:
     """Yield what, in recorded arguments, is neither a tensor nor a plain value."""
     if isinstance(value, Instance) and issubclass(value.cls, tuple):
         yield from _objects_in(value.items)
+    elif isinstance(value, Array):
+        yield "an array of numpy"
     elif isinstance(value, (Existing, Fixed, Instance, Made, Opaque)):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -102,10 +102,29 @@ def require_plain(number: int, inputs: Mapping[str, Any], held: Collection[int])
     Raises:
         ExportError: one is of a class, or has attributes, which no program could read.
     """
-    for path, leaf in pytree.tree_leaves_with_path(inputs):
-        if not isinstance(leaf, Tensor):
-            continue
+    leaves = pytree.tree_leaves_with_path(inputs)
+    if inputs and not leaves:
+        raise ExportError(f"input {number} holds no value: pass a tensor, a number or None")
+    if pytree.tree_structure(_rebuild(inputs)) != pytree.tree_structure(inputs):
+        raise ExportError(f"input {number} holds a torch.Size: pass it as a tuple")
+    for path, leaf in leaves:
         name = f"{path[0].key}{pytree.keystr(path[1:])} of input {number}"
+        for key in (getattr(part, "key", 0) for part in path):
+            if isinstance(key, str) and (type(key) is not str or not _PLAIN_KEY.fullmatch(key)):
+                raise ExportError(
+                    f"{name} stands under the key {key!r}, which the code of a program cannot "
+                    "hold: use a plain text without quotes and backslashes"
+                )
+        if type(leaf) is float and math.isnan(leaf):
+            raise ExportError(f"{name} is nan, which no call could equal: pass torch.tensor(nan)")
+        if type(leaf) in (*DTYPES, str, type(None)):
+            continue
+        if not isinstance(leaf, Tensor):
+            raise ExportError(
+                f"{name} is a {type(leaf).__name__}, but a program takes tensors, plain numbers, "
+                "texts and None, in tuples, lists and dicts: export a function that passes it to "
+                "the model, and does not take it"
+            )
         if type(leaf) not in (Tensor, nn.Parameter):
             raise ExportError(f"{name} is a {type(leaf).__name__}: pass a plain tensor")
         if leaf.__dict__:
@@ -115,6 +134,13 @@ def require_plain(number: int, inputs: Mapping[str, Any], held: Collection[int])
             )
         if id(leaf) in held:
             raise ExportError(f"{name} is a tensor of the model itself: pass a clone()")
+
+
+_PLAIN_KEY = re.compile(r"[^'\"\\\n]*")
+
+
+def _rebuild(inputs: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf, inputs)
 
 
 # What is asked of the inputs of a program

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
 from bendtrace.errors import ExportError, InputError
-from bendtrace.export import targets
+from bendtrace.export import targets, tracing
 from bendtrace.export.conditions import (
     Fact,
     arguments_of,
@@ -273,6 +273,11 @@ def _export(
         closeness: the tolerance of files, and the model, whose rounding errors count.
         recordings: the runs.
     """
+    if any(one.is_meta for run in recordings for one in tensors_in(run.result)):
+        raise ExportError(
+            "the model returns a tensor of the meta device, which has no values to compare: move "
+            "the model and its inputs to another device"
+        )
     machine = Machine(recordings)
     held = {name: tensor.detach() for name, tensor in added.items()}
     calls = [(args, {**kwargs, **held}) for args, kwargs in calls]
@@ -458,12 +463,15 @@ def _names_of(model: Callable[..., Any]) -> dict[int, str]:
 
 
 class _Unmet(Exception):
-    """A condition on sizes does not hold."""
+    """A condition on sizes or numbers does not hold."""
 
 
-def _require(holds: Any) -> None:
+_DIFFERS = "it depends on sizes in a way that differs between the inputs"
+
+
+def _require(holds: Any, otherwise: str = _DIFFERS) -> None:
     if not holds:
-        raise _Unmet
+        raise _Unmet(otherwise)
 
 
 def _has_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
@@ -537,14 +545,16 @@ def _trace_program(
     args, named = separate_copies_of((tuple(args), named))
     shapes = dict(zip(head, map(_open, (*args, *named.values())), strict=True))
     for above, is_fixed in ways:
-        sizes = targets.open_sizes(not above)
+        sizes = tracing.open_sizes(not above)
         module = _module(written, file, common if is_fixed else ())
         try:
             # torch prints what it had traced of a program that it refuses (seen in 2.13).
-            with targets.quiet(), contextlib.redirect_stderr(io.StringIO()), sizes:
-                program = torch.export.export(
-                    module, args, named, dynamic_shapes=shapes, strict=False
-                )
+            with tracing.quiet(), contextlib.redirect_stderr(io.StringIO()), sizes:
+                with tracing.each_side_once():
+                    program = torch.export.export(
+                        module, args, named, dynamic_shapes=shapes, strict=False
+                    )
+                program.graph_module.recompile()
             _write_sums(program)
             return program, above, is_fixed
         except Exception as error:
@@ -590,8 +600,13 @@ def _explain(error: BaseException, written: Written, file: str) -> tuple[str, st
                     "a size or an index depends on values here, in a way that torch.export does "
                     f"not support: keep sizes fixed, with a mask or torch.where ({first})"
                 )
+            if type(error).__name__ == "UnsupportedOperatorException":
+                what = (
+                    "torch.export does not know what this operator returns: register that with "
+                    f"torch.library.register_fake ({first})"
+                )
             if isinstance(seen, _Unmet):
-                what = "it depends on sizes in a way that differs between the inputs"
+                what = str(seen)
             return what, told(record)
         seen = seen.__cause__ or seen.__context__
     return f"torch.export refuses it: {type(error).__name__}: {error}", ""
@@ -928,7 +943,9 @@ def _as_tensor(size: Any) -> Tensor:
 
 
 def _read(size: Tensor) -> Any:
-    number = size.item()
+    # Of a copy: a number that torch has read from this very tensor elsewhere, as the other side of
+    # a question does, is not read again, and inductor knows no place of it (2.13).
+    number = size.clone().item()
     torch._check(number >= 0)
     return number
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,8 +261,9 @@ class Functions:
             return self._after(scope, "", kept, outputs)
         names, texts = [], []
         for number, (side, _) in enumerate(sides):
-            given = [self._made(side, leaf_pair[number], dtype) for leaf_pair, dtype in outputs]
-            given = without_aliases(given)
+            values = [pair[number] for pair, _ in outputs]
+            kinds = [kind for _, kind in outputs]
+            given = self._made_apart(side, values, kinds)
             if flagged:
                 given.append(side.flag if side.flag is not None else self._start_flag(side))
             side.add(f"return ({''.join(text + ', ' for text in given)})")
@@ -324,6 +326,25 @@ class Functions:
     def _is_own(sides: list[Scope], value: Value) -> bool:
         name = getattr(value, "name", getattr(value, "text", ""))
         return any(name in side.own for side in sides)
+
+    def _made_apart(
+        self, side: Scope, values: Sequence[Value], kinds: Sequence[type | None]
+    ) -> list[str]:
+        """Return expressions for the outputs of a side, none of which share memory.
+
+        Not even the parts of one result do, such as those of `torch.where(mask)`: these are views
+        of one tensor once torch has decomposed it.
+        """
+        found: list[str] = []
+        taken: set[int] = set()
+        for value, kind in zip(values, kinds, strict=True):
+            text = self._made(side, value, kind)
+            if isinstance(value, Tensors) and not text.endswith(".clone()"):
+                if not taken.isdisjoint(value.memory):
+                    text = f"{text}.clone()"
+                taken |= value.memory
+            found.append(text)
+        return found
 
     def _made(self, side: Scope, value: Value, kind: type | None) -> str:
         """Return an expression for a value as the tensor that a side returns."""
@@ -410,11 +431,6 @@ def value_word(value: Value) -> str:
     if isinstance(value, Several):
         return f"a {value.kind.__name__}"
     return f"a number ({value.type.__name__})"
-
-
-def without_aliases(texts: list[str]) -> list[str]:
-    """Return expressions for outputs, all of them different tensors."""
-    return [f"{t}.clone()" if t in texts[:place] else t for place, t in enumerate(texts)]
 
 
 def shared_outputs(outputs: list[list[Value]]) -> set[int]:

@@ -471,6 +471,10 @@ _WRITES = (
 )
 
 
+_UPDATES = "a normalisation updates its running statistics: call eval()"
+_STATISTICS = (".running_mean", ".running_var", ".num_batches_tracked")
+
+
 def refuse(recording: Recording) -> None:
     """Refuse runs that no function of tensors can repeat.
 
@@ -489,8 +493,10 @@ def refuse(recording: Recording) -> None:
                 "before, instead of catching the error",
                 told(op),
             )
-        if any(tape.ops[written].is_given for written in op.writes):
-            raise ExportError(_WRITES, told(op))
+        for written in (tape.ops[index] for index in op.writes):
+            if written.is_given:
+                is_norm = str(getattr(written.target, "label", "")).endswith(_STATISTICS)
+                raise ExportError(_UPDATES if is_norm else _WRITES, told(op))
     if recording.writes_outside:
         raise ExportError(_WRITES, "")
     if recording.changes:

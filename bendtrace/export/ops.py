@@ -239,6 +239,12 @@ class SegmentOps(Expressions):
         if op.target is Tensor.tolist:
             self.known[op.index] = self._listed(op, op.args[0].index)
             return
+        if kind is str:
+            raise ExportError(
+                "Python makes a text of a tensor, and an exported program has no texts: leave the "
+                "text out, or compute with the tensor",
+                told(op),
+            )
         if kind not in DTYPES:
             raise ExportError(
                 f"{display_name(op.target)} takes something out of a tensor that is no number: "
@@ -291,23 +297,34 @@ class SegmentOps(Expressions):
     def _gathered(self, op: Op) -> str | None:
         """Write what makes a tensor of a list of numbers out of tensors, or indexes by one."""
         is_made = op.target is torch.tensor and set(op.kwargs) <= {"dtype"}
-        if not is_made and op.target is not Tensor.__getitem__:
+        if not is_made and op.target not in (Tensor.__getitem__, Tensor.__setitem__):
             return None
         items = op.args[0 if is_made else 1]
-        if type(items) is not list or not items or not self._numbers(items):
+        if type(items) is not list or not set(map(type, items)) <= {Ref, int, float, bool}:
             return None
-        if not set(map(type, items)) <= {Ref, int, float, bool}:
+        refs = {item.index for item in items if type(item) is Ref}
+        tensors = {ref for ref in refs if isinstance(self.value_of(ref), Tensors)}
+        if not refs or (tensors and not is_made):
+            return None
+        if any(self._ops[ref].meta.shape for ref in tensors) or not (
+            tensors or self._numbers(items)
+        ):
             return None
         dtype = op.meta.dtype if is_made else torch.int64
         numbers = (
-            self.lifted(self.value_of(item.index), op)
-            if type(item) is Ref
-            else f"torch.full((), {self.constant(item)})"
+            f"torch.full((), {self.constant(item)})"
+            if type(item) is not Ref
+            else self.name(item.index)
+            if item.index in tensors
+            else self.lifted(self.value_of(item.index), op)
             for item in items
         )
         texts = (f"torch.as_tensor({number}).to({dtype})" for number in numbers)
         text = f"torch.stack([{', '.join(texts)}])"
-        return text if is_made else f"{self.value(op.args[0])}[{text}]"
+        if is_made:
+            return text
+        item = f"{self.value(op.args[0])}[{text}]"
+        return f"{item} = {self._assigned(op)}" if op.target is Tensor.__setitem__ else item
 
     def _emit_tensors(self, op: Op) -> None:
         constant = self._constant(op)
@@ -319,13 +336,16 @@ class SegmentOps(Expressions):
         if self._run.numbers.has_varying_length(op.index) and gives_rows(op):
             self.known[op.index] = self.value_of(op.args[0].index)  # of which rows are picked
             return
-        if (text := self._gathered(op)) is not None:
+        text = self._gathered(op)
+        if text is not None and op.target is not Tensor.__setitem__:
             name = self._define(text, op)
             self.known[op.index] = self._taken_apart(name, op.meta, self._memory(op), op)
             return
-        is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__)
+        is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__) and text is None
         is_picked = is_index and any(map(self._is_index, refs_in(op.args[1])))
-        if is_picked:
+        if text is not None:
+            pass
+        elif is_picked:
             text = self._indexed(op)
         else:
             args, kwargs = self._with_tensors(op)
@@ -365,7 +385,8 @@ class SegmentOps(Expressions):
         if meta is None:
             return Constant(None)
         raise ExportError(
-            f"{display_name(op.target)} returns a value that is not a tensor", told(op)
+            f"{display_name(op.target)} returns a value that is no tensor: leave the question out",
+            told(op),
         )
 
     def _memory(self, op: Op) -> frozenset[int]:
@@ -525,6 +546,8 @@ class SegmentOps(Expressions):
             if one.shape != other.shape or not self._run.numbers.varying.isdisjoint(op.operands):
                 raise ExportError("tensors of different sizes are compared", told(op))
             return f"({given[0]} == {given[1]}).all()"
+        if op.target is Tensor.__contains__ and not self._numbers(op.args[1:]):
+            return f"({self.value(op.args[1])} == {self.value(first)}).any()"
         if len(op.args) != 1 or type(first) is not Ref:
             raise ExportError(f"{display_name(op.target)} takes more than a tensor", told(op))
         tensor, dtype = self.name(first.index), self._ops[first.index].meta.dtype
@@ -663,6 +686,7 @@ def _advice(reason: str) -> str:
 
 
 _ADVICE = {
+    "is called with": "call it with tensors and plain numbers; what never changes can be a buffer",
     "random": "call eval(), or pass random numbers as an input",
     "not torch's": "register it as an operator with torch.library.custom_op",
     "handler": "test for the case before, instead of catching the error",

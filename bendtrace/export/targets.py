@@ -7,13 +7,11 @@ import copy
 import importlib
 import io
 import json
-import logging
 import operator
 import os
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,12 @@ from torch import Tensor, fx
 
 from bendtrace._checks import required_path
 from bendtrace._lazy import required
-from bendtrace.compiled.attempts import Quiet
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export.conditions import arguments_of
+from bendtrace.export.tracing import each_side_once, open_sizes, quiet
 from bendtrace.source.internals import internal, pytree
 from bendtrace.torch_rules.functions import OpOverload
 
-_LOGGERS = ("torch.onnx", "torch._export", "onnxscript", "onnx_ir")
 _SUBGRAPHS = "pkg.torch.__subgraph__"
 _UNSEEN = "bendtrace_unseen"  # the key of the messages for the last output of an ONNX model
 _ARGUMENTS = "bendtrace_arguments"  # the key of what `arguments_of` returns
@@ -143,7 +140,7 @@ def save_package(
     with _whole_file(path, ".pt2") as temporary, quiet(), _checking_inputs(groups), open_sizes():
         try:
             made = with_distinct_outputs(program)
-            with _in_memory(temporary) as file:
+            with _in_memory(temporary) as file, each_side_once():
                 torch._inductor.aoti_compile_and_package(made, package_path=file)
         except OSError:
             raise
@@ -273,7 +270,8 @@ def save_onnx(
     onnx = _onnx()
     with _whole_file(path, ".onnx") as temporary, quiet():
         try:
-            made = _translate(program)
+            with each_side_once():
+                made = _translate(program)
             made.save(temporary, external_data=False)
         except OSError:
             raise
@@ -476,32 +474,6 @@ def _onnx() -> Any:
 
 def _required(name: str) -> Any:
     return required(name, "an ONNX file", "onnx onnxruntime onnxscript", InputError)
-
-
-def open_sizes(is_open: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which torch does not take all open sizes for larger than 1.
-
-    By default it does, and does not check it (torch 2.13).
-    """
-    config: Any = internal("torch.fx.experimental._config")
-    context: contextlib.AbstractContextManager[None] = config.patch(backed_size_oblivious=is_open)
-    return context
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Return a context in which torch and onnx log nothing: errors say what they refuse."""
-    loggers = [*map(logging.getLogger, _LOGGERS)]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), Quiet(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
 
 
 def _first_line(error: BaseException) -> str:

@@ -29,7 +29,6 @@ from bendtrace.export.functions import (
     order,
     shared_outputs,
     value_word,
-    without_aliases,
 )
 from bendtrace.export.machine import (
     END,
@@ -395,7 +394,9 @@ class _Writer(Functions):
         if isinstance(guard, TruthGuard):
             text = value.text if expected else f"not {value.text}"
         else:
-            text = f"{value.text} == {expected!r}"
+            text = f"{value.text} == {ops.constant(expected)}"
+            if expected != expected:
+                text = f"{value.text} != {value.text}"
         scope.add(f"require({text})", guard)
 
     def _copy_written(self, scope: Scope, schedule: Schedule, ops: SegmentOps) -> None:
@@ -513,7 +514,7 @@ class _Writer(Functions):
             if one == other:
                 continue
             if isinstance(one, Static) and isinstance(other, Static):
-                body.add(f"require({one.text} == {other.text})", header.guard)
+                body.add(f"require({one.text} == {other.text}, {_ANOTHER!r})", header.guard)
                 continue
             is_number = isinstance(one, Number) and number_of(one, other) is not None
             if not is_number and not (isinstance(one, Tensors) and isinstance(other, Tensors)):
@@ -525,9 +526,7 @@ class _Writer(Functions):
         params = [one.name for _, one, _ in returned]  # type: ignore[union-attr]
         inits = [first.name for first, _, _ in returned]  # type: ignore[union-attr]
         kinds = [getattr(one, "type", None) for _, one, _ in returned]
-        given = without_aliases(
-            [self._made(body, row[-1], kind) for row, kind in zip(returned, kinds, strict=True)]
-        )
+        given = self._made_apart(body, [row[-1] for row in returned], kinds)
         test = Scope(scope.depth + 1)
         if is_simple:
             tests = [self._test(test, header, way.answer, carried.items) for way in staying]
@@ -596,6 +595,12 @@ class _Writer(Functions):
         found = rebuilt(start, leave)
         assert isinstance(found, Several)
         return found.items
+
+
+_ANOTHER = (
+    "Python computes another number in each round, and a program has tensors only: begin with a "
+    "tensor, such as torch.tensor(step)"
+)
 
 
 def _flat(value: Any) -> list[Any]:

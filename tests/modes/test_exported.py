@@ -15,29 +15,45 @@ from tests.registry.comparing import compare, each
 from tests.registry.program import Program
 
 
-def number_of(value: Any) -> Any:
-    """Return the number that a tensor without dimensions is, as which programs return numbers."""
-    return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
+def plain(value: Any) -> Any:
+    """Return an output as programs return it: without classes of containers, numbers as such."""
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.item() if value.ndim == 0 else value.detach()
 
 
 def exported(model: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = copy.deepcopy((args, kwargs))
+        given = tree_map(copied, (args, kwargs))
         with torch.no_grad():
-            program = bt.BendedModule(copy.deepcopy(model)).export(Call(*given))
-            return tree_map(number_of, program(*args, **kwargs))
+            program = bt.BendedModule(model).export(Call(*given))
+            return plain(program(*args, **kwargs))
 
     return call
+
+
+def copied(value: Any) -> Any:
+    return copy.deepcopy(value.detach() if type(value) is torch.Tensor else value)
 
 
 def without_gradients(model: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            return tree_map(number_of, model(*args, **kwargs))
+            return plain(model(*args, **kwargs))
 
     return call
 
 
-@each("corpus", share=60, start=7)
+# Texts of torch's that say neither which line of the model it is, nor what to do.
+RAW = r"^(?!torch\.export refuses it|with input \d+, the program raises (invalid|name ))"
+
+
+@each(share=60, start=7)
 def test_what_is_exported_gives_what_eager_gives(program: Program) -> None:
-    compare(program, "exported", exported, without_gradients, refusal="", strict="none")
+    compare(program, "exported", exported, without_gradients, refusal=RAW, strict="none")
