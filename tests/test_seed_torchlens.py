@@ -1111,3 +1111,116 @@ def test_values_are_shown_as_pictures() -> None:
     for method, shape in (("rgb", (4, 5)), ("heatmap", (3,)), ("bars", (3,))):
         with pytest.raises(tl.errors.InputError):
             lens.trace(nn.Identity(), torch.rand(shape)).layers[0].show(method)
+
+
+FLAT = nn.Flatten()
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "flexible"),
+    [
+        (nn.Sequential(FLAT, nn.Linear(784, 3)), (1, 784), ()),
+        (nn.Linear(4, 2, dtype=torch.complex64), (1, 4), ()),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), FLAT, nn.Linear(4 * 75**2, 2)), (1, 3, 77, 77), ()),
+        (
+            nn.Sequential(nn.Conv2d(1, 2, 5), nn.MaxPool2d(2), FLAT, nn.Linear(2 * 11**2, 2)),
+            (1, 1, 26, 26),  # 27 works as well
+            (),
+        ),
+        (nn.Conv2d(4, 8, 3, groups=2, dtype=torch.float64), (1, 4, 32, 32), (2, 3)),
+        (nn.Conv1d(1, 2, 400), (1, 1, 1024), (2,)),
+        (nn.Conv3d(2, 4, 3), (1, 2, 16, 16, 16), (2, 3, 4)),
+        (nn.ConvTranspose2d(6, 2, 3), (1, 6, 32, 32), (2, 3)),
+        (nn.BatchNorm1d(9), (1, 9, 16), (2,)),
+        (nn.GroupNorm(2, 6), (1, 6, 32, 32), (2, 3)),
+        (nn.LayerNorm((3, 5)), (1, 3, 5), ()),
+        (nn.GRU(5, 3), (16, 1, 5), (0,)),
+        (nn.LSTM(5, 3, batch_first=True), (1, 16, 5), (1,)),
+        (nn.LSTMCell(3, 4), (1, 3), ()),
+        (nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), (1, 16, 8), (1,)),
+        (nn.EmbeddingBag(5, 3), (1, 16), (1,)),
+        (nn.ReLU(), (1, 3, 32, 32), (2, 3)),
+    ],
+    ids=str,
+)
+def test_inputs_are_inferred_from_first_layers(
+    model: nn.Module, shape: tuple[int, ...], flexible: tuple[int, ...]
+) -> None:
+    found = lens.debug.infer_input_shape(model)
+    assert (found.found, found.shape, found.reason) == (True, shape, "")
+    assert found.flexible_dims == flexible
+    fixed = "exact" if isinstance(model, nn.Sequential) and len(shape) > 2 else "static"
+    assert found.strategy == ("adaptive_default" if flexible else fixed)
+    integers = isinstance(model, nn.EmbeddingBag)
+    assert found.value_range == (("randint", 0.0, 5.0) if integers else ("randn", 0.0, 1.0))
+    model.eval()(found.example_input)
+
+
+class Fed(nn.Module):
+    """Computes something with a layer, and counts its runs."""
+
+    def __init__(self, layer: nn.Module, function: Any) -> None:
+        super().__init__()
+        self.layer, self.function, self.runs = layer, function, 0
+        self.unused, self.table = nn.Conv2d(1, 2, 1), nn.Parameter(torch.zeros(1, 10, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.runs += 1
+        return self.function(self, x) * torch.rand(1)
+
+
+def with_mask(model: Fed, mask: torch.Tensor) -> torch.Tensor:
+    return model.layer(torch.ones(mask.shape).masked_fill(mask, 0))
+
+
+@pytest.mark.parametrize(
+    ("layer", "function", "shape", "dtype"),
+    [
+        (nn.Linear(3, 4), lambda m, x: x @ m.layer.weight.T, (1, 3), torch.float32),
+        (nn.Linear(4, 4), with_mask, (1, 4), torch.bool),
+        (nn.Conv2d(5, 4, 3), lambda m, x: m.layer(x.permute(0, 3, 1, 2)), (1, 32, 32, 5), None),
+        (
+            nn.Embedding(7, 4),
+            lambda m, x: m.layer(x) + m.table[:, : x.shape[1]],
+            (1, 10),
+            torch.long,
+        ),
+        (nn.Conv2d(3, 4, 8, 8), lambda m, x: m.layer(x).view(1, 4, 81), (1, 3, 72, 72), None),
+        (nn.Conv2d(3, 4, 3), lambda m, x: m.layer(x).reshape((1, 10000)), (1, 3, 52, 52), None),
+        (FLAT, lambda m, x: nn.functional.one_hot(x, 7), (1, 3, 32, 32), torch.long),
+    ],
+    ids=range(7),
+)
+def test_inputs_are_inferred_from_functions(
+    layer: nn.Module, function: Any, shape: tuple[int, ...], dtype: torch.dtype | None
+) -> None:
+    model = Fed(layer, function)
+    before, drawn = state(model), torch.get_rng_state()
+    found = lens.debug.infer_input_shape(model)
+    assert (found.shape, found.dtype) == (shape, dtype or torch.float32)
+    assert found.attempts[0] != (shape, "ok")
+    assert (found.shape, "ok") in found.attempts
+    assert state(model) == before
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert model.training
+    assert model.runs == 0
+
+
+def test_models_without_an_inferred_input_say_why() -> None:
+    infer = lens.debug.infer_input_shape
+    two = infer(nn.Bilinear(2, 3, 4))
+    assert (two.found, two.reason) == (False, "non_shape_blocker")
+    assert "input2" in two.message
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), FLAT, nn.Linear(4 * 10 * 20, 2))
+    wide = infer(model)
+    assert (wide.found, wide.reason) == (False, "exact_size_unreachable")
+    assert {shape for shape, _ in wide.attempts} >= {(1, 3, 16, 16), (1, 3, 17, 17)}
+    never = infer(Fed(nn.Conv2d(3, 4, 3), lambda m, x: m.layer(x).missing))
+    assert (never.found, never.reason) == (False, "no_size_found")
+    assert "missing" in never.message
+    assert infer(nn.ReLU(), channels=1, input_dtype=torch.float64).shape == (1, 1, 32, 32)
+    recurrent = Fed(nn.GRU(2, 2), lambda m, x: m.layer(x)[2])
+    assert not infer(recurrent).found
+    assert not recurrent.layer._forward_pre_hooks
+    with pytest.raises(tl.errors.InputError, match=r"has to be a torch\.nn\.Module, not function"):
+        infer(with_mask)

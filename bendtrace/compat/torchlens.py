@@ -7,7 +7,8 @@ Layers are selected by `func`, `in_module`, `module`, `label`, `contains`, `rege
 `&`, `|` and `~`. `when` says where one of the helpers `zero_ablate`, `mean_ablate`, `scale`,
 `clamp`, `noise`, `steer`, `project_onto`, `project_off` and `replace_with` changes values. `save`
 and `load` store logs, and `options` has `CaptureOptions`. `debug` diagnoses logs: `find_nan`,
-`bisect_nan`, `lineage`, `compare`, `dead_neurons`, `hot_path` and `gradient_flow_audit`.
+`bisect_nan`, `lineage`, `compare`, `dead_neurons`, `hot_path` and `gradient_flow_audit`;
+`debug.infer_input_shape` finds an input that a model takes.
 
 >>> import torch, bendtrace as bt
 >>> tl = bt.compat.torchlens
@@ -39,7 +40,7 @@ from torch import Tensor
 from bendtrace._trace import ModelHistory, positional, run_logged
 from bendtrace._trace import load as load_log
 from bendtrace.calls import Call, own_copy
-from bendtrace.compat import _torchlens_debug, _torchlens_selectors
+from bendtrace.compat import _torchlens_debug, _torchlens_selectors, _torchlens_shapes
 from bendtrace.compat._torchlens_logs import Accessor, Log, Op, TraceLog, with_names
 from bendtrace.compat._torchlens_selectors import *  # noqa: F403
 from bendtrace.compat._torchlens_selectors import Change, Listed, Selector
@@ -169,6 +170,8 @@ debug = types.SimpleNamespace(
     bisect_nan=_torchlens_debug.find_nan, lineage=_torchlens_debug.lineage,
     compare=_torchlens_debug.compare, dead_neurons=_torchlens_debug.dead_neurons,
     hot_path=_torchlens_debug.hot_path, gradient_flow_audit=_torchlens_debug.gradient_flow_audit,
+    infer_input_shape=_torchlens_shapes.infer_input_shape,
+    InferInputShapeResult=_torchlens_shapes.InferInputShapeResult,
 )  # fmt: skip
 
 
