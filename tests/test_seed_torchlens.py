@@ -1113,17 +1113,21 @@ def test_values_are_shown_as_pictures() -> None:
             lens.trace(nn.Identity(), torch.rand(shape)).layers[0].show(method)
 
 
-FLAT = nn.Flatten()
-
-
 @pytest.mark.parametrize(
     ("model", "shape", "flexible"),
     [
-        (nn.Sequential(FLAT, nn.Linear(784, 3)), (1, 784), ()),
+        (nn.Sequential(nn.Flatten(), nn.Linear(784, 3)), (1, 784), ()),
         (nn.Linear(4, 2, dtype=torch.complex64), (1, 4), ()),
-        (nn.Sequential(nn.Conv2d(3, 4, 3), FLAT, nn.Linear(4 * 75**2, 2)), (1, 3, 77, 77), ()),
+        (nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9)), (1, 4), ()),
         (
-            nn.Sequential(nn.Conv2d(1, 2, 5), nn.MaxPool2d(2), FLAT, nn.Linear(2 * 11**2, 2)),
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 75**2, 2)),
+            (1, 3, 77, 77),
+            (),
+        ),
+        (
+            nn.Sequential(
+                nn.Conv2d(1, 2, 5), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2 * 11**2, 2)
+            ),
             (1, 1, 26, 26),  # 27 works as well
             (),
         ),
@@ -1149,6 +1153,7 @@ def test_inputs_are_inferred_from_first_layers(
     found = lens.debug.infer_input_shape(model)
     assert (found.found, found.shape, found.reason) == (True, shape, "")
     assert found.flexible_dims == flexible
+    assert all(module.training for module in model.modules())
     fixed = "exact" if isinstance(model, nn.Sequential) and len(shape) > 2 else "static"
     assert found.strategy == ("adaptive_default" if flexible else fixed)
     integers = isinstance(model, nn.EmbeddingBag)
@@ -1187,7 +1192,7 @@ def with_mask(model: Fed, mask: torch.Tensor) -> torch.Tensor:
         ),
         (nn.Conv2d(3, 4, 8, 8), lambda m, x: m.layer(x).view(1, 4, 81), (1, 3, 72, 72), None),
         (nn.Conv2d(3, 4, 3), lambda m, x: m.layer(x).reshape((1, 10000)), (1, 3, 52, 52), None),
-        (FLAT, lambda m, x: nn.functional.one_hot(x, 7), (1, 3, 32, 32), torch.long),
+        (nn.Flatten(), lambda m, x: nn.functional.one_hot(x, 7), (1, 3, 32, 32), torch.long),
     ],
     ids=range(7),
 )
@@ -1211,14 +1216,17 @@ def test_models_without_an_inferred_input_say_why() -> None:
     two = infer(nn.Bilinear(2, 3, 4))
     assert (two.found, two.reason) == (False, "non_shape_blocker")
     assert "input2" in two.message
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), FLAT, nn.Linear(4 * 10 * 20, 2))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 10 * 20, 2))
     wide = infer(model)
     assert (wide.found, wide.reason) == (False, "exact_size_unreachable")
     assert {shape for shape, _ in wide.attempts} >= {(1, 3, 16, 16), (1, 3, 17, 17)}
     never = infer(Fed(nn.Conv2d(3, 4, 3), lambda m, x: m.layer(x).missing))
     assert (never.found, never.reason) == (False, "no_size_found")
     assert "missing" in never.message
-    assert infer(nn.ReLU(), channels=1, input_dtype=torch.float64).shape == (1, 1, 32, 32)
+    any_input = infer(nn.ReLU(), channels=1, input_dtype=torch.float64)
+    assert (any_input.shape, any_input.dtype) == ((1, 1, 32, 32), torch.float64)
+    once = infer(Fed(nn.Conv2d(3, 4, 3), lambda m, x: m.layer(x) if m.runs == 1 else None))
+    assert once.shape == (1, 3, 32, 32)
     recurrent = Fed(nn.GRU(2, 2), lambda m, x: m.layer(x)[2])
     assert not infer(recurrent).found
     assert not recurrent.layer._forward_pre_hooks

@@ -63,8 +63,8 @@ def infer_input_shape(
     """Find an input that a model takes, by running it in evaluation mode.
 
     The first layer that the input reaches tells its rank, channels and dtype. Other sizes are
-    searched for: an operation that fails tells whether they are too small or too large. The model
-    and the random generators are left as they were.
+    searched for: an operation that fails tells whether they are too large. The model and the
+    random generators are left as they were.
 
     Args:
         model: the model, of one tensor.
@@ -90,7 +90,7 @@ def infer_input_shape(
     except TypeError as error:
         text = f"The model takes more than one tensor, or other arguments: {error}"
         return InferInputShapeResult(False, reason="non_shape_blocker", message=text)
-    with PreservedState(model, modes=True) as state, torch.no_grad():
+    with PreservedState(model) as state, torch.no_grad():
         return _Search(model, state, input_dtype or torch.float32).result(channels or 3)
 
 
@@ -145,7 +145,7 @@ class _Search:
             if run.is_done and size in usual:
                 return size, False
             best = size if run.is_done else best
-            if shape.count(None) > 1 if run.is_done else run.is_short is False:
+            if shape.count(None) > 1 if run.is_done else run.is_large:
                 high = size
             else:
                 low = size
@@ -167,13 +167,10 @@ class _Search:
         )  # fmt: skip
 
     def input(self, shape: Shape, size: int) -> Tensor:
-        sizes, generator = [size if one is None else one for one in shape], torch.Generator()
-        generator.manual_seed(0)
+        sizes = [size if one is None else one for one in shape]
         if self.dtype.is_floating_point or self.dtype.is_complex:
-            x = torch.randn(sizes, generator=generator, dtype=self.dtype)
-        else:
-            x = torch.randint(self.limit, sizes, generator=generator).to(self.dtype)
-        return x.to(self.device)
+            return torch.randn(sizes, dtype=self.dtype, device=self.device)
+        return torch.randint(self.limit, sizes, device=self.device).to(self.dtype)
 
     def run(self, shape: Shape, size: int) -> _Run:
         """Run the model once, and restore it."""
@@ -205,7 +202,7 @@ class _Run(TorchFunctionMode):
         self.x, self.dtype, self.limit = x, x.dtype, 2
         self.shapes: list[Shape] = []  # that the first layer allows
         self.is_done = False
-        self.is_short: bool | None = None  # whether what failed was given too little
+        self.is_large = False  # whether what failed was given too much
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -213,7 +210,7 @@ class _Run(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         given = list(tensors_in((args, kwargs)))
         ours = [one for one in given if id(one) in self.known]
-        if ours and not self.shapes and given[0] is ours[0]:
+        if ours and not self.shapes:
             weights = [one for one in given if id(one) not in self.known]
             self.shapes = list(_shapes_for(name, args, kwargs, weights))
             if "embedding" in name and self.shapes:
@@ -226,7 +223,7 @@ class _Run(TorchFunctionMode):
             made = function(*args, **kwargs)
         except Exception:
             if ours:
-                self.is_short = _is_short(name, args, given, ours)
+                self.is_large = _is_large(name, args, given, ours)
             raise
         if ours:
             self.known |= {id(one): one for one in tensors_in(made)}
@@ -269,15 +266,13 @@ def _with_sides(channels: int) -> list[Shape]:
     return [(1, channels, *[None] * count) for count in (2, 1, 3)]
 
 
-def _is_short(name: str, args: Any, given: list[Tensor], ours: list[Tensor]) -> bool | None:
-    """Say whether a call failed since its operand is too small; None if that is not known."""
+def _is_large(name: str, args: Any, given: list[Tensor], ours: list[Tensor]) -> bool:
+    """Say whether a call failed since its operand is too large, as far as its sizes tell."""
     pairs: list[tuple[int, int]] = []
     if name in ("view", "reshape"):
         sizes = args[1] if isinstance(args[-1], (tuple, list)) else args[1:]
         if sizes and all(isinstance(one, int) and one >= 0 for one in sizes):
             pairs = [(args[0].numel(), math.prod(sizes))]
-    elif "conv" in name or "pool" in name:
-        return True
     elif name in ("linear", "matmul") and len(given) > 1:
         rows = -1 if name == "linear" else max(-2, -given[1].dim())
         pairs = [(given[0].shape[-1], given[1].shape[rows])]
@@ -285,4 +280,4 @@ def _is_short(name: str, args: Any, given: list[Tensor], ours: list[Tensor]) -> 
         have, need = ours[0].shape, given[given[0] is ours[0]].shape
         both = zip(reversed(have), reversed(need), strict=False)
         pairs = [(a, b) for a, b in both if 1 not in (a, b)]
-    return next((a < b for a, b in pairs if a != b), None)
+    return next((a > b for a, b in pairs if a != b), False)
