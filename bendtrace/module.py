@@ -52,9 +52,9 @@ if TYPE_CHECKING:
         resume_point,
     )  # fmt: skip
     from bendtrace.interject.activations import Activations
-    from bendtrace.interject.bends import bending
+    from bendtrace.interject.bends import bending as model_bends
     from bendtrace.interject.bends.bend import Bend, Value
-    from bendtrace.interject.bends.bending import Bending, BendingConfig, Out
+    from bendtrace.interject.bends.bending import Bending, Out
     from bendtrace.interject.bends.catalogue import BendHandle, Filter
     from bendtrace.interject.inserter import LiveInserter, Within
     from bendtrace.interject.insertion import Insertion, What
@@ -81,7 +81,6 @@ else:
     _trace = LazyModule("bendtrace._trace")
     activations = LazyModule("bendtrace.interject.activations")
     auditing = LazyModule("bendtrace.auditing")
-    bending = LazyModule("bendtrace.interject.bends.bending")
     call_forms = LazyModule("bendtrace.calls")
     compiled_settings = LazyModule("bendtrace.compiled.settings")
     compiled_speculation = LazyModule("bendtrace.compiled.speculation")
@@ -99,6 +98,7 @@ else:
     registry = LazyModule("bendtrace.interject.registry")
     resume_point = LazyModule("bendtrace.interject.resume_point")
     run_views = LazyModule("bendtrace.run")
+    model_bends = LazyModule("bendtrace.interject.bends.bending")
     stepping_run = LazyModule("bendtrace.stepping.run")
 
 __all__ = ["BendedModule"]
@@ -242,7 +242,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @property
     def _bending(self) -> Bending:
-        return self._part_on_demand("_bending", lambda: bending.Bending(self, self._known))
+        return self._part_on_demand("_bending", lambda: model_bends.Bending(self, self._known))
 
     @property
     def _tree(self) -> TraceTree:
@@ -827,7 +827,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     def bend(
         self,
-        callback: Bend | BendingConfig | Callable[[Tensor], Any],
+        callback: Bend | model_bends.BendingConfig | Callable[[Tensor], Any],
         *where: Where,
         weights: bool | None = None,
         activations: bool = True,
@@ -923,7 +923,7 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         return self._bending.bended_keys()
 
-    def bending_config(self, name: str | None = None) -> BendingConfig:
+    def bending_config(self, name: str | None = None) -> model_bends.BendingConfig:
         """Return the active bends, or those saved under a name, as a configuration.
 
         Example:
