@@ -206,7 +206,7 @@ class Dispatcher:
             if floor.waiting and (runner := self._beside(plan)) is not None and floor.takes():
                 self.stats.live += 1
                 return runner.call(args, kwargs, self.latest_run)
-        names, arguments = self.told_apart(args, kwargs, plan)
+        names, arguments = self.named_arguments(args, kwargs, plan)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, known = found
             if known is None and self._signature.has_changed():
@@ -378,7 +378,7 @@ class Dispatcher:
         runner = self._beside(plan)
         if runner is not None:
             return runner.call(args, kwargs, self.latest_run)
-        names, arguments = self.told_apart(args, kwargs, plan)
+        names, arguments = self.named_arguments(args, kwargs, plan)
         recording = self._recorded(
             _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
         )
@@ -394,11 +394,11 @@ class Dispatcher:
             known = self._latest_beside = plan, beside.beside(self._known(), plan), traces
         return known[1]
 
-    def told_apart(
+    def named_arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: Plan | None
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Return what names the arguments of a call, and the arguments."""
-        return self._signature.told_apart(args, kwargs, plan is not None and plan.sees_inputs)
+        return self._signature.named_arguments(args, kwargs, plan is not None and plan.sees_inputs)
 
     def forget_insertions(self) -> None:
         """Keep nothing of the insertions of earlier calls."""
@@ -407,7 +407,7 @@ class Dispatcher:
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
         """Run the model under the tracer, keep the path, and return the output."""
         self._signature.has_changed()
-        names, arguments = self.told_apart(args, kwargs, plan)
+        names, arguments = self.named_arguments(args, kwargs, plan)
         call = _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
         with nullcontext() if plan is None else gates.running(plan):
             return self._record_new(call)
@@ -482,7 +482,7 @@ class Dispatcher:
                 call = call._replace(tree=self._trees.of(call.plan), splicer=None)
             is_mixed = splicer.is_apart and bool(recording.tape.blockers) and not looks
         elif call.plan is not None and call.plan.has_grown:
-            names, _ = self.told_apart(call.args, call.kwargs, call.plan)
+            names, _ = self.named_arguments(call.args, call.kwargs, call.plan)
             call = call._replace(names=names, tree=self._trees.of(call.plan))
         if is_mixed or self._passes(recording):
             self.stats.live += 1

@@ -622,7 +622,7 @@ class BendedModule(ModuleProxy[ModelT]):
             False
         """
         plan = self._board.plan(args, kwargs) if self._inserted else None
-        names, arguments = self._dispatcher.told_apart(args, kwargs, plan)
+        names, arguments = self._dispatcher.named_arguments(args, kwargs, plan)
         tree = self._dispatcher.serving(plan, names, arguments)
         return self._dispatcher.explained(tree, names, arguments)
 
@@ -632,7 +632,7 @@ class BendedModule(ModuleProxy[ModelT]):
         Where values decide, a replay shows the path, provided that it changes and draws nothing,
         and runs no code of the user's.
         """
-        names, arguments = self._signature.told_apart(args, kwargs)
+        names, arguments = self._signature.named_arguments(args, kwargs)
         tree = self._trees.plain
         program = tree.find(names, arguments)
         if program is None or program.live_only:

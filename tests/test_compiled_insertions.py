@@ -612,7 +612,7 @@ REFUSED: dict[str, tuple[Callable[[bt.BendedModule], Any], str]] = {
     "in place": (lambda bended: bended.interject("b", lambda v: v.mul_(2)), "it writes to"),
     "random": (lambda bended: bended.interject("b", lambda v: v + torch.randn(4)), "random"),
     "the pass": (lambda bended: bended.interject("b", lambda v, at: v * 2), "the pass as well"),
-    "gradients": (lambda bended: bended.interject("b", Told()), "told of gradients"),
+    "gradients": (lambda bended: bended.interject("b", Told()), "receives gradients"),
     "a class of the user's": (
         lambda bended: bended.patch({"b.output": Counting(1.0)}), "mark its class with pure = True"
     ),

@@ -263,7 +263,7 @@ class Functions:
         for number, (side, _) in enumerate(sides):
             values = [pair[number] for pair, _ in outputs]
             kinds = [kind for _, kind in outputs]
-            given = self._made_apart(side, values, kinds)
+            given = self._separate_outputs(side, values, kinds)
             if flagged:
                 given.append(side.flag if side.flag is not None else self._start_flag(side))
             side.add(f"return ({''.join(text + ', ' for text in given)})")
@@ -327,7 +327,7 @@ class Functions:
         name = getattr(value, "name", getattr(value, "text", ""))
         return any(name in side.own for side in sides)
 
-    def _made_apart(
+    def _separate_outputs(
         self, side: Scope, values: Sequence[Value], kinds: Sequence[type | None]
     ) -> list[str]:
         """Return expressions for the outputs of a side, none of which share memory.

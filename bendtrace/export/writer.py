@@ -526,7 +526,7 @@ class _Writer(Functions):
         params = [one.name for _, one, _ in returned]  # type: ignore[union-attr]
         inits = [first.name for first, _, _ in returned]  # type: ignore[union-attr]
         kinds = [getattr(one, "type", None) for _, one, _ in returned]
-        given = self._made_apart(body, [row[-1] for row in returned], kinds)
+        given = self._separate_outputs(body, [row[-1] for row in returned], kinds)
         test = Scope(scope.depth + 1)
         if is_simple:
             tests = [self._test(test, header, way.answer, carried.items) for way in staying]

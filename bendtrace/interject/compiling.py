@@ -326,7 +326,7 @@ def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Tur
         return [_counting_turn(gate, entry) for entry in reversed(entries)]
     if isinstance(gate, EntryGate) and entries:
         where = gate.at.path or "the whole model"
-        raise _Refused(f"{entries[0].what.label} at {where} is told of gradients")
+        raise _Refused(f"{entries[0].what.label} at {where} receives gradients")
     if isinstance(gate, EntryGate) or (isinstance(gate, AfterGate) and gate.writes):
         raise _Refused(f"{gate.described} is called at a node that works in place")
     if isinstance(gate, BeforeGate):

@@ -484,7 +484,7 @@ class LiveInserter:
             spot.meet(self.plan)
             if not self._states and self.plan.states():
                 self._states = States(self.plan, self._model, self)
-                self.pending.append(self._states.made)
+                self.pending[0] = self._states.made  # not at the end, where nodes take theirs away
 
     def settle(self, recording: Recording) -> None:
         """Have a complete run decide what names mean.

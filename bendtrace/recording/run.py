@@ -112,7 +112,7 @@ class Signature:
         """
         return (f"{len(args)} by position", *kwargs) if is_seen or self.sees_forms else ()
 
-    def told_apart(
+    def named_arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_seen: bool = False
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Return the names of the arguments, with their form, and the values (see `form`)."""

@@ -212,7 +212,7 @@ def single_steps(code: CodeType) -> tuple[Step, ...]:
     Since Python 3.13, `STORE_FAST_LOAD_FAST` and similar ones name two local variables; since 3.14,
     `LOAD_FAST_BORROW` is another way of loading one.
     """
-    # Code of two files can be equal, and is told apart by the file.
+    # Two files can have equal code, so the name of the file is a part of the key.
     return _single_steps(code, code.co_filename)
 
 
