@@ -143,5 +143,5 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.
 
 
 def is_uneven(tensor: Tensor) -> bool:
-    """Whether a tensor is nested or sparse: it may have no sizes or strides to ask for."""
+    """Return whether a tensor is nested or sparse: it may have no sizes or strides to ask for."""
     return tensor.is_nested or tensor.layout is not torch.strided

@@ -769,7 +769,7 @@ class Trees:
         return tree
 
     def has_paths(self, plan: Plan) -> bool:
-        """Whether paths with some insertions are known."""
+        """Return whether paths with some insertions are known."""
         tree = self._inserted.get(plan.key)
         return tree is not None and next(iter(tree.programs()), None) is not None
 

@@ -131,7 +131,7 @@ class ModuleWithMethods(core.BendedModule):
         return call
 
     def _has_part(self, fn: str) -> bool:
-        """Whether calls of a method go along paths of their own."""
+        """Return whether calls of a method go along paths of their own."""
         owner, bent = self.module, bool(self._bending.callbacks or self._is_versioned())
         if self._has_others():
             if self._is_used(fn) and (bent or self._parts[fn].bending.callbacks):
@@ -165,7 +165,7 @@ class ModuleWithMethods(core.BendedModule):
         return own + [fn for fn in self._parts if self._is_used(fn)]
 
     def _is_used(self, fn: str) -> bool:
-        """Whether another method was traced, or activations of it are bent."""
+        """Return whether another method was traced, or activations of it are bent."""
         part = self._parts.get(fn)
         return part is not None and (
             self.is_traced(fn) or any(s.spec.activations for s in part.bending._sources)
@@ -214,7 +214,7 @@ class ModuleWithMethods(core.BendedModule):
         return {"forward": self._bending} | {fn: p.bending for fn, p in self._parts.items()}
 
     def is_traced(self, fn: str = "forward") -> bool:
-        """Whether a method was traced."""
+        """Return whether a method was traced."""
         part = self if fn == "forward" else self._parts.get(fn)
         return part is not None and part._dispatcher.latest is not None
 

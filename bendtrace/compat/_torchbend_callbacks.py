@@ -485,7 +485,7 @@ class BendingConfig(bends.BendingConfig):
 
     @property
     def is_binded(self) -> bool:
-        """Whether it is bound to a `BendedModule`."""
+        """Return whether it is bound to a `BendedModule`."""
         return self.module is not None
 
     def _by_key(self) -> dict[str, list[bends.Bend]]:

@@ -211,7 +211,7 @@ def interject_by_name(
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """Whether torch.fx does not look into a module; lists of modules are never called."""
+    """Return whether torch.fx does not look into a module; lists of modules are never called."""
     return is_leaf_module(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
@@ -330,5 +330,5 @@ class WatchedModule(BendedModule):
 
 
 def is_made(interjection: Any) -> bool:
-    """Whether it is a module whose constructor was called."""
+    """Return whether it is a module whose constructor was called."""
     return isinstance(interjection, nn.Module) and "_modules" in vars(interjection)

@@ -104,7 +104,7 @@ _COMPARES = frozenset({"COMPARE_OP", "CONTAINS_OP", "IS_OP"})
 
 
 def _tells_numbers(code: types.CodeType) -> bool:
-    """Whether code compares `type(x)` with the type of a number."""
+    """Return whether code compares `type(x)` with the type of a number."""
     if "type" in code.co_names and not _NUMBERS.isdisjoint(code.co_names):
         steps = list(dis.get_instructions(code))
         for position, step in enumerate(steps):

@@ -244,7 +244,7 @@ _STEADY_KINDS = (
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether a thing has content, besides its attributes, that cannot be read."""
+    """Return whether a thing has content, besides its attributes, that cannot be read."""
     kind = type(value)
     if isinstance(value, _STEADY_KINDS) or kind is object:
         return False
@@ -318,7 +318,7 @@ def _marks(value: Any) -> Iterator[Any]:
 
 
 def _is_pythons(base: type) -> bool:
-    """Whether all that a class adds to its objects is in their attributes."""
+    """Return whether all that a class adds to its objects is in their attributes."""
     return base is object or base in _TRANSPARENT or not has_state_of_c(base)
 
 
@@ -470,7 +470,7 @@ class WatchedContent:
         self._whole.append(_Kept(cache, entries_of, label))
 
     def same(self) -> bool:
-        """Whether everything holds what it held."""
+        """Return whether everything holds what it held."""
         now = [*map(version_of, self._dicts)]
         if now != self._versions:
             if not all(table.same() for table in self._tables):
@@ -485,14 +485,14 @@ class WatchedContent:
         )
 
     def holds_same(self) -> bool:
-        """Whether everything without memory words is unchanged."""
+        """Return whether everything without memory words is unchanged."""
         return (not self._others or self._same_items()) and (
             not self._whole or all(content.same() for content in self._whole)
         )
 
     @property
     def holds_more(self) -> bool:
-        """Whether there is more than words tell: what `holds_same` looks at."""
+        """Return whether there is more than words tell: what `holds_same` looks at."""
         return bool(self._others or self._whole)
 
     def add_to(self, words: Words) -> None:
@@ -511,7 +511,7 @@ class WatchedContent:
             words.add_bases(cls, bases)
 
     def _same_bases(self) -> bool:
-        """Whether classes inherit from what they did, also where that was put back."""
+        """Return whether classes inherit from what they did, also where that was put back."""
         now = [*map(_mro, self._classes)]
         if all(map(is_, now, self._bases)):
             return True
@@ -523,7 +523,7 @@ class WatchedContent:
         return same
 
     def _same_items(self) -> bool:
-        """Whether what is compared item by item is the same, which is mostly found out in C."""
+        """Return whether everything that is compared item by item is the same; mostly in C."""
         now = [*chain.from_iterable(map(operator.call, self._readers, self._values))]
         if len(now) == len(self._items) and all(map(is_, now, self._items)):
             return True
@@ -654,7 +654,7 @@ class _Content:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is not compared item by item."""
+        """Return whether it is not compared item by item."""
         return type(self._was) is not tuple
 
     def held(self) -> tuple[Any, ...]:

@@ -156,7 +156,7 @@ class Environment(Found):
 
     @functools.cached_property
     def compares_identity(self) -> bool:
-        """Whether code of the user's tests whether two objects are one."""
+        """Return whether code of the user's tests whether two objects are one."""
         return self.tells_identity or any(
             compares_identity(one.__code__)
             for one in self.functions
@@ -191,7 +191,7 @@ class Environment(Found):
         return None
 
     def sees_more_than(self, other: Environment) -> bool:
-        """Whether this run could read what an earlier run of its program could not.
+        """Return whether this run could read what an earlier run of its program could not.
 
         The program checks what its first run could read. It tolerates new results in a cache, and
         says nothing about them; those that its own runs have put there are what these computed.
@@ -215,7 +215,7 @@ class Environment(Found):
         return False
 
     def ties_more_than(self, other: Environment) -> bool:
-        """Whether something is one and the same object here that was two in an earlier run.
+        """Return whether something is one and the same object here that was two in an earlier run.
 
         Operations do not tell the difference, but a run that goes on from there might take one
         for the other.
@@ -474,7 +474,7 @@ def _thing_of(part: Captured) -> Any:
 
 
 def _in_one_order(before: Iterable[Any], now: Iterable[Any]) -> bool:
-    """Whether the keys of a dict are those that they were, in that order."""
+    """Return whether the keys of a dict are those that they were, in that order."""
     try:
         return list(before) == list(now)
     except RuntimeError:  # tensors, which are compared item by item

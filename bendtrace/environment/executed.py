@@ -485,7 +485,7 @@ _NOWHERE: Place = ((lambda: None).__code__, 0)
 
 
 def _hands_on(frame: types.FrameType) -> bool:
-    """Whether code is of a wrapper of torch's, which calls what it wraps."""
+    """Return whether code is of a wrapper of torch's, which calls what it wraps."""
     return str(frame.f_globals.get("__name__")) in ("torch._compile", "torch._dynamo.eval_frame")
 
 

@@ -116,7 +116,7 @@ class Contents:
         self.held: list[Any] = held
 
     def same_as(self, other: Contents) -> bool:
-        """Whether the same objects were at the same places, in the same order."""
+        """Return whether the same objects were at the same places, in the same order."""
         return (
             self.sizes == other.sizes
             and all_same(self.values, other.values)
@@ -155,7 +155,7 @@ class Route(NamedTuple):
         return Route(part, access, key, label, self.is_argument, self.depth + 1)
 
     def traceable(self, kind: type) -> bool:
-        """Whether the model receives a number as a traced one.
+        """Return whether the model receives a number as a traced one.
 
         It does for arguments, directly or in tuples. Elsewhere a number cannot be replaced
         without a change to the user's containers.

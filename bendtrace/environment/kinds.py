@@ -56,7 +56,7 @@ def container_kind(kind: type) -> CaptureKind:
 
 
 def is_plain_object(kind: type, depth: int) -> bool:
-    """Whether the attributes of an instance are worth guarding one by one."""
+    """Return whether the attributes of an instance are worth guarding one by one."""
     if depth > _DEEP or issubclass(kind, (type, types.ModuleType, set, frozenset)):
         return False  # (what a set has besides attributes is no part)
     if kind in (types.SimpleNamespace, argparse.Namespace):
@@ -84,14 +84,14 @@ def packages_of(space: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def hides_attributes(value: Any, kind: type) -> bool:
-    """Whether an object gives something else for the dict of its attributes."""
+    """Return whether an object gives something else for the dict of its attributes."""
     if not isinstance(kind.__getattribute__, types.FunctionType) or not kind.__dictoffset__:
         return False
     return getattr(value, "__dict__", None) is not object.__getattribute__(value, "__dict__")
 
 
 def is_settings(value: Any) -> bool:
-    """Whether an object holds plain values and containers of plain values only."""
+    """Return whether an object holds plain values and containers of plain values only."""
     if isinstance(value, (list, tuple, dict)):
         return False
     if not type(value).__dictoffset__ or not value.__dict__:
@@ -111,7 +111,7 @@ def is_settings(value: Any) -> bool:
 
 
 def is_constant(value: Any, kind: type) -> bool:
-    """Whether a value means the same for ever: a slice of plain values, a number of numpy's.
+    """Return whether a value means the same for ever: a slice of plain values, a number of numpy's.
 
     The placement of a tensor over ranks counts as well.
     """
@@ -127,14 +127,14 @@ def _is_plain(value: slice) -> bool:
 
 
 def is_value(value: Any) -> bool:
-    """Whether nothing can change what a value is: plain ones, and tuples of them."""
+    """Return whether nothing can change what a value is: plain ones, and tuples of them."""
     if type(value) in (tuple, frozenset):
         return all(map(is_value, value))
     return type(value) in PLAIN_TYPES or isinstance(value, Enum) or is_constant(value, type(value))
 
 
 def is_watched(value: Any) -> bool:
-    """Whether a global that code deep down names is worth scanning."""
+    """Return whether a global that code deep down names is worth scanning."""
     if isinstance(value, _WATCHED) or _is_plain_data(value):
         return True
     kind = type(value)
@@ -156,7 +156,7 @@ _WATCHED = (
 
 
 def _is_plain_data(value: Any, depth: int = 0) -> bool:
-    """Whether a value is plain or a tensor, or a container of such."""
+    """Return whether a value is plain or a tensor, or a container of such."""
     if isinstance(value, (list, tuple, set)):
         return depth < 4 and all(_is_plain_data(item, depth + 1) for item in value)
     if type(value) is dict:
@@ -165,7 +165,7 @@ def _is_plain_data(value: Any, depth: int = 0) -> bool:
 
 
 def tells_numbers_apart(function: Callable[..., Any]) -> bool:
-    """Whether the code of a model asks for the exact type of a number."""
+    """Return whether the code of a model asks for the exact type of a number."""
     if isinstance(function, nn.Module):
         classes: set[Any] = {type(module) for module in parts_of(function)}
         return any(reachable_from(cls).tells_numbers for cls in classes)
@@ -174,7 +174,7 @@ def tells_numbers_apart(function: Callable[..., Any]) -> bool:
 
 
 def asks_for_plain(function: Callable[..., Any]) -> bool:
-    """Whether the forward of a model has to be given plain numbers for its own sake."""
+    """Return whether the forward of a model has to be given plain numbers for its own sake."""
     called = function.forward if isinstance(function, nn.Module) else function
     called = getattr(called, "__func__", called)
     return isinstance(called, types.FunctionType) and function_needs_plain(called)

@@ -29,7 +29,7 @@ else:
 
 @functools.cache
 def is_installed(module: str | None) -> bool:
-    """Whether a Python module belongs to the standard library, or to an installed package.
+    """Return whether a Python module belongs to the standard library, or to an installed package.
 
     Its functions are followed, but of the globals that they name only what may be data is scanned.
     """
@@ -44,7 +44,7 @@ def is_installed(module: str | None) -> bool:
 
 
 def is_installed_file(file: str) -> bool:
-    """Whether a file belongs to an installed package, wherever that is."""
+    """Return whether a file belongs to an installed package, wherever that is."""
     return _is_in_packages(file) or _is_of_library(file)
 
 
@@ -54,7 +54,7 @@ def _is_in_packages(file: str) -> bool:
 
 @functools.lru_cache(maxsize=8192)
 def _is_of_library(file: str) -> bool:
-    """Whether a file outside of the usual folders belongs to a package that is installed there.
+    """Return whether a file outside of the usual folders belongs to a package installed there.
 
     It may be behind a link, or the clone of a library that is installed in editable mode or found
     through PYTHONPATH. Code around the working directory or the main script is the user's.
@@ -76,7 +76,7 @@ def _is_of_library(file: str) -> bool:
 
 
 def _works_in(folder: str) -> bool:
-    """Whether the user works in the project that has its packages in a folder."""
+    """Return whether the user works in the project that has its packages in a folder."""
     project = os.path.dirname(folder) if os.path.basename(folder) == "src" else folder
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     places = [os.getcwd(), *([os.path.dirname(os.path.abspath(main))] if main else [])]
@@ -92,12 +92,12 @@ _FINISHED = (
 
 @functools.lru_cache(maxsize=8192)
 def _is_finished_file(file: str) -> bool:
-    """Whether a file belongs to the standard library, an installed package, or this one."""
+    """Return whether a file belongs to the standard library, an installed package, or this one."""
     return is_installed_file(file) or file.startswith(("<frozen ", *_FINISHED))
 
 
 def is_installed_space(space: Mapping[str, Any]) -> bool:
-    """Whether globals belong to a module of the standard library, or of an installed package."""
+    """Return whether globals belong to a module of Python's library or of an installed package."""
     file = space.get("__file__")
     if isinstance(file, str):
         return _is_finished_file(file)
@@ -105,7 +105,7 @@ def is_installed_space(space: Mapping[str, Any]) -> bool:
 
 
 def is_finished_code(code: types.CodeType, space: Mapping[str, Any]) -> bool:
-    """Whether code belongs to the standard library, an installed package, or this one.
+    """Return whether code belongs to the standard library, an installed package, or this one.
 
     Args:
         code: the code.
@@ -122,28 +122,28 @@ def is_finished_code(code: types.CodeType, space: Mapping[str, Any]) -> bool:
 
 
 def is_finished(function: types.FunctionType) -> bool:
-    """Whether a function belongs to the standard library, an installed package, or this one."""
+    """Return whether a function belongs to Python's library, an installed package, or this one."""
     return is_finished_code(function.__code__, function.__globals__)
 
 
 def is_torchs(module: str | None) -> bool:
-    """Whether a module, by its name, belongs to torch."""
+    """Return whether a module, by its name, belongs to torch."""
     return (module or "").split(".")[0] == "torch"
 
 
 def is_torchs_function(function: types.FunctionType) -> bool:
-    """Whether a function is torch's, and not a wrapper of torch's around one of the user's."""
+    """Return whether a function is torch's, and not a torch wrapper around the user's function."""
     return is_torchs(function.__module__) and function.__code__.co_filename.startswith(TORCH)
 
 
 def is_users_module(module: types.ModuleType) -> bool:
-    """Whether the globals of a Python module may be data of the user's."""
+    """Return whether the globals of a Python module may be data of the user's."""
     package = module.__name__.split(".")[0]
     return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
 
 
 def is_standard(module: types.ModuleType) -> bool:
-    """Whether a module is the standard library's, and a run replaces none of its functions."""
+    """Return whether a module is in Python's library, and a run replaces none of its functions."""
     name = module.__name__.partition(".")[0]
     return name in sys.stdlib_module_names and name not in ("time", "io", "__main__")
 
@@ -153,13 +153,13 @@ CONSTANT = ("torch", "numpy")
 
 
 def is_constant_namespace(space: Mapping[str, Any]) -> bool:
-    """Whether a namespace of a module or class is torch's or numpy's: only its data is scanned."""
+    """Return whether torch or numpy has a module or class, so that only its data is scanned."""
     name = space.get("__name__") or space.get("__module__")
     return isinstance(name, str) and name.partition(".")[0] in CONSTANT
 
 
 def is_users_class(cls: type) -> bool:
-    """Whether a class that code names, or has an object of, is worth following."""
+    """Return whether a class that code names, or has an object of, is worth following."""
     return not is_installed(module_of(cls)) or _has_users_code(cls)
 
 
@@ -167,7 +167,7 @@ _with_users_code: weakref.WeakKeyDictionary[type, tuple[Any, bool]] = weakref.We
 
 
 def _has_users_code(cls: type) -> bool:
-    """Whether a class of an installed package, by its `__module__`, has functions of the user's."""
+    """Return whether a class whose `__module__` is installed has functions that the user wrote."""
     if TELLS_CHANGES:
         stamp = version_of(gc.get_referents(vars(cls))[0])
     else:
@@ -184,7 +184,7 @@ def _looks_for_users_code(cls: type) -> bool:
 
 
 def _is_of_package(function: types.FunctionType) -> bool:
-    """Whether a function is finished, or was compiled from text for a class of a package."""
+    """Return whether a function is finished, or was compiled from text for a class of a package."""
     return is_finished(function) or (
         function.__code__.co_filename == "<string>" and is_installed(function.__module__)
     )

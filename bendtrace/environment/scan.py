@@ -563,7 +563,7 @@ class CodeScan:
 
 
 def _is_content(value: Any) -> bool:
-    """Whether a value of installed code serves to hold other values, or changes by its use."""
+    """Return whether a value of installed code holds other values, or changes when it is used."""
     return not is_torchs(module_of(type(value))) and (
         isinstance(value, (Mapping, list, tuple, set, frozenset))
         or is_plain_object(type(value), 0)
@@ -643,7 +643,7 @@ class Scan(CodeScan):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the scan has found nothing yet but parts, and classes of helper objects."""
+        """Return whether the scan has found only parts so far, and classes of helper objects."""
         found = self.found
         return self.notes.is_steady and not (
             found.names or found.functions or self._tagged or self._unwatched or self._unguarded
@@ -939,7 +939,7 @@ class Scan(CodeScan):
                 found.members += flat(tuple(value))
 
     def _holds(self, value: Any) -> bool:
-        """Whether an object that can be called has content."""
+        """Return whether an object that can be called has content."""
         return content_reader(value) is not None or is_opaque(value)
 
     def _scan_container(self, value: Any, route: Route) -> None:
@@ -975,7 +975,7 @@ class Scan(CodeScan):
 
     @staticmethod
     def _is_of_values(members: Any, kind: type) -> bool:
-        """Whether a set contains only values that cannot change."""
+        """Return whether a set contains only values that cannot change."""
         return kind in (set, frozenset) and all(map(is_value, members))
 
     def _scan_module(self, module: nn.Module, label: str) -> None:
@@ -1028,7 +1028,7 @@ class Scan(CodeScan):
         self._scan_mapping(attributes["_modules"], label)
 
     def _may_differentiate(self) -> bool:
-        """Whether a module of the run may have an output with gradients: only then hooks fire."""
+        """Return whether an output of a module may have gradients: only then hooks fire."""
         return (
             torch.is_grad_enabled()
             or bool(self.found.caches)
@@ -1097,7 +1097,7 @@ class Scan(CodeScan):
 
 
 def _is_of_plain_values(part: Captured, content: dict[Any, Any]) -> bool:
-    """Whether a container holds only plain values, so that it can be compared as a whole."""
+    """Return whether a container holds only plain values, so that it can be compared as a whole."""
     if part.kind is CaptureKind.OBJECT or part.hidden:
         return False
     return all(type(key) is AttributeKey or is_value(key) for key in content) and all(

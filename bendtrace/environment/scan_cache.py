@@ -81,7 +81,7 @@ class Notes:
     empty: list[types.CellType] = field(default_factory=list)
 
     def hold(self) -> bool:
-        """Whether all that was decided by is still as it was."""
+        """Return whether all that was decided by is still as it was."""
         if not all(vars(owner) is own for owner, own in self.owned):
             return False
         for namespace, name, value, judge, answer in self.judged.values():
@@ -169,7 +169,7 @@ class CachedScan:
         self.is_usable: bool = self._is_apart() and self._note_contents(found.contents)
 
     def _is_apart(self) -> bool:
-        """Whether no part of the model is, or is reached by way of, one of the arguments."""
+        """Return whether no part of the model is, or is reached by way of, one of the arguments."""
         return not any(
             (part.kind is CaptureKind.ALIAS and part.value.index < self._first)
             or (part.parent is not None and part.parent.index < self._first)

@@ -174,13 +174,13 @@ class Question:
 
     @property
     def is_on_size(self) -> bool:
-        """Whether it asks for a size that values decide."""
+        """Return whether it asks for a size that values decide."""
         is_length = isinstance(self.guard, LengthGuard)
         return is_length or self.run.numbers.kinds.get(self.guard.index) is Kind.SIZE
 
     @property
     def is_complete(self) -> bool:
-        """Whether all possible answers are known."""
+        """Return whether all possible answers are known."""
         return len(self.ways) == 2 and all(type(way.answer) is bool for way in self.ways)
 
     def rounds(self, hole: int) -> Iterator[tuple[AnalysedRun, Op, Op]]:

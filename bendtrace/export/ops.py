@@ -494,7 +494,7 @@ class SegmentOps(Expressions):
         return text
 
     def _is_index(self, ref: Ref) -> bool:
-        """Whether a value is a single index that comes out of a tensor, or is one."""
+        """Return whether a value is a single index that comes out of a tensor, or is one."""
         value, meta = self.value_of(ref.index), self._ops[ref.index].meta
         if isinstance(value, Number):
             return value.type is int

@@ -162,7 +162,7 @@ def _modules_of(known: Knowledge, plan: Plan) -> list[nn.Module] | None:
 
 
 def _is_called_otherwise(module: nn.Module) -> bool:
-    """Whether the call of a module goes past stations, or has been compiled."""
+    """Return whether the call of a module goes past stations, or has been compiled."""
     return type(module).__call__ is not nn.Module.__call__ or _KEY in vars(module)
 
 
@@ -261,7 +261,7 @@ class _Place:
         self.is_recomputed: bool = _RECOMPUTES in files and not self.is_inside
 
     def is_at(self, frame: FrameType | None, run: _Run) -> bool:
-        """Whether a frame, and those around it, are these."""
+        """Return whether a frame, and those around it, are these."""
         called = frame
         for code, at, module in self.inner:
             if frame is None or frame.f_code is not code or frame.f_lasti != at:
@@ -429,7 +429,7 @@ class _Run:
 
 
 def _is_of_torch(code: CodeType) -> bool:
-    """Whether code is torch's own, but not that of a module."""
+    """Return whether code is torch's own, but not that of a module."""
     return code.co_filename.startswith(TORCH) and not code.co_filename.startswith(_MODULES)
 
 

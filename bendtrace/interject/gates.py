@@ -150,7 +150,7 @@ class Observed:
         return result
 
     def gave(self, value: Any) -> bool:
-        """Whether a value is what the node gave, called once with just what was given."""
+        """Return whether a value is what the node gave, called once with just what was given."""
         if self._gave is None or self._calls > 1:
             return False
         return value is self._gave[0] and _versions(value) == self._gave[1]
@@ -218,7 +218,7 @@ class Attempt:
         self._given = args, kwargs
 
     def has_met(self, tensor: Tensor) -> bool:
-        """Whether the model may have a tensor already, as an argument or from another gate."""
+        """Return whether the model may have a tensor, as an argument or from another gate."""
         known = self._met.get(id(tensor))
         if known is not None and known() is tensor:
             return True
@@ -275,7 +275,7 @@ class Attempt:
             self.answers[at] = given if gate is gates[-1] else None  # the value has theirs by now
 
     def can_begin_again(self) -> bool:
-        """Whether gates could return what they have returned."""
+        """Return whether gates could return what they have returned."""
         return not any(map(_why_not, self._returned.values()))
 
     def begin_again(self) -> None:
@@ -744,7 +744,7 @@ class AfterGate(Gate):
         return called
 
     def is_due(self, entry: Entry, now: Mapping[str, Any]) -> bool:
-        """Whether an insertion is called in the pass that comes next (see `of_call`)."""
+        """Return whether an insertion is called in the pass that comes next (see `of_call`)."""
         total = now["plan"].totals.get(self.at.path)
         return entry.insertion.passes.admits(now["passes"].get(self._key, 0), total)
 

@@ -361,7 +361,7 @@ def _needing_gradients(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[int
 
 
 def _has_cast(tensor: Tensor) -> bool:
-    """Whether autocast keeps a cast of a tensor, which ops share: of weights, as a rule."""
+    """Return whether autocast keeps a cast of a tensor, which ops share: of weights, as a rule."""
     return (
         tensor.is_leaf
         and tensor.dtype is torch.float32
@@ -395,17 +395,17 @@ class Alias:
 
     @property
     def is_written(self) -> bool:
-        """Whether the storage was changed in place."""
+        """Return whether the storage was changed in place."""
         return self.inside._version != self._version
 
     @property
     def has_history(self) -> bool:
-        """Whether autograd has recorded a change of the replacement."""
+        """Return whether autograd has recorded a change of the replacement."""
         return self.inside.grad_fn is not self._entry
 
     @property
     def original_has_history(self) -> bool:
-        """Whether autograd has recorded a change of the input itself."""
+        """Return whether autograd has recorded a change of the input itself."""
         original = self.original()
         return original is not None and root(original).grad_fn is not self._node
 

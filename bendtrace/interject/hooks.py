@@ -179,16 +179,16 @@ class HookHandle:
 
     @property
     def active(self) -> bool:
-        """Whether the function is called when the module is."""
+        """Return whether the function is called when the module is."""
         return self._active and self.placed.active
 
     @property
     def removed(self) -> bool:
-        """Whether it was removed from its manager, and cannot be activated any more."""
+        """Return whether it was removed from its manager, and cannot be activated any more."""
         return self._owner is None
 
     def is_active(self) -> bool:
-        """Whether the function is called when the module is."""
+        """Return whether the function is called when the module is."""
         return self.active
 
     def activate(self) -> None:

@@ -180,7 +180,7 @@ class LiveInserter:
 
     @property
     def sees_inputs(self) -> bool:
-        """Whether an insertion receives arguments as they are passed."""
+        """Return whether an insertion receives arguments as they are passed."""
         return self.plan.sees_inputs
 
     @property
@@ -383,7 +383,7 @@ class LiveInserter:
 
     @property
     def exchanges_state(self) -> bool:
-        """Whether parameters or buffers are exchanged in the run."""
+        """Return whether parameters or buffers are exchanged in the run."""
         return bool(self._states)
 
     def recomputed(self, entering: bool) -> None:
@@ -1099,7 +1099,7 @@ def refuse_reading(plan: Plan, method: MethodType) -> None:
 
 
 def is_meant_within(plan: Plan, module: nn.Module, within: Within) -> bool:
-    """Whether insertions of a plan apply, or may apply, to the calls of a part of a model."""
+    """Return whether insertions of a plan may apply to the calls of a part of a model."""
     for slot in plan.slots:
         matcher = slot.place.matcher
         if slot.place.role == "state":

@@ -201,7 +201,7 @@ class Insertion:
 
     @property
     def active(self) -> bool:
-        """Whether it is active."""
+        """Return whether it is active."""
         return self._owner.holds(self)
 
     def remove(self) -> None:
@@ -269,7 +269,7 @@ class Insertion:
         self._has_failed = True
 
     def is_known_to_change(self, path: str, calls: int = 1) -> bool:
-        """Whether it has changed a value at a node, in some calls or more."""
+        """Return whether it has changed a value at a node, in some calls or more."""
         if calls == 1 or path not in self._tally.changes:
             return path in self._tally.changes
         return self._tally.times_changed(path) >= calls
@@ -338,7 +338,7 @@ class Report:
 
     @property
     def changed(self) -> bool:
-        """Whether it ever changed a value."""
+        """Return whether it ever changed a value."""
         return any(row.changed for row in self.rows)
 
     @property

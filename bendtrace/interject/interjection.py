@@ -379,7 +379,7 @@ class Steady:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether an object cannot change, except for the content of a tensor."""
+    """Return whether an object cannot change, except for the content of a tensor."""
     if type(value) is tuple:
         return all(map(_is_constant, value))
     if type(value) is slice:
@@ -458,7 +458,7 @@ def chain_effects(first: Effect, second: Effect) -> Effect:
 
 
 def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether torch casts one dtype to another: `torch.can_cast`, which compilers do not follow."""
+    """Return whether torch casts one dtype to another; compilers do not follow `torch.can_cast`."""
     if source.is_complex and not target.is_complex:
         return False
     if source.is_floating_point and not (target.is_floating_point or target.is_complex):

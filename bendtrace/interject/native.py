@@ -87,7 +87,7 @@ class Attached:
 
     @property
     def is_paired(self) -> bool:
-        """Whether the end of a call has to be matched with its beginning."""
+        """Return whether the end of a call has to be matched with its beginning."""
         return self.backward or self.copies or (self.before and self.counts is not None)
 
     def at(self, module: nn.Module) -> NodePass:
@@ -135,7 +135,7 @@ class Station:
 
     @property
     def pairs_calls(self) -> bool:
-        """Whether the end of a call has to be matched with its beginning."""
+        """Return whether the end of a call has to be matched with its beginning."""
         return any(one.is_paired for one in self.entries)
 
     def update(self) -> None:

@@ -91,7 +91,7 @@ class Location:
     shown: str = field(default="", compare=False)
 
     def is_below(self, prefix: str, names: frozenset[str]) -> bool:
-        """Whether it is at nodes with known paths, one of which leads through some names.
+        """Return whether it is at nodes with known paths, one of which leads through some names.
 
         Args:
             prefix: the beginning of the path.
@@ -299,7 +299,7 @@ def slots_of(slots: Iterable[Slot], role: str, node: Candidate) -> tuple[Slot, .
 
 
 def _can_be_spliced(slot: Slot) -> bool:
-    """Whether an insertion only receives whole outputs of nodes, and perhaps replaces them."""
+    """Return whether an insertion only receives, and perhaps replaces, whole outputs of nodes."""
     is_after = "after" in slot.forms and slot.forms <= {"after", "observes", "permits"}
     place = slot.place
     # One that is chosen by its output may be another with other arguments.

@@ -93,7 +93,7 @@ class _Run:
         return found
 
     def _is_container(self, part: Captured) -> bool:
-        """Whether something is a container or object, not the attributes of a module."""
+        """Return whether something is a container or object, not the attributes of a module."""
         return part.kind in _CONTAINERS and part.label not in self._labels
 
     def _is_itemized(self, part: Captured) -> bool:
@@ -166,7 +166,7 @@ class _Run:
         return found | (read & assigned)
 
     def _changes_held(self, reach: Reached) -> bool:
-        """Whether the run changes something that an insertion holds itself."""
+        """Return whether the run changes something that an insertion holds itself."""
         held = {*reach.held, *(id(vars(t)) for t in reach.held.values() if hasattr(t, "__dict__"))}
         return any(
             id(_now(change.part)) in held
@@ -399,7 +399,7 @@ def _add_codes(
 
 
 def is_users(thing: Any) -> bool:
-    """Whether a function or class is of no package that is known to keep to its arguments."""
+    """Return whether no package that is known to keep to its arguments has a function or class."""
     package = str(getattr(thing, "__module__", "")).split(".")[0]
     ours = package == __name__.partition(".")[0]
     return not ours and package not in KNOWN and package not in sys.stdlib_module_names

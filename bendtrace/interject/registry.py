@@ -932,5 +932,5 @@ class InsertionHandle:
 
 
 def is_root(node: Candidate) -> bool:
-    """Whether a node is the call of the model itself."""
+    """Return whether a node is the call of the model itself."""
     return node.path == ""

@@ -90,7 +90,7 @@ class Meant:
 
     @property
     def is_whole_state(self) -> bool:
-        """Whether it is a parameter or buffer, in all its uses."""
+        """Return whether it is a parameter or buffer, in all its uses."""
         return self.is_owned and self.kind == "state"
 
     def paths(self) -> list[str]:

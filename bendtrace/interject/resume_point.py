@@ -103,7 +103,7 @@ class Left:
         return {guard.key for n, guard in rest.guards.items() if self._is_before(n, guard)}
 
     def _is_before(self, number: int, guard: Guard) -> bool:
-        """Whether a guard was tested before the run was left, or is the guard that failed."""
+        """Return whether the run tested a guard before it was left, or failed at it."""
         guards, start = self.prepared.recording.tape.guards, self.prepared.rest.start
         when = max(guard.position, start)
         if isinstance(self.number, AfterOp):
@@ -131,7 +131,7 @@ class Left:
         return None
 
     def has_effects(self, random: RandomStates | None) -> bool:
-        """Whether anything besides the values of the run has been changed, or may have been.
+        """Return whether anything besides the values of the run has been changed, or may have been.
 
         Args:
             random: the states of the random generators at its start, if it may draw.
@@ -141,7 +141,7 @@ class Left:
 
     @property
     def can_be_resumed(self) -> bool:
-        """Whether the model's Python can take over, and find the given values in its way."""
+        """Return whether the model's Python can take over, and find the given values in its way."""
         tape, position = self.prepared.recording.tape, self.position
         ops = tape.ops
         if tape.position_of(self.number) < position and not isinstance(self.number, AfterOp):

@@ -128,7 +128,7 @@ class Splicer:
 
     @property
     def keeps(self) -> bool:
-        """Whether a call may have to begin again although it went well so far."""
+        """Return whether a call may have to begin again although it went well so far."""
         return self._has_unread or self.calls < _FIRST
 
     def _splices_in(self, piece: Piece) -> tuple[Splice, ...]:
@@ -229,7 +229,7 @@ class _Places:
         return tuple(splice for *_, splice in found)
 
     def _is_output(self, call: ModuleCall) -> bool:
-        """Whether a call has returned a tensor that it made, and that nobody else has."""
+        """Return whether a call has returned a tensor that it made, and that nobody else has."""
         output = call.output
         return (
             call.is_sole
@@ -263,7 +263,7 @@ class _Places:
         return Splice(index, position, guards, context, through, gate.at.path, is_fit)
 
     def _is_part(self, tensor: Tensor) -> bool:
-        """Whether the model may have a tensor, and compare it with others."""
+        """Return whether the model may have a tensor, and compare it with others."""
         environment = self._recording.environment
         return environment.compares_identity and environment.owned(tensor)
 
@@ -353,5 +353,5 @@ def record_with_insertions(
 
 
 def has_gates(recording: Recording) -> bool:
-    """Whether something that is inserted is an op of a run."""
+    """Return whether something that is inserted is an op of a run."""
     return any(isinstance(op.target, Gate) for op in recording.tape.ops)

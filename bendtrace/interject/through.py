@@ -33,11 +33,11 @@ class Splicing(Protocol):
 
     @property
     def writes(self) -> bool:
-        """Whether a known run writes to tensors in place."""
+        """Return whether a known run writes to tensors in place."""
 
     @property
     def keeps(self) -> bool:
-        """Whether a call may have to begin again although it went well so far."""
+        """Return whether a call may have to begin again although it went well so far."""
 
 
 class Through:
@@ -193,7 +193,7 @@ _ALONE = _count_alone()
 
 
 def fits(kind: tuple[Any, ...] | None, given: Any, writes: bool) -> bool:
-    """Whether a tensor can take the place of another in a known run.
+    """Return whether a tensor can take the place of another in a known run.
 
     Args:
         kind: that of the other.
@@ -229,7 +229,7 @@ _history = operator.attrgetter("requires_grad", "is_leaf")
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether other tensors may have the same memory."""
+    """Return whether other tensors may have the same memory."""
     return is_uneven(tensor) or tensor._is_view() or _uses_of(tensor) > _ONE
 
 

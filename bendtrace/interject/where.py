@@ -615,12 +615,12 @@ class Selected:
 
     @property
     def needs_output(self) -> bool:
-        """Whether it depends on the output of the node."""
+        """Return whether it depends on the output of the node."""
         return self.selector.needs_output
 
     @property
     def is_of_modules(self) -> bool:
-        """Whether it selects calls of modules only, by the module alone."""
+        """Return whether it selects calls of modules only, by the module alone."""
         return self.selector.is_of_modules
 
     def matches(self, node: Candidate) -> bool:
@@ -666,12 +666,12 @@ class Target:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a run without insertions has to resolve it, each time."""
+        """Return whether a run without insertions has to resolve it, each time."""
         return isinstance(self.said, NodeSelector) and self.said.looks_ahead
 
     @property
     def is_open(self) -> bool:
-        """Whether it has to be looked up in the first run."""
+        """Return whether it has to be looked up in the first run."""
         return self.place is None and not self.is_ahead
 
     def said_in_words(self) -> Target:

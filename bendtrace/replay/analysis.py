@@ -83,11 +83,11 @@ class Analysis:
 
     @property
     def needs_values(self) -> bool:
-        """Whether there are guards that only the run itself can test."""
+        """Return whether there are guards that only the run itself can test."""
         return GuardKind.DATA in self.kinds
 
     def has_steady_rank(self, index: int) -> bool:
-        """Whether an op gives as many dimensions whatever the sizes and values are."""
+        """Return whether an op gives as many dimensions whatever the sizes and values are."""
         return self._steady_rank[index]
 
     def _parts(self, bits: int) -> Iterable[Captured]:
@@ -171,14 +171,14 @@ class Analysis:
 
 
 def _may_reshape(op: Op) -> bool:
-    """Whether an op may change the shape of what it is given, though its name does not say so."""
+    """Return whether an op may change the shape of an argument, though its name does not say so."""
     return "out" in op.kwargs or bool(
         op.writes and (is_foreign(op.target) or not is_torchs_function(op.target))
     )
 
 
 def _may_touch(op: Op) -> bool:
-    """Whether an op may change the version of a tensor, or its place in the autograd graph."""
+    """Return whether an op may change a tensor's version, or its place in the autograd graph."""
     return op.kind is OpKind.CALL and bool(
         op.writes
         or op.target in SETTERS
@@ -189,7 +189,7 @@ def _may_touch(op: Op) -> bool:
 
 
 def is_read(op: Op) -> bool:
-    """Whether an op only looks at a tensor's metadata."""
+    """Return whether an op only looks at a tensor's metadata."""
     return op.kind is OpKind.CALL and reads_metadata(op.target)
 
 
@@ -199,6 +199,6 @@ def tested_ops(guard: Guard, ops: list[Op]) -> list[int]:
 
 
 def counts(guard: Guard, ops: list[Op]) -> bool:
-    """Whether a guard is on how many slices a tensor has: a size, and no value."""
+    """Return whether a guard is on how many slices a tensor has: a size, and no value."""
     op = ops[guard.index]
     return isinstance(guard, LengthGuard) and op.target in (Tensor.unbind, torch.unbind)

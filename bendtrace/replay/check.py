@@ -509,7 +509,7 @@ def _is_shown(hidden: frozenset[str], key: Any) -> bool:
 def _has_more(
     missing: dict[int, tuple[Any, set[str]]], sized: dict[int, tuple[Any, frozenset[str]]]
 ) -> bool:
-    """Whether namespaces have names that they did not have."""
+    """Return whether namespaces have names that they did not have."""
     return not all(space.keys().isdisjoint(names) for space, names in missing.values()) or not all(
         names.issuperset(space) for space, names in sized.values()
     )
@@ -533,7 +533,7 @@ def _all_kept(cached: list[tuple[Any, Any]]) -> bool:
 
 
 def _agree(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:
-    """Whether caches hold what they held after the run.
+    """Return whether caches hold what they held after the run.
 
     Where an entry is missing, the model would compute it anew, and keep it: a replay would not.
     Nor would it drop one that has come into an empty cache.
@@ -566,7 +566,7 @@ def _items_of(hooks: dict[Any, Any]) -> tuple[Any, ...]:
 
 
 def may_change_class(part: Captured) -> bool:
-    """Whether a thing that is known by identity is an object of a class in Python."""
+    """Return whether a thing that is known by identity is an object of a class in Python."""
     if part.kind is not CaptureKind.IDENTITY or part.access is Access.ROOT:
         return False
     steady = (type, types.ModuleType, types.FunctionType, types.MethodType)
@@ -697,7 +697,7 @@ class GuardClasses:
         return self._root_of(holder) if holder.kind is CaptureKind.TUPLE else None
 
     def _is_hollow(self, part: Captured) -> bool:
-        """Whether a part is an empty container in a fixed dict.
+        """Return whether a part is an empty container in a fixed dict.
 
         What holds plain values now may hold tensors the next time, so that it is not kept, but
         taken from where it is each time.
@@ -713,7 +713,7 @@ class GuardClasses:
         )
 
     def _is_steady(self, part: Captured) -> bool:
-        """Whether a part cannot change itself, other than by another thing in its place."""
+        """Return whether a part cannot change itself, other than by another thing in its place."""
         if part.kind is CaptureKind.ALIAS:
             return part.value.kind in (CaptureKind.MODULE, CaptureKind.IDENTITY)
         if part.kind in (CaptureKind.TUPLE, CaptureKind.SET):
@@ -742,7 +742,7 @@ class GuardClasses:
 
 
 def _is_in(kind: type, part: Captured) -> bool:
-    """Whether a part is held by a fixed object of some type."""
+    """Return whether a part is held by a fixed object of some type."""
     holder = part.parent
     return holder is not None and holder.access is Access.FIXED and type(holder.value) is kind
 
@@ -1070,7 +1070,7 @@ class AliasGuards:
 
 
 def _is_versioned(holder: Captured) -> bool:
-    """Whether it is noticed when something is written to what holds a part."""
+    """Return whether it is noticed when something is written to what holds a part."""
     is_dict = holder.kind is CaptureKind.DICT and type(holder.value) is dict
     return is_dict and holder.access is Access.FIXED
 

@@ -160,7 +160,7 @@ class RunWriter:
 
     @property
     def _takes_over(self) -> bool:
-        """Whether `E` holds values by their names."""
+        """Return whether `E` holds values by their names."""
         return bool(self.schedule.available)
 
     def _enter(self) -> None:
@@ -224,7 +224,7 @@ class RunWriter:
             write(what)
 
     def _is_left(self, block: Checkpoint) -> bool:
-        """Whether the schedule ends in the middle of a block."""
+        """Return whether the schedule ends in the middle of a block."""
         return self.schedule.stop is not None and block.holds(self.schedule.stop)
 
     def _begin(self, block: Checkpoint) -> None:

@@ -54,7 +54,7 @@ class Following:
         return State(found.key, holes, found.kept)
 
     def _agree(self, tape: Tape, known: Tape, exit: Exit, ahead: int) -> bool:
-        """Whether the same was asked since the last state, with the same answers."""
+        """Return whether the same was asked since the last state, with the same answers."""
         mine, its = tape.guards[self._number + 1 :], known.guards[exit.number + 1 : ahead + 1]
         return len(mine) == len(its) and all(
             one.asks_like(other) and (place == len(mine) or identical(one.answer, other.answer))

@@ -50,7 +50,7 @@ class GlobalState(NamedTuple):
         return cls(current_context(), dtype, modes, hooked, fast, settings, monkeypatches())
 
     def is_current(self) -> bool:
-        """Whether the state is the same now: `self == GlobalState.current()`, at less cost.
+        """Return whether the state is the same now: `self == GlobalState.current()`, at less cost.
 
         Asked for at each call, and mostly by code that the processor has long forgotten: what
         counts is how much code that is.

@@ -219,7 +219,7 @@ class Graph:
                     exit.rewrite()
 
     def _is_led_by_first(self, recording: Recording) -> bool:
-        """Whether a run took the path of the first run, up to where the first run was cut."""
+        """Return whether a run took the path of the first run, up to where that was cut."""
         first, tape, stop = self.first.recording.tape, recording.tape, self.first.stop
         assert stop is not None
         return len(tape.guards) > stop and all(
@@ -322,7 +322,7 @@ def _writes_in_place(tape: Tape) -> bool:
 
 
 def _is_repeated(tape: Tape, number: int) -> bool:
-    """Whether a guard repeats the question of the guard before it."""
+    """Return whether a guard repeats the question of the guard before it."""
     before, state = tape.states.get(number - 1), tape.states[number]
     return before is not None and (before.key, before.holes) == (state.key, state.holes)
 
@@ -391,7 +391,7 @@ def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bo
 
 
 def _are_alike(one: Any, other: Any, ours: Names, theirs: Names) -> bool:
-    """Whether the arguments of two ops are equal at first sight; False if that is not certain."""
+    """Return whether the arguments of two ops are clearly equal; False if that is not certain."""
     kind = type(one)
     if kind is not type(other):
         return False
@@ -412,7 +412,7 @@ def _are_alike(one: Any, other: Any, ours: Names, theirs: Names) -> bool:
 
 
 def _ask_alike(one: Tape, after: int, until: int | None, other: Tape, number: int) -> bool:
-    """Whether two runs asked the same questions and had the same answers, from a guard of each on.
+    """Return whether two runs asked and answered the same questions, from a guard of each on.
 
     They can differ in whether an op returned a copy, because that is asked only if it did not.
     """
@@ -425,7 +425,7 @@ def _ask_alike(one: Tape, after: int, until: int | None, other: Tape, number: in
 
 
 def does_something(tape: Tape, one: int, other: int) -> bool:
-    """Whether the model has done something between two guards."""
+    """Return whether the model has done something between two guards."""
     between = tape.ops[tape.guards[one].position : tape.guards[other].position]
     return any(map(counts, between))
 

@@ -100,7 +100,7 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
 
 
 def _is_plain(part: Captured) -> bool:
-    """Whether a part is a tensor like most, in something that can be written to.
+    """Return whether a part is a tensor like most, in something that can be written to.
 
     The rest is asked of the tensor that is there when it grows (`Holes.grows`).
     """
@@ -225,7 +225,7 @@ class Holes(list[Any]):
         return True
 
     def may_enter(self, growths: Collection[Growth], taken: frozenset[_Place]) -> bool:
-        """Whether code that expects the tensors as they were can continue.
+        """Return whether code that expects the tensors as they were can continue.
 
         Args:
             growths: what the run that the code is of makes longer.
@@ -309,7 +309,7 @@ def unread_in(recording: Recording, analysis: Analysis) -> list[int]:
 
 
 def may_write_to(tape: Tape, values: set[int]) -> bool:
-    """Whether a replay may write to the memory of some values, under whatever name.
+    """Return whether a replay may write to the memory of some values, under whatever name.
 
     Args:
         tape: what is replayed.

@@ -111,7 +111,7 @@ class Program:
 
     @property
     def wants_lifting(self) -> bool:
-        """Whether the next call is to be recorded with the counters of its loops lifted."""
+        """Return whether the next call is to be recorded with the counters of its loops lifted."""
         return self._pieces >= self.lifts_at and not self.is_lifted
 
     def lifting(self, counters: bool = False) -> Lifting | None:
@@ -157,7 +157,7 @@ class Program:
         return None if number is None else self.checks[number]
 
     def admits(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether all input guards hold."""
+        """Return whether all input guards hold."""
         if not self.global_state.is_current():
             return False
         try:
@@ -514,7 +514,7 @@ def _sides(stretch: Stretch) -> list[Side]:
 
 
 def _have_acted(trips: list[Trip]) -> bool:
-    """Whether a call may have done something that must not be done twice."""
+    """Return whether a call may have done something that must not be done twice."""
     return any(piece.has_acted(left) for piece, _, left in trips if left is not None)
 
 

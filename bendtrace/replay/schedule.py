@@ -275,7 +275,7 @@ class Schedule:
 
     @cached_property
     def switches(self) -> bool:
-        """Whether ops run under another grad mode, or the like, than the run begins with."""
+        """Return whether ops run under another grad mode, or the like, than the run begins with."""
         ops = self.tape.ops[self.start : self.end]
         if any(splice.context != self.entry for splice in chain(*self.splices.values())):
             return True
@@ -285,7 +285,7 @@ class Schedule:
         )
 
     def is_late(self, op: Op) -> bool:
-        """Whether a value can be computed at any time, from arguments and state alone."""
+        """Return whether a value can be computed at any time, from arguments and state alone."""
         return op.index in self.analysis.computable or (
             is_read(op) and all(self.tape.ops[index].is_given for index in op.operands)
         )
@@ -336,7 +336,7 @@ def same_as_given(tape: Tape, last: int) -> dict[int, int]:
 
 
 def is_droppable(op: Op, analysis: Analysis) -> bool:
-    """Whether an op that nothing needs can be left out without anybody noticing."""
+    """Return whether an op that nothing needs can be left out without anybody noticing."""
     if op.is_given:
         return True
     if op.raised is not None or not analysis.fixed_metadata:
@@ -351,13 +351,13 @@ def is_droppable(op: Op, analysis: Analysis) -> bool:
 
 
 def is_freed(op: Op) -> bool:
-    """Whether the value of an op takes memory that nothing but the run holds."""
+    """Return whether the value of an op takes memory that nothing but the run holds."""
     is_scalar = type(op.meta) in (int, float, bool, torch.dtype, torch.device) or is_read(op)
     return op.is_work and not is_scalar and op.raised is None and not gives_nothing(op)
 
 
 def may_be_caught(op: Op, recording: Recording) -> bool:
-    """Whether the model goes on, or leaves traces, when an op raises.
+    """Return whether the model goes on, or leaves traces, when an op raises.
 
     That is so under a handler, and where it changes things outside: a replay changes them at
     its end, the model's own Python before the error.

@@ -346,7 +346,7 @@ def define(source: Source, op: Op) -> None:
 
 
 def gives_nothing(op: Op) -> bool:
-    """Whether an op is written as a statement, without a value."""
+    """Return whether an op is written as a statement, without a value."""
     return op.target is Tensor.__setitem__ and type(op.args[0]) is Ref
 
 
@@ -392,7 +392,7 @@ class Splice:
     is_fit: bool
 
     def lies_in(self, after: int, stop: int | None) -> bool:
-        """Whether it belongs to the code between two guards (see `Schedule.of_segment`)."""
+        """Return whether it belongs to the code between two guards (see `Schedule.of_segment`)."""
         return after < self.guards and (stop is None or self.guards <= stop)
 
 

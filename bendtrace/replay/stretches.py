@@ -183,7 +183,7 @@ class Divergence:
 
     @property
     def is_raised(self) -> bool:
-        """Whether an op raised an error that the model has no handler for."""
+        """Return whether an op raised an error that the model has no handler for."""
         if self.error is None or not isinstance(self.number, AfterOp):
             return False
         return not may_be_caught(self.recording.tape.ops[self.number.index], self.recording)
@@ -197,13 +197,13 @@ class Divergence:
 
     @property
     def known_live(self) -> bool:
-        """Whether it is known already that what follows can only be run live."""
+        """Return whether it is known already that what follows can only be run live."""
         side = self.stretch.side(self.number, self.outcome)
         return side is not None and side.target is None and side.live is not None
 
     @property
     def has_acted(self) -> bool:
-        """Whether the call may have done something that must not be done twice."""
+        """Return whether the call may have done something that must not be done twice."""
         return is_one_of_several() or any(
             piece.has_acted(left) for piece, _, left in self.trips if left is not None
         )
@@ -289,7 +289,7 @@ class Piece:
         return len(self.recording.tape.ops) if effects.first is None else effects.first
 
     def has_acted(self, left: Stop) -> bool:
-        """Whether such an op may come before the run is left at some guard, or behind some op."""
+        """Return whether such an op may precede the point where a guard or op leaves the run."""
         return self.first_effect < self.recording.tape.position_of(left)
 
     def count(self, entered: int, left: Stop | None) -> None:

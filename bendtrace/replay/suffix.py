@@ -227,7 +227,7 @@ class Suffix:
                         self._need(op.index, 0, None, -1)
 
     def _belongs(self, change: Change) -> bool:
-        """Whether a change is made by the rest."""
+        """Return whether a change is made by the rest."""
         holder = _module_of(change)
         refs = [ref.index for ref in refs_in(change.value)]
         end = len(self._ops)
@@ -260,7 +260,7 @@ class Suffix:
                 self._need(op.index, 0, None, -1)
 
     def _takes_place(self, op: Op) -> bool:
-        """Whether an op that nothing needs belongs to the rest."""
+        """Return whether an op that nothing needs belongs to the rest."""
         for call in self._around(op.scope):
             inside = [
                 cut for cut in self._counting if call.start <= cut.index and cut.start < call.stop
@@ -274,7 +274,7 @@ class Suffix:
         return op.index >= self._begin
 
     def _takes_part(self, call: ModuleCall) -> bool:
-        """Whether a call of a module belongs to the rest, in whole or in part."""
+        """Return whether a call of a module belongs to the rest, in whole or in part."""
         return _any_in(self._sorted, call) or any(
             call.start <= cut.index and cut.start < call.stop for cut in self._counting
         )
@@ -346,7 +346,7 @@ class Suffix:
         return {id(g): kind for g, kind in zip(guards, self._analysis.kinds, strict=True)}
 
     def _is_settled(self, scope: ModuleCall) -> bool:
-        """Whether what was decided there is over, and can only have led to what is given."""
+        """Return whether what was decided there is over, and can only have led to what is given."""
         for call in self._around(scope):
             if (
                 not self._takes_part(call)
@@ -363,11 +363,11 @@ class Suffix:
     # What has to be done with care
 
     def is_after_cuts(self, index: int) -> bool:
-        """Whether the value of an op comes from a given one."""
+        """Return whether the value of an op comes from a given one."""
         return self._slots[index] > 0
 
     def is_too_late(self) -> bool:
-        """Whether ops before `start` are needed that cannot be carried out any more.
+        """Return whether ops before `start` are needed that cannot be carried out any more.
 
         It is where an op carried out meanwhile has written to something, or would see a
         given value where it had its own.
@@ -386,7 +386,7 @@ class Suffix:
         )
 
     def disturbs(self, done: Collection[int], until: int) -> bool:
-        """Whether ops that were left out up to a position would now see what others wrote.
+        """Return whether ops that were left out up to a position would now see what others wrote.
 
         Args:
             done: the ops that were carried out.
@@ -419,7 +419,7 @@ def _uses_of(op: Op) -> list[int]:
 
 
 def _any_in(ordered: Sequence[int], call: ModuleCall) -> bool:
-    """Whether any of some numbers, in order, is of an op in a call."""
+    """Return whether any of some numbers, in order, is of an op in a call."""
     found = bisect_left(ordered, call.start)
     return found < len(ordered) and ordered[found] < call.stop
 
@@ -435,7 +435,7 @@ def _is_below(path: str, module: str) -> bool:
 
 
 def _decides(output: Any) -> bool:
-    """Whether the output of a call holds numbers or the like that Python may go by."""
+    """Return whether the output of a call holds numbers or the like that Python may go by."""
     return any(isinstance(leaf, (bool, int, float, str)) for leaf in leaves_in(output))
 
 
@@ -506,7 +506,7 @@ class _RestWriter(RunWriter):
                 self._depart_unless(number, guard)
 
     def _is_ahead(self, guard: Guard, cuts: list[Cut]) -> bool:
-        """Whether a guard is about the values that calls have had before some cuts."""
+        """Return whether a guard is about the values that calls have had before some cuts."""
         return any(
             cut.index in guard.operands
             and self._rest.cuts.at(cut.index, guard.position, guard.scope) is not cut
@@ -584,11 +584,11 @@ class Cuts:
         return found
 
     def replaces(self, op: Op) -> bool:
-        """Whether nobody sees the value that an op itself gives."""
+        """Return whether nobody sees the value that an op itself gives."""
         return any(cut.start == op.index + 1 for cut in self._of.get(op.index, ()))
 
     def has_begun(self, index: int, position: int) -> bool:
-        """Whether a given value counts for an op at a position."""
+        """Return whether a given value counts for an op at a position."""
         return any(cut.start <= position for cut in self._of.get(index, ()))
 
 
@@ -659,11 +659,11 @@ class Memory:
         return written
 
     def sees(self, op: Op, written: dict[int, int]) -> bool:
-        """Whether an op, carried out late, would see what others have written meanwhile."""
+        """Return whether an op, carried out late, would see what others have written meanwhile."""
         return any(written.get(self.owner(index), -1) > op.index for index in op.operands)
 
     def has_effects(self, done: Collection[int]) -> bool:
-        """Whether some ops change something besides their results, or may do so."""
+        """Return whether some ops change something besides their results, or may do so."""
         outside = any(self._ops[owner].is_given for owner in self.written_by(done))
         return outside or any(is_gate(self._ops[index]) for index in done)
 

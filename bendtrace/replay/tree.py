@@ -352,7 +352,7 @@ class TraceTree:
             live.hits += 1
 
     def looks_again(self, program: Program) -> bool:
-        """Whether the next call of a program that is run live is to be recorded all the same.
+        """Return whether to record the next call of a program that runs live.
 
         Where values decide, it may go a way that can be replayed. The more calls were live, the
         less often that is tried: the 2nd, 4th, 8th and 16th time, the 64th, and so on. (After the
@@ -363,7 +363,7 @@ class TraceTree:
         return _is_due(program.live.hits)
 
     def looks_again_after(self, divergence: Divergence) -> bool:
-        """Whether the next call along a side that is run live is to be recorded all the same."""
+        """Return whether to record the next call along a side that runs live."""
         side = divergence.stretch.side(divergence.number, divergence.outcome)
         return side is not None and side.live is not None and _is_due(side.live.hits)
 
@@ -392,7 +392,7 @@ class TraceTree:
         self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...],
         has_waited: bool = False,
     ) -> bool:  # fmt: skip
-        """Whether what was taken to change on every call has not done so for a while.
+        """Return whether what was taken to change on every call has not done so for a while.
 
         The program is dropped then, and what follows is recorded anew. If it changes again after
         that, the next while is twice as long.
@@ -576,7 +576,7 @@ def _asks_at(program: Program, places: Set[Place]) -> bool:
 
 
 def _is_due(hits: int) -> bool:
-    """Whether what was live so often is recorded the next time (see `looks_again`)."""
+    """Return whether what was live so often is recorded the next time (see `looks_again`)."""
     tried = hits + 1
     is_power = tried & (tried - 1) == 0
     return (is_power and (tried <= _OFTEN or tried > 2 * _OFTEN)) or tried % _RARELY == 0
@@ -625,7 +625,7 @@ def _evolving(change: Change) -> str:
 
 
 def _fills(value: Any) -> bool:
-    """Whether a value is a list or deque that may soon have its full length."""
+    """Return whether a value is a list or deque that may soon have its full length."""
     if isinstance(value, deque) and value.maxlen is not None:
         return len(value) < value.maxlen <= _SMALL
     return isinstance(value, list) and len(value) <= _SHORT
@@ -651,7 +651,7 @@ def _parting(recording: Recording, other: Recording) -> Departing | None:
 
 
 def _goes_on_from(recording: Recording, divergence: Divergence) -> bool:
-    """Whether a run was in the state of a divergence, and found the same answer there."""
+    """Return whether a run was in the state of a divergence, and found the same answer there."""
     states, tape = divergence.recording.tape.states, recording.tape
     number = divergence.number
     state = None if isinstance(number, AfterOp) else states.get(number)

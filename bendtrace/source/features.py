@@ -58,7 +58,7 @@ def missing_features() -> list[str]:
 
 
 def is_off(feature: str) -> bool:
-    """Whether a feature is switched off."""
+    """Return whether a feature is switched off."""
     return feature in _off
 
 

@@ -232,7 +232,7 @@ class Entries:
         self._reader = words.reader()._replace(kept=())
 
     def are_same(self) -> bool:
-        """Whether all entries have the classes and ranks that they have to have."""
+        """Return whether all entries have the classes and ranks that they have to have."""
         reader, versions = self._reader, self._versions
         if reader is not None and versions is not None and threading.active_count() == 1:
             same = versions.read() == self._seen and reader.read() == reader.fixed

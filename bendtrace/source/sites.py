@@ -163,7 +163,7 @@ class Place(NamedTuple):
 
     @property
     def in_torch(self) -> bool:
-        """Whether the code is torch's own, or the tracer's at its entry points into torch."""
+        """Return whether torch has the code, or the tracer at its entry points into torch."""
         return self.file.startswith((TORCH, *TRACER))
 
     @property

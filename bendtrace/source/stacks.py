@@ -180,7 +180,7 @@ def _pointers(first: int, instruction: _Instruction) -> frozenset[int]:
 
 
 def _lasts(first: int, instruction: _Instruction, code: CodeType, slots: list[Any]) -> bool:
-    """Whether the arguments of `f(*x)` are there for as long as the call: x is a variable."""
+    """Return whether a variable holds the arguments of `f(*x)`, for as long as the call lasts."""
     held = {*map(id, code.co_consts), *map(id, slots)}
     held.update(
         id(item) for cell in slots if type(cell) is CellType for item in gc.get_referents(cell)
@@ -202,7 +202,7 @@ def _variables(code: CodeType) -> int:
 
 
 def _is_entered_from_c(frame: FrameType, caller: int, places: Layout) -> bool:
-    """Whether C has called a frame, not an instruction of the frame before."""
+    """Return whether C has called a frame, not an instruction of the frame before."""
     inner = word_at(id(frame) + places.inner)
     if places.entry >= 0:
         return bool(ctypes.c_ubyte.from_address(inner + places.entry).value)
@@ -210,7 +210,7 @@ def _is_entered_from_c(frame: FrameType, caller: int, places: Layout) -> bool:
 
 
 def _interrupts(frame: FrameType, places: Layout) -> bool:
-    """Whether a frame runs because something was freed, or because of a signal.
+    """Return whether a frame runs because something was freed, or because of a signal.
 
     The instruction below it may then have freed its operands already. A weak reference that calls
     back gives itself, which is dead by then; handlers of signals are given a frame.
@@ -291,7 +291,7 @@ def _instructions(code: CodeType) -> dict[int, _Instruction]:
 
 
 def _has_made_tuple(steps: list[dis.Instruction], depths: dict[int, int], depth: int) -> bool:
-    """Whether code has made a tuple of the arguments itself, before the last of some steps."""
+    """Return whether code itself made a tuple of the arguments, before the last of some steps."""
     for after in range(len(steps) - 1, 0, -1):  # back through what makes the dict of the others
         step, before = steps[after], steps[after - 1]
         here = depths.get(step.offset, depth + 1)  # code that is never reached
@@ -446,7 +446,7 @@ def _looping(asked: _Asked, one: object) -> Iterator[bool]:
 
 
 def _fits(places: Layout) -> bool:
-    """Whether a layout gives what is known to be in some frames."""
+    """Return whether a layout gives what is known to be in some frames."""
     asked, first, second = _Asked(places), object(), object()
     made = []
     for one in (first,):

@@ -308,7 +308,7 @@ def read_names(code: CodeType) -> frozenset[str]:
 
 
 def _is_read(steps: Sequence[Step], at: int) -> bool:
-    """Whether an instruction uses a name, and what it stands for is not only added to."""
+    """Return whether an instruction uses a name, and what it stands for is not only added to."""
     name = steps[at].name
     if name.endswith("_FAST") or not isinstance(steps[at].value, str):
         return False
@@ -321,7 +321,7 @@ def _is_read(steps: Sequence[Step], at: int) -> bool:
 
 
 def _is_call(step: Step) -> bool:
-    """Whether an instruction loads a method to call it, so that nothing can keep it."""
+    """Return whether an instruction loads a method to call it, so that nothing can keep it."""
     if step.name == "LOAD_ATTR":  # since Python 3.12
         return sys.version_info >= (3, 12) and bool((step.argument or 0) & 1)
     return step.name == "LOAD_METHOD"

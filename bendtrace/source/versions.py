@@ -24,7 +24,7 @@ class _Thing:
 
 
 def tells_changes(version: Callable[[dict[Any, Any]], Any]) -> bool:
-    """Whether versions differ after each way of writing to a dict, and not otherwise."""
+    """Return whether versions differ after each way of writing to a dict, and not otherwise."""
     thing = _Thing()
     thing.entry = None  # type: ignore[attr-defined]
     table, other = vars(thing), {"entry": None}

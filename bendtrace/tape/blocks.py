@@ -29,7 +29,7 @@ _no_contexts: Any = internal("torch.utils.checkpoint.noop_context_fn", None)
 
 
 def is_plain_context(context: Any) -> bool:
-    """Whether a `context_fn` gives contexts that do nothing."""
+    """Return whether a `context_fn` gives contexts that do nothing."""
     return context is _no_contexts
 
 

@@ -69,7 +69,7 @@ class Array:
 
     @property
     def is_writeable(self) -> bool:
-        """Whether the array may be written to."""
+        """Return whether the array may be written to."""
         return bool(self.layout[1])
 
     def __eq__(self, other: object) -> bool:
@@ -94,13 +94,13 @@ def _layout(array: Any) -> tuple[Any, ...]:
 
 
 def is_scalar(kind: type) -> bool:
-    """Whether a type is of numpy's numbers and texts, without importing numpy."""
+    """Return whether a type is of numpy's numbers and texts, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and issubclass(kind, numpy.generic)
 
 
 def is_whole(kind: type) -> bool:
-    """Whether a type is of numpy's numbers without fractions, of which calls may give few."""
+    """Return whether a type is of numpy's whole numbers, of which calls may have few."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and issubclass(kind, (numpy.integer, numpy.bool_))
 
@@ -148,7 +148,7 @@ def gradient_function(tensor: torch.Tensor) -> Any:
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf.
+    """Return whether a tensor is a leaf.
 
     Asking a view of a tensor that requires grad makes torch record its origin, and a later change
     of the view by the model would then behave differently.
@@ -158,7 +158,7 @@ def is_leaf(tensor: torch.Tensor) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a numpy array, without importing numpy."""
+    """Return whether a value is a numpy array, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
@@ -416,7 +416,7 @@ def refill(container: Any, items: list[Any]) -> None:
 
 
 def holds_number(part: Captured) -> bool:
-    """Whether a part is a number in a container or object of the model that can hold another.
+    """Return whether a part is a number in a place of the model that can hold another one.
 
     A number in a tuple is one if another tuple can be put there.
     """
@@ -427,7 +427,7 @@ def holds_number(part: Captured) -> bool:
 
 
 def is_exchangeable(part: Captured) -> bool:
-    """Whether a part is in a container or object of the model that can hold something else."""
+    """Return whether a part is in a place of the model that can hold another value."""
     holder = part.parent
     if holder is None or part.is_argument:
         return False
@@ -583,7 +583,7 @@ COPIED: dict[CaptureKind, Callable[[Any], Any]] = {
 
 
 def is_as_copied(part: Captured, value: Any) -> bool:
-    """Whether a value holds what one that is compared as one held when it was copied."""
+    """Return whether a value holds what one that is compared as one held when it was copied."""
     now = value if part.kind is CaptureKind.ARRAY else COPIED[part.kind](value)
     return isinstance(part.size, Copy) and bool(part.size.content == now)
 
@@ -610,7 +610,7 @@ def identical(a: Any, b: Any) -> bool:
 
 
 def same_keys(now: Iterable[Any], before: tuple[Any, ...]) -> bool:
-    """Whether the keys of a dict, or the attributes of an object, are those that they were.
+    """Return whether the keys of a dict, or the attributes of an object, are those that they were.
 
     In the same order, and each the same: 1 == 1.0 == True, and objects may be equal that differ.
     """

@@ -39,7 +39,7 @@ class Context(NamedTuple):
 
     @property
     def is_usual(self) -> bool:
-        """Whether neither autocast, nor inference mode, nor a setting is in force."""
+        """Return whether neither autocast, nor inference mode, nor a setting is in force."""
         return not (self.autocast or self.inference or self.settings)
 
     @property

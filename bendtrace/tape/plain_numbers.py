@@ -152,7 +152,7 @@ _FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|c)")
 
 
 def _is_known_type(cls: type, others: frozenset[Any] = frozenset()) -> bool:
-    """Whether objects of a class are made, and their methods written, by code that asks.
+    """Return whether objects of a class are made, and their methods written, by code that asks.
 
     Args:
         cls: the class.
@@ -197,7 +197,7 @@ _known_packages: dict[str, tuple[int, bool]] = {}
 
 
 def _uses_torch(module: str) -> bool:
-    """Whether a module belongs to torch, or to a package that uses torch."""
+    """Return whether a module belongs to torch, or to a package that uses torch."""
     package = module.partition(".")[0]
     if package in _FOR_TENSORS:
         return True
@@ -389,7 +389,7 @@ def _all_ask(code: CodeType, named: Iterator[tuple[str, Any]]) -> bool:
 
 
 def _module_asks(module: types.ModuleType, code: CodeType) -> bool:
-    """Whether what code may look up by name in a module of Python's own asks."""
+    """Return whether what code may look up by name in a module of Python's own asks."""
     if not looks_up(code) or module.__name__ not in sys.stdlib_module_names:
         return True
     held = vars(module)
@@ -426,7 +426,7 @@ def _tells_apart(code: CodeType) -> bool:
 
 
 def _is_telling(text: str, code: CodeType) -> bool:
-    """Whether a text in code is a format for exact numbers, or a name that tells numbers apart."""
+    """Return whether a text formats exact numbers, or names something that tells them apart."""
     if text in _OWN or text in _OPERATORS:
         return looks_up(code)
     return is_exact_format(text)
@@ -439,7 +439,7 @@ _EXACT = frozenset(
 
 
 def _returns_a_call(code: CodeType) -> bool:
-    """Whether code returns what `hash` or `id` gives, as methods called `__hash__` mostly do."""
+    """Return whether code returns a result of `hash` or `id`, as most `__hash__` methods do."""
     return not {"hash", "id"}.isdisjoint(code.co_names) and all(
         before.name.startswith("CALL")
         for before, step in itertools.pairwise(single_steps(code))

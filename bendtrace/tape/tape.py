@@ -247,12 +247,12 @@ class Op:
 
     @property
     def is_given(self) -> bool:
-        """Whether it represents an argument or state, which existed before the run."""
+        """Return whether it represents an argument or state, which existed before the run."""
         return self.kind is OpKind.INPUT or self.kind is OpKind.STATE
 
     @property
     def is_work(self) -> bool:
-        """Whether it is an operation: a call, or arithmetic."""
+        """Return whether it is an operation: a call, or arithmetic."""
         return self.kind is OpKind.CALL or self.kind is OpKind.SCALAR
 
     def does_the_same_as(self, other: Op) -> bool:
@@ -423,7 +423,7 @@ class Checkpoint:
     tensors: tuple[int, ...]
 
     def holds(self, guard: int) -> bool:
-        """Whether a guard, by its number, is asked inside."""
+        """Return whether a guard, by its number, is asked inside."""
         return self.begin[1] <= guard < self.end[1]
 
 
@@ -561,7 +561,7 @@ def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
 
 
 def counts(op: Op) -> bool:
-    """Whether the model did an op: it does not just name an element of a value, or a state."""
+    """Return whether the model did an op, rather than an element or a state being named."""
     return op.kind is OpKind.CALL or (op.kind is OpKind.SCALAR and op.target is not getitem)
 
 

@@ -182,11 +182,11 @@ class Stage(Protocol):
 
     @property
     def follows_script(self) -> bool:
-        """Whether what the run does has been done before (see `recording/script.py`)."""
+        """Return whether what the run does has been done before (see `recording/script.py`)."""
 
     @property
     def is_in_block(self) -> bool:
-        """Whether the run is in a block that the backward pass runs again."""
+        """Return whether the run is in a block that the backward pass runs again."""
 
     def passed(self, gate: Callable[[Any], Any]) -> None:
         """Note the gate that has let a function replace a result (see `pass_through`)."""
@@ -227,7 +227,7 @@ class Inserter(Protocol):
 
     @property
     def sees_inputs(self) -> bool:
-        """Whether it may tell apart how the arguments of the function are passed."""
+        """Return whether it may tell apart how the arguments of the function are passed."""
 
     def begins(self, stage: Stage) -> None:
         """Called before the run."""
@@ -274,7 +274,7 @@ class Inserter(Protocol):
 
     @property
     def exchanges_state(self) -> bool:
-        """Whether parameters or buffers are exchanged in the run."""
+        """Return whether parameters or buffers are exchanged in the run."""
 
     def recomputed(self, entering: bool) -> None:
         """Called when a block begins or ends that the backward pass runs again, unwatched."""

@@ -755,7 +755,7 @@ class Ranks:
         return bool(self.store.check([key]))
 
     def _comes(self, key: str, seconds: float) -> bool:
-        """Whether a key is set within some time."""
+        """Return whether a key is set within some time."""
         # Not by `store.wait`: torch warns of each time that it takes longer.
         until, pause = time.monotonic() + seconds, 1e-4
         while not self._is_there(key):

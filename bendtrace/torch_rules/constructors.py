@@ -131,7 +131,7 @@ def _is_at(frame: FrameType, instructions: tuple[int | None, ...]) -> bool:
 
 
 def _is_called(frame: FrameType) -> bool:
-    """Whether code takes an attribute for nothing but calling it."""
+    """Return whether code takes an attribute for nothing but calling it."""
     code, at = frame.f_code.co_code, frame.f_lasti
     if at < 0 or code[at] not in _ATTRIBUTES:
         return False

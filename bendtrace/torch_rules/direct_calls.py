@@ -299,7 +299,7 @@ def _is_plain_part(part: Captured) -> bool:
 
 
 def _is_torchs(function: Any) -> bool:
-    """Whether a function gives tensors of no subclass if it is given none."""
+    """Return whether a function gives tensors of no subclass if it is given none."""
     name = name_of(function)
     if function in SHAPES or function in METADATA:
         return True

@@ -186,7 +186,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def _is_import(frame: FrameType | None) -> bool:
-    """Whether code of a run runs because a module is imported."""
+    """Return whether code of a run runs because a module is imported."""
     while frame is not None and frame.f_globals.get("__name__") not in _RECORDERS:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True

@@ -224,7 +224,7 @@ _BOUND: Any = apply if _APPLIES is _Function else vars(_Function)["apply"].__fun
 
 
 def is_function_apply(target: Any) -> bool:
-    """Whether the target of an op is the `apply` of an `autograd.Function`."""
+    """Return whether the target of an op is the `apply` of an `autograd.Function`."""
     return getattr(target, "__func__", None) is _BOUND
 
 

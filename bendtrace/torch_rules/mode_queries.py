@@ -62,7 +62,7 @@ _FOR_OTHERS = frozenset({"_get_current_function_mode", "_get_current_function_mo
 def is_answered_without(
     frame: types.FrameType, question: Any, wants_inside: Callable[[], bool]
 ) -> bool:
-    """Whether the recorder has to be hidden from a question.
+    """Return whether the recorder has to be hidden from a question.
 
     Args:
         frame: calls the question.
@@ -86,7 +86,7 @@ def _is_torchs(code: types.CodeType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _hands_on(code: types.CodeType) -> bool:
-    """Whether code asks in order to hand a call to the modes."""
+    """Return whether code asks in order to hand a call to the modes."""
     if code.co_name.startswith("sym_"):  # of numbers, which have operators for it
         return False
     return "handle_torch_function" in code.co_names or code.co_filename.startswith(PACKAGE)
@@ -94,7 +94,7 @@ def _hands_on(code: types.CodeType) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _looks_at_hooks(code: types.CodeType) -> bool:
-    """Whether code goes by whether there are hooks on modules, as nn.TransformerEncoderLayer."""
+    """Return whether code asks if modules have hooks, as nn.TransformerEncoderLayer does."""
     return any(
         _looks_at_hooks(one)
         if isinstance(one, types.CodeType)

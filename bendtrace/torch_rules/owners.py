@@ -43,7 +43,7 @@ def module_of(model: Any) -> nn.Module | None:
 
 
 def is_leaf_module(module: nn.Module) -> bool:
-    """Whether torch.fx would leave a module whole: one of torch.nn's own, not a container."""
+    """Return whether torch.fx would leave a module whole: one of torch.nn, not a container."""
     return type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
 
 

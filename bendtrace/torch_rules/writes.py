@@ -470,7 +470,7 @@ class SharedArrays:
 
 
 def _is_free(shared: _Shared) -> bool:
-    """Whether nobody but the tensor can reach an array."""
+    """Return whether nobody but the tensor can reach an array."""
     held = sys.getrefcount(shared.array) - 2  # by `shared`, and by the call
     if held > (0 if shared.is_resumed else 1):
         return False

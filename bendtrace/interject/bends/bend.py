@@ -256,7 +256,7 @@ _Change = Callable[[Tensor, str], Any]
 
 
 def _is_bendable(value: Any) -> bool:
-    """Whether a value is a floating-point or complex tensor."""
+    """Return whether a value is a floating-point or complex tensor."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 

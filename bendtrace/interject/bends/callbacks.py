@@ -820,7 +820,7 @@ class Capture(Bend):
 
     @property
     def is_capturing(self) -> bool:
-        """Whether it is capturing."""
+        """Return whether it is capturing."""
         return self._capturing
 
     def capture(self) -> AbstractContextManager[Capture]:

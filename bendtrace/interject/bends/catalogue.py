@@ -67,7 +67,7 @@ class NamedActivations(NodeSelector):
     without: frozenset[str] = frozenset()
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant."""
+        """Return whether a node is meant."""
         if not node.path or not is_bendable_dtype(node.dtype) or node.path in self.without:
             return False
         return self.means(level_of(node, self.leaves), names_of(node))
@@ -163,7 +163,7 @@ def _names_weight(pattern: re.Pattern[str], name: str) -> bool:
 
 
 def is_bendable_dtype(dtype: torch.dtype | None) -> bool:
-    """Whether tensors of a dtype can be bent."""
+    """Return whether tensors of a dtype can be bent."""
     return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
 
 
@@ -317,7 +317,7 @@ class Catalogue:
 
     @property
     def is_traced(self) -> bool:
-        """Whether any run is known."""
+        """Return whether any run is known."""
         return bool(self._known.recordings())
 
     def states(self) -> dict[str, Tensor]:
@@ -486,7 +486,7 @@ class BendHandle:
 
     @property
     def active(self) -> bool:
-        """Whether any part of it is active."""
+        """Return whether any part of it is active."""
         return any(source.insertions for source in self._sources)
 
     def remove(self) -> None:

@@ -57,7 +57,7 @@ def check_index(index: Any) -> None:
 
 
 def is_constant_index(index: Any) -> bool:
-    """Whether an index is made of plain numbers alone, which its text shows in full."""
+    """Return whether an index is made of plain numbers alone, which its text shows in full."""
     if isinstance(index, (list, tuple)):
         return all(map(is_constant_index, index))
     if type(index) is slice:
@@ -491,7 +491,7 @@ class ProbePatch(Patch[Any]):
 
     @property
     def deferrable(self) -> bool:  # type: ignore[override]
-        """Whether it can look after the run: unless gradients can be asked for of what it keeps."""
+        """Return whether it can look after the run: unless gradients can be asked for of what it keeps."""
         return self.detach
 
     def op(self, original_output: Any) -> Any:
@@ -529,7 +529,7 @@ class RecordPatch(Patch[Any]):
 
     @property
     def deferrable(self) -> bool:  # type: ignore[override]
-        """Whether it can look after the run: unless gradients can be asked for of what it keeps."""
+        """Return whether it can look after the run: unless gradients can be asked for of what it keeps."""
         return self.detach
 
     def op(self, original_output: Any) -> Any:
