@@ -41,7 +41,7 @@ class FindNanResult(NamedTuple):
 
 
 class Lineage(NamedTuple):
-    """What an entry was computed from, or what was computed from it.
+    """The entries that an entry was computed from, or that were computed from it.
 
     Attributes:
         start_label: the label of the entry; None if there is none.

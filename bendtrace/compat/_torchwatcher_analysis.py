@@ -614,7 +614,7 @@ class Covariance(Variance):
 
 
 class CrossIoU:
-    """How often units of two series of binary rows are active together: (units of a, of b)."""
+    """The IoU of the units of two series of binary rows, of shape (units of a, units of b)."""
 
     def __init__(self) -> None:
         self._sums: list[Any] = [0.0, 0.0, 0.0]
@@ -642,7 +642,7 @@ class CrossIoU:
 
 
 class IoU(CrossIoU):
-    """How often units of binary rows are active together, (units, units)."""
+    """The IoU of each two units of binary rows, of shape (units, units)."""
 
     def add(self, a: Tensor, b: Tensor | None = None) -> None:
         super().add(a, a if b is None else b)

@@ -234,7 +234,7 @@ _VARS = ("inp", "out", "inp_grad", "out_grad")
 
 
 class TrackingProtocol:
-    """What a `ModuleTracker` keeps of modules.
+    """The variables of modules that a `ModuleTracker` keeps.
 
     Args:
         *vars_: "inp", "out", "inp_grad", "out_grad"; all of them if none is given.

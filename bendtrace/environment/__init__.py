@@ -1,1 +1,1 @@
-"""What a run can read before it begins, and whether it is still the same."""
+"""Captures the values that a run can read before it begins, and compares them later."""

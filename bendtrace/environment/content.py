@@ -67,7 +67,7 @@ def read_items(value: Any) -> tuple[Any, ...]:
 
 
 def read_members(table: dict[str, Any]) -> tuple[Any, ...]:
-    """What a class of torch's has, but for what torch.compile and this package exchange in it."""
+    """Return the members of a torch class that neither torch.compile nor this package exchanges."""
     return tuple(
         part
         for name, member in table.items()
@@ -636,7 +636,7 @@ class WatchedContent:
 
 
 class _Content:
-    """What one thing held, as one of the readers below reads it."""
+    """The content of an object at one time, as one of the readers below read it."""
 
     __slots__ = ("_read", "_was", "label", "value")
 

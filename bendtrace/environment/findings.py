@@ -1,4 +1,4 @@
-"""What a scan has found that a run can read, and the contents of containers as flat lists."""
+"""The values that a scan found, and the contents of containers as flat lists."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Places:
 
 
 class Contents:
-    """What was at some places when they were read.
+    """The contents of some places when they were read.
 
     Attributes:
         sizes: how many entries each dict had.
@@ -130,7 +130,7 @@ class Contents:
 
 
 class Route(NamedTuple):
-    """How a scan reached a value.
+    """The way on which a scan reached a value.
 
     Attributes:
         parent: the part that holds the value; None if no part does.
@@ -259,7 +259,7 @@ class Found:
 
     @property
     def hooks(self) -> list[tuple[Any, ...]]:
-        """What the modules' tables of hooks held before the run, in the order of `hook_dicts`."""
+        """The content of the modules' hook tables before the run, in the order of `hook_dicts`."""
         return [items for _, _, items in self.hook_tables]
 
     def find(self, thing: Any) -> Captured | None:

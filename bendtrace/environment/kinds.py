@@ -1,4 +1,4 @@
-"""What kind of thing a value is: how it is to be guarded, or why it cannot be."""
+"""Sorts values into kinds, which decide how a value is guarded, or why it cannot be."""
 
 from __future__ import annotations
 

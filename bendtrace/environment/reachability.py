@@ -52,7 +52,7 @@ _MADE = frozenset(
 
 
 class Reachable(NamedTuple):
-    """What code can reach.
+    """The functions, globals and members that code can reach.
 
     Attributes:
         functions: methods, the functions of properties, and plain functions, its own and others.

@@ -63,7 +63,7 @@ _Judged = tuple[Mapping[str, Any], str, Any, Callable[[Any], bool] | None, bool]
 
 @dataclass(slots=True, eq=False)
 class Notes:
-    """What a scan decided by, besides what its parts are and hold.
+    """Facts that a scan depended on, besides its parts and their content.
 
     Attributes:
         is_steady: whether it met nothing that only another scan can tell to be the same.
@@ -115,7 +115,7 @@ def facts_of(tensor: torch.Tensor, attributes: Mapping[Any, Any]) -> TensorFacts
 
 
 class CachedScan:
-    """What a scan found of a model, with all that it depended on.
+    """The parts of a model that a scan found, with everything that the scan depended on.
 
     Args:
         found: the environment of a run that has not begun yet.
@@ -355,7 +355,7 @@ _GONE = (LookupError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
 def _at(parent: Captured, part: Captured, held: dict[int, dict[Any, Any]]) -> Any:
-    """What is now where a part was found."""
+    """Return the value that is now at the place of a part."""
     content = held.get(parent.index)
     if content is not None:
         return content[part.key]

@@ -1,4 +1,4 @@
-"""What is inserted in a model, recorded like code of the model: so it becomes part of a program."""
+"""Records insertions like code of the model, so that they become part of an exported program."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Insertions:
 
     @property
     def notes(self) -> list[str]:
-        """What reports say of them."""
+        """The lines of reports about them."""
         missed = [name for name, what in self._names.items() if id(what) not in self._reached]
         return [
             f"no input reached {name}: the program does not contain it"

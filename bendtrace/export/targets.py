@@ -533,7 +533,7 @@ def _separate(module: fx.GraphModule) -> None:
 
 
 class _Number(int):
-    """What stands for a node."""
+    """A number that takes the place of a node."""
 
     def __repr__(self) -> str:
         return f"value {int(self)}"

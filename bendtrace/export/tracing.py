@@ -1,4 +1,4 @@
-"""How torch traces programs: quietly, each side of a question once, leaving nothing behind."""
+"""Has torch trace programs: quietly, each side of a question once, leaving nothing behind."""
 
 from __future__ import annotations
 

@@ -446,7 +446,7 @@ def _apart(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class _Unrecorded:
-    """What an inserter acts on (see `watchers.Stage`), where nothing is recorded."""
+    """The stage of an inserter (see `watchers.Stage`) in a call that is not recorded."""
 
     follows_script = False
     is_in_block = False

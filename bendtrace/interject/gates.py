@@ -53,7 +53,7 @@ from bendtrace.torch_rules.mode_queries import unseen
 
 
 class Containers:
-    """What the insertions of a gate have done to lists, dicts and objects.
+    """Changes that the insertions of a gate made to lists, dicts and objects.
 
     Attributes:
         are_kept: whether an insertion has returned those that it was given.
@@ -418,7 +418,7 @@ class _Uncounted:
 
     @property
     def _tally(self) -> _Uncounted:
-        """What counts its calls."""
+        """The object that counts its calls."""
         return self
 
     def fired(self, *_: object) -> None:

@@ -839,7 +839,7 @@ def place_of_node(site: Site | None, scope: ModuleCall | None) -> str:
 
 
 class _At(tuple[Any, ...]):
-    """What leads to an argument."""
+    """The keys that lead to an argument."""
 
 
 def _resolve(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:

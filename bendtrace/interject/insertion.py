@@ -297,13 +297,13 @@ class Row:
 
     @property
     def fired(self) -> int:
-        """How often it was called."""
+        """The number of its calls."""
         return sum(self.passes.values())
 
 
 @dataclass(frozen=True)
 class Report:
-    """What an insertion has done so far.
+    """The calls of an insertion so far.
 
     Attributes:
         label: the name of the insertion.
@@ -333,7 +333,7 @@ class Report:
 
     @property
     def fired(self) -> int:
-        """How often it was called in total."""
+        """The number of its calls at all nodes."""
         return sum(row.fired for row in self.rows)
 
     @property

@@ -163,7 +163,7 @@ class Interjection:
 
     @property
     def _code(self) -> Any:
-        """What holds its code, and all that this reads."""
+        """The object that holds its code, and everything that the code reads."""
         return self
 
     @property

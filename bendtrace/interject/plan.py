@@ -37,7 +37,7 @@ class Placed(Protocol):
 
     @property
     def _tally(self) -> Tally:
-        """What counts its calls."""
+        """The object that counts its calls."""
 
     def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
         """Record that it was called."""

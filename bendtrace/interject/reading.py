@@ -1,4 +1,4 @@
-"""What of a model an insertion might read or change, judged by the names in its code."""
+"""Finds the state of a model that an insertion might use, by the names in its code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
 
 
 class _Run:
-    """What a run reads and changes of the model.
+    """The state of the model that a run reads and changes.
 
     Args:
         recording: the run.
@@ -261,7 +261,7 @@ _MAKING = frozenset({"__init__", "__new__", "__post_init__"})  # assign to new o
 
 
 class Reached(NamedTuple):
-    """What the code of one insertion reaches.
+    """The objects that the code of one insertion reaches.
 
     Attributes:
         what: the insertion.
@@ -453,7 +453,7 @@ def is_contained(function: Any, own: Container[int] | None = None) -> bool:
 
 
 class _Search:
-    """What has been scanned already, and the model's own modules."""
+    """The objects that a search has scanned, and the model's own modules."""
 
     def __init__(self, own: Container[int] | None) -> None:
         self.seen: set[int] = set()

@@ -816,7 +816,7 @@ class Bended(Protocol):
 
     @property
     def stats(self) -> Any:
-        """How its calls were served."""
+        """Counts of the ways in which its calls were served."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""

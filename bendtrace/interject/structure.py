@@ -248,7 +248,7 @@ def leaves_of_shape(shape: Any) -> Iterator[Leaf]:
 
 
 def count_of(shape: Any) -> int:
-    """How many values are handed over for a shape."""
+    """Return the number of values that are handed over for a shape."""
     return sum(leaf.number >= 0 for leaf in leaves_of_shape(shape))
 
 

@@ -1,4 +1,4 @@
-"""What known code passes a value through: a gate, as long as it gives back the like."""
+"""Gates in generated code, for as long as their results are of the same kind as their values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bendtrace.tape.captured import is_leaf, requires_grad
 
 
 class Splicing(Protocol):
-    """What splices gates into known code (see `splicer.py`)."""
+    """An object that splices gates into known code (see `splicer.py`)."""
 
     is_apart: bool
 

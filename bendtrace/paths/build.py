@@ -283,7 +283,7 @@ class Visit:
         self.body.call_it(op.index, (), child.name)
 
     def _gate(self, op: Op, used: tuple[str, ...]) -> None:
-        """What is inserted is no node, so that the names of the others stay as they are."""
+        """Note a gate, which is not a node, so that the names of the nodes stay as they are."""
         text = call_text(op, self.body.name)
         name = identifier(base_name(op))
         replaces = not getattr(op.target, "is_ahead", False)  # else only for the call that follows

@@ -1,4 +1,4 @@
-"""What each guard needs: nothing but the arguments, or the run, or not even a look."""
+"""Sorts guards by what they need: the arguments alone, the run, or no test at all."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class CheckWriter:
 
     @property
     def checks(self) -> list[Check]:
-        """What each number stands for."""
+        """The checks, in the order of their numbers."""
         return self._questions.checks
 
     def write(self) -> Source:

@@ -25,7 +25,7 @@ from bendtrace.tape.tape import AfterOp, Guard, Op, Raised, Stop, meta_of
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What keeps a trace from serving some inputs.
+    """The reason for which a trace cannot serve some inputs.
 
     Attributes:
         reason: one line, with the recorded and the new value.

@@ -32,7 +32,7 @@ class Unlinked(Exception):
 
 
 class Schedule:
-    """What is done between two places of a recorded run.
+    """The work between two places of a recorded run, in order.
 
     A position on the tape has two moments: guards are tested at `2 * position`, and the op there
     is carried out at `2 * position + 1`.

@@ -57,7 +57,7 @@ _NEW = frozenset({object.__new__, dict.__new__})  # which make objects without a
 
 @dataclass(slots=True, eq=False)
 class Departure:
-    """How a run ends that does not reach its end: a guard does not hold, or an op raised.
+    """The early end of a run, because a guard does not hold or an op raised.
 
     Attributes:
         stop: the guard, on the tape of the run's recording, or the op that raised.

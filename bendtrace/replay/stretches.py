@@ -51,7 +51,7 @@ class Path:
 
     @property
     def uses(self) -> int:
-        """How much the path was used of late."""
+        """The weight of its recent use."""
         return self.worth + self.hits - self.weighed
 
     def age(self) -> None:
@@ -61,7 +61,7 @@ class Path:
 
 @dataclass(eq=False)
 class Side:
-    """How runs go on after a guard had another outcome than in the run that put it.
+    """The continuation after a guard had another outcome than in the run that put it.
 
     Attributes:
         outcome: what the test gave; the `Raised` of an op that raised, None if it did not.
@@ -190,7 +190,7 @@ class Divergence:
 
     @property
     def exit(self) -> Exit | None:
-        """How calls continue from the state that it came to; None if that is not known."""
+        """The way on from the state that it came to; None if that is not known."""
         piece, _, number = self.trips[-1]
         node = piece.nodes.get(number) if isinstance(number, int) else None
         return None if node is None else node.after(self.outcome)
@@ -214,7 +214,7 @@ class Divergence:
         self.held = None
 
     def script(self) -> Script | None:
-        """What a resumed run does not have to do again; None if that is nothing."""
+        """Return the part that a resumed run does not have to repeat; None if that is nothing."""
         if self.held is None:
             self.hold.release()
             return None
@@ -276,7 +276,7 @@ class Piece:
 
     @functools.cached_property
     def growths(self) -> dict[int, Growth]:
-        """What the run may replace before its end, by the ops that make the longer tensors."""
+        """The tensors that the run may replace at its end, by the ops that make the longer ones."""
         return growths_of(self.recording)
 
     @functools.cached_property
@@ -302,7 +302,7 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Exit:
-    """How runs continue after an answer.
+    """The continuation of runs after an answer.
 
     Attributes:
         answer: the answer.
@@ -346,7 +346,7 @@ class Exit:
 
     @property
     def passes(self) -> int:
-        """How many calls have taken this exit."""
+        """The number of calls that have taken this exit."""
         trips = list(self.piece.trips.items())
         return sum(count for (entered, _), count in trips if entered == self.number)
 

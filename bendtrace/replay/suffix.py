@@ -23,7 +23,7 @@ from bendtrace.torch_rules.writes import works_in_place
 
 
 class Suffix:
-    """What is left of a recorded run once some values are given.
+    """The rest of a recorded run that remains to be done if some values are given.
 
     Needed is what the output depends on, and what changes of the model's state do that belong to
     the rest; where a given value counts, nothing before it. Then ops that nothing needs, but

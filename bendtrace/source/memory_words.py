@@ -61,12 +61,12 @@ class Offsets(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """What reads words.
+    """A function that reads words of memory, and the places that it reads.
 
     Attributes:
         take: returns an array of the words at some places.
         places: the places: first of those that may change to others, then of the rest.
-        fixed: what the rest is.
+        fixed: the words that the rest should have.
         begin: where that begins in the bytes of all.
         kept: the objects that are read, and those that the words point to.
     """
@@ -271,7 +271,7 @@ def offsets() -> Offsets | None:
 
 
 class _Thing:
-    """What has a `__dict__`."""
+    """A class whose instances have a `__dict__`."""
 
 
 def _find_offsets() -> Offsets:

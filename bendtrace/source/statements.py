@@ -504,7 +504,7 @@ def source_file(file: str) -> SourceFile:
 
 @dataclass
 class Handed:
-    """How far a truth value is passed on, unchanged or negated, by the expressions around it.
+    """The expressions around a truth value that pass it on, unchanged or negated.
 
     Attributes:
         decider: the outermost expression with this value, negations excluded.

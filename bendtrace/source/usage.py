@@ -1,4 +1,4 @@
-"""How code uses values, judging by its instructions.
+"""Judges by the instructions of code how it uses values.
 
 Traced scalars and real tensors work like the expected objects nearly everywhere. Code that could
 tell the difference receives plain values, or more is guarded.
@@ -243,7 +243,7 @@ class _Flow:
         return False
 
     def _items(self, position: int, depth: int) -> bool | None:
-        """What becomes of the items of the list on top of the stack."""
+        """Return the use of the items of the list on top of the stack."""
         step = self._steps[position]
         if step.name == "GET_ITER" and self._name(position + 1) == "FOR_ITER":
             return self._use(position + 2, depth - 1)
@@ -256,7 +256,7 @@ class _Flow:
         return False
 
     def _uses_of(self, variable: str, depth: int) -> bool | None:
-        """What becomes of a local variable, wherever it is loaded."""
+        """Return the use of a local variable, wherever it is loaded."""
         if variable in self._seen:
             return True
         self._seen.add(variable)

@@ -20,7 +20,7 @@ def _never_the_same(table: dict[Any, Any]) -> object:
 
 
 class _Thing:
-    """What has a `__dict__`."""
+    """A class whose instances have a `__dict__`."""
 
 
 def tells_changes(version: Callable[[dict[Any, Any]], Any]) -> bool:
@@ -165,7 +165,7 @@ def _transpose(named: Iterable[Named]) -> tuple[list[Mapping[str, Any]], list[st
 
 
 def _cell_key(cell: types.CellType) -> Any:
-    """What matters of a cell's content."""
+    """Return the content of a cell, or its class if only that matters."""
     try:
         value = cell.cell_contents
     except ValueError:

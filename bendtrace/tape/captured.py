@@ -28,7 +28,7 @@ UNSET = object()  # a context variable or a slot without a value
 
 
 class Access(Enum):
-    """How a captured value is reached from its parent."""
+    """The way from a parent to a captured value."""
 
     ROOT = "root"  # an argument, by its position among the bound ones
     FIXED = "fixed"  # the object itself, known since the trace
@@ -268,7 +268,7 @@ class Captured:
 
     @property
     def named(self) -> tuple[Any, ...]:
-        """What is the same for this part in all runs of a program, and for no other part.
+        """The identity of this part, which is the same in all runs of a program.
 
         Labels do not tell apart what classes, modules or closures have under the same name, nor
         what is in a dict under keys that look alike.

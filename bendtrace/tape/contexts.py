@@ -201,7 +201,7 @@ _PRODUCTS = ("all", "conv", "rnn", "matmul")
 
 
 class Hold:
-    """What lasts from one part of a call to the next, whichever code carries them out.
+    """The state that lasts from one part of a call to the next, whichever code carries them out.
 
     It keeps autocast's cache of cast weights until the point where the recorded run cleared it.
     Autocast clears its cache when the outermost block is left. A replay enters and leaves blocks

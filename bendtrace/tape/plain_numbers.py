@@ -1,10 +1,10 @@
-"""Which code must receive plain numbers, because it may pass them to C code that tells them apart.
+"""Finds the code that must receive plain numbers, because C code might tell traced ones apart.
 
 A traced scalar answers Python's operators and statements, torch, and whatever asks it through its
 methods. Other C code tests for an exact int or float, or reads one from memory: `Decimal`,
 `json.dumps`, `math.ldexp`. A list of such code would never be complete. So `ASKING` lists the C
 code that is known to ask, and a function that names any other C code receives plain numbers.
-`tests/test_plain_numbers.py` compares each entry with what it gives for plain numbers.
+`tests/test_plain_numbers.py` compares the result of each entry with its result for plain numbers.
 
 Code written in Python only passes numbers on. That of the user, of torch and of packages that use
 torch is read here. Any other (`yaml.dump`) receives plain arguments where it is entered

@@ -277,7 +277,7 @@ class Literals(Protocol):
 
 
 class Use(Enum):
-    """How Python consumed a value; the text names it in flow steps."""
+    """The way in which Python consumed a value; the text names it in flow steps."""
 
     RESULT = ""  # the recorder looked at what an op returned
     METADATA = "metadata"  # the recorder looked at a property of a tensor
@@ -398,7 +398,7 @@ class Guard:
 
 
 class Settings(NamedTuple):
-    """What `torch.utils.checkpoint` was told about a block (see there)."""
+    """The options of `torch.utils.checkpoint` for a block (see there)."""
 
     preserves_rng: bool
     determinism_check: str

@@ -126,11 +126,11 @@ def _clock(name: str) -> Callable[[], Any]:
 def _reports(
     what: str, function: Callable[..., Any], on_behalf: frozenset[str] = frozenset()
 ) -> Callable[..., Any]:
-    """What the model does there cannot be followed, so the run is noted not to be repeatable.
+    """Return a function that notes, when a run calls it, that the run cannot be repeated.
 
     Args:
-        what: says it.
-        function: what is called.
+        what: the reason that is noted.
+        function: the original, which it calls.
         on_behalf: modules of Python's own that call it for others.
     """
 

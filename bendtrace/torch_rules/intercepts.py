@@ -270,7 +270,7 @@ def _sets(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reports(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """What `function` begins cannot be followed, so the run is noted not to be repeatable."""
+    """Return a function that notes that a run calls `function`, and cannot be repeated."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -518,7 +518,7 @@ def _add_numpys() -> None:
 
 
 def _add_joint() -> None:
-    """What torch.distributed has so far: parts of it are imported when they are first used."""
+    """Intercept what torch.distributed has imported so far; it imports some parts on first use."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     known = {(id(entry.owner), entry.name) for entry in _ENTRY_POINTS}
@@ -536,7 +536,7 @@ def _add_joint() -> None:
 
 
 def _as_read(getter: Any) -> Callable[[torch.Tensor], Any]:
-    """What is asked of a tensor that is not its values, past the function mode."""
+    """Return a getter that reports which property of a tensor is read past the function mode."""
 
     def read(tensor: torch.Tensor) -> Any:
         watcher = current_watcher()

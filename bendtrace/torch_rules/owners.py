@@ -1,4 +1,4 @@
-"""Which modules, parameters and buffers belong to what is called as a model."""
+"""Finds the modules, parameters and buffers that belong to a callable model."""
 
 from __future__ import annotations
 

@@ -323,10 +323,10 @@ def _shifts(a: dict[str, str], b: dict[str, str]) -> set[str]:
 
 
 class _SameSource:
-    """Whether both runs ran the same source of a function, or two versions of it.
+    """Decides whether both runs ran the same source of a function, or two versions of it.
 
-    In the same source, another expression is another place, however similar; in another version it
-    may be the edited one.
+    In the same source, two expressions are two places, however similar. In two versions of it, the
+    one may be the other after an edit.
 
     Attributes:
         conditions: the conditions that were decided in both runs.

@@ -491,7 +491,7 @@ class ProbePatch(Patch[Any]):
 
     @property
     def deferrable(self) -> bool:  # type: ignore[override]
-        """Return whether it can look after the run: unless gradients can be asked for of what it keeps."""
+        """Return whether it can look after the run, as it can if its copies need no gradients."""
         return self.detach
 
     def op(self, original_output: Any) -> Any:
@@ -529,7 +529,7 @@ class RecordPatch(Patch[Any]):
 
     @property
     def deferrable(self) -> bool:  # type: ignore[override]
-        """Return whether it can look after the run: unless gradients can be asked for of what it keeps."""
+        """Return whether it can look after the run, as it can if its copies need no gradients."""
         return self.detach
 
     def op(self, original_output: Any) -> Any:

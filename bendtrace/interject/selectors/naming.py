@@ -557,7 +557,7 @@ _MOST = 1000  # items of a container
 
 
 class _Unknown(Exception):
-    """What a function reads may change, or is not known."""
+    """Raised if a function reads values that may change or are not known."""
 
 
 def meaning_of(function: Any) -> Hashable:
