@@ -97,7 +97,7 @@ class ModelHistory(RunLog):
 
 
 class LoadedHistory(ModelHistory):
-    """A log that was read from a file, which says so where someone asks for the run."""
+    """A log that was read from a file. An attribute of the run raises an error that says so."""
 
     # Not in `ModelHistory`: IPython completes nothing of an object that may compute its attributes.
     if not TYPE_CHECKING:  # a checker would accept any name
@@ -117,10 +117,10 @@ _OF_TRACES = frozenset(
 def load(
     directory: str | os.PathLike[str], *, device: torch.device | str | None = None
 ) -> ModelHistory:
-    """Read what `ModelHistory.save` wrote, without the model and without running any of its code.
+    """Read the log that `ModelHistory.save` wrote, without the model and without running its code.
 
     Activations and gradients stay on disk: each access to `entry.tensor_contents` reads the value
-    anew. It is None for values that could not be stored, and `entry.unsaved` says why.
+    again. It is None for values that could not be stored, and `entry.unsaved` says why.
 
     Args:
         directory: the directory that was saved to.
@@ -130,7 +130,7 @@ def load(
         The log, a `ModelHistory`.
 
     Raises:
-        LoadError: there is no save, or it is damaged, unfinished, from another program, or in a
+        LoadError: the save is missing, damaged, unfinished, from another program, or in a
             newer version of the format. A damaged activation is noticed only when it is read.
 
     Example:
@@ -162,7 +162,7 @@ def trace(
     """Run a module, bound method or function on real inputs and record what it does.
 
     Args:
-        function: what to run. It is not changed, and runs as it would without the tracer.
+        function: the callable. It is not changed, and runs as it would without the tracer.
         *args: its positional arguments.
         save: which activations to keep: "all", "none" (only times and names of gradient functions),
             or one or several of the following. They are kept as they are when computed: nothing is
@@ -296,7 +296,7 @@ def _run_trace(
 
 
 def _raise(recording: Recording, made: Trace) -> NoReturn:
-    """Raise what the function raised, which keeps the trace up to there."""
+    """Raise the function's error, with the trace up to there as an attribute."""
     error, recording.error = recording.error, None
     assert error is not None
     with contextlib.suppress(AttributeError):  # a class of errors with slots
@@ -392,7 +392,7 @@ class Trace(ModelHistory):
 
     @property
     def flow_steps(self) -> FlowSteps:
-        """Where the model's Python depended on the inputs."""
+        """The places where the model's Python depended on the inputs."""
         return self._run.steps
 
     @property
@@ -496,12 +496,12 @@ class Trace(ModelHistory):
         return validate.validate(self, self._capture, seed)
 
     def _output_values(self) -> list[tuple[int, tuple[Any, ...]]]:
-        """Return which values of the tape are outputs: ops, and elements of their results."""
+        """Return the values of the tape that are outputs: ops, and elements of their results."""
         found = self._tree.outputs
         return [(index, element) for _, index, element in found if index is not None]
 
     def _rewritten(self) -> dict[int, int | None]:
-        """Return which outputs were written to after their op returned them; see `finish`."""
+        """Return the outputs that were written to after their op returned them; see `finish`."""
         return {
             index: writer if index in self.ops[writer].writes and writes_in_place(self.ops[writer])
             else None
@@ -589,7 +589,7 @@ class Trace(ModelHistory):
             **kwargs: keyword arguments.
 
         Returns:
-            What the function would return for these inputs.
+            The value that the function would return for these inputs.
 
         Raises:
             DivergenceError: the inputs lead to another path, if only to one more iteration of a
@@ -708,7 +708,7 @@ def log_forward_pass(
     whose options cannot be confused with arguments of the model.
 
     Args:
-        model: what to run. It is not changed.
+        model: the callable. It is not changed.
         input_args: its positional argument, or a list or tuple of them.
         input_kwargs: its keyword arguments.
         layers_to_save: "all", "none", or names of layers or modules, positions, modules or
@@ -765,7 +765,7 @@ def show_model_graph(
     """Run a model once and draw the run, without keeping activations.
 
     Args:
-        model: what to run. It is not changed.
+        model: the callable. It is not changed.
         input_args: its positional argument, or a list or tuple of them.
         input_kwargs: its keyword arguments.
         vis_opt: whether the passes of a layer are merged ("rolled") or separate ("unrolled").

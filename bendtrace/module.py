@@ -109,7 +109,7 @@ R = TypeVar("R")
 
 
 class _Method:
-    """A method of a model, to trace with what is inserted in the model."""
+    """A method of a model, which is traced together with the model's insertions."""
 
     def __init__(self, owner: BendedModule, name: str) -> None:
         method = getattr(owner.model, name, None) if isinstance(name, str) else None
@@ -133,24 +133,24 @@ class BendedModule(ModuleProxy[ModelT]):
 
     Args:
         model: a module; a plain function works too.
-        max_traces: how many paths to keep; None for all. Where there are more, those are
-            forgotten, and traced again if they come up, that were used least of late. The first
-            time, a `TraceLimitWarning` says what makes the model diverge so often.
-        backend: None for replays that give what the model gives, bit for bit. Otherwise what
-            compiles paths that are taken often: a name that torch.compile knows ("inductor"), or a
-            function like its backends. Results are then equal within compile's own tolerance.
-        backend_options: for that: `mode`, `options` and `dynamic` as torch.compile has them,
-            `cuda_graphs`, `drop_slower`, `max_paths` (see docs/compiled.md).
-        cache_dir: a directory that keeps what inductor compiles, so that other processes need not
-            compile it again; None for none. The libraries in it are run: share it only with
-            those whom you trust.
-        audit: what share of the replays the model itself does again, to be compared bit for bit
-            (see `audit`): 0.01 for one in a hundred.
+        max_traces: how many paths to keep; None for all. Beyond that, the least recently used
+            paths are dropped, and traced again when a call takes them. The first time, a
+            `TraceLimitWarning` says what makes the model diverge so often.
+        backend: None for replays that return the same bits as the model. Otherwise the compiler
+            of paths that calls take often: a name that torch.compile knows ("inductor"), or a
+            function like its backends. Results are then equal within the compiler's tolerance.
+        backend_options: options for the backend: `mode`, `options` and `dynamic` as in
+            torch.compile, `cuda_graphs`, `drop_slower`, `max_paths` (see docs/compiled.md).
+        cache_dir: a directory in which inductor keeps compiled code for other processes; None for
+            no directory. Processes run the libraries in it: share it only with people whom you
+            trust.
+        audit: the share of the replays that the model itself repeats, so that both can be compared
+            bit by bit (see `audit`): 0.01 for one in a hundred.
 
     Raises:
-        InputError: if `model` cannot be called, `max_traces` is not a positive number, there is
-            no such backend or option, `cache_dir` is no directory, or `audit` is no share, or given
-            with a backend.
+        InputError: `model` cannot be called, `max_traces` is not a positive number, there is no
+            such backend or option, `cache_dir` is not a directory, or `audit` is not a share
+            between 0 and 1, or is combined with a backend.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -215,9 +215,9 @@ class BendedModule(ModuleProxy[ModelT]):
         self._stand_in_for(model, self._shared)
 
     def _part_on_demand(self, name: str, make: Callable[[], T]) -> T:
-        """Return a part that is made when it is first used, and is the same in all threads.
+        """Return a part, which its first use makes, and which all threads share.
 
-        In most models nothing is ever inserted.
+        Most models never have an insertion.
         """
         found: T | None = self._on_demand.get(name)
         return self._on_demand.setdefault(name, make()) if found is None else found
@@ -246,7 +246,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @property
     def _tree(self) -> TraceTree:
-        """The paths with what is inserted at the moment."""
+        """The paths with the present insertions."""
         return self._trees.latest if self._inserted else self._trees.plain
 
     @property
@@ -269,7 +269,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @property
     def last_mismatch(self) -> Mismatch | None:
-        """Why the latest call that was not a replay was not one; None for the first.
+        """The reason why the latest call that was not a replay was none; None for the first call.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -342,9 +342,9 @@ class BendedModule(ModuleProxy[ModelT]):
         Args:
             *args: positional arguments of the model.
             _return_out: whether to return the model's output as well.
-            fn: another method of the model to trace instead, by its name: `fn="encode"`. What is
-                inserted takes part, but calls of the method are not replayed along the trace. A
-                model with a parameter of that name gets it as an argument.
+            fn: the name of another method of the model to trace instead: `fn="encode"`. Insertions
+                take part, but calls of the method are not replayed along the trace. A model with
+                a parameter of that name gets it as an argument.
             **kwargs: keyword arguments of the model.
 
         Returns:
@@ -382,7 +382,7 @@ class BendedModule(ModuleProxy[ModelT]):
     def graph(self) -> StateGraph:
         """The known paths of the model as a networkx graph of states and the segments between them.
 
-        It is made anew each time it is asked for. `Trace.graph` is the graph of one run, with its
+Each access makes a new graph. `Trace.graph` is the graph of one run, with its
         operations as nodes.
 
         Example:
@@ -401,7 +401,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @property
     def latest_trace(self) -> Trace:
-        """The latest trace: the replays since have not made one.
+        """The latest trace; replays do not make one.
 
         Raises:
             InputError: if nothing has been traced yet.
@@ -423,8 +423,8 @@ class BendedModule(ModuleProxy[ModelT]):
         """Draw all known paths as a flow chart; the same as `tree.draw`.
 
         Args:
-            path: where to save it; the ending says as what: .svg, .png, .pdf or .html.
-            format: as what to save it, if the ending does not say.
+            path: the file to save it to; its ending selects the format: .svg, .png, .pdf or .html.
+            format: the format, if the path has no such ending.
 
         Raises:
             InputError: for unknown endings; nothing is written then.
@@ -494,29 +494,29 @@ class BendedModule(ModuleProxy[ModelT]):
     ) -> Exploration:  # fmt: skip
         """Search for inputs that take the sides of branches that no call has taken.
 
-        From inputs that come to a question, the search goes on to others: along gradients of the
-        tested value where it has some, and else by changing elements, tokens, numbers and sizes.
+        The search starts from inputs that reach a question, and changes them: along gradients of
+        the tested value if it has any, otherwise by changing elements, tokens, numbers and sizes.
         A find is an input with which the model itself has taken the side. The state of the model is
-        restored after each run. What is not found may exist all the same.
+        restored after each run. Inputs that the search does not find may still exist.
 
         Args:
             inputs: where the search begins: a tuple of positional arguments, a dict of keyword
                 arguments, a pair (args, kwargs), or a list of several such inputs.
             domain: which inputs may differ, by the name of the argument or of a part of one
                 (`"batch['ids']"`): each has a `Domain`, or a pair of the least and the greatest
-                number. All else stays as it is given.
+                number. All other inputs stay as they are.
             seconds: how long to search at most; None for no limit.
-            tries: how often to run the model at most; None for no limit. With the same seed and
-                tries, and no limit in seconds, the same is found again.
-            seed: of the random choices.
+            tries: how often to run the model at most; None for no limit. A search with the same
+                seed and tries, and without a limit in seconds, finds the same inputs again.
+            seed: the seed of the random choices.
 
         Returns:
-            An `Exploration`: a list of finds that prints as a table. Its `inputs` can be given to
-            the model.
+            An `Exploration`: a list of finds that prints as a table. The model can be called with
+            its `inputs`.
 
         Raises:
-            InputError: the domain, or something else that is given, makes no sense; something is
-                inserted; the model holds what cannot be restored, or raises with all of the inputs.
+            InputError: the domain or another argument makes no sense; something is inserted; the
+                model holds objects that cannot be restored, or raises with each of the inputs.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -550,9 +550,9 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @property
     def why_live(self) -> tuple[str, ...]:
-        """Why some calls run, or ran, the model's own Python; empty if none has to.
+        """The reasons why some calls run, or ran, the model's own Python; empty if none had to.
 
-        First come the reasons that hold with what is inserted now, then those of other calls.
+        The reasons that hold with the present insertions come first, then those of other calls.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -573,11 +573,11 @@ class BendedModule(ModuleProxy[ModelT]):
         return tuple(dict.fromkeys(reasons))
 
     def audit(self: BendedModule[Callable[P, R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the model; if that is a replay, let the model itself do it again, and compare.
+        """Call the model; if the call is a replay, let the model itself repeat it, and compare.
 
-        The model runs on copies of the inputs and of what it holds, with the same random numbers.
-        Output, inputs, state and random numbers are compared bit for bit, gradients are not. What
-        the model prints, or sends somewhere, is printed and sent twice.
+        The model runs on copies of the inputs and of its state, with the same random numbers.
+        Output, inputs, state and random numbers are compared bit by bit, gradients are not. If the
+        model prints or sends something, it does so twice.
 
         Args:
             *args: positional arguments of the model.
@@ -587,9 +587,9 @@ class BendedModule(ModuleProxy[ModelT]):
             The output.
 
         Raises:
-            AuditError: the model does something else than the replay did.
-            InputError: something is inserted, cannot be copied, or is outside of the model and
-                changed by it.
+            AuditError: the model and the replay differ.
+            InputError: something is inserted, or cannot be copied, or the model changes something
+                outside of itself.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -607,8 +607,7 @@ class BendedModule(ModuleProxy[ModelT]):
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Say which traces could serve some inputs, without running anything.
 
-        Only what can be told from the inputs' metadata is looked at; whether a data guard
-        will hold shows in the run.
+        It looks at the metadata of the inputs only; a run shows whether the data guards hold.
 
         Args:
             *args: positional arguments of the model.
@@ -627,7 +626,7 @@ class BendedModule(ModuleProxy[ModelT]):
         return self._dispatcher.explained(tree, names, arguments)
 
     def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
-        """Return the run without insertions that inputs are bound to repeat, if it is known.
+        """Return the known run without insertions that inputs must repeat, if there is one.
 
         Where values decide, a replay shows the path, provided that it changes and draws nothing,
         and runs no code of the user's.
@@ -650,7 +649,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @contextmanager
     def _serving_parts(self, method: types.MethodType) -> Iterator[None]:
-        """Within it, what is inserted is called also where a method calls a part of the model."""
+        """Return a context in which insertions are also called if a method calls a submodule."""
         model = self._model
         if not self._inserted:
             yield
@@ -667,7 +666,7 @@ class BendedModule(ModuleProxy[ModelT]):
             yield
 
     def _call_part(self, module: nn.Module, within: Within, *args: Any, **kwargs: Any) -> Any:
-        """Run a part of the model that is called by itself, live."""
+        """Run a submodule that is called by itself, live."""
         plan, unknown = self._board.plan_of_parts()
         if not self._board or current_watcher() is not None:
             return call_itself(module, args, kwargs)
@@ -688,7 +687,7 @@ class BendedModule(ModuleProxy[ModelT]):
     def _inserting(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any = None
     ) -> Iterator[LiveInserter | None]:
-        """Within it, the gates call what is inserted; given is what puts them into a run."""
+        """Return a context in which gates call the insertions; it yields the inserter of a run."""
         plan = self._board.plan(args, kwargs) if self._inserted else None
         if plan is None:
             yield None
@@ -1092,22 +1091,23 @@ class BendedModule(ModuleProxy[ModelT]):
     def step(self, *args: Any, budget: int = 2**30, **kwargs: Any) -> SteppedRun:
         """Run the model, and return the run as a place to experiment.
 
-        In it one can go to any op, question or line, forward and back, look at the variables of the
-        model's Python, replace values and answers, and go on from there. Under `torch.no_grad`,
-        nothing that came before is computed again, as far as the budget reaches; where autograd
-        records, values in its graph are. The model, the inputs and the random generators stay as
-        they are (see `SteppedRun.finish`). `SteppedRun.to_html` shows it as a page, and so does a
-        notebook. A submodule called `step` is hidden by this method: it is `bended.model.step`.
+        You can go to any op, question or line of the run, forward and back, look at the variables
+        of the model's Python, replace values and answers, and continue from there. Under
+        `torch.no_grad`, the run computes no value again, as far as the budget reaches; where
+        autograd records, it computes the values in autograd's graph again. The model, the inputs
+        and the random generators stay as they are (see `SteppedRun.finish`). `SteppedRun.to_html`
+        shows the run as a page, and so does a notebook. This method hides a submodule called
+        `step`, which is still `bended.model.step`.
 
         Args:
             *args: positional arguments of the model.
-            budget: how many bytes of values to keep.
+            budget: the number of bytes of values to keep.
             **kwargs: keyword arguments of the model.
 
         Raises:
             InputError: something is inserted, or the run cannot be stepped through: it depends on
                 something that no guard can watch, or changes something that cannot be restored.
-            Exception: what the model raises before its first op, such as for missing arguments.
+            Exception: an error of the model before its first op, such as for missing arguments.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -1134,34 +1134,36 @@ class BendedModule(ModuleProxy[ModelT]):
     ) -> Exported:
         """Turn the model, with its branches and loops, into one program that runs without Python.
 
-        The model is run with copies of the inputs, under `torch.no_grad`, and what it changes is
-        restored. What these runs have shown becomes
-        a `torch.export.ExportedProgram` in which questions are `torch.cond` and loops
-        `torch.while_loop`. For each of the inputs it is compared with the model, bit by bit,
-        before it is returned; so are files, those of other targets within `tolerance`. A call that
-        comes to a side of a question that no input took raises an error that names it.
+        The model runs with copies of the inputs, under `torch.no_grad`, and its state is restored
+        afterwards. The runs become a `torch.export.ExportedProgram` in which questions are
+        `torch.cond` and loops `torch.while_loop`. Before it is returned, the program is compared
+        with the model for each of the inputs, bit by bit; so are files, within `tolerance` for
+        other targets than `.pt2`. A call that reaches a side of a question that no input took
+        raises an error that names the side.
 
         Args:
             *inputs: the inputs of one call each: a tensor or another single argument, a tuple of
                 positional arguments, a dict of keyword arguments, or a pair (args, kwargs), as
                 `explore` finds them (`bended.export(*known, *found.inputs)`). All have to pass the
-                same guards of sizes and settings. Sizes that no guard fixes stay open. Without any,
-                those of the calls so far that took new paths, up to 1 MiB each and 16 MiB in all.
+                same guards of sizes and settings. Sizes that no guard fixes stay open. The default
+                is the inputs of earlier calls that took new paths, up to 1 MiB each and 16 MiB in
+                total.
             to: a file to write it to: `.pt2` for `torch.export.load`, `.aoti.pt2` for a package
                 compiled by AOTInductor, `.onnx` for onnxruntime (see `OnnxProgram`).
-            unseen: "assert" for that error in the program; "error" to refuse right away.
-            insertions: what is inserted is part of the program. "constants" for its tensors as
-                parts of the program, "inputs" for keyword inputs (see `Exported.insertions`).
-            tolerance: the largest difference of floats, absolute and relative, that is accepted of
-                files other than `.pt2`, besides the rounding errors that the model itself has.
+            unseen: "assert" for an error when the program reaches an unknown side; "error" to
+                refuse the export instead.
+            insertions: insertions are part of the program. "constants" makes their tensors parts
+                of the program, "inputs" makes them keyword inputs (see `Exported.insertions`).
+            tolerance: the largest difference of floats, absolute and relative, that files other
+                than `.pt2` may have, besides the rounding errors of the model itself.
 
         Returns:
-            What is called like the model, has the program, and prints as a report.
+            An object that you call like the model, with the program; it prints as a report.
 
         Raises:
-            ExportError: something has no form without Python, something inserted does more than
-                compute tensors, or with `unseen="error"` sides are
-                not known; it says which line, and what to do. No file is written then.
+            ExportError: something has no form without Python, an insertion does more than compute
+                tensors, or with `unseen="error"` a side is unknown; the message names the line and
+                says what to do. No file is written then.
             InputError: there are no inputs, the file cannot be written, or the extra `onnx` is
                 not installed.
 
@@ -1208,9 +1210,9 @@ class BendedModule(ModuleProxy[ModelT]):
         return _wrap, (type(self), self._model, self._trees.limit, self._carried(None))
 
     def _carried(self, memo: dict[int, Any] | None) -> dict[str, Any]:
-        """Return what a copy is to have besides the model.
+        """Return everything that a copy has besides the model.
 
-        That is names, what is inserted, the backend, and the hooks on this module itself.
+        These are names, insertions, the backend, and the hooks on this module itself.
         """
         speculation = self._dispatcher.speculation
         return {
@@ -1255,7 +1257,7 @@ def _past_compiler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def bended_of(model: Callable[..., Any]) -> BendedModule:
-    """Return a model as a `BendedModule`: itself, where it is one.
+    """Return a model as a `BendedModule`, or the model itself if it is one.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -1267,7 +1269,7 @@ def bended_of(model: Callable[..., Any]) -> BendedModule:
 
 
 def required_bended(model: Any, what: str) -> BendedModule:
-    """Return a model that something stays in after the call."""
+    """Return a model in which something stays inserted after the call."""
     if not isinstance(model, BendedModule):
         raise InputError(
             f"{what} stays in the model until it is removed, so the model has to be a "
