@@ -56,7 +56,7 @@ def required_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a model, which have to be a tuple or list, and a mapping or None.
 
-    A tensor would be taken for the tuple of its rows, and a text for that of its letters.
+    A tensor would be taken for the tuple of its rows, and a text for the tuple of its letters.
     """
     if type(args) not in (tuple, list):
         raise InputError(

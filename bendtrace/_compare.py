@@ -75,7 +75,7 @@ def _same_states(a: Any, b: Any, seen: _Seen) -> bool:
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """Return what an object holds in attributes of its own."""
+    """Return the attributes that an object itself has."""
     state = dict(getattr(value, "__dict__", {}))
     for name in _slots(value):
         if hasattr(value, name):

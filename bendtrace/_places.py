@@ -44,7 +44,7 @@ def full_place_text(file: str, line: int | None) -> str:
 
 
 def read_place(text: str) -> tuple[str, int] | None:
-    """Return the file and the line of a place as text; None if the text is no place.
+    """Return the file and the line of a place as text; None if the text is not a place.
 
     Example:
         >>> read_place("model.py:41"), read_place("In[3]:7"), read_place("relu_1:2")

@@ -27,7 +27,7 @@ class Remembered:
 
     Attributes:
         kind: qualified name of its class.
-        text: its `repr`, which is also that of this object.
+        text: its `repr`, which this object shares.
         value: for a member of an enum its value; for an instance of a subclass of a plain type
             (int, float, str, bytes, bool) the plain value; otherwise None.
     """

@@ -65,7 +65,7 @@ class BackwardPass:
         gradients: the gradients that were returned, with `accumulate=False`; otherwise None.
         created_graph: whether the pass can be differentiated.
         nested: how often a node ran in another pass inside this one, as checkpoints with
-            `use_reentrant=True` start them. What happens there is not recorded.
+            `use_reentrant=True` start them. Those passes are not recorded.
         nodes: the nodes that ran, in order.
         all_nodes: the nodes of the whole autograd graph, also those that did not run.
         earlier: the passes whose graph this one went through, the latest first.
@@ -941,7 +941,7 @@ class BackwardNode:
         element: which result of that op `forward` is.
         where: "run" for a node that an op of the run made, "leaf" for one that accumulates a
             gradient, "before" for the graph of the arguments and of tensors that the run cannot
-            know the origin of, "after" for that of the loss.
+            know the origin of, "after" for the graph of the loss.
         made_in: label of the node of an earlier backward pass in which it was made, with
             `create_graph=True`; "" for a node that the forward run has made.
         node_path: path of the forward op in the tree of the run.

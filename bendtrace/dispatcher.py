@@ -1,4 +1,4 @@
-"""Deciding how a call is served: along a known path, resumed, recorded anew, or live."""
+"""Decides how to serve a call: along a known path, resumed, recorded from its start, or live."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Dispatcher:
     """Serves the calls of one model, and keeps the paths that they take.
 
     Attributes:
-        speculation: as given.
+        speculation: the compiled paths; None if there is no backend.
         calls: the calls of the model that each thread is in.
         stats: how the calls so far were served.
         last_mismatch: why the latest call that was not a replay was not one.

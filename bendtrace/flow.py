@@ -269,7 +269,7 @@ class FlowSteps(Sequence[FlowStep]):
         """Return the steps of some classes.
 
         Raises:
-            InputError: one of them is no class of flow steps.
+            InputError: one of them is not a class of flow steps.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -469,7 +469,7 @@ class _Header:
 
 
 def _whole(test: FlowStep, loop: Loop, iterations: int) -> LoopFlowStep:
-    """Return a `while` as a whole; its tests are steps, and have guards, of their own."""
+    """Return a `while` as a whole; its tests are other steps, with their own guards."""
     return LoopFlowStep(
         test.name, test.value, "while", test.place, loop.text, test.module_path, None,
         test.iteration[:-1], None, iterations,

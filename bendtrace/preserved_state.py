@@ -456,7 +456,7 @@ def _write(tensor: Tensor, content: Tensor, is_uncounted: bool) -> None:
     """Restore the content of a tensor.
 
     A graph that has saved the tensor must raise in its backward pass, unless torch has not counted
-    the write that is undone, as that of a batch norm to its statistics.
+    the write that is undone, such as a write of a batch norm to its statistics.
     """
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if is_uncounted and not tensor.is_inference():

@@ -190,7 +190,7 @@ def between(
 
     Values are tracked by identity: each tensor that `a` has output in this call of the model, and
     that is among the arguments of `b`, unchanged since, is replaced there by what `what` returns
-    for it. Ops on the way, such as a view or a sum, are nodes of their own.
+    for it. Ops on the way, such as a view or a sum, are separate nodes.
 
     Args:
         bended: a `BendedModule`.

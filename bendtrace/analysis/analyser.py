@@ -62,7 +62,7 @@ class Analyser(Interjection):
 
     One analyser may be inserted at any number of nodes, and keeps their results separate by path.
     It also works without a model: `analyser.update("anything", value)`. The size of its state does
-    not grow with the number of batches, and the state can be merged with that of another analyser.
+    not grow with the number of batches, and the states of two analysers can be merged.
 
     Subclasses define three methods: `start` returns the state for a node, `update_state` adds a
     value, `result` returns the results. A state is a `Statistic`, or a dict or list of statistics;
@@ -304,7 +304,7 @@ class Analyser(Interjection):
         """Return the results as a table, with a row for each node (and class, ...).
 
         Args:
-            per_unit: whether each unit gets a row of its own, instead of arrays in the cells.
+            per_unit: whether each unit gets its own row, instead of arrays in the cells.
 
         Raises:
             InputError: `per_unit` is set, and the tensors at a node have different shapes.

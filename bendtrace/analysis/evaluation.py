@@ -393,7 +393,7 @@ def _watch_natively(
         allow_none: whether `where` may match no module.
 
     Yields:
-        The counts of the calls; have them begin anew where a new call of the model begins.
+        The counts of the calls; reset them where a new call of the model begins.
     """
     if "backward" in analyser._forms():
         raise InputError(

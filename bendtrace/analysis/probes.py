@@ -1,4 +1,4 @@
-"""Linear probes at many nodes at once."""
+"""Linear probes at many nodes."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ class LinearProbe(Analyser):
             )  # fmt: skip
 
     def _ready(self, state: Probe) -> Optimizer | None:
-        """Return the optimizer of a probe; made anew where the probe was loaded or copied."""
+        """Return the optimizer of a probe; a loaded or copied probe gets a new one."""
         if state.optimizer is None and state.linear is not None and self.optimizer is not None:
             with torch.inference_mode(False):
                 state.optimizer = self.optimizer(state.linear.parameters())
@@ -542,9 +542,9 @@ class ClassScores(Statistic):
 class ValueScores(Statistic):
     """Loss, mean squared error, and the coefficient of determination of each output.
 
-    R2 is 1 minus the ratio of the sum of squared errors to that of the targets' deviations from
-    their mean, averaged over the outputs, as in scikit-learn's `r2_score`: for constant targets it
-    is 1 without errors, else 0, and NaN for fewer than two samples.
+    R2 is 1 minus the ratio of the sum of squared errors to the sum of the targets' squared
+    deviations from their mean, averaged over the outputs, as in scikit-learn's `r2_score`: for
+    constant targets it is 1 without errors, else 0, and NaN for fewer than two samples.
 
     Example:
         >>> scores = ValueScores(1)

@@ -383,7 +383,7 @@ def as_matrix(value: Tensor, keep: Keep) -> Tensor:
 
 
 def epsilon(dtype: torch.dtype) -> float:
-    """Return the precision of features of a dtype: its machine epsilon, at most that of float32.
+    """Return the precision of features of a dtype: its machine epsilon, at most the one of float32.
 
     Half precision counts as float32, and non-floating dtypes as float64.
     """
@@ -661,7 +661,7 @@ def centring_error(samples: int, features: int, mean: Tensor) -> float:
 def default_rtol(samples: int, features: int, eps: float) -> float:
     """Return the default tolerance as a fraction of the largest singular value.
 
-    The number of features times `eps`, the machine epsilon of their dtype (that of float32 for half
+    The number of features times `eps`, the machine epsilon of their dtype (of float32 for half
     precision), and at least the resolution of a float64 Gram matrix, so that the rank does not
     depend on the matrix that it is computed from. `numpy.linalg.matrix_rank` uses the larger side
     of the matrix instead of the number of features: for a stream of samples that would grow without
@@ -812,9 +812,9 @@ def ridge(
     The bias is not penalised, as in scikit-learn's `Ridge`. With `alpha=0` it is the least-squares
     solution; if there are several, the one with the smallest weights, as in `numpy.linalg.lstsq`.
 
-    It is solved by the normal equations in float64, whose condition number is the square of that of
-    the features: with `alpha=0`, directions of features with singular values below about 1e-6 of
-    the largest are treated as absent.
+    It is solved by the normal equations in float64, whose condition number is the squared condition
+    number of the features: with `alpha=0`, directions of features with singular values below about
+    1e-6 of the largest are treated as absent.
 
     Args:
         sums: sums of products of rows that contain the features followed by the targets.

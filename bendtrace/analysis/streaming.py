@@ -97,7 +97,7 @@ class UnitStatistic(Statistic):
         """Add rows, `(n, *shape)`.
 
         Raises:
-            InputError: their shape differs from that of earlier rows.
+            InputError: their shape differs from the shape of earlier rows.
         """
         rows = self._checked(rows)
         self._shape = tuple(rows.shape[1:])
@@ -937,8 +937,8 @@ class Quantiles(UnitStatistic):
     """Quantiles of each unit: exact below `2 * size` rows, with a bounded error after.
 
     Values are collected in a buffer. When there are `2 * size`, they are sorted, and one of every
-    two neighbours moves to the next buffer, where it counts for both, and so on. Whether it is the
-    first or the second alternates. Taking one of two neighbours of weight w moves the rank of any
+    two neighbours moves to the next buffer, where it counts for both, and so on: the first and the
+    second by turns. Taking one of two neighbours of weight w moves the rank of any
     value by at most w, and these errors are summed: `rank_error` is a bound that is never exceeded,
     not one that holds with some probability (Manku, Rajagopalan and Lindsay, Approximate medians
     and other quantiles in one pass and with limited memory, 1998; Agarwal et al., Mergeable

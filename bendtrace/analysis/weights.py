@@ -100,7 +100,7 @@ def weight_ranks(
 
     Each weight is treated as the matrix that it multiplies by: `(out, in)` for linear layers and
     embeddings, `(out, in * kernel)` for convolutions. A convolution with several groups is their
-    block-diagonal matrix; that of a transposed one is `(in, out * kernel)`. Other parameters are
+    block-diagonal matrix; a transposed one has `(in, out * kernel)`. Other parameters are
     flattened from their second axis on; parameters with one axis are left out.
 
     Computed weights have the values that the next call of the module would compute:
@@ -116,7 +116,7 @@ def weight_ranks(
             a class of modules, a regular expression for names of weights, a selector or predicate
             of a `Candidate` that needs no run, or a list of these. None: all.
         rtol: singular values up to this fraction of the largest count as zero. None: `max(rows,
-            columns)` times the machine epsilon of the dtype (at least that of float32), as in
+            columns)` times the machine epsilon of the dtype (at least the one of float32), as in
             `numpy.linalg.matrix_rank`; 0 if there is an `atol`.
         atol: singular values up to this count as zero.
 

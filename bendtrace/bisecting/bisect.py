@@ -326,7 +326,7 @@ class Bisection:
             self.passing.append(a.label)
 
     def _why(self, a: LayerEntry, b: LayerEntry) -> str:
-        """Say why an op is a cause; "" if it only passes on what it was given."""
+        """Say why an op is a cause; "" if it only passes on a difference in its inputs."""
         mine, theirs = self._sides
         aspects = self._changes[a.label].aspects if a.label in self._changes else {}
         for name in ("function", "arguments"):

@@ -131,7 +131,7 @@ class ModuleWithMethods(core.BendedModule):
         return call
 
     def _has_part(self, fn: str) -> bool:
-        """Return whether calls of a method go along paths of their own."""
+        """Return whether calls of a method have their own paths."""
         owner, bent = self.module, bool(self._bending.callbacks or self._is_versioned())
         if self._has_others():
             if self._is_used(fn) and (bent or self._parts[fn].bending.callbacks):
@@ -841,7 +841,7 @@ class BendingModule(ModuleWithMethods):
         self.version = version
 
     def create_version(self, name: str, weights: Any, strict: bool = True) -> list[str]:
-        """Save a state dict, or that of a model, as a version; return the names of foreign keys."""
+        """Save a model's state dict as a version; return the names of foreign keys."""
         if not isinstance(weights, Mapping):
             owner = module_of(weights)
             if owner is None:
@@ -939,7 +939,7 @@ class Names:
     """The activations of one method by name.
 
     A name is the qualified name with underscores, `blocks_0_relu`. A function in a module is also
-    known by the name that torch.fx gives it, `relu`. What the latest trace has repeated is several
+    known by the name that torch.fx gives it, `relu`. Code that the latest trace repeated is several
     activations, numbered as in a graph of torch.fx: `relu` is the first round of a loop.
 
     Args:
@@ -994,7 +994,7 @@ class Names:
         return names or [self.by_path.get(path, path)]
 
     def keys(self, item: Any, bent: list[str]) -> list[Any]:
-        """Return what `reset` has to be given for a name or pattern of rounds, or what was given.
+        """Return the arguments of `reset` for a name or pattern of rounds, or the item itself.
 
         Raises:
             InputError: something is bent in all rounds, of which some are named.

@@ -45,7 +45,8 @@ class BendingParameterException(InputError):
         ...     tb.BendingParameter("gain", 0.5, range=(0, 1)).set_value(2.0)
         ... except tb.BendingParameterException as error:
         ...     print(error)
-        2.0 is outside the range (0, 1) of parameter 'gain'; with clamp=True it would become the nearest value inside
+        2.0 is outside the range (0, 1) of parameter 'gain'; with clamp=True it would become the
+        nearest value inside
     """  # noqa: E501
 
 

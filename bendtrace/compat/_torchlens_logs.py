@@ -48,7 +48,7 @@ class Gradients(list[Gradient]):
     """The gradients of a value, in the order of the backward passes."""
 
     def for_pass(self, number: int) -> Gradient:
-        """Return that of one backward pass, counted from 1."""
+        """Return the gradient of one backward pass, counted from 1."""
         for one in self:
             if one.backward_pass_index == number:
                 return one
@@ -68,9 +68,9 @@ class Op(LayerEntry):
         min_distance_from_input: the length of the shortest way from an input to it. This, and
             the others like it, is None unless the log was made with `mark_layer_depths=True`,
             and where there is no such way. Numbers that Python computes count as layers.
-        max_distance_from_input: that of the longest way.
+        max_distance_from_input: the length of the longest way.
         min_distance_to_output: the length of the shortest way from it to an output.
-        max_distance_to_output: that of the longest way.
+        max_distance_to_output: the length of the longest way.
     """
 
     _transform: Callable[[Tensor], Any] | None = None
@@ -374,7 +374,7 @@ class Log(ModelHistory):
 
     @property
     def modules(self) -> Accessor:
-        """The calls of modules in order; also by name, "self" for that of the model."""
+        """The calls of modules in order; also by name, "self" for the call of the model."""
         made = [Module(**vars(call)) for call in super().modules]
         root = Module("self", 1, 1, self._log.name, "", 0, False)
         for call in (*made, root):
@@ -498,7 +498,7 @@ class Log(ModelHistory):
         return self.rerun(*self._call[1:3])
 
     def rerun(self, model: Any, inputs: Any, **_: Any) -> Log:
-        """Run a model with the changes; this log is then that of the run."""
+        """Run a model with the changes; this log then describes the run."""
         again, _, _, options = self._call
         options = dict(options, intervene=[*(options.get("intervene") or ()), *self._changes])
         changes, made = self._changes, again(model, inputs, **options)

@@ -157,7 +157,7 @@ clamp = Listed(lambda *, min=None, max=None: lambda v: v.clamp(min, max), "Limit
 
 @Listed
 def mean_ablate(source: Any = None) -> Helper:
-    """Fill a value with its mean, or with that of another tensor."""
+    """Fill a value with its mean, or with the mean of another tensor."""
 
     def filled(value: Tensor) -> Tensor:
         mean = (value if source is None else getattr(source, "out", source)).mean()

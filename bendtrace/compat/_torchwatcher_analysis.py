@@ -900,7 +900,7 @@ class AnalyserEvaluation:
         """Evaluate the analyser, and leave the model, its mode and its gradients as they were.
 
         Args:
-            state: that of a Torchbearer trial, or `{"model": model}`.
+            state: the state of a Torchbearer trial, or `{"model": model}`.
             event: "start", "batch" or "end".
             global_step: how many steps of training there were.
         """

@@ -150,9 +150,9 @@ class PatchableGraph(BendedModule):
             patches: for each node one patch, or several in the order in which they apply. A node is
                 given as a node of `graph`, or by the path that graphpatch has for it:
                 `"layers_0.mlp.relu"`, `"output|sub_0.sub_1"`; the first of several calls of a
-                module also as `"linear_0.output"`. What only a later call reached has the path
-                that it would have in the graph of that call. An attribute of a module that is a
-                number has a path as well, `"scale"`: while the context lasts, the module has the
+                module also as `"linear_0.output"`. A node that only a later call reached has the
+                path that it would have in the graph of that call. An attribute of a module that is
+                a number has a path as well, `"scale"`: while the context lasts, the module has the
                 new number, in all calls.
             rows: the rows of the batch to patch, for values that are tensors; None for all.
 
@@ -346,8 +346,8 @@ def unroll(tree: Tree, model: Any) -> Tree:
 def _one_pass(node: TreeNode, number: int, name: str, modules: dict[str, nn.Module]) -> TreeNode:
     """Return one pass of a node, with a child for each pass that its children had in it.
 
-    Graphs of graphpatch number what they repeat in the order of a run. The path is that of the pass
-    in the given tree.
+    Graphs of graphpatch number repeated nodes in the order of a run. The path is the one of the
+    pass in the given tree.
 
     Args:
         node: the node.

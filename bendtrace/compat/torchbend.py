@@ -54,7 +54,7 @@ def compare_outs(
     Args:
         out1: one output: tensors, distributions, numbers, and lists, tuples and dicts of these.
         out2: the other one.
-        allow_subclasses: whether the type of `out1` may be a subclass of that of `out2`.
+        allow_subclasses: whether the type of `out1` may be a subclass of the type of `out2`.
         allow_almost_equal: whether they may differ by 1e-5.
 
     Example:
@@ -88,9 +88,9 @@ def compare_outs(
 class BendedModule(BendingModule):
     """A `bendtrace.BendedModule` with torchbend's conventions.
 
-    Calls with other inputs are right, while torchbend's graph is that of one example. Methods that
+    Calls with other inputs are right, while torchbend's graph follows one example. Methods that
     were traced or bent, and those that the class lists in `__bended_methods__`, are called along
-    recorded paths of their own. They share the weights and the bends of weights; activations are
+    their own recorded paths. They share the weights and the bends of weights; activations are
     bent in each method by itself. A pattern bends all activations and weights whose names it
     matches from the start.
 

@@ -505,8 +505,8 @@ class Bundle:
         baseline: the name of the one that the others are compared with.
 
     Attributes:
-        members: as given.
-        baseline_name: as given; the first one by default.
+        members: the logs by name.
+        baseline_name: the name of the baseline; the first log by default.
 
     Example:
         >>> import torch, bendtrace as bt

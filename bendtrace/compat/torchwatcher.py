@@ -155,8 +155,8 @@ def interject_by_name(
 ) -> BendedModule:
     """Insert something at a node that is given by name, as torchvision names nodes.
 
-    The name of a module that is not looked into is its qualified name (`layer1.0.conv1`). That of a
-    function has the qualified name of the module around it (`layer1.0.add`). What is called again
+    A module that is not looked into has its qualified name (`layer1.0.conv1`). The name of a
+    function has the qualified name of the module around it (`layer1.0.add`). A repeated name
     there has a number: `relu_1` is the second relu, whether it is in another place of the code or
     in the second round of a loop.
 

@@ -164,7 +164,7 @@ def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
 
 
 def line_naming(name: str, code: types.CodeType) -> int:
-    """Return the first line of code that has a name; that of the code if there is none."""
+    """Return the first line of code that has a name; the first of all if there is none."""
     lines = (_lines_naming(inner, inner.co_filename).get(name) for inner in codes_in(code))
     return next((found[1] for found in lines if found is not None), code.co_firstlineno)
 

@@ -279,7 +279,7 @@ class Environment(Found):
                 yield reason, cache, was_empty
 
     def _sort_out(self, parts: list[Captured]) -> None:
-        """Tell what may change by itself from tensors that have no attributes of their own."""
+        """Separate values that may change by themselves from tensors without own attributes."""
         held, taken = self.held, self.places.taken
         for part in parts:
             if part.index in held and part.index not in taken:

@@ -339,7 +339,7 @@ class Ran:
         """Note nothing until `enter`, as what runs is not the model's.
 
         Args:
-            answers: whether what runs may ask for function modes nevertheless.
+            answers: whether the code may ask for function modes nevertheless.
         """
         self._away += 1
         if answers:

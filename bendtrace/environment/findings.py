@@ -176,19 +176,19 @@ class Found:
         plain_numbers: whether numbers among the arguments must not be traced.
 
     Attributes:
-        function: as given.
-        plain_numbers: as given.
-        inserted: what else is run, by name.
+        function: the model or function.
+        plain_numbers: whether the run receives plain numbers.
+        inserted: other callables that the run calls, by name.
         is_lazy: whether there are parameters that the first call makes.
         parts: everything found; parents before children.
         arguments: the parts that are, or are held by, arguments.
         own: the parts that no other run has.
         by_id: parts by the identity of what they are.
         held: what containers held, by index of their part.
-        places: where to look whether they still hold it, all at once.
-        contents: what was there.
-        bare: tensors without attributes of their own.
-        alone: what else has content that is looked at one by one.
+        places: the places of their content, which are all read together.
+        contents: their content when the scan read it.
+        bare: tensors without attributes, which they can have like any object.
+        alone: other values with content, which are compared one by one.
         blockers: what was found that no guard can watch, one line each.
         module_paths: qualified name of each module, by identity.
         shared_modules: those that the model holds under several names, by identity.

@@ -1,7 +1,7 @@
 """The scan of what a run can read, value by value: arguments, modules, containers and objects.
 
-It begins with the arguments and the callable, and follows attributes, items and hooks. What code
-names is found by its base class (`CodeScan`). Each value is listed once.
+It begins with the arguments and the callable, and follows attributes, items and hooks. Its base
+class (`CodeScan`) finds the values that code names. Each value is listed once.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A finished scan, which serves the next run of the same model without scanning.
 
 Where a scan leads follows from the objects it meets, from what containers hold, and from the
-code. All of that is noted, and compared before a scan is taken over: whatever is another object,
-or has other content, another class or other code, has everything scanned anew. So taking over is
-never an assumption, only a faster way to come to the same parts.
+code. All of that is noted, and compared before a scan is taken over. If an object has been
+replaced, or has other content, another class or other code, everything is scanned again. So taking
+a scan over is never an assumption, only a faster way to the same parts.
 
-What is noted keeps alive what the parts of a recorded run keep alive, and neither tensors nor
-containers. Of these another one can come to be where one was in memory; so besides its identity its
+The notes keep the same objects alive as the parts of a recorded run, but neither tensors nor
+containers. Another one of these can get the address of an old one; so besides its identity its
 type is compared, and all that it holds, or the facts that are guarded of a tensor. Then it does not
 matter which of the two it is.
 """
@@ -106,7 +106,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def facts_of(tensor: torch.Tensor, attributes: Mapping[Any, Any]) -> TensorFacts:
-    """Return what is guarded of a tensor, which has some attributes of its own."""
+    """Return the facts of a tensor that are guarded, with the number of its attributes."""
     own = sum(key.access is Access.DICT for key in attributes)
     with torch._C.DisableTorchFunction():  # a class may count what it is asked
         return TensorFacts(
@@ -281,7 +281,7 @@ class CachedScan:
         )
 
     def _made(self, held: dict[int, dict[Any, Any]]) -> dict[int, Captured] | None:
-        """Return the parts that a run has its own of, by index; None if one is another now."""
+        """Return the parts that each run makes again, by index; None if one has been replaced."""
         made: dict[int, Captured] = {}
         for known in self._looked:
             part = known

@@ -1,7 +1,7 @@
 """The distance of a run from another answer to one of its questions, with gradients.
 
 A part of a recorded run is done again on other inputs, with gradients, and with integers and truths
-as numbers. What comes out only guides the search: the model itself decides what is a find.
+as numbers. The results only guide the search: the model itself decides what is a find.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class Course:
         return True
 
     def _known(self, op: Op, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return what an op gives that has no useful gradient of its own."""
+        """Return the result of an op that has no useful gradient."""
         first = args[0] if args else None
         name = _COMPARED.get(name, name)
         if name in ("gt", "ge", "lt", "le", "eq", "ne") and len(args) == 2:

@@ -345,7 +345,7 @@ class Space:
                 yield label, value
 
     def _other(self, label: str, value: Any) -> Any:
-        """Return another value of what is no tensor."""
+        """Return another value for an input that is not a tensor."""
         domain = self.domains[label]
         if domain.values is not None:
             return self.chance.choice(domain.values)
@@ -616,7 +616,7 @@ class _Search:
     def _read_sides(self, run: CandidateRun) -> None:
         """Note the sides that a run takes by conditions in the source, where it did nothing else.
 
-        A find is always shown by what the model did; but a side that the start takes is no find.
+        A run of the model shows each find; but a side that the start takes is not a find.
         """
         assert run.recording is not None
         tape = run.recording.tape

@@ -329,7 +329,7 @@ def arguments_of(args: Any, kwargs: Any, compares: bool) -> list[list[Any]]:
         compares: whether it matters which tensors are one object.
 
     Returns:
-        For each argument its place, its text if it is no tensor, and the number of the first
+        For each argument its place, its text if it is not a tensor, and the number of the first
         argument that is the same object.
     """
     rows: list[list[Any]] = []

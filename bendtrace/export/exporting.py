@@ -710,11 +710,11 @@ _TIMES = 8  # sums in other orders are off by more than one rounding of their re
 def difference(
     given: Any, expected: Any, tolerance: float | None = None, errors: Sequence[float] = ()
 ) -> str | None:
-    """Return how the output of a program differs from that of the model; None if it does not.
+    """Return how the outputs of a program and of the model differ; None if they do not.
 
     Args:
         given: the output of the program.
-        expected: that of the model.
+        expected: the output of the model.
         tolerance: the largest accepted difference of floats; None for none.
         errors: the rounding errors of the model for each of its outputs.
     """

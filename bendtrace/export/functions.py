@@ -232,7 +232,7 @@ class Functions:
         return name
 
     def _take_flag(self, scope: Scope, flag: str, asked: list[int]) -> None:
-        """Combine the flag with that of a side or a loop; in `forward`, assert that none is set."""
+        """Combine the flag with one of a side or loop; in `forward`, assert that none is set."""
         if scope.depth == 0 and not self._flagged:
             by_number = {unseen.number: unseen for unseen in self._unseen.values()}
             for number in asked:

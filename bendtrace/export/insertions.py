@@ -128,7 +128,7 @@ class Insertions:
         return f"{name} ({place})" if place else name
 
     def tensors(self, taken: Mapping[int, str], arguments: Collection[str]) -> dict[str, Tensor]:
-        """Return the tensors that they brought into the runs so far, by names of their own.
+        """Return the tensors that they brought into the runs so far, by unique names.
 
         Args:
             taken: the tensors of the model, by identity, with their names.
@@ -166,8 +166,8 @@ class _Follower(LiveInserter):
         code: what is inserted, by name.
 
     Attributes:
-        recorder: that of the run.
-        spans: what each call of an interjection has added to the tape.
+        recorder: the recorder of the run.
+        spans: the ops that each call of an interjection added to the tape.
     """
 
     recorder: Recorder
@@ -247,7 +247,7 @@ class _Span(NamedTuple):
 
 
 class _Marked:
-    """An interjection, during whose calls states tell it from others, and hold what it was given.
+    """An interjection that states know during its calls, with its arguments.
 
     Args:
         what: the interjection.

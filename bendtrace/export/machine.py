@@ -448,7 +448,7 @@ class View:
 def lengths_in(recordings: Iterable[Recording]) -> frozenset[Place]:
     """Return where Python asks for the length of a tensor that values decide.
 
-    Python's `len` gives a plain number, so that each length would be an answer of its own. Recorded
+    Python's `len` gives a plain number, so that each length would be a different answer. Recorded
     again with these places, runs ask what the model asks of the length.
     """
     places: set[Place] = set()

@@ -766,7 +766,7 @@ def is_outdated(value: Value) -> bool:
 
 
 def is_stored_back(op: Op, ops: Sequence[Op]) -> bool:
-    """Return whether an in-place op is that of an augmented assignment, such as `x[n] += 1`."""
+    """Return whether an in-place op belongs to an augmented assignment, such as `x[n] += 1`."""
     taken, after = op.args[0] if op.args else None, ops[op.index + 1 : op.index + 2]
     if type(taken) is not Ref or not after or after[0].target is not Tensor.__setitem__:
         return False

@@ -358,7 +358,7 @@ def _has_bfloat16(program: torch.export.ExportedProgram) -> bool:
 def _translate(program: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
     """Translate a program to ONNX.
 
-    What `torch.onnx.export` does, but for two things: in loops with branches in them there are
+    It does what `torch.onnx.export` does, but for two things: in loops with branches there are
     functions in functions, which it notes different versions of (torch 2.13; the test of greedy
     decoding notices); and it rounds `//` of sizes to 0 (the test of rounded sizes notices).
     """

@@ -61,7 +61,7 @@ def to_fx(
     Raises:
         ConversionError: the trace does something that an fx graph cannot express, such as setting
             an attribute of the model; or the graph comes from elsewhere.
-        InputError: `graph` is no mirror, or `fold` is neither a bool nor a predicate.
+        InputError: `graph` is not a mirror, or `fold` is neither a bool nor a predicate.
 
     Example:
         >>> import torch, bendtrace as bt

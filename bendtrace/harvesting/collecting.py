@@ -471,7 +471,7 @@ def describe_insertion(insertion: Insertion) -> str:
 
 
 class _Words:
-    """Writes down all parts of a thing; `whole` is that of `described`."""
+    """Writes down all parts of an object; `whole` has the meaning that it has in `described`."""
 
     def __init__(self, whole: bool) -> None:
         self._whole = whole

@@ -114,7 +114,7 @@ def harvest(
         passes: the passes of a node that runs several times per batch: numbers from 0, or from the
             end if negative, or a function of the number; a single number keeps the name of the
             node. None for all, which are named `relu`, `relu:2`, `relu:3`. `"stack"` puts them
-            along a new axis after that of the samples.
+            along a new axis after the axis of the samples.
         batch_axis: the axis of a value that counts the samples; None for values without such an
             axis, which are stored once for each batch; or a dict of these, by the items of `where`.
         dtype: the dtype to store floating point numbers as; None keeps theirs.

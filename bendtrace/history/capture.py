@@ -860,7 +860,7 @@ _is_shared = internal("torch._C._is_cow_tensor", lambda tensor: True)
 def lazily_copied(value: Tensor) -> Tensor:
     """Return a tensor with the present values of another; nothing is copied before a write.
 
-    Tensors that torch cannot copy lazily are copied at once.
+    Tensors that torch cannot copy lazily are copied right away.
     """
     # Not for quantised values, whose copy would have no quantizer, nor for tensors that are only
     # marked as conjugated or negated: the copy would lose the mark, and with it the values.
@@ -929,7 +929,7 @@ def _shift(value: Tensor) -> int:
 
 
 def materialize(tensor: Tensor) -> None:
-    """Give a tensor memory of its own, if it shares memory until a write.
+    """Give a tensor its own memory, if it shares memory until a write.
 
     torch cannot change the size of shared memory, and writes through its address go unnoticed.
     """
@@ -1008,7 +1008,7 @@ class Gradients:
             weakref.finalize(self, handle.remove)
 
     def _keep(self, key: MemoryKey, gradient: Tensor, is_leaf: bool) -> None:
-        """Keep a gradient, except that of a leaf from outside the run."""
+        """Keep a gradient, unless it belongs to a leaf from outside the run."""
         task = torch._C._current_graph_task_id()
         if not is_leaf:
             self._task = task

@@ -341,7 +341,7 @@ class Visit:
                 self._parts(child, index, element, meta, inner)
 
     def _element(self, op: Op) -> None:
-        """A size, or another number out of a list of them: a node of its own, where it is used."""
+        """Note a size, or another number of a list, which is a separate node where it is used."""
         root, keys = self.events.origin(op.index)
         if not keys or type(op.meta) not in (bool, int, float):
             return

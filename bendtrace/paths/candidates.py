@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def qualified_name(self) -> str:
-        """Qualified name of the module; for ops, that of the enclosing module and their name."""
+        """Qualified name of the module; for ops, the name of the enclosing module and their own."""
         if self.is_module:
             return self.module_path
         return f"{self.scope_path}.{self.name}" if self.scope_path else self.name
@@ -130,7 +130,7 @@ class CandidateGraph:
 
     @cached_property
     def edges(self) -> nx.DiGraph[Any]:
-        """The data edges between paths, as a networkx graph of its own or part of a larger one."""
+        """The data edges between paths, as a networkx graph, which may be part of a larger one."""
         if isinstance(self._edges, nx.DiGraph):
             return self._edges
         graph: nx.DiGraph[Any] = nx.DiGraph()
@@ -277,8 +277,8 @@ _GIVEN = (OpKind.INPUT, OpKind.STATE)
 class _Flow:
     """Follows values from where they are given to where they are used.
 
-    What is no node is passed through: elements of results, arithmetic on numbers, writes such as
-    `x[0] = 1`, and gates. Inputs and state are none either, but a module that hands one on gives
+    Values pass through ops without a node: elements of results, arithmetic on numbers, writes such
+    as `x[0] = 1`, and gates. Inputs and state are none either, but a module that hands one on gives
     it. A size or a dtype is not the value: nothing leads through reading one.
     """
 
@@ -399,7 +399,7 @@ class _Flow:
 
 
 def _first_tensor(meta: Any) -> TensorMeta | None:
-    """Return the description of the first tensor in that of a result."""
+    """Return the first description of a tensor in the description of a result."""
     if isinstance(meta, TensorMeta):
         return meta
     if isinstance(meta, (tuple, list)):
@@ -410,7 +410,7 @@ def _first_tensor(meta: Any) -> TensorMeta | None:
 def _can_be_cut_into(op: Op) -> bool:
     """Return whether something can be inserted at an op that the tree shows.
 
-    That is not so for sizes and arithmetic on numbers, for what Python asks for at once, such as
+    Sizes and arithmetic on numbers cannot, nor can values that Python reads right away, such as
     the truth of a tensor, and for what is an insertion itself.
     """
     if op.kind is not OpKind.CALL or op.target in SHAPES or op.target in VALUES:

@@ -594,9 +594,9 @@ class Holders:
         return _relative(label, call.path)
 
     def _unknown(self, call: ModuleCall) -> str:
-        """A name for a module that the model does not hold as one of its own.
+        """Return a name for a module that the model does not hold.
 
-        Such modules without state are all alike; others are told apart.
+        Such modules without state share a name; others have a name each.
         """
         module, kind = call.module, type(call.module)
         name = (getattr(kind, "cls_to_become", None) or kind).__name__  # a lazy module becomes it

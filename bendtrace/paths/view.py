@@ -418,7 +418,7 @@ class Node:
     def _shape(self) -> Any:
         """The shape in its first pass.
 
-        A `torch.Size` for a tensor, nested tuples of such (and of None, for what is no tensor)
+        A `torch.Size` for a tensor, nested tuples of such (and of None, for other objects)
         for a container, the shape of the output for a graph.
         """
         number = 0 if self._chosen is None else self._chosen[0]

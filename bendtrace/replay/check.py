@@ -176,7 +176,7 @@ class CheckWriter:
     # What is asked each time, in the order of `check`.
 
     def _ask_for_words(self, source: Source, words: Reader) -> None:
-        """Check at once everything that `ask` checks one by one.
+        """Check together everything that `ask` checks one by one.
 
         They are read before it is asked, so that a thread that writes meanwhile is noticed.
         """
@@ -229,7 +229,7 @@ class CheckWriter:
         source.line(f"    {name}_seen[0] = now")
 
     def _ask_for_contents(self, source: Source) -> None:
-        """Check at once everything at hand that no word shows."""
+        """Check together everything within reach that no word shows."""
         settled = self._settled
         if settled.hollow:
             hosts = [part.parent.value for part in settled.hollow if part.parent is not None]
@@ -535,7 +535,7 @@ def _all_kept(cached: list[tuple[Any, Any]]) -> bool:
 def _agree(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:
     """Return whether caches hold what they held after the run.
 
-    Where an entry is missing, the model would compute it anew, and keep it: a replay would not.
+    If an entry is missing, the model would compute it again, and keep it: a replay would not.
     Nor would it drop one that has come into an empty cache.
     """
     for cache, before in filled.items():
@@ -699,7 +699,7 @@ class GuardClasses:
     def _is_hollow(self, part: Captured) -> bool:
         """Return whether a part is an empty container in a fixed dict.
 
-        What holds plain values now may hold tensors the next time, so that it is not kept, but
+        A container of plain values may hold tensors the next time, so that it is not kept, but
         taken from where it is each time.
         """
         return (

@@ -2,7 +2,7 @@
 
 A segment goes from one state to another, or to the end of the run. It is entered with the values
 that its state can still reach, its holes, and leaves with those of the state where a question has
-another answer than the one recorded. Whatever no state needs any more is forgotten at once, as
+another answer than the one recorded. Values that no state needs any more are dropped, as
 the model's own variables would.
 """
 

@@ -13,7 +13,7 @@ from bendtrace.tape.tape import State, Tape, counts
 class Following:
     """Knows the states of a run from the first one on that is in the graph.
 
-    From a known state, a run with a known answer comes to the state that is known to follow. To
+    From a known state, a known answer leads a run to the known next state. To
     read it would take far longer, where it lies below many frames. What the run does is compared
     with the graph all the same, when it is added.
 

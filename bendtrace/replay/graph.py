@@ -38,10 +38,10 @@ class Graph:
         entry: grad mode, autocast and similar settings when a run begins.
         direct: whether generated code may call what torch functions end up calling.
         analysis: the analysis of the first run.
-        joins: whether paths may join: if not, each state is that of one path.
+        joins: whether paths may join: if not, each state belongs to one path.
 
     Attributes:
-        joins: as given.
+        joins: whether paths may join.
         first: the first run, as a piece.
         may_grow: whether caches may be replaced before the end of a call (see `growing.py`).
         is_broken: whether the graph has turned out to be unusable.
@@ -211,7 +211,7 @@ class Graph:
             self._rewrite_first()
 
     def _rewrite_first(self) -> None:
-        """Generate the code anew, so that it hands over the values of the states known by now."""
+        """Generate the code again, so that it hands over the values of the states known by now."""
         self.beginning = Exit(None, self.first, -1, self._write)
         for node in self._nodes.values():
             for exit in node.exits:
@@ -337,7 +337,7 @@ def _is_repeated(tape: Tape, number: int) -> bool:
 def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
     """Compare what a run did after an answer with what is known to follow it.
 
-    What follows is known from another run that was in the same state. The two runs are compared
+    Another run that was in the same state shows what follows. The two runs are compared
     from that state to a guard, or to the end, as far as both are known.
 
     Args:

@@ -371,7 +371,7 @@ def slice_count(source: Source, op: Op) -> str:
 class Splice:
     """A function that a value is passed through.
 
-    What the function returns takes the place of the value in all that follows.
+    The result of the function takes the place of the value in all later code.
 
     Attributes:
         index: the op that gave the value.

@@ -346,7 +346,7 @@ class Suffix:
         return {id(g): kind for g, kind in zip(guards, self._analysis.kinds, strict=True)}
 
     def _is_settled(self, scope: ModuleCall) -> bool:
-        """Return whether what was decided there is over, and can only have led to what is given."""
+        """Return whether the decisions there are over, and can only have led to known values."""
         for call in self._around(scope):
             if (
                 not self._takes_part(call)

@@ -304,7 +304,7 @@ class TraceTree:
                 self._numbers -= {label}
 
     def lift(self, program: Program, recording: Recording, lifting: Lifting) -> None:
-        """Begin a program anew with a run in which the counters of loops are lifted.
+        """Restart a program with a run in which the counters of loops are lifted.
 
         Args:
             program: the program.
@@ -392,9 +392,9 @@ class TraceTree:
         self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...],
         has_waited: bool = False,
     ) -> bool:  # fmt: skip
-        """Return whether what was taken to change on every call has not done so for a while.
+        """Return whether a value that seemed to change on every call has not changed for a while.
 
-        The program is dropped then, and what follows is recorded anew. If it changes again after
+        The program is dropped then, and later calls are recorded again. If it changes again after
         that, the next while is twice as long.
 
         Args:
@@ -576,7 +576,7 @@ def _asks_at(program: Program, places: Set[Place]) -> bool:
 
 
 def _is_due(hits: int) -> bool:
-    """Return whether what was live so often is recorded the next time (see `looks_again`)."""
+    """Return whether a call that was live so often is recorded next time (see `looks_again`)."""
     tried = hits + 1
     is_power = tried & (tried - 1) == 0
     return (is_power and (tried <= _OFTEN or tried > 2 * _OFTEN)) or tried % _RARELY == 0
@@ -620,7 +620,7 @@ def _is_item(part: Captured) -> bool:
 
 
 def _evolving(change: Change) -> str:
-    """Return the label under which a change counts: that of a list, for its items."""
+    """Return the label under which a change counts: the label of the list, for its items."""
     return change.part.label if change.part.kind is CaptureKind.LIST else change.label
 
 
@@ -662,7 +662,7 @@ def _goes_on_from(recording: Recording, divergence: Divergence) -> bool:
 
 
 def _apart(recording: Recording) -> Recording:
-    """Return a run with states of its own: others may still read those that it has."""
+    """Return a copy of a run with its own states: others may still read the old ones."""
     found = copy.copy(recording)
     found.tape = copy.copy(recording.tape)
     return found
@@ -694,7 +694,7 @@ class ProgramIndex:
 
     Programs that insist on the same sizes, and on the same numbers among the arguments, are in one
     table, by the values of these; to find what may serve some arguments takes a look into each
-    table. What is left out insists on something else. The rest has to be asked whether its guards
+    table. Programs that are left out require other values. The rest is asked whether its guards
     hold.
 
     Threads may read while one adds or removes: what they read is exchanged, never changed.

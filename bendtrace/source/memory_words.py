@@ -1,4 +1,4 @@
-"""Words of memory that differ once an object has changed, and are all read at once.
+"""Words of memory that differ once an object has changed, and are all read in one step.
 
 A model consists of some hundred dicts, and asking each for its version takes longer than a small
 model does. A few words of each object tell the same: the version of a dict, the class of an object,

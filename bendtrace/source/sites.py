@@ -347,7 +347,7 @@ def operates(code: CodeType, offset: int) -> bool:
 
 
 def first_offset(code: CodeType, offset: int) -> int:
-    """Return the offset of an instruction; for copies of a `while` test, that of the first."""
+    """Return the offset of an instruction; for copies of a `while` test, of the first copy."""
     return _repeated(code).get(offset, offset)
 
 

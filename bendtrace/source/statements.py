@@ -351,7 +351,7 @@ class Loop:
 
     @property
     def header(self) -> Span:
-        """The span of the iterable; for a while, that of the loop."""
+        """The span of the iterable; for a while, the span of the loop."""
         return self.span if self.head is None else span_of(self.head)
 
     def length(self, taken: Mapping[Span, Sequence[int]]) -> int | None:

@@ -49,7 +49,7 @@ class SteppedRun:
     The run is a sequence of *events*: ops, and questions that the model's Python asks about
     values (`if x.sum() > 0`). Its *position* is the event that comes next. The run can be moved to
     any position; there, the variables of the model's Python can be looked at. `set` replaces the
-    value of an op and `answer` the answer of a question, and what comes after that is run anew;
+    value of an op and `answer` the answer of a question, and the rest of the run is repeated;
     what came before is not computed again, as far as it is kept.
 
     The model, its inputs and the random generators are left as they are, until `finish`.
@@ -135,7 +135,8 @@ class SteppedRun:
             place: a position (from the end of the run if negative), a question as a step of
                 `trace.flow_steps`, a line as `"model.py:12"` or `"In[3]:7"`, or an op or module in
                 any form that `interject` accepts for one node (`"relu"`, `"layers_0.relu:2"`, a
-                layer of the log, ...). What happens several times means the first time.
+                layer of the log, ...). A place that the run passes several times means the first
+                time.
             line: a line of a file of the model, whichever that is.
 
         Raises:
@@ -289,7 +290,7 @@ class SteppedRun:
             value: a tensor; the model receives a copy.
 
         Raises:
-            InputError: the place is no op of the run, or its value is no tensor.
+            InputError: the place is not an op of the run, or its value is not a tensor.
             NodePathError: there is no such node.
         """
         value = require_tensor(value)
@@ -315,7 +316,7 @@ class SteppedRun:
             value: the answer, of the type of the present one.
 
         Raises:
-            InputError: the place is no question of the run, or the answer is of another type.
+            InputError: the place is not a question of the run, or the answer is of another type.
         """
         number, _ = self._one(question, "question")
         event = self._events[number]
@@ -855,7 +856,7 @@ class Places:
         raise InputError(f"{step!r} is no question of this run that can be answered")
 
     def _calls(self, place: Any) -> list[int]:
-        """Return the first event of each selected call of a module; nothing if it is no module."""
+        """Return the first event of each selected call of a module; nothing for other things."""
         found = []
         for _, node, chosen in self._places_of(place):
             if node.kind != "graph" or not node.module:

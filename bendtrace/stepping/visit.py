@@ -377,7 +377,7 @@ def _can_be_kept(op: Op, args: Any, kwargs: dict[str, Any], out: Any, memory: se
 
 
 def _is_watched_function(function: Any) -> bool:
-    """Return whether a function is torch's own, does nothing unseen, and is no attribute's."""
+    """Return whether a function is torch's, does nothing unseen, and does not read an attribute."""
     if isinstance(function, types.FunctionType):
         return function.__module__ in _IN_PYTHON
     return isinstance(function, _IN_C) and is_torchs_function(function)

@@ -150,7 +150,7 @@ def write_values(draft: Draft, kind: str, values: Mapping[str, Any]) -> dict[str
         values: the values.
 
     Returns:
-        What is where, ready for JSON.
+        The places of the content, ready for JSON.
     """
     found: list[tuple[str, Tensor | StoredTensor]] = []
     rows: list[dict[str, Any]] = []
@@ -298,7 +298,7 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
             step, when the new one is complete: whatever happens before, it stays as it was.
 
     Raises:
-        SaveError: if the directory holds something that is no save, another save to it is going
+        SaveError: if the directory holds something other than a save, another save to it is going
             on, or it cannot be written to.
         LoadError: if the log was loaded, and an activation of it cannot be read any more.
 
@@ -400,7 +400,7 @@ def _flat(tree: Tree) -> dict[str, Any]:
 def load(directory: str | os.PathLike[str], *, device: torch.device | str | None = None) -> RunLog:
     """Read a log that was saved. The model is not needed, and no code of its is run.
 
-    Activations and gradients stay on disk: each `entry.tensor_contents` reads one anew. What
+    Activations and gradients stay on disk: each `entry.tensor_contents` reads one again. What
     could not be stored is None, and `entry.unsaved` says why.
 
     Args:

@@ -5,7 +5,7 @@ types that torch can hardly compute with come back as they were.
 
 The format is: the length of the header (8 bytes, little endian), the header (JSON: for each key
 the type, the shape and where its bytes begin and end), the bytes, row-major and without gaps. It
-is written here, not by the safetensors package, because that takes all tensors of a file at once,
+is written here, not by the safetensors package, because that takes all tensors of a file together,
 and writes through pointers that turn copy-on-write tensors into copies.
 """
 
@@ -231,7 +231,7 @@ class DataFile:
         return os.fstat(self._file.fileno()).st_size
 
     def read(self, start: int, nbytes: int) -> Tensor:
-        """Return some bytes as a tensor of uint8 with memory of its own."""
+        """Return some bytes as a tensor of uint8 with its own memory."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if not nbytes:
             return buffer
@@ -386,7 +386,7 @@ def header_size(rows: list[tuple[str, Layout]]) -> int:
 
 
 def header_bytes(rows: dict[str, Any], size: int = 0) -> bytes:
-    """Return a header with its length, of a size that is reserved, or of its own."""
+    """Return a header with its length, padded to a reserved size if there is one."""
     header = _dump({**_METADATA, **rows})
     size = size or -(-(len(header) + 8) // _ALIGNMENT) * _ALIGNMENT
     header = header.ljust(size - 8)

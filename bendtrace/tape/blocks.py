@@ -41,7 +41,7 @@ class Passage(NamedTuple):
         guards: how many guards come before.
         op: the op that gives the value.
         function: the function.
-        context: the grad mode and so on that it runs under; None for that of the block.
+        context: the grad mode and so on that it runs under; None for the context of the block.
     """
 
     position: int

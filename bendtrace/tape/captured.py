@@ -126,7 +126,7 @@ def requires_grad(tensor: torch.Tensor) -> bool:
 def read_of(tensor: torch.Tensor, name: str) -> Any:
     """Return an attribute of a tensor, of whose reading its class does not learn.
 
-    What a subclass does in `__torch_function__` is the model's: it may count what it is asked.
+    The `__torch_function__` of a subclass belongs to the model: it may count the questions.
     """
     with torch._C.DisableTorchFunction():
         return getattr(tensor, name)

@@ -1,7 +1,8 @@
 """The kinds of guards.
 
-To add one, write its class here, and call `Writer.guard` where it is asked. What a layer does not
-know of a kind, it refuses: compiled paths and exported programs name the kinds that they can write.
+To add one, write its class here, and call `Writer.guard` where it is asked. A layer
+refuses a kind that it does not know: compiled paths and exported programs name the kinds that they
+can write.
 """
 
 from __future__ import annotations

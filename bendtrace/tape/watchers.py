@@ -182,7 +182,7 @@ class Stage(Protocol):
 
     @property
     def follows_script(self) -> bool:
-        """Return whether what the run does has been done before (see `recording/script.py`)."""
+        """Return whether the run repeats earlier work (see `recording/script.py`)."""
 
     @property
     def is_in_block(self) -> bool:
@@ -194,7 +194,7 @@ class Stage(Protocol):
     def pass_through(
         self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None
     ) -> Any:
-        """Let a function replace a result of a node, without an op of its own.
+        """Let a function replace a result of a node, without another op.
 
         Args:
             function: the function.

@@ -4,8 +4,8 @@ The functions of `random` and `numpy.random` are exchanged while a run is record
 methods of `random.Random`, which Python's own functions come down to (`choice` asks for
 `_randbelow`). Classes of numpy are written in C and cannot be changed: a generator of numpy that
 the model holds is replaced by one of a subclass for the time of the run (`Environment.place`),
-which passes each draw on. What draws past all of these leaves a state that no draw has left, and
-`recording/finish.py` notices it.
+which passes each draw on. Code that draws past all of these leaves a state that no draw has left,
+and `recording/finish.py` notices it.
 """
 
 from __future__ import annotations

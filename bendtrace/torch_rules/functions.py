@@ -311,7 +311,7 @@ def _branches(function: Any, seen: set[Any]) -> bool:
 def is_foreign(function: Any) -> bool:
     """Return whether a function is a script, or an operator that somebody else has registered.
 
-    What it returns may depend on more than its inputs' metadata: values may decide on the dtype.
+    Its result may depend on more than its inputs' metadata: values may decide on the dtype.
     """
     if isinstance(function, OpOverload):
         return function.namespace not in _OWN
@@ -322,7 +322,7 @@ def is_foreign(function: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def is_loose(function: Any) -> bool:
-    """Return whether what a script or an operator returns is more than its schema tells.
+    """Return whether a result of a script or operator depends on more than its schema tells.
 
     That is so for what may be None, and for texts.
     """
@@ -392,7 +392,7 @@ def name_of(function: Any) -> str:
 
 
 def table_name(function: Any) -> str:
-    """Return the name of a function in tables of torch's: that of the operator, for an overload.
+    """Return the name of a function in torch's tables: for an overload, the operator's name.
 
     The operator of another library can be called like one of torch's, and has its library there.
     """

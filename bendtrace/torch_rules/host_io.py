@@ -103,7 +103,7 @@ def _reads_variable(variables: Any, name: Any) -> Any:
 
 
 def _clock(name: str) -> Callable[[], Any]:
-    """A clock is read anew by each replay, which asks for what stands there by then."""
+    """Return a clock that each replay reads again: it looks the function up by its name."""
     function: Callable[[], Any] = vars(time)[name]
 
     def read() -> Any:

@@ -595,7 +595,7 @@ Time = tuple[float, int]
 
 
 class Timeline:
-    """A common order for the two runs: that of their common entries in the first run."""
+    """A common order for the two runs: common entries have their order in the first run."""
 
     def __init__(self, matching: Matching, flow: Sequence[FlowChange]) -> None:
         self.matching = matching

@@ -497,7 +497,7 @@ class Column:
     """Vertices of neighbouring ranks that keep their positions relative to each other.
 
     Attributes:
-        vertices: with the distance of each one's middle from that of the column.
+        vertices: each with the distance of its middle from the middle of the column.
         x: the middle of its first vertex.
         pulls: (strength, other column, offset from that column's x).
         rights: columns to its right, with the minimum distance to each.

@@ -210,7 +210,7 @@ class RunIndex:
     def own_source(self, entry: LayerEntry) -> Source | None:
         """Return the source of an entry in the code of its module.
 
-        None in modules with installed code: there the source of an entry is that of the module
+        None in modules with installed code: there an entry has the source of the module
         call.
         """
         call = self.calls.get(entry.scopes[-1]) if entry.scopes else None

@@ -305,7 +305,7 @@ def _facts(program: ProgramOutline) -> Iterator[str]:
 
 
 def _items(flow: Flow, mine: bool) -> Iterator[Branch | End]:
-    """Yield the content of a flow, for branches of installed packages that of their sides."""
+    """Yield the content of a flow; for branches of installed packages, of their sides."""
     for item in flow:
         if mine and isinstance(item, Branch) and is_installed(item.place.file):
             for taken in item.sides():

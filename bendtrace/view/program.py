@@ -109,7 +109,7 @@ def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
 
 
 def _branch(flow: Flow, event: Event) -> Branch:
-    """Return the branch of an event; in recursive code, that of the outermost call."""
+    """Return the branch of an event; in recursive code, the branch of the outermost call."""
     owner = flow.owner
     while owner is not None:
         if owner.key == event.key:
@@ -287,7 +287,7 @@ class Outline:
         """Return the branches as a graph: an edge leads to where some run went next.
 
         Nodes are called `program 1`, `1.1`, `1.2`, ... in the order in which they print. They have
-        `kind` ("program", "return", "live", "raise", or that of the branch), `text`, `at`
+        `kind` ("program", "return", "live", "raise", or the branch's), `text`, `at`
         ("file:line") and `hits`; branches also have `modules` and `never`, the sides that no run
         took. Edges have `hits` and `outcomes`, the sides that lead along them. Rolled-up loops are
         cycles.

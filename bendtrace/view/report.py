@@ -162,7 +162,7 @@ def roll_flow(changes: Sequence[FlowChange]) -> list[tuple[str, ...]]:
 def roll_changes(changes: Sequence[LayerChange]) -> list[tuple[str, str, str]]:
     """Report changes as (label in a, label in b, differences), with the passes of a place merged.
 
-    Passes with the same differences share a line, that of the first of them; so do modules with the
+    Passes with the same differences share the line of the first of them; so do modules with the
     same differences whose names differ only in numbers.
     """
     rows: dict[tuple[object, ...], list[LayerChange]] = {}

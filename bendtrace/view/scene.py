@@ -524,8 +524,8 @@ def absorb(box: Box) -> None:
 def fold(root: Box, depth: int | None, most: int) -> bool:
     """Close boxes until at most a given number of nodes is left.
 
-    The deepest boxes are closed first, all of a class at once, starting with the class that has the
-    most nodes. If that is not enough, neighbours are merged, in the order of the run.
+    The deepest boxes are closed first, all of a class together, starting with the class that has
+    the most nodes. If that is not enough, neighbours are merged, in the order of the run.
     """
     levels: list[list[Box]] = []
 

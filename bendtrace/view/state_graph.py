@@ -45,7 +45,7 @@ class StateGraph(MultiDiGraph):
 
     Nodes are called `program 1`, `1.1`, `1.2`, ... and have the attributes
 
-    - `kind`: "start" for a program, that of the flow step for a question ("if", "while", "for",
+    - `kind`: "start" for a program, the kind of flow step for a question ("if", "while", "for",
       "value", ...), and "return", "raise" or "live" for an end;
     - `text`, the source text; `at`, its place ("file:line"); `hits`, how often calls reached it;
       and `program`, the number of the program, as in `BendedModule.tree`;

@@ -750,8 +750,8 @@ def _only_if(
 ) -> tuple[Span, ...]:
     """Return the source that runs only after a branch took one side.
 
-    Where the other side leaves, that is also the rest of its own block, but not of those around
-    it, which can be reached past the branch.
+    If the other side leaves, this is also the rest of its block, but not of the blocks around it,
+    which can be reached past the branch.
     """
     if isinstance(branch, ast.IfExp):
         return (span_of(branch.body if value else branch.orelse),)

@@ -112,7 +112,7 @@ def _number(said: Any, name: str) -> int:
 
 
 def _positions_of(said: Any) -> tuple[Position, ...] | str | None:
-    """Read several positions: None for all at once, "each" for as many as there are."""
+    """Read several positions: None for all together, "each" for as many as there are."""
     if said is None or (isinstance(said, str) and said == "each"):
         return said
     if isinstance(said, (int, slice)) and not isinstance(said, bool):
@@ -531,7 +531,7 @@ def first_replaced(
 
 
 def _each_replaced(value: Any, path: str, change: Callable[[str, Tensor], Tensor | None]) -> Any:
-    """Replace tensors in the value of a node, each of which has a path of its own."""
+    """Replace tensors in the value of a node, each of which has its own path."""
     shape, found = take_apart(value)
     changed = False
     for i, name in enumerate(_names(shape, ())):
@@ -627,7 +627,7 @@ class _InputStation(_Station):
 class Sites:
     """Sites in a model, active while the context lasts.
 
-    All are inserted at once, and for all runs, so that the runs share their traces; each run
+    All are inserted together, and for all runs, so that the runs share their traces; each run
     decides on the replacements.
 
     Attributes:

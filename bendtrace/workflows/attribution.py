@@ -1,4 +1,4 @@
-"""Attribution patching: a first-order estimate of activation patching, at all ops at once."""
+"""Attribution patching: a first-order estimate of activation patching, at all ops in one pass."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def attribution_patching(
     """Estimate activation patching at many nodes from one backward pass.
 
     To first order, putting the clean value at a node into the corrupted run changes the metric by
-    `((clean - corrupted) * gradient).sum()`, where the gradient is that of the metric at the node
+    `((clean - corrupted) * gradient).sum()`, with the gradient of the metric at the node
     in the corrupted run (Nanda, "Attribution Patching", 2023). It is exact if the metric is a
     linear function of the node. It takes one run for each of the two inputs, and one backward pass.
     Two equal infinities, such as those of a mask, differ by 0.
@@ -405,7 +405,7 @@ class NodeFunction:
 
     Args:
         model: a module, a function, or a `BendedModule`, whose insertions stay active.
-        where: one node; see `BendedModule.interject`. Its first axis is that of the examples.
+        where: one node; see `BendedModule.interject`. Its first axis counts the examples.
         inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
         output: a function from the output of the model to a tensor with a row for each example, or
             one number; None for the output itself.
@@ -476,7 +476,7 @@ class NodeFunction:
             run: (runs,).
 
         Raises:
-            InputError: the rows have another shape, or the output is no row for each example.
+            InputError: the rows have another shape, or the output is not a row for each example.
         """
         if index is None:
             index = self.index

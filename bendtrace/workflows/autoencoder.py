@@ -278,7 +278,7 @@ class SplicedAutoencoder(InsertionHandle):
 
     Attributes:
         model: the `BendedModule` to call.
-        autoencoder: as given.
+        autoencoder: the autoencoder.
 
     Example:
         >>> import torch, bendtrace as bt

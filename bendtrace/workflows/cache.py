@@ -401,7 +401,7 @@ def run_with_cache(
 ) -> tuple[Any, ActivationCache]:
     """Call a model, and return its output and the values of its nodes.
 
-    The name is that of TransformerLens.
+    The name comes from TransformerLens.
 
     Args:
         model: a module, a function or a `BendedModule`, whose insertions stay active.
@@ -477,7 +477,7 @@ class _Clock:
     """Takes snapshots, and numbers them in the order of time.
 
     Args:
-        fixed: memory that is copied at once; None if nothing is copied.
+        fixed: memory that is copied right away; None if nothing is copied.
         is_lazy: whether other memory is only copied when it is written to.
     """
 
@@ -648,7 +648,7 @@ class _Wanted:
             self._add(name)
 
     def _add(self, name: str, **options: bool) -> None:
-        """Add the value of a name that is no alias."""
+        """Add the value of a name that is not an alias."""
         stem, _, part = name.rpartition(".")
         where: Any = name
         if name in ("input", "output"):

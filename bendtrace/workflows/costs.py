@@ -236,7 +236,7 @@ def dead_ends(run: Trace) -> Table:
 def hot_path(run: Trace, by: Literal["time", "memory"] = "time") -> Table:
     """Return the chain of values that takes longest from an input to an output.
 
-    What is not on it may become faster without the run becoming so, if ops can run side by side.
+    Ops beside it may become faster without making the run faster, if ops can run side by side.
 
     Args:
         run: a trace that measured its ops: `bt.trace(..., save="none")` does.

@@ -677,10 +677,10 @@ def _row(given: Any, call: Call, reduce: Any, path: str) -> Tensor:
 def fit_ridge(features: Tensor, labels: Tensor, *, ridge: float = 1e-3) -> RidgeProbe:
     """Fit a linear map to labels by regularised least squares, in double precision.
 
-    It minimises the sum of squared errors plus `ridge` times that of the weights (Hoerl and
+    It minimises the sum of squared errors plus `ridge` times the sum of squared weights (Hoerl and
     Kennard, 1970); the bias is not penalised. For classes there is one output per class, fitted to
     1 for the class and 0 otherwise; the prediction is the class with the greatest output.
-    `bt.analysis.LinearProbe` trains many probes at once along a stream.
+    `bt.analysis.LinearProbe` trains many probes together along a stream.
 
     Args:
         features: (samples, size).

@@ -195,7 +195,7 @@ def scan(model: Any, inputs: Any) -> Trace:
         The trace, whose entries have shapes and no values.
 
     Raises:
-        InputError: the model is no module, or it reads a value, as `if x.sum() > 0` does. The
+        InputError: the model is not a module, or it reads a value, as `if x.sum() > 0` does. The
             attribute `bendtrace` of the error is the trace up to there.
 
     Example:
@@ -280,8 +280,8 @@ class CausalTrace(Grid):
     def effect(self) -> Tensor:
         """The indirect effect as a fraction of the total effect.
 
-        How far restoring moves the metric from that of the corrupted runs (0) to that of the clean
-        one (1), as the mean over the samples.
+        The share of the way from the metric of the corrupted runs (0) to the metric of the clean
+        one (1) that restoring covers, as the mean over the samples.
         """
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
 
@@ -346,8 +346,8 @@ def causal_tracing(
             has to run once.
         noise: standard deviation of the noise, in units of `std`.
         std: None: the (unbiased) standard deviation of the node's output in the clean run. Or a
-            number: that of the embeddings of a whole data set, or 1.0 for `noise` in absolute
-            units.
+            number: the deviation of the embeddings of a whole data set, or 1.0 for `noise` in
+            absolute units.
         samples: the number of draws of noise.
         seed: seed of the noise. For each sample in turn, `torch.randn(shape, generator=generator)`
             is drawn on the CPU from `torch.Generator().manual_seed(seed)`, for the part of the
